@@ -64,6 +64,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, uri in PAGES.items():
         add(uri, (ROOT / source).read_text("utf-8"))
     add("api.md", api_page())
+    add("run.schema.json", run_schema())
     add("site.css", (Path(__file__).parent / "site.css").read_text("utf-8"))
     for name, script in SCRIPTS.items():
         if script.is_file():
@@ -140,6 +141,14 @@ def abbreviations() -> str:
     """Return the Markdown that gives each page the tooltips of abbreviations, from docs/glossary.md."""
     rows = ABBREVIATION.findall((ROOT / "docs" / GLOSSARY).read_text("utf-8"))
     return "\n\n" + "".join(f"*[{word}]: {meaning}\n" for word, meaning in rows)
+
+
+def run_schema() -> str:
+    """Return the JSON Schema of run files. It needs pydantic, but not torch."""
+    sys.path.insert(0, str(ROOT))
+    from megalith.config.describe import schema_text
+
+    return schema_text()
 
 
 def api_page() -> str:

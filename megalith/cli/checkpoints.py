@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megalith.cli.json_output import add_json_option, print_json, print_written
 from megalith.errors import CheckpointError, ConfigError, printable
 from megalith.progress import Progress
 from megalith.remote import StorePath, modified, open_location
@@ -18,8 +19,18 @@ PATH_HELP = "run folder, its checkpoints folder, or one step folder; a path or U
 NEWEST_HELP = f"{PATH_HELP}; the newest of several steps"
 
 
-def add_path(parser: argparse.ArgumentParser) -> None:
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help=PATH_HELP)
+    add_json_option(
+        parser,
+        "step, path, samples, saved, bytes, files, parts; of an unreadable step: step, path, error",
+        "list",
+    )
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help=PATH_HELP)
+    add_json_option(parser, "step, path, problems", "list")
 
 
 def _add_newest_path(parser: argparse.ArgumentParser) -> None:
@@ -29,12 +40,14 @@ def _add_newest_path(parser: argparse.ArgumentParser) -> None:
 def add_hash_arguments(parser: argparse.ArgumentParser) -> None:
     _add_newest_path(parser)
     _add_part(parser, "all parts")
+    add_json_option(parser, "path, digest, tensors (part, name and digest of each)")
 
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", help=NEWEST_HELP)
     parser.add_argument("b", help="the other checkpoint")
     _add_part(parser, "all parts")
+    add_json_option(parser, "equal (number), different (part, name and description of each)")
 
 
 def add_reshard_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +56,7 @@ def add_reshard_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--files", type=int, required=True, metavar="N", help="files per part: one per rank that will read"
     )
+    add_json_option(parser, "path")
 
 
 def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +68,7 @@ def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write weights under Hugging Face's names, with config.json in the folder",
     )
+    add_json_option(parser, "path")
 
 
 def add_average_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +76,7 @@ def add_average_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="folder that gets checkpoints/step_NNNNNNNN"
     )
+    add_json_option(parser, "path, checkpoints (number)")
 
 
 def _add_part(parser: argparse.ArgumentParser, meaning: str, default: str | None = None) -> None:
@@ -70,39 +86,61 @@ def _add_part(parser: argparse.ArgumentParser, meaning: str, default: str | None
 def run_list(args: argparse.Namespace) -> int:
     from megalith.checkpoint.manifest import MANIFEST, read_manifest
 
-    rows = [("step", "samples", "saved", "size", "files", "parts")]
+    steps: list[dict[str, Any]] = []
     for folder in _steps(args.path):
+        step = {"step": _step_number(folder), "path": str(folder)}
         try:
             manifest = read_manifest(folder)
         except CheckpointError as error:
-            rows.append((folder.name, "-", "-", "-", "-", f"unreadable: {error}"))
+            steps.append(step | {"error": str(error)})
             continue
-        rows.append(
-            (
-                folder.name,
-                str(manifest.consumed_samples),
-                modified(folder / MANIFEST).strftime("%Y-%m-%d %H:%M:%S"),
-                _size(sum(record.bytes for record in manifest.files.values())),
-                str(len(manifest.files)),
-                " ".join(manifest.tensors),
-            )
-        )
+        step |= {
+            "samples": manifest.consumed_samples,
+            "saved": modified(folder / MANIFEST).strftime("%Y-%m-%d %H:%M:%S"),
+            "bytes": sum(record.bytes for record in manifest.files.values()),
+            "files": len(manifest.files),
+            "parts": list(manifest.tensors),
+        }
+        steps.append(step)
+    if args.json:
+        print_json(steps)
+        return 0
+    rows = [("step", "samples", "saved", "size", "files", "parts"), *map(_list_row, steps)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         print("  ".join([*(text.rjust(width) for text, width in zip(row, widths)), row[5]]))
     return 0
 
 
+def _step_number(folder: Path | StorePath) -> int:
+    return int("".join(filter(str.isdecimal, folder.name)))
+
+
+def _list_row(step: dict[str, Any]) -> tuple[str, ...]:
+    name = Path(step["path"]).name
+    if "error" in step:
+        return name, "-", "-", "-", "-", f"unreadable: {step['error']}"
+    size, parts = _size(step["bytes"]), " ".join(step["parts"])
+    return name, str(step["samples"]), step["saved"], size, str(step["files"]), parts
+
+
 def run_verify(args: argparse.Namespace) -> int:
     from megalith.checkpoint.open import step_problems
 
-    damaged = 0
+    damaged, steps = 0, []
     for folder in _steps(args.path):
         problems = step_problems(folder, show_progress=True)
         damaged += bool(problems)
+        steps.append(
+            {"step": _step_number(folder), "path": str(folder), "problems": list(map(str, problems))}
+        )
+        if args.json:
+            continue
         print(f"{folder.name} {'DAMAGED' if problems else 'whole'}", flush=True)
         for problem in problems:
             print(f"  {problem}")
+    if args.json:
+        print_json(steps)
     return CheckpointError.exit_code if damaged else 0
 
 
@@ -110,12 +148,18 @@ def run_hash(args: argparse.Namespace) -> int:
     from megalith.checkpoint.fingerprint import tensor_digests, total_digest
     from megalith.checkpoint.rewrite import part_bytes
 
-    digests, checkpoint = [], _open(args.path, args.part)
+    digests, tensors, checkpoint = [], [], _open(args.path, args.part)
     with Progress("hash", part_bytes(checkpoint, args.part)) as progress:
         for part in _parts(checkpoint, args.part):
             for name, digest in tensor_digests(checkpoint, part, progress):
                 digests.append((name, digest))
-                print(f"{digest}  {printable(name)}", flush=True)
+                tensors.append({"part": part, "name": name, "digest": digest})
+                if not args.json:
+                    print(f"{digest}  {printable(name)}", flush=True)
+    if args.json:
+        total = {"path": str(checkpoint.folder), "digest": total_digest(digests)}
+        print_json(total | {"tensors": tensors})
+        return 0
     print(f"{total_digest(digests)}  all {len(digests)} tensors of {printable(checkpoint.folder.name)}")
     return 0
 
@@ -125,17 +169,22 @@ def run_diff(args: argparse.Namespace) -> int:
     from megalith.checkpoint.rewrite import part_bytes
 
     a, b = _open(args.a, args.part), _open(args.b, args.part)
-    different_total = same = 0
+    same, different = 0, []
     with Progress("diff", part_bytes(a, args.part)) as progress:
         for part in dict.fromkeys((*_parts(a, args.part), *_parts(b, args.part))):
             names = a.manifest.tensors.get(part, {}).keys() | b.manifest.tensors.get(part, {}).keys()
-            different = 0
+            same += len(names)
             for difference in differences(a, b, part, progress):
-                different += 1
-                print(f"{printable(difference.name)}: {difference.description}", flush=True)
-            different_total, same = different_total + different, same + len(names) - different
-    print(f"{different_total} tensors differ, {same} are the same to the bit")
-    return 1 if different_total else 0
+                same -= 1
+                text = {"name": difference.name, "description": difference.description}
+                different.append({"part": part, **text})
+                if not args.json:
+                    print(f"{printable(difference.name)}: {difference.description}", flush=True)
+    if args.json:
+        print_json({"equal": same, "different": different})
+    else:
+        print(f"{len(different)} tensors differ, {same} are the same to the bit")
+    return 1 if different else 0
 
 
 def run_reshard(args: argparse.Namespace) -> int:
@@ -144,7 +193,7 @@ def run_reshard(args: argparse.Namespace) -> int:
     if args.files < 1:
         raise ConfigError(f"--files is {args.files}; it counts from 1")
     step = reshard(_open(args.path, None), open_location(args.output), args.files)
-    print(f"wrote {printable(step)}")
+    print_written(args, step)
     return 0
 
 
@@ -155,7 +204,8 @@ def run_average(args: argparse.Namespace) -> int:
     if len(args.checkpoints) < 2:
         raise ConfigError("checkpoint average needs at least two checkpoints; name the steps to average")
     step = average([_open(path, "model") for path in args.checkpoints], open_location(args.out))
-    print(f"wrote {printable(step)}, the mean of {len(args.checkpoints)} checkpoints")
+    count = len(args.checkpoints)
+    print_written(args, step, f", the mean of {count} checkpoints", checkpoints=count)
     return 0
 
 
@@ -170,7 +220,7 @@ def run_merge(args: argparse.Namespace) -> int:
         merge_hf(opened, Path(args.output))
     else:
         merge(opened, part, Path(args.output))
-    print(f"wrote {printable(args.output)}")
+    print_written(args, args.output)
     return 0
 
 

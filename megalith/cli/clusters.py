@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import re
 import shlex
@@ -13,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalith.cli.json_output import add_json_option, print_json
 from megalith.cli.parser import Arguments
 from megalith.errors import ConfigError, printable
 from megalith.io import atomic_file
@@ -63,11 +63,7 @@ def run_doctor(args: Arguments) -> int:
     take(check_reachable(endpoint) for endpoint in args.reach)
     worst = checks.worst_status(checks_done)
     if args.json:
-        print(
-            json.dumps(
-                {"worst": worst, "checks": [check.to_json() for check in checks_done]}, ensure_ascii=False
-            )
-        )
+        print_json({"worst": worst, "checks": [check.to_json() for check in checks_done]})
     else:
         counts = {
             state: sum(check.state == state for check in checks_done) for state in ("good", "warn", "bad")
@@ -134,6 +130,7 @@ def _add_launch_arguments(parser: argparse.ArgumentParser, system: str, files: s
         help="command to run after, as a separate job")  # fmt: skip
     add("--write", metavar="FOLDER", help="write the files there instead of printing them")
     add("--submit", action="store_true", help="submit the files with sbatch or kubectl")
+    add_json_option(parser, "files (text by name), written (paths), submitted (lines of sbatch or kubectl)")
 
 
 def launch_job(args: Arguments) -> int:
@@ -146,13 +143,20 @@ def launch_job(args: Arguments) -> int:
     else:
         manifests = kubernetes_files(job, args.kind, Path(args.run_file).read_text(encoding="utf-8"))
         files = {name: text_of(documents) for name, documents in manifests.items()}
+    written, submitted = [], []
     if args.write is not None:
         for name, text in files.items():
             with atomic_file(Path(args.write) / name) as file:
                 file.write(text.encode())
-            print(Path(args.write) / name)
+            written.append(Path(args.write) / name)
+            if not args.json:
+                print(written[-1])
     if args.submit:
-        print("\n".join(submit(files) if args.system == "slurm" else submit_manifests(job, manifests)))
+        submitted = submit(files) if args.system == "slurm" else submit_manifests(job, manifests)
+    if args.json:
+        print_json({"files": files, "written": written, "submitted": submitted})
+    elif args.submit:
+        print("\n".join(submitted))
     elif args.write is None:
         between = "---\n" if args.system == "kubernetes" else ""  # one text of all documents
         texts = [f"# {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]

@@ -82,9 +82,9 @@ COMMANDS: dict[str, Command] = {
                        "rollout_command:run_rollout", "generation:add_rollout_arguments"),
     "evaluate": Command("evaluate a checkpoint: loss and perplexity, or tasks",
                         "evaluate_command:run_evaluate", "training:add_evaluate_arguments"),
-    "checkpoint list": Command("list a run's steps", "checkpoints:run_list", "checkpoints:add_path"),
+    "checkpoint list": Command("list a run's steps", "checkpoints:run_list", "checkpoints:add_list_arguments"),
     "checkpoint verify": Command("check every file of every step; exit code 4 if one is damaged",
-                                 "checkpoints:run_verify", "checkpoints:add_path"),
+                                 "checkpoints:run_verify", "checkpoints:add_verify_arguments"),
     "checkpoint hash": Command("print a digest of each global tensor, the same in every layout",
                                "checkpoints:run_hash", "checkpoints:add_hash_arguments"),
     "checkpoint diff": Command("list the tensors that differ; exit code 1 if there are any",
@@ -116,7 +116,10 @@ COMMANDS: dict[str, Command] = {
                              "reports:config_schema", ""),
     "config reference": Command("print the reference page of all settings",
                                 "reports:config_reference", ""),
-    "config presets": Command("list the published model shapes", "reports:config_presets", ""),
+    "config presets": Command("list the published model shapes",
+                              "reports:config_presets", "reports:add_presets_arguments"),
+    "completion": Command("print the completion script of bash, zsh or fish",
+                          "completion:run_completion", "completion:add_completion_arguments"),
 }
 GROUPS: dict[str, str] = {
     "tokenizer": "make a tokenizer",

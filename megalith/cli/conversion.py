@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from megalith.cli.json_output import add_json_option, print_json, print_written
 from megalith.errors import ConfigError, printable
-
-if TYPE_CHECKING:
-    pass
-
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("torch_dist", "torch")
@@ -25,18 +22,33 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow", action="store_true", help="accept missing, extra or differently typed tensors"
     )
     _add_verify(parser)
+    add_json_option(parser, "path, certificate (null without --verify)")
 
 
 def run_import(args: argparse.Namespace) -> int:
     from megalith.bridge.importer import import_hf
 
     step = import_hf(args.source, args.out, allow=args.allow)
-    print(f"wrote {printable(step)}")
-    if args.verify:
-        from megalith.bridge.verify import certificate_line, certify
-
-        print(certificate_line(certify(step, args.source, args.out)))
+    if not args.json:
+        print(f"wrote {printable(step)}")
+    certificate = _certify(args, step, args.source)
+    if args.json:
+        print_json({"path": str(step), "certificate": certificate})
     return 0
+
+
+def _certify(
+    args: argparse.Namespace, checkpoint: Path, folder: str | Path, averaged: bool = False
+) -> str | None:
+    """Write a certificate with `--verify` and return its path; without `--json`, also print a summary of it."""
+    if not args.verify:
+        return None
+    from megalith.bridge.verify import certificate_line, certify
+
+    certificate = certify(checkpoint, folder, args.out, averaged)
+    if not args.json:
+        print(certificate_line(certificate))
+    return str(certificate)
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +67,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
         help="vocabulary size without padding (default: the checkpoint's)",
     )
     parser.add_argument("--allow", action="store_true", help="accept missing or extra tensors")
+    add_json_option(parser, "path")
 
 
 def run_megatron(args: argparse.Namespace) -> int:
@@ -63,7 +76,7 @@ def run_megatron(args: argparse.Namespace) -> int:
     step = import_megatron(
         args.source, args.out, trust=args.trust, vocab_size=args.vocab_size, allow=args.allow
     )
-    print(f"wrote {printable(step)}")
+    print_written(args, step)
     return 0
 
 
@@ -84,7 +97,7 @@ def run_megatron_export(args: argparse.Namespace) -> int:
     from megalith.bridge.megatron.megatron_exporter import export_megatron
 
     options = dict(ckpt_format=args.format, tp=args.tp, pp=args.pp, with_optimizer=args.optimizer)
-    print(f"wrote {printable(export_megatron(args.checkpoint, args.out, **options, **_written(args)))}")
+    print_written(args, export_megatron(args.checkpoint, args.out, **options, **_written(args)))
     return 0
 
 
@@ -122,7 +135,7 @@ def run_convert(args: argparse.Namespace) -> int:
         options = dict(ckpt_format=args.ckpt_format, tp=args.target_tp, pp=args.target_pp, **_written(args))
     sizes = args.source_tp, args.source_pp
     done = convert(args.input_path, args.output_path, args.target, args.source, sizes, args.trust, **options)
-    print(f"wrote {printable(done)}")
+    print_written(args, done)
     return 0
 
 
@@ -141,6 +154,7 @@ def _add_written_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="setting of that job: the vocabulary is padded to a multiple of N · tensor-parallel ranks",
     )
+    add_json_option(parser, "path")
 
 
 def _written(args: argparse.Namespace) -> dict[str, object]:
@@ -180,6 +194,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "the last step",
     )
     _add_verify(parser)
+    add_json_option(parser, "path, architecture, notes, certificate (null without --verify)")
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -199,15 +214,12 @@ def run_export(args: argparse.Namespace) -> int:
     )
     for note in result.notes:
         print(printable(note), file=sys.stderr)
-    print(f"wrote {printable(result.path)} ({result.family.architecture})")
-    if args.verify:
-        from megalith.bridge.verify import certificate_line, certify
-
-        print(
-            certificate_line(
-                certify(result.checkpoint.folder, result.path, args.out, args.weights == "averaged")
-            )
-        )
+    if not args.json:
+        print(f"wrote {printable(result.path)} ({result.family.architecture})")
+    certificate = _certify(args, result.checkpoint.folder, result.path, args.weights == "averaged")
+    if args.json:
+        names = {"path": str(result.path), "architecture": result.family.architecture}
+        print_json(names | {"notes": list(result.notes), "certificate": certificate})
     return 0
 
 
@@ -216,13 +228,14 @@ def add_lora_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="folder of a run with lora.rank, or one of its steps")
     parser.add_argument("out", metavar="PEFT_DIR", help="folder to write")
     parser.add_argument("--family", metavar="NAME", help="architecture or model type (default: the base's)")
+    add_json_option(parser, "path, architecture")
 
 
 def run_lora_export(args: argparse.Namespace) -> int:
     from megalith.bridge.adapter_folder import export_adapters
 
     family = export_adapters(args.run_dir, args.out, args.family)
-    print(f"wrote {printable(args.out)}, for {family.architecture}")
+    print_written(args, args.out, f", for {family.architecture}", architecture=family.architecture)
     return 0
 
 
@@ -235,12 +248,13 @@ def add_lora_merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", help="run or Hugging Face folder of the base model (default: the one named in ADAPTERS)"
     )
+    add_json_option(parser, "path")
 
 
 def run_lora_merge(args: argparse.Namespace) -> int:
     from megalith.bridge.adapter_folder import merge
 
-    print(f"wrote {printable(merge(args.source, args.out, args.base))}")
+    print_written(args, merge(args.source, args.out, args.base))
     return 0
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import asdict
 
+from megalith.cli.json_output import add_json_option, print_json
 from megalith.cli.parser import Arguments
 from megalith.errors import LINES, ConfigError, printable
 
@@ -16,12 +18,16 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the .jsonl file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    add_json_option(parser, "path, documents, bytes")
 
 
 def run_corpus(args: argparse.Namespace) -> int:
     from megalith.data.preprocessing.corpus import write_stdlib_corpus
 
     summary = write_stdlib_corpus(args.output, overwrite=args.overwrite)
+    if args.json:
+        print_json(asdict(summary))
+        return 0
     print(
         f"wrote {summary.documents:,} documents, {summary.bytes / 1e6:.1f} MB of text, to {printable(summary.path)}"
     )
@@ -44,6 +50,7 @@ def add_tokenizer_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-frequency", type=int, default=2, metavar="N", help="merge only pairs as frequent (default 2)"
     )
+    add_json_option(parser, "path, vocab_size, documents, bytes, seconds, notes")
 
 
 def run_tokenizer_train(args: argparse.Namespace) -> int:
@@ -60,6 +67,9 @@ def run_tokenizer_train(args: argparse.Namespace) -> int:
         max_line_bytes=args.max_line_bytes,
         text_documents=args.text_documents,
     )
+    if args.json:
+        print_json(asdict(summary) | {"seconds": time.monotonic() - start})
+        return 0
     print(
         f"trained {summary.vocab_size:,} entries on {summary.documents:,} documents ({summary.bytes / 1e6:.1f} MB) "
         f"in {time.monotonic() - start:.1f} s; wrote {printable(summary.path)}"
@@ -120,6 +130,10 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         default="stop",
         help="an unusable line stops the run (default), or is skipped and counted",
     )
+    add_json_option(
+        parser,
+        "prefixes, documents (per prefix), sequences, tokens, bytes, seconds, empty, skipped, bad_lines, notes",
+    )
 
 
 def run_preprocess(args: argparse.Namespace) -> int:
@@ -153,6 +167,11 @@ def run_preprocess(args: argparse.Namespace) -> int:
         max_line_bytes=args.max_line_bytes,
         text_documents=args.text_documents,
     )
+    if args.json:
+        names = "prefixes", "documents", "sequences", "tokens", "bytes", "seconds", "empty", "skipped"
+        lists = {"bad_lines": list(map(str, summary.bad_lines)), "notes": list(summary.notes)}
+        print_json({name: getattr(summary, name) for name in names} | lists)
+        return 0
     for bad in summary.bad_lines:
         print(f"skipped {printable(bad)}")
     if summary.skipped > len(summary.bad_lines):

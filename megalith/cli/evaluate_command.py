@@ -10,6 +10,7 @@ from megalith.bridge.folder import is_model_folder
 from megalith.bridge.load import config_of, model_of
 from megalith.bridge.origin import saved_tokenizer, tokenizer_of
 from megalith.checkpoint.open import open_existing
+from megalith.cli.json_output import print_json, text_on_stderr
 from megalith.cli.parser import Arguments
 from megalith.config import RunConfig
 from megalith.config.run import parse_overrides
@@ -57,13 +58,14 @@ def run_evaluate(args: Arguments) -> int:
             check=lambda world_sizes: check_job(config, world_sizes, args.nproc, True),
         )
     tuning = {"dpo": train_dpo, "kto": train_kto, "reward": train_reward}
-    result = tuning.get(config.chat.name if config.chat else "", train)(config)
+    with text_on_stderr(args.json):
+        result = tuning.get(config.chat.name if config.chat else "", train)(config)
     if args.json and os.environ.get("RANK", "0") == "0":
         losses = {"validation": result.validation_loss, "test": result.test_loss}
         losses = {name: loss for name, loss in losses.items() if loss is not None}
         figures = {f"{name}_loss": finite(loss) for name, loss in losses.items()}
         figures |= {f"{name}_perplexity": finite(perplexity(loss)) for name, loss in losses.items()}
-        print(json.dumps({"step": result.step, **figures}))
+        print_json({"step": result.step, **figures})
     return exit_code(result.ended)
 
 
@@ -113,11 +115,13 @@ def run_tasks(args: Arguments) -> int:
     request = TaskRequest(
         args.tasks.split(","), args.num_fewshot, args.limit, args.include_path, args.apply_chat_template
     )
-    result = run_harness_tasks(RunConfig.from_tree(tree), tokenizer, request)
+    with text_on_stderr(args.json):
+        result = run_harness_tasks(RunConfig.from_tree(tree), tokenizer, request)
     if process.is_first:
         from lm_eval.utils import make_table
 
-        print(make_table(result))
+        if not args.json:
+            print(make_table(result))
         kept = {
             name: result[name] for name in ("results", "versions", "n-shot", "n-samples") if name in result
         }
@@ -125,5 +129,5 @@ def run_tasks(args: Arguments) -> int:
             with atomic_file(Path(args.output)) as file:
                 file.write(json.dumps(kept, indent=1, default=str).encode())
         if args.json:
-            print(json.dumps(kept["results"], default=str))
+            print_json(kept["results"])
     return 0

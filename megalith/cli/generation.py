@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalith.cli.json_output import add_json_option
 from megalith.cli.parser import Arguments
 from megalith.errors import LINES, ConfigError, DataError, printable
 
@@ -83,7 +84,10 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-prompts", action="store_true", help="as in rl.chat_prompts")
     parser.add_argument("--rows", type=int, default=256, help="completions generated at a time")
     parser.add_argument("--output", metavar="FILE", help="write a rollout file for rl.rollouts")
-    parser.add_argument("--json", action="store_true", help="also print the results as a JSON object")
+    add_json_option(
+        parser,
+        "prompts, reward, reward_std, completion_length, truncated, pass@1, pass@2, … up to --num-generations",
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 

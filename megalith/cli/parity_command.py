@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from rich import box
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.bridge.load import with_init_from
+from megalith.cli.json_output import print_json, text_on_stderr
 from megalith.cli.parser import Arguments
 from megalith.config import RunConfig
 from megalith.config.rules.model_rules import check_model
@@ -44,10 +46,13 @@ def run_parity(args: Arguments) -> int:
                 print(
                     f"{result.name}: {_verdict(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True
                 )
-    console.print(table(results))
-    for name, reason in refused.items():
-        print(f"not run: {name}: {reason}")
-    return _conclude(results)
+    if args.json:
+        print_json({"layouts": list(map(_document, results)), "not_run": refused, "bound": BOUND})
+    with text_on_stderr(args.json):
+        console.print(table(results))
+        for name, reason in refused.items():
+            print(f"not run: {name}: {reason}")
+        return _conclude(results)
 
 
 def _most_processes(args: Arguments) -> int:
@@ -74,6 +79,12 @@ def table(results: Sequence[Result]):
         verdict = Text(_verdict(result), "green" if result.equal else "bold red")
         drawn.add_row(result.name, str(result.layout.processes), *figures, f"{result.seconds:.1f}", verdict)
     return drawn
+
+
+def _document(result: Result) -> dict[str, object]:
+    errors = None if result.errors is None else asdict(result.errors)
+    head = {"layout": result.name, "ranks": result.layout.processes, "verdict": _verdict(result)}
+    return head | {"seconds": result.seconds, "errors": errors, "failure": result.failure or None}
 
 
 def _verdict(result: Result) -> str:

@@ -52,3 +52,8 @@ class Parser(argparse.ArgumentParser):
         options = set(re.findall(r"--[a-z][-a-z0-9]*", self.format_help()))
         hint = did_you_mean(words[0].partition("=")[0], options) or f"; see `{self.prog} --help`"
         raise ConfigError(f"`{self.prog}` takes no {' '.join(words)!r}{hint}")
+
+
+def option_strings(parser: argparse.ArgumentParser) -> list[str]:
+    """Return all spellings of a parser's options."""
+    return [option for action in parser._actions for option in action.option_strings]

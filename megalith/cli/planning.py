@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from megalith.cli.parser import Arguments, Parser
+from megalith.cli.json_output import add_json_option, print_json
+from megalith.cli.parser import Arguments, Parser, option_strings
 from megalith.errors import ConfigError, DataError
 from megalith.io import write_file
 
@@ -368,6 +369,13 @@ def read_words(words: list[str]) -> Arguments:
     return args
 
 
+def read_options() -> list[str]:
+    """Return the options of `plan RUN|PRESET`, which `plan show` also takes."""
+    parser = Parser(prog="megalith plan")
+    _layout_options(parser)
+    return [option for option in option_strings(parser) if option.startswith("--")]
+
+
 def add_pipeline_show(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Draw the timeline of a pipeline schedule, and print its bubble: "
@@ -402,6 +410,10 @@ def add_pipeline_show(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--png", metavar="FILE", help="also draw it as an image")
     parser.add_argument("--measured", metavar="RUN", help="also draw the step that this run measured")
+    add_json_option(
+        parser,
+        "schedule, stages, micro_batches, virtual, group, bubble, total, warning, measured (bubble, total), png",
+    )
 
 
 def run_pipeline_show(args: argparse.Namespace) -> int:
@@ -422,10 +434,19 @@ def run_pipeline_show(args: argparse.Namespace) -> int:
         drawings.append(
             (f"measured, {args.measured}: {measured.total:.1f} ms, bubble {measured.bubble:.1%}", measured)
         )
+    warning = few_micro_batches_warning(schedule)
+    if args.json:
+        png = str(draw_png(args.png, drawings, "ms" if args.measured else "")) if args.png else None
+        names = {"schedule": kind, "stages": args.stages, "micro_batches": args.micro_batches}
+        names |= {"virtual": args.virtual, "group": args.group or args.stages}
+        times = [{"bubble": drawn.bubble, "total": drawn.total} for _, drawn in drawings]
+        measured = times[1] if args.measured else None
+        print_json(names | times[0] | {"warning": warning, "measured": measured, "png": png})
+        return 0
     for title, drawn in drawings:
         print(f"{title}\n{draw_text(drawn)}\n")
     print(TEXT_LEGEND)
-    if warning := few_micro_batches_warning(schedule):
+    if warning:
         print(f"warning: {warning}")
     if args.png:
         print(f"wrote {draw_png(args.png, drawings, 'ms' if args.measured else '')}")

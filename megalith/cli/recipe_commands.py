@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megalith.cli.json_output import add_json_option, print_json, print_written
 from megalith.cli.parser import Arguments
 from megalith.errors import ConfigError, did_you_mean
 
@@ -30,12 +30,18 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    add_json_option(parser, "name, those of `recipes list --json`, run_file (text)")
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="name of a recipe (`megalith recipes list`)")
 
 
 def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
-    add_show_arguments(parser)
+    _add_name(parser)
     parser.add_argument("file", nargs="?", help="run file to write (default: NAME.yaml)")
+    add_json_option(parser, "path")
 
 
 def add_init_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +60,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", help="training data, or the prompts of grpo")
     parser.add_argument("--output", help="run file to write")
+    add_json_option(parser, "path, task, model, gpus, device")
 
 
 def run_list(args: Arguments) -> int:
@@ -69,7 +76,7 @@ def run_list(args: Arguments) -> int:
             rows.append(facts)
     rows.sort(key=lambda facts: (facts["task"], facts["gpus"]))
     if args.json:
-        print(json.dumps(rows))
+        print_json(rows)
         return 0
     if not rows:
         raise ConfigError(
@@ -92,13 +99,20 @@ def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run_show(args: Arguments) -> int:
-    print(_text(args.name), end="")
+    text = _text(args.name)
+    if args.json:
+        from megalith.recipes.plans import facts_of
+
+        print_json({"name": args.name} | facts_of(text) | {"run_file": text})
+    else:
+        print(text, end="")
     return 0
 
 
 def run_copy(args: Arguments) -> int:
     text, file = _text(args.name), Path(args.file or f"{args.name}.yaml")
     _write(file, text.replace(f" {args.name}.yaml", f" {file}"))
+    print_written(args, file)
     return 0
 
 
@@ -122,7 +136,6 @@ def _write(file: Path, text: str) -> None:
         write_file(file, text)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}; give another file") from None
-    print(f"wrote {file}")
 
 
 def run_init(args: Arguments) -> int:
@@ -157,6 +170,7 @@ def run_init(args: Arguments) -> int:
     file = Path(args.output or _ask("output", f"{recipe.name}.yaml"))
     tree, best = planned_tree(Recipe(task, preset, gpus, settings, recipe.reserve_gb), device, weights)
     _write(file, heading(recipe, best, str(file), device) + dump(tree))
+    print_written(args, file, task=task, model=preset, gpus=gpus, device=device)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from math import comb
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from megalith.cli.json_output import print_json, text_on_stderr
 from megalith.cli.parser import Arguments
 from megalith.config import RunConfig
 from megalith.config.rl import RlConfig
@@ -38,6 +38,15 @@ from megalith.training.loading import load_with_tokenizer
 
 
 def run_rollout(args: Arguments) -> int:
+    with text_on_stderr(args.json):
+        metrics = _rollout(args)
+    if args.json:
+        print_json(metrics)
+    return 0
+
+
+def _rollout(args: Arguments) -> dict[str, float]:
+    """Sample, score, print the results, and return them."""
     for option in ("limit", "num_generations", "rows"):
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise ConfigError(
@@ -129,9 +138,7 @@ def run_rollout(args: Arguments) -> int:
     print(printable(f"prompt {groups[0].id}: {prompts[0].text!r} → {first!r}"))
     for name, value in figures.items():
         print(f"{name:20} {value:,.4f}" if isinstance(value, float) else f"{name:20} {value:,}")
-    if args.json:
-        print(json.dumps(figures))
-    return 0
+    return figures
 
 
 def _settings(args: Arguments) -> RlConfig:

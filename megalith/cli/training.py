@@ -8,15 +8,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import megalith
-from megalith.cli.parser import Parser
+from megalith.cli.json_output import add_json_option, print_json, text_on_stderr
+from megalith.cli.parser import Parser, option_strings
 from megalith.errors import ConfigError
 from megalith.launch.scheduler_env import read_launch_settings
 
 if TYPE_CHECKING:
     from megalith.config import RunConfig
+    from megalith.training.trainer import TrainingResult
 
 
 TRAIN_USAGE = """usage: megalith COMMAND [run.yaml] [--nproc N] [--section.key …]
@@ -47,6 +49,11 @@ dry run:
   --world-size N             number of processes of the job (default: --nproc, or 1)
   --device NAME              check memory and choose `auto` settings for this GPU, named as in `plan`
   --device-json FILE         use the calibration file written by `plan calibrate`
+
+output:
+  --json                     print one JSON object at the end (step, consumed_samples, loss, validation_loss, test_loss,
+                             checkpoint, ended, output_dir), and everything else on standard error
+  --help WORD                help of a section (--help optim), or of the settings with WORD in their name or help
 """
 
 
@@ -60,19 +67,20 @@ def train(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         from megalith.config.describe import help_text
 
-        print(TRAIN_USAGE)
-        print(help_text())
+        word = _help_word(arguments)
+        print(help_text(word) if word else f"{TRAIN_USAGE}\n{help_text()}")
         return 0
     if arguments == implied_settings(typed):
         raise ConfigError(
             f"`megalith {typed}` has neither a run file nor settings; give a run file (examples/quickstart.yaml is "
             "one), or settings such as --model.preset gpt2; `megalith train --help` lists them"
         )
-    _say_that_it_starts(typed, arguments)
     from megalith.config import RunConfig
     from megalith.config.run import begins_override
 
     launcher, arguments = _launcher_options().parse_known_args(arguments)
+    with text_on_stderr(launcher.json):
+        _say_that_it_starts(typed, arguments)
     settings = read_launch_settings(os.environ, launcher.nproc, launcher.nnodes)
     os.environ |= settings.variables
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
@@ -96,7 +104,8 @@ def train(arguments: list[str]) -> int:
         from megalith.training.precheck import check_job
 
         one_machine = settings.nnodes == "1"
-        command, check_data = ["-m", "megalith", program, *arguments], None
+        as_json = ["--json"] if launcher.json else []
+        command, check_data = ["-m", "megalith", program, *arguments, *as_json], None
         check_source(program, config)
         if program == "grpo":
             from megalith.rl.grpo import check_grpo_data as check_data
@@ -125,14 +134,38 @@ def train(arguments: list[str]) -> int:
     if program == "teacher-logits":
         from megalith.rl.distill import store_logits
 
-        store_logits(config)
+        with text_on_stderr(launcher.json):
+            store_logits(config)
+        if launcher.json:
+            print_json({"path": config.distill.logits_dir})
         return 0
-    return exit_code(train(config).ended)
+    with text_on_stderr(launcher.json):
+        result = train(config)
+    if launcher.json and os.environ.get("RANK", "0") == "0":
+        print_json(_result_document(result, config))
+    return exit_code(result.ended)
+
+
+def _result_document(result: TrainingResult, config: RunConfig) -> dict[str, Any]:
+    names = "step", "consumed_samples", "loss", "validation_loss", "test_loss", "checkpoint", "ended"
+    return {name: getattr(result, name) for name in names} | {"output_dir": config.train.output_dir}
+
+
+def _help_word(arguments: list[str]) -> str | None:
+    """Return the word after --help, which selects settings; None if there is none, or if it is the run file."""
+    after = arguments[min(arguments.index(word) for word in ("-h", "--help") if word in arguments) + 1 :]
+    if not after or after[0].startswith("-") or after[0].endswith((".yaml", ".yml", ".json")):
+        return None
+    return after[0]
 
 
 def _check_dry_run(program: str, launcher: argparse.Namespace) -> None:
     if launcher.world_size is not None and launcher.world_size < 1:
         raise ConfigError(f"--world-size is {launcher.world_size}; give 1 or more")
+    if launcher.json and launcher.dry_run:
+        raise ConfigError(
+            "--dry-run prints text; leave out --json, and see `megalith plan show --json` for memory and time"
+        )
     for name in ("world_size", "device", "device_json"):
         if (value := getattr(launcher, name)) is not None and not launcher.dry_run:
             raise ConfigError(
@@ -173,6 +206,11 @@ def _say_that_it_starts(program: str, arguments: list[str]) -> None:
             print(f"megalith {megalith.__version__}: {who}, loading PyTorch", flush=True)
 
 
+def launcher_words() -> list[str]:
+    """Return the options of `train` and the commands of post-training, without settings."""
+    return [*option_strings(_launcher_options()), "--help"]
+
+
 def _launcher_options() -> Parser:
     parser = Parser("megalith train", add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
@@ -184,6 +222,7 @@ def _launcher_options() -> Parser:
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--rdzv-endpoint")
     parser.add_argument("--rdzv-id")
+    parser.add_argument("--json", action="store_true")
     return parser
 
 
@@ -207,7 +246,10 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--apply-chat-template", action="store_true", help="format prompts with the chat template")
     add("--output", metavar="FILE", help="write the tasks' results as JSON")
     add("--nproc", type=int, help="start N processes; torchrun works too")
-    parser.add_argument("--json", action="store_true", help="also print the results as a JSON object")
+    add_json_option(
+        parser,
+        "step, validation_loss, validation_perplexity, test_loss, test_perplexity; with --tasks the results by task",
+    )
     parser.set_defaults(takes_settings=True)
 
 
@@ -232,5 +274,9 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         default="cpu",
         help="cuda: one GPU per process, without attention dropout",
+    )
+    add_json_option(
+        parser,
+        "layouts (layout, ranks, verdict, seconds, errors, failure), not_run (reason by layout), bound",
     )
     parser.set_defaults(takes_settings=True)

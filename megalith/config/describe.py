@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 import types
 import typing
@@ -16,6 +17,7 @@ from megalith.config.aliases import ALIASES, OTHER_NAMES, Already, Choose, Deriv
 from megalith.config.base import NOT_YET
 from megalith.config.rules.objective_spellings import ObjectiveSpelling
 from megalith.config.run import RunConfig
+from megalith.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -46,19 +48,49 @@ def section_text(section: type[BaseModel]) -> str:
     return (section.__doc__ or "").strip().splitlines()[0]
 
 
-def help_text(width: int = 100) -> str:
-    """Return the help of all settings by section, as the command line accepts them."""
+def help_text(word: str | None = None, width: int = 100) -> str:
+    """Return the help of settings by section, as the command line accepts them.
+
+    Args:
+        word: a section (`optim`), or text in the names or help of the settings to include; None: all settings.
+        width: maximum line length.
+
+    Raises:
+        ConfigError: no setting matches.
+    """
     lines = []
     for name, field in RunConfig.model_fields.items():
-        lines += ["", f"{name}: {section_text(field.annotation)}"]
-        for setting in settings(field.annotation, name + "."):
-            if setting.not_yet:
-                continue
+        matching = [
+            setting
+            for setting in settings(field.annotation, name + ".")
+            if not setting.not_yet and _matches(word, name, f"{setting.path} {setting.text}")
+        ]
+        if matching:
+            lines += ["", f"{name}: {section_text(field.annotation)}"]
+        for setting in matching:
             lines.append(f"  --{setting.path} {setting.type}{_shown(setting.default)}")
             lines += textwrap.wrap(setting.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    lines += ["", "Megatron's spellings, accepted as well:"]
-    lines += [f"  --{name}: {meaning}" for name, meaning in alias_words()]
+    spellings = [
+        f"  --{name}: {meaning}"
+        for name, meaning in alias_words()
+        if _matches(word, name.partition(".")[0], f"{name} {meaning}")
+    ]
+    if spellings:
+        lines += ["", "Megatron's spellings, accepted as well:", *spellings]
+    if not lines:
+        hint = (
+            did_you_mean(word, RunConfig.model_fields)
+            or f"; the sections are {', '.join(RunConfig.model_fields)}"
+        )
+        raise ConfigError(f"no setting has {word!r} in its name or help{hint}")
     return "\n".join(lines[1:])
+
+
+def _matches(word: str | None, section: str, text: str) -> bool:
+    """Return whether the help for `word` includes a setting of `section` with this name and help."""
+    if word is None or word in RunConfig.model_fields:
+        return word in (None, section)
+    return word.lower().strip("-").replace("-", "_") in text.lower().replace("-", "_")
 
 
 def reference_page() -> str:
@@ -105,6 +137,11 @@ def json_schema() -> dict[str, Any]:
         definition = schema["$defs"][RunConfig.model_fields[section].annotation.__name__]
         definition["properties"].setdefault(key, _alias_schema(meaning, schema))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def schema_text() -> str:
+    """Return the JSON Schema as the file that editors read."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def _alias_schema(

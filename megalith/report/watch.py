@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -67,6 +68,12 @@ def watch(
             if all_ended:
                 return
             sleep(interval)
+
+
+def snapshots(folders: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the state of the runs, for programs."""
+    runs = dict(zip(run_names(folders), map(open_location, folders)))
+    return [RunSnapshot(name, folder).document() for name, folder in runs.items()]
 
 
 def _screen(runs: dict[str, Path | StorePath], width: int) -> tuple[Group, bool]:
@@ -134,10 +141,26 @@ class RunSnapshot:
 
     def events(self) -> list[Text]:
         """Return the newest events, one per line."""
-        events = self._read(EVENTS_FILE)[-MAX_EVENTS:]
+        events = self._newest_events()
         return [
             Text(printable(f"{self.name}, {e.get('time')}: {e.get('text')}"), style="yellow") for e in events
         ]
+
+    def document(self) -> dict[str, Any]:
+        """Return the run's state as JSON values."""
+        try:
+            seconds = round(self._seconds_since_write(), 1)
+        except OSError:
+            seconds = None
+        state = {"run": self.name, "step": self.step, "steps": self._total, "last": self._last}
+        return state | {"seconds_since_write": seconds, "events": self._newest_events()}
+
+    def _newest_events(self) -> list[Record]:
+        return self._read(EVENTS_FILE)[-MAX_EVENTS:]
+
+    def _seconds_since_write(self) -> float:
+        written = modified(self._folder / METRICS_FILE)
+        return (datetime.now(written.tzinfo) - written).total_seconds()
 
     def _format(self, key: str, form: str) -> str:
         value = to_float(self._last.get(key))
@@ -156,10 +179,9 @@ class RunSnapshot:
     def _age(self) -> Text:
         """Return the time since the last write, red if it is overdue."""
         try:
-            written = modified(self._folder / METRICS_FILE)
+            seconds = self._seconds_since_write()
         except OSError:
             return Text("not yet", style="dim")
-        seconds = (datetime.now(written.tzinfo) - written).total_seconds()
         late = not self.ended and seconds > LATE_FACTOR * (1 + self._step_seconds())
         return Text(f"{timedelta(seconds=max(0, round(seconds)))} ago", style="bold red" if late else "dim")
 
