@@ -160,6 +160,11 @@ class ModelConfig(HybridModel):
         return self.moe_router_topk_scaling_factor or 1.0
 
     @property
+    def routed_layers(self) -> list[int]:
+        """Numbers of the layers with experts, without MTP layers, whose routes can be recorded and replayed."""
+        return [number for number in self.expert_layers if number < self.num_layers]
+
+    @property
     def expert_layers(self) -> list[int]:
         """Numbers of the layers with experts."""
         if self.num_experts is None:

@@ -207,6 +207,7 @@ OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
     "top_k": {"None": 0, "-1": 0},
     "min_p": {"None": 0.0},
     "scale_rewards": {"True": "group", "False": "none"},
+    "router_replay": {"R3": "policy", "disabled": "none", "None": "none"},
 }
 
 
@@ -368,6 +369,10 @@ class RlConfig(ToolSettings, OtherModels):
 
     old_logprobs: Literal["policy", "rollout"] = "policy"
     """Denominator of the ratio: the policy before the rollout batch, or the rollouts' log-probabilities."""
+
+    router_replay: Literal["none", "policy", "all"] = "none"
+    """Passes in which routers take over the experts that the engine chose while sampling, for models with experts:
+    those of the policy, or the reference's too."""
 
     reward_weights: list[float] | None = None
     """Weight of each reward, in order. Default: 1 each. Advantages are computed from the weighted sum."""
@@ -580,7 +585,7 @@ class RlConfig(ToolSettings, OtherModels):
     @field_validator(*OTHER_SPELLINGS, mode="before")
     @classmethod
     def _read_other_spellings(cls, value: Any, info: ValidationInfo) -> Any:
-        """Map the off values of TRL, NeMo-RL and verl (null, −1) and TRL's booleans for scale_rewards."""
+        """Map the off values of TRL, NeMo-RL and verl (null, −1) TRL's booleans and verl's modes."""
         return OTHER_SPELLINGS[info.field_name].get(str(value), value)
 
     @property
@@ -665,6 +670,11 @@ class RlConfig(ToolSettings, OtherModels):
         if self.use_decoupled_loss:
             return "token_mask"
         return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None
+
+    @property
+    def replays_routes(self) -> bool:
+        """True if the trainer's routers take over the experts that the engine chose."""
+        return self.router_replay != "none"
 
     @property
     def interpolates_old_logprobs(self) -> bool:

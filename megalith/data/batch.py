@@ -46,9 +46,9 @@ class Batch:
     """
 
     of_tokens: ClassVar[Sequence[str]] = (
-        "input_ids", "labels", "loss_mask", "position_ids", "padding", "all_padding"
+        "input_ids", "labels", "loss_mask", "position_ids", "padding", "all_padding", "routes"
     )  # fmt: skip
-    """Fields with one value per token, [batch, seq], which context parallelism shards."""
+    """Fields with values per token, [batch, seq, …], which context parallelism shards."""
     of_encoder_tokens: ClassVar[Sequence[str]] = ()
     """Fields with one value per encoder token. If there are any, so is a field `encoder_token_index`."""
 
@@ -66,6 +66,10 @@ class Batch:
     all_padding: Tensor | None = field(default=None, kw_only=True)
     """bool [batch, seq], True for every padding token, also where attention needs no mask, as at the end of a row.
     They do not count in the balance of experts. None: only `padding`.
+    """
+    routes: Tensor | None = field(default=None, kw_only=True)
+    """int16 [batch, seq, layers with experts, topk], the experts that routers take over (rl/routes.py); negative where
+    they choose. None: they choose everywhere.
     """
 
     def __getitem__(self, name: str) -> Tensor | None:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,7 @@ from megalith.generation.running_batch import RunningBatch
 from megalith.generation.static_cache import Decode, LinearStates, Prefill, empty_cache
 from megalith.hardware import to_device
 from megalith.models.cache import Cache
-from megalith.models.pass_context import Context, PassLayout
+from megalith.models.pass_context import Context, LayerRoutes, PassLayout
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.transformer import Stack, Transformer, layers_of
 from megalith.ops.attention_core import visible_positions
@@ -81,6 +82,7 @@ class Engine:
         model: Transformer | None = None,
         compile: bool | None = None,
         graphs: bool | None = None,
+        records_routes: bool = False,
     ):
         """Build the engine.
 
@@ -95,9 +97,10 @@ class Engine:
             model: run this model, unchanged, instead of building one.
             compile: compile the layers. Default: on a GPU.
             graphs: run steps as CUDA graphs. Default: on a GPU.
+            records_routes: return the experts that the routers choose with the completions.
 
         Raises:
-            ConfigError: the model is not a decoder, or there is no room for a sequence.
+            ConfigError: the model is not a decoder, it has no experts to record, or there is no room for a sequence.
         """
         self.device, self.dtype, self.tp = torch.device(device), dtype, tp
         on_gpu = self.device.type == "cuda"
@@ -123,6 +126,11 @@ class Engine:
         if max_rows < 1 or max_tokens < 2:
             raise ConfigError(
                 f"an engine with {max_rows} rows of {max_tokens} tokens cannot generate; it needs at least 1 row of 2"
+            )
+        self._routed_layers = config.routed_layers if records_routes else []
+        if records_routes and not self._routed_layers:
+            raise ConfigError(
+                "the model has no experts, so there are no routes to record; omit records_routes"
             )
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self.version = 0
@@ -233,7 +241,7 @@ class Engine:
                     on_token(sequence.prompt_index, sequence.generation, token)
         version = (self.version,)
         return [
-            Completion(s.prompt_index, s.generation, s.ids, s.logprobs, not s.stopped, version)
+            Completion(s.prompt_index, s.generation, s.ids, s.logprobs, not s.stopped, version, s.all_routes)
             for s in sequences
         ]
 
@@ -257,6 +265,10 @@ class Engine:
             )  # see ops.gumbel.sample_rows
             self._ids = torch.zeros(self.window, self.max_rows, dtype=torch.int64, device=self.device)
             self._logprobs = torch.zeros(self.window, self.max_rows, device=self.device)
+            self._routes = None  # int16 [steps, rows, layers with experts, topk]
+            if self._routed_layers:
+                empty = self._route_memory(self.window * self.max_rows).transpose(0, 1).contiguous()
+                self._routes = empty.unflatten(0, (self.window, self.max_rows))
             self._tick = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._stops = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=self.device)
         self._state.zero_()
@@ -268,12 +280,22 @@ class Engine:
             for filters in (0, 1) if sampling.by_row else (sampling.top_k,):
                 self._graph(replace(sampling, top_k=filters))
 
+    def _route_memory(self, tokens: int) -> Tensor | None:
+        """Return memory for the routes of a pass, int16 [layers with experts, tokens, topk]; None: not recorded."""
+        if not self._routed_layers:
+            return None
+        sizes = len(self._routed_layers), tokens, self.config.moe_router_topk
+        return torch.zeros(sizes, dtype=torch.int16, device=self.device)
+
     def fill_rows(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
         """Give rows to sequences: prefill them and set their state."""
         rows = to_device(torch.tensor([row for row, _ in begun]), self.device)
         if self._linear is not None:
             self._linear.clear(rows)
-        self._prefill(begun)
+        routes = self._prefill(begun)
+        for row, sequence in begun:
+            if row in routes and not sequence.routes:
+                sequence.routes.append(routes[row])
         state = [self._first_state(sequence) for _, sequence in begun]
         self._state[:, rows] = to_device(torch.tensor(state).T.contiguous(), self.device)
         if any(sequence.sampling is not None for _, sequence in begun):
@@ -307,9 +329,12 @@ class Engine:
         is_long = scaling is not None and scaling.type == "longrope"
         return scaling.original_max_position_embeddings if is_long else math.inf
 
-    def _prefill(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
-        """Fill the rows with keys and values of all tokens but the last. Completions of the same prompt share a
-        pass."""
+    def _prefill(self, begun: Sequence[tuple[int, RowSequence]]) -> dict[int, np.ndarray]:
+        """Fill the rows with keys and values of all tokens but the last, and return each row's routes if recorded.
+
+        Completions of the same prompt share a pass.
+        """
+        routes: dict[int, np.ndarray] = {}
         groups: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for row, sequence in begun:
             key = (sequence.prompt_index, sequence.number if sequence.ids else -1)
@@ -323,13 +348,12 @@ class Engine:
                 len(tokens) * (len(batch) + 1) > PREFILL_TOKENS
                 or is_long != (len(batch[0][0]) + 1 > self._original_context)
             ):
-                self._prefill_pass(batch)
+                routes |= self._prefill_pass(batch)
                 batch = []
             batch.append((tokens, rows))
-        if batch:
-            self._prefill_pass(batch)
+        return routes | self._prefill_pass(batch) if batch else routes
 
-    def _prefill_pass(self, batch: list[tuple[list[int], list[int]]]) -> None:
+    def _prefill_pass(self, batch: list[tuple[list[int], list[int]]]) -> dict[int, np.ndarray]:
         longest = len(batch[-1][0])
         ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in batch])
         rows = torch.tensor([row for _, rows in batch for row in rows])
@@ -337,15 +361,35 @@ class Engine:
         lengths = torch.tensor([len(tokens) for tokens, _ in batch])
         ids, rows, prompts, lengths = (to_device(x, self.device) for x in (ids, rows, prompts, lengths))
         positions = torch.arange(longest, device=self.device).expand(len(batch), longest)
+        cache = Prefill(self._cache, rows, prompts, lengths, self._linear)
+        routes = self._route_memory(len(batch) * longest)
         with run_eagerly():  # sizes differ between passes
-            self._hidden(
-                ids, positions, Prefill(self._cache, rows, prompts, lengths, self._linear), longest + 1
-            )
+            self._hidden(ids, positions, cache, longest + 1, routes)
+        if routes is None:
+            return {}
+        by_token = routes.transpose(0, 1).cpu().numpy()
+        return {
+            row: by_token[number * longest : number * longest + len(tokens)]
+            for number, (tokens, rows_of_prompt) in enumerate(batch)
+            for row in rows_of_prompt
+        }
 
-    def _hidden(self, ids: Tensor, positions: Tensor, cache: Cache, length: int | None = None) -> Tensor:
+    def _hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        length: int | None = None,
+        routes: Tensor | None = None,
+    ) -> Tensor:
         """Return the last hidden states [batch, seq, hidden] of ids at positions, int64 [batch, seq].
 
-        `length` is the length of the sequences. None: each ends at its position.
+        Args:
+            ids: token ids.
+            positions: positions.
+            cache: earlier tokens.
+            length: length of the sequences. None: each ends at its position.
+            routes: from `_route_memory`, for the experts that the routers choose. None: not recorded.
         """
         context = Context(len(ids), PassLayout(), position_ids=positions, cache=cache)
         if self.config.position_embedding_type == "rope":
@@ -354,6 +398,9 @@ class Engine:
                 context.rotary_local = local_rotary_tables(self.config, positions)
         if self.config.num_experts:
             context.global_token_ids = torch.arange(ids.numel(), device=ids.device)
+        if routes is not None:
+            layers = zip(self._routed_layers, routes, strict=True)
+            context.routes = {number: LayerRoutes(recorded=of_layer) for number, of_layer in layers}
         model = self.model
         return Stack.forward(model, model.embed(ids, context), context)
 
@@ -367,7 +414,7 @@ class Engine:
 
     def run_window(
         self, sampling: Sampling, rows: int, longest: int
-    ) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, torch.cuda.Event | None]:
         """Launch a window of steps and the copy of their samples to the host. Does not wait on a GPU.
 
         Args:
@@ -376,7 +423,9 @@ class Engine:
             longest: maximum length of their sequences.
 
         Returns:
-            Ids, int64 [steps, rows], -1 in idle rows; log-probabilities, float32 [steps, rows]; the end of the copy.
+            Ids, int64 [steps, rows], -1 in idle rows; log-probabilities, float32 [steps, rows]; the experts of the
+            tokens before these, int16 [steps, rows, layers with experts, topk], None if not recorded; the end of the
+            copy.
         """
         if self._graphed:
             graph = self._graph(sampling)
@@ -386,9 +435,12 @@ class Engine:
             for _ in range(self.window):
                 self._decode_step(sampling, rows, longest)
                 longest = min(longest + 1, self.max_tokens)
-        ids, logprobs = (x[:, :rows].to("cpu", non_blocking=True) for x in (self._ids, self._logprobs))
+        ids, logprobs, routes = (
+            None if x is None else x[:, :rows].to("cpu", non_blocking=True, copy=x is self._routes)
+            for x in (self._ids, self._logprobs, self._routes)
+        )
         copied = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        return ids, logprobs, copied
+        return ids, logprobs, routes, copied
 
     def _graph(self, sampling: Sampling) -> torch.cuda.CUDAGraph:
         """Return the step as a CUDA graph for these settings. Captured, after warm-up, while all rows are idle."""
@@ -424,7 +476,8 @@ class Engine:
         token, position, count, limit, noise, alive, stops = self._state[:, :rows]
         linear = self._linear and self._linear.first(rows)
         cache = Decode(self._cache[:, :, :rows], position, visible_positions(position, longest), linear)
-        hidden = self._hidden(token[:, None], position[:, None], cache)[:, 0]  # [rows, hidden]
+        routes = self._route_memory(rows)
+        hidden = self._hidden(token[:, None], position[:, None], cache, routes=routes)[:, 0]  # [rows, hidden]
         head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
         logits = linear_logits(self.model.head_input(hidden), *head)  # this rank's vocabulary entries
         first = self.tp.rank * -(-self.config.padded_vocab_size // self.tp.size)
@@ -440,6 +493,8 @@ class Engine:
         active = alive.bool()
         self._ids[:, :rows].index_copy_(0, self._tick, torch.where(active, ids, -1)[None])
         self._logprobs[:, :rows].index_copy_(0, self._tick, logprobs[None])
+        if routes is not None:
+            self._routes[:, :rows].index_copy_(0, self._tick, routes.transpose(0, 1)[None])
         self._tick.add_(1).remainder_(len(self._ids))
         count.add_(alive)
         alive.copy_(active & ~(self._stops[ids] & stops.bool()) & (count < limit))

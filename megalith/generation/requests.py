@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from megalith.config import ModelConfig
@@ -67,6 +68,9 @@ class Completion:
     """True if it does not end with a stop id."""
     versions: Sequence[int] = (0,)
     """Version of the weights that sampled it: one, or one per id."""
+    routes: np.ndarray | None = None
+    """Experts of each token of prompt and completion but the last, int16 [tokens - 1, layers with experts, topk]; None:
+    not recorded."""
 
 
 @dataclass
@@ -83,11 +87,17 @@ class RowSequence:
     launched: int = 0  # maximum length after the steps launched so far
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)  # pieces of `all_routes`
     noise: int = 0  # key of its random numbers, from `noise_keys`
     sampling: tuple[float, float, float, float] | None = (
         None  # temperature, top_k, top_p and min_p, by_row only
     )
     is_cancelled: bool = False
+
+    @property
+    def all_routes(self) -> np.ndarray | None:
+        """Experts of its tokens but the last, int16 [tokens - 1, layers with experts, topk]; None: not recorded."""
+        return np.concatenate(self.routes) if self.routes else None
 
     @property
     def length(self) -> int:

@@ -29,6 +29,7 @@ class _Window:
     owners: list[RowSequence | None]
     ids: Tensor  # int64 [steps, rows] on the host, -1 in idle rows
     logprobs: Tensor  # float32 [steps, rows]
+    routes: Tensor | None  # int16 [steps, rows, layers with experts, topk], of the tokens before the samples
     copied: torch.cuda.Event | None
 
 
@@ -129,6 +130,8 @@ class RunningBatch:
             count = new.index(-1) if -1 in new else len(new)
             sequence.ids += new[:count]
             sequence.logprobs += logprobs[row][:count]
+            if window.routes is not None:
+                sequence.routes.append(window.routes[:count, row].numpy())
             added.append((sequence, new[:count]))
             if sequence.ended:
                 if self._owners[row] is sequence:

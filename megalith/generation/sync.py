@@ -52,6 +52,7 @@ def engine_for(
     dtype: torch.dtype | None = None,
     compile: bool | None = None,
     graphs: bool | None = None,
+    records_routes: bool = False,
 ) -> Engine:
     """Build an engine with the current weights of a model in any layout, over its tensor-parallel axis. Every rank
     calls it.
@@ -65,11 +66,18 @@ def engine_for(
         dtype: dtype of the engine. Default: the model's compute dtype.
         compile: see `Engine`.
         graphs: see `Engine`.
+        records_routes: see `Engine`.
 
     Raises:
         ConfigError: the model is a custom one without a KV cache, or has adapters.
     """
-    options: dict[str, Any] = dict(max_rows=max_rows, max_tokens=max_tokens, compile=compile, graphs=graphs)
+    options: dict[str, Any] = dict(
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        compile=compile,
+        graphs=graphs,
+        records_routes=records_routes,
+    )
     if model.config is None:
         raise ConfigError(
             "a custom ModelSpec's model has no KV cache, so engines do not support it; call the model itself"

@@ -15,7 +15,8 @@ from megalith.models.mtp import MTPTargets
 class TokenInputs:
     """Properties of a pass's tokens besides their ids.
 
-    Context parallelism shards position_ids, token_index, padding and all_padding along the sequence, and nothing else.
+    Context parallelism shards position_ids, token_index, padding, all_padding and routes along the sequence, and
+    nothing else.
     """
 
     position_ids: Tensor | None = None  # int64 [batch, seq]; None: token_index
@@ -25,6 +26,7 @@ class TokenInputs:
     padding_mask: Tensor | None = None
     padding: Tensor | None = None  # bool [batch, seq], as in Batch
     all_padding: Tensor | None = None  # the same
+    routes: Tensor | None = None  # int16 [batch, seq, layers with experts, topk], as in Batch
     sample_numbers: Tensor | None = None  # int64 [batch], positions in the data stream; keys of dropout
 
     def real_tokens(self, token_index: Tensor) -> Tensor | None:

@@ -154,7 +154,12 @@ class MoE(Runnable):
     def plan(self, x: Tensor, context: Context) -> NamedTuple:
         """Return the destination of each token of x [batch, seq, hidden], in the form that `dispatch` takes."""
         routing = self.router(
-            x.flatten(0, -2), context.global_token_ids, context.batch, context.balance_scale, context.real
+            x.flatten(0, -2),
+            context.global_token_ids,
+            context.batch,
+            context.balance_scale,
+            context.real,
+            context.layer_routes,
         )
         return self.dispatch.plan(routing, context.layout)
 

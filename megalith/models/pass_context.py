@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -24,6 +25,16 @@ class PassLayout:
 def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
     """Return the layout of one device. `trains`: there are labels; `has_position_ids`: there is a token_index."""
     return PassLayout()
+
+
+@dataclass(frozen=True)
+class LayerRoutes:
+    """Experts that a layer's router takes over, and memory for those that it has chosen."""
+
+    replayed: Tensor | None = (
+        None  # int16 [tokens of the residual stream, topk]; negative: the router's own choice
+    )
+    recorded: Tensor | None = None  # int16 [tokens of the residual stream, topk], which the router fills
 
 
 @dataclass
@@ -50,6 +61,10 @@ class Context:
     """int64 [tokens of the residual stream], token_index · batch + sequence, for experts."""
     real: Tensor | None = None
     """bool [tokens of the residual stream], False for padding, which the balance of experts omits. None: no padding."""
+    routes: Mapping[int, LayerRoutes] | None = (
+        None  # by number of the layer; None: routers choose, unrecorded
+    )
+    layer_routes: LayerRoutes | None = None  # a layer's entry of `routes`
     mtp_embeddings: Tensor | None = None  # [batch, seq, hidden], embeddings of an MTP layer's input tokens
     max_label_tokens: int | None = None  # local tokens with a nonzero loss_mask, at most; None: unknown
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass
@@ -63,15 +78,26 @@ class Context:
         return value if self.padding is None else value.masked_fill(self.padding[:, :, None, None], 0.0)
 
     def at_layer(self, number: int) -> Context:
-        """Return a layer's context, with its cache and its dropout keys.
+        """Return a layer's context, with its cache, its routes and its dropout keys.
 
         The keys contain the layer's number as a tensor, so that layers share compiled code.
         """
         cache = None if self.cache is None else self.cache.at_layer(number)
+        routes = None if self.routes is None else self.routes.get(number)
         if self.dropout is None:
-            return self if cache is None else replace(self, cache=cache)
+            if cache is None and self.routes is None:
+                return self
+            return replace(self, cache=cache, routes=None, layer_routes=routes)
         dropout = replace(self.dropout, layer=self.layers[number], outputs=self.output_rows[number])
-        return replace(self, cache=cache, layers=None, output_rows=None, dropout=dropout)
+        return replace(
+            self,
+            cache=cache,
+            routes=None,
+            layer_routes=routes,
+            layers=None,
+            output_rows=None,
+            dropout=dropout,
+        )
 
 
 @dataclass(frozen=True)

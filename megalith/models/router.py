@@ -13,6 +13,9 @@ chosen, and their scores are the weights of their outputs. Variants:
     forced balance     token n takes experts 11 · n · topk, 11 · (n · topk + 1), …, modulo their number: equal load, and
                        a token's experts are on about as many ranks as with random choices
 
+Experts that were chosen before can be replayed, as in reinforcement learning: their weights are computed from the
+router's present scores, which keep their gradient.
+
 With a capacity, an expert takes at most ⌈T · topk / E · factor⌉ of the T tokens of a micro-batch, over all ranks, so
 what is dropped depends on micro_batch_size and on no other part of the layout. Padding is dropped first. Evaluation and
 generation drop nothing.
@@ -37,6 +40,7 @@ from megalith.models.load_balance import (
     sinkhorn_factors,
     tallied,
 )
+from megalith.models.pass_context import LayerRoutes
 from megalith.ops.gemm import float32_matmul
 from megalith.ops.permute import index_in_group
 
@@ -79,7 +83,13 @@ class Router(nn.Module):
         self.register_buffer("tally", empty_tally(config.num_experts, device), persistent=False)
 
     def forward(
-        self, x: Tensor, token_ids: Tensor, batch: int, scale: Tensor | None, real: Tensor | None = None
+        self,
+        x: Tensor,
+        token_ids: Tensor,
+        batch: int,
+        scale: Tensor | None,
+        real: Tensor | None = None,
+        routes: LayerRoutes | None = None,
     ) -> Routing:
         """Choose the experts of tokens.
 
@@ -90,6 +100,7 @@ class Router(nn.Module):
             scale: float32 scalar that multiplies the gradient of the balancing losses; None without a backward pass:
                 there are then no losses and no capacity.
             real: bool [tokens], False for padding; None: all are real.
+            routes: experts to replay, and memory for the chosen ones.
         """
         logits = float32_matmul(x, local(self.weight).to(x.dtype))  # [tokens, experts]
         if self.bias is not None:
@@ -102,6 +113,11 @@ class Router(nn.Module):
             experts = self._best(shares * sinkhorn_factors(self.local_tokens.all_gather(counted)))
         else:
             experts = self._choose(scores.detach(), token_ids)
+        if routes is not None:
+            if routes.replayed is not None:
+                experts = torch.where(routes.replayed >= 0, routes.replayed.long(), experts)
+            if routes.recorded is not None:
+                routes.recorded.copy_(experts)
         weights = self._weights(logits, scores, experts)
         if scale is None:
             return Routing(experts, weights)

@@ -29,7 +29,7 @@ from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mixers.attention import RelativeBias
 from megalith.models.mtp import add_mtp_losses
 from megalith.models.norm import Norm, norm_or_identity
-from megalith.models.pass_context import Context, Encoded, one_device
+from megalith.models.pass_context import Context, Encoded, LayerRoutes, PassLayout, one_device
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
 from megalith.ops.documents import (
@@ -145,6 +145,8 @@ class Stack(nn.Module):
             context.global_token_ids = self.shard_sequence(token_ids, layout).flatten()
             if (real := inputs.real_tokens(token_index)) is not None:
                 context.real = self.shard_sequence(real, layout).flatten()
+            if inputs.routes is not None:
+                context.routes = self._layer_routes(inputs.routes, layout)
         if padding_mask is not None:
             documents = padding_mask.long() - 1  # PADDING, and document 0
             if inputs.document_ends is not None:
@@ -159,6 +161,15 @@ class Stack(nn.Module):
         if self.training and self.draws_dropout:
             self._key_dropout(context, inputs.sample_numbers, token_index)
         return context
+
+    def _layer_routes(self, routes: Tensor, layout: PassLayout) -> dict[int, LayerRoutes]:
+        """Return the experts to replay of each layer; routes: int16 [batch, seq, layers with experts, topk]."""
+        stream = self.shard_sequence(routes.flatten(2), layout).flatten(0, 1).unflatten(1, routes.shape[2:])
+        by_layer = stream.transpose(0, 1).contiguous()  # [layers, tokens, topk]
+        return {
+            number: LayerRoutes(replayed=by_layer[index])
+            for index, number in enumerate(self.config.routed_layers)
+        }
 
     def _key_dropout(self, context: Context, sample_numbers: Tensor | None, token_index: Tensor) -> None:
         if sample_numbers is None:

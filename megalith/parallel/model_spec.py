@@ -256,6 +256,7 @@ class TransformerSpec(ModelSpec):
                 document_ends=batch.document_ends,
                 padding=batch.padding,
                 all_padding=batch.all_padding,
+                routes=batch.routes,
                 sample_numbers=batch.sample_numbers,
             ),
             labels=batch.labels,

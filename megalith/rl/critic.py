@@ -16,7 +16,7 @@ from megalith.parallel.shards import LocalShard
 from megalith.planner.counts import count_parameters
 from megalith.rl.frozen_model import frozen_config, load_frozen
 from megalith.rl.gae import ValueLoss, with_gae
-from megalith.rl.objective import RolloutBatch
+from megalith.rl.objective import RolloutBatch, without_routes
 from megalith.rl.reference import LogProbs
 from megalith.rl.rollout_data import RolloutData
 from megalith.rl.rollout_source import RolloutSource
@@ -50,14 +50,16 @@ class Critic:
     def with_advantages(self, steps: Sequence[Sequence[RolloutBatch]]) -> list[list[RolloutBatch]]:
         """Return the micro-batches of a rollout batch, by step, with advantages, values and returns."""
         flat = [batch for step in steps for batch in step]
-        values = self.model.all_logprobs(flat)
+        values = self.model.all_logprobs(without_routes(flat))
         batches = iter(with_gae(flat, values, self._rl.gamma, self._rl.lam, self._run.mesh.dp))
         return [[next(batches) for _ in step] for step in steps]
 
     def train_step(self, micro_batches: Sequence[RolloutBatch]) -> Callable[[], dict[str, Any]]:
         """Update the critic on a step's micro-batches, and return a function that reads its metrics."""
         run, updates = self._run, self._updates
-        loss = self.model.backward(micro_batches, self._loss, loss_scale=updates.loss_scale.scale)
+        loss = self.model.backward(
+            without_routes(micro_batches), self._loss, loss_scale=updates.loss_scale.scale
+        )
         lr = run.schedule.learning_rate(*run.schedule_position)
         if self._rl.critic_lr is not None:
             lr *= self._rl.critic_lr / run.config.optim.lr

@@ -82,6 +82,7 @@ class CanarySample:
     prompt: list[int]
     ids: list[int]
     logprobs: np.ndarray
+    routes: np.ndarray | None = None  # as in RatedCompletion
 
 
 class Canary:
@@ -153,7 +154,8 @@ class Canary:
         config, rows = self._run.config, []
         for sample in samples:
             prompt = sample.prompt[:1] * double_first + sample.prompt
-            completion = RatedCompletion(np.array(sample.ids), np.zeros(1))
+            routes = None if double_first else sample.routes
+            completion = RatedCompletion(np.array(sample.ids), np.zeros(1), routes=routes)
             rows.append([Sample(np.array(prompt), completion, 0.0, True)])
         if max(row[0].tokens for row in rows) > config.data.seq_length:
             rows = [[_truncate(row[0], config.data.seq_length)] for row in rows]
@@ -209,7 +211,8 @@ class Canary:
             )
         return cause or (
             "the engine's weights are the trainer's, so its kernels or precision differ (try train.precision fp32), or "
-            "tokens are routed to other experts; raise rl.max_drift only if that is certain"
+            "tokens are routed to other experts (try rl.router_replay policy); raise rl.max_drift only if that is "
+            "certain"
         )
 
     def _equals_previous(self, samples: Sequence[CanarySample]) -> bool:

@@ -141,6 +141,7 @@ def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = 
         num_generations=config.rl.num_generations,
         version=config.rl.rollout_version,
         tokenizer=tokenizer and tokenizer.fingerprint,
+        routed_model=config.model if config.rl.replays_routes else None,
     )
 
 

@@ -11,8 +11,8 @@ across micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class RolloutBatch(Batch):
     # float32 [batch, seq], of PPO's critic (gae.py)
     values: Tensor | None = None
     returns: Tensor | None = None
+
+
+def without_routes(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
+    """Return micro-batches for a model other than the policy, whose routers choose experts themselves."""
+    return [replace(batch, routes=None) for batch in batches]
 
 
 def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences | None) -> Tensor:

@@ -28,7 +28,7 @@ from megalith.data.batch import document_ends
 from megalith.parallel.pipeline.stages import padded_micro_batches
 from megalith.report.report import TokenCounts
 from megalith.rl.advantages import ZERO_STD
-from megalith.rl.objective import RolloutBatch, entropy_weight
+from megalith.rl.objective import RolloutBatch, entropy_weight, without_routes
 from megalith.rl.prompts import policy_vocab_size
 from megalith.rl.reference import LogProbs
 from megalith.rl.rollout_metrics import (
@@ -249,7 +249,8 @@ class RolloutData:
                 logprobs["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature, entries)
         if self._reference is not None:
             with self.source.timed("reference_logprobs"):
-                logprobs["reference_logprobs"] = self._reference(flat)
+                scored = flat if self._rl.router_replay == "all" else without_routes(flat)
+                logprobs["reference_logprobs"] = self._reference(scored)
         flat = [
             replace(batch, **{name: values[index] for name, values in logprobs.items()})
             for index, batch in enumerate(flat)
@@ -363,6 +364,7 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
     ids, labels, positions, sequence_ids = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     mask, advantage, logprobs = (np.zeros(shape, dtype=np.float32) for _ in range(3))
     starts, padding = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    routes = _empty_routes(config, shape)
     tokens: list[float] = []
     for index, row in enumerate(rows):
         start = 0
@@ -378,6 +380,8 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
             advantage[index, completion] = sample.advantage
             rollout_logprobs = sample.completion.logprobs
             logprobs[index, completion] = np.nan if rollout_logprobs is None else rollout_logprobs
+            if routes is not None and sample.completion.routes is not None:
+                routes[index, start:end] = np.asarray(sample.completion.routes)[-sample.tokens :]
             tokens.append(float(mask[index, start:end].sum()))
             start = end
         starts[index, start : start + 1] = True  # padding
@@ -397,7 +401,15 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
         torch.tensor(tokens),
         None if logprobs[mask > 0].isnan().all() else logprobs,
         all_padding=torch.from_numpy(padding),
+        routes=None if routes is None else torch.from_numpy(routes),
     )
+
+
+def _empty_routes(config: RunConfig, shape: tuple[int, int]) -> np.ndarray | None:
+    """Return routes of rows [batch, seq] in which the router chooses everywhere; None if the run replays none."""
+    if not config.rl.replays_routes:
+        return None
+    return np.full((*shape, len(config.model.routed_layers), config.model.moe_router_topk), -1, np.int16)
 
 
 def has_rollout_logprobs(rows: Sequence[Sequence[Sample]]) -> bool:

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from megalith.comm.collectives import Axis, gather_json
+from megalith.config import ModelConfig
 from megalith.data.inputs.jsonl import read_blocks
 from megalith.errors import DataError
 from megalith.remote import open_location
 from megalith.rl.rollouts import FORMAT, VERSION, PromptGroup, RatedCompletion, Rollouts
+from megalith.rl.routes import check_routes, decode_routes
 from megalith.rl.segments import check_segments
 
 MAX_LINE_BYTES = 256 << 20  # enough for a group of a thousand completions of ten thousand tokens
@@ -32,6 +34,7 @@ def load_rollouts(
     num_generations: int | None = None,
     tokenizer: str | None = None,
     version: int | None = None,
+    routed_model: ModelConfig | None = None,
 ) -> Rollouts:
     """Read all groups of rollout files.
 
@@ -42,12 +45,13 @@ def load_rollouts(
         num_generations: required number of completions per group.
         tokenizer: fingerprint of the required tokenizer.
         version: step whose weights must have sampled every token.
+        routed_model: model whose routes every sample must have; None: not checked.
 
     Raises:
         DataError: with file, line and sample number, if the content is malformed or violates one of these limits.
     """
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
-    reader = _Reader(vocab_size, max_tokens, num_generations, version)
+    reader = _Reader(vocab_size, max_tokens, num_generations, version, routed_model)
     header: dict[str, Any] = {}
     groups = [group for *_, group in reader.groups(paths, tokenizer, header)]
     _require_groups(groups, paths)
@@ -78,10 +82,11 @@ class RolloutFiles:
         num_generations: int | None = None,
         tokenizer: str | None = None,
         version: int | None = None,
+        routed_model: ModelConfig | None = None,
     ):
         """Index the files. Arguments and errors are those of `load_rollouts`. Every rank of `world` calls it."""
         self._paths, header, local, error = list(paths), {}, [], None
-        self._reader = _Reader(vocab_size, max_tokens, num_generations, version)
+        self._reader = _Reader(vocab_size, max_tokens, num_generations, version, routed_model)
         try:
             for file, line, group in self._reader.groups(paths, tokenizer, header, world):
                 samples = [_sample_entry(one) for one in group.completions]
@@ -95,7 +100,7 @@ class RolloutFiles:
         self.entries: list[list[Any]] = sorted(entry for share, _ in shares for entry in share)
         """Entries of the groups, in order: file index, line number, prompt tokens, prompt id, and per completion the
         number of tokens, rewards, whether it is truncated, whether it has log-probabilities, its segments, the tokens
-        of its own prompt, the same of its branches, and its rewards by turn.
+        of its own prompt, the same of its branches, its rewards by turn, and the tokens that have routes.
         """
         _require_groups(self.entries, paths)
         self.rewards: list[str] = header["rewards"]
@@ -118,7 +123,9 @@ class RolloutFiles:
         def completion(
             fields: Sequence[Any], find: Callable[[PromptGroup], RatedCompletion]
         ) -> RatedCompletion:
-            tokens, rewards, truncated, has_logprobs, segments, own_prompt, branches, turn_rewards = fields
+            tokens, rewards, truncated, has_logprobs, segments, own_prompt, branches, turn_rewards, routed = (
+                fields
+            )
 
             def lazy(length: int, array: str) -> LazyArray:
                 return LazyArray(length, lambda: getattr(find(parse()), array))
@@ -131,6 +138,7 @@ class RolloutFiles:
                 segments=segments and tuple(segments),
                 prompt_ids=None if own_prompt is None else lazy(own_prompt, "prompt_ids"),
                 turn_rewards=turn_rewards,
+                routes=lazy(routed, "routes") if routed else None,
                 branches=[
                     completion(one, lambda group, n=n: find(group).branches[n])
                     for n, one in enumerate(branches)
@@ -171,11 +179,12 @@ def _sample_entry(one: RatedCompletion) -> list[Any]:
         own_prompt,
         list(map(_sample_entry, one.branches)),
         list(one.turn_rewards),
+        0 if one.routes is None else len(one.routes),
     ]
 
 
 class LazyArray:
-    """A one-dimensional array of known length whose values are computed on first use."""
+    """An array of known length whose values are computed on first use."""
 
     def __init__(self, length: int, make: Callable[[], np.ndarray]):
         self._length, self._make = length, make
@@ -193,6 +202,7 @@ class _Reader:
     max_tokens: int | None
     num_generations: int | None
     version: int | None
+    routed_model: ModelConfig | None = None
 
     def groups(
         self,
@@ -311,7 +321,19 @@ class _Reader:
             messages=messages,
             branches=branches,
             turn_rewards=_turn_rewards(at, sample.get("turn_rewards")),
+            routes=self._routes(at, sample.get("routes"), prompt_tokens + len(ids) - 1),
         )
+
+    def _routes(self, at: str, value: Any, tokens: int) -> np.ndarray | None:
+        routes, model = decode_routes(at, value), self.routed_model
+        if model is not None:
+            if routes is None:
+                raise DataError(
+                    f"{at} has no routes, which rl.router_replay needs; sample with an engine that returns them, or "
+                    "set rl.router_replay to none"
+                )
+            check_routes(at, routes, tokens, model)
+        return routes
 
     def _branches(self, at: str, sample: dict[str, Any], prompt_tokens: int) -> list[RatedCompletion]:
         """Return the other conversations of an agent's session. They have the sample's rewards."""

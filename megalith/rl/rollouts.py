@@ -15,7 +15,8 @@ tokenized differently.
 A sample of several turns also has `segments` (segments.py), `messages`, its transcript for readers, and `prompt_ids` if
 its prompt differs from the group's. Log-probabilities of tokens that the model did not sample are null. A session of an
 agent may have `branches`, further samples without rewards, which get the sample's advantage. `turn_rewards` are an
-environment's for each step, whose discounted sum is the last reward.
+environment's for each step, whose discounted sum is the last reward. `routes` are the experts of each token
+(routes.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import zstandard
 
 from megalith.errors import DataError
 from megalith.io import atomic_file
+from megalith.rl.routes import encode_routes
 from megalith.rl.segments import Segments, sampled_mask
 
 FORMAT, VERSION = "megalith-rollouts", 1
@@ -57,6 +59,7 @@ class RatedCompletion:
         RatedCompletion
     ] = ()  # other conversations of an agent's session, with the same advantage
     turn_rewards: Sequence[float] = ()  # an environment's reward for each step, which its reward sums up
+    routes: np.ndarray | None = None  # int16 [tokens of prompt and completion - 1, layers with experts, topk]
 
     @property
     def sampled(self) -> np.ndarray | bool:
@@ -160,6 +163,8 @@ def _sample_record(completion: RatedCompletion) -> dict[str, Any]:
         sample["prompt_ids"] = completion.prompt_ids.tolist()
     if completion.messages is not None:
         sample["messages"] = completion.messages
+    if completion.routes is not None:
+        sample["routes"] = encode_routes(np.asarray(completion.routes))
     if completion.turn_rewards:
         sample["turn_rewards"] = list(completion.turn_rewards)
     return sample

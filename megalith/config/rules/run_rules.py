@@ -321,6 +321,22 @@ def check_rollouts(config: RunConfig) -> None:
             "rl.top_entropy_quantile, kl_cov and clip_cov"
         )
     _check_clips(config)
+    if rl.replays_routes:
+        _check_router_replay(config)
+
+
+def _check_router_replay(config: RunConfig) -> None:
+    rl = config.rl
+    if config.model.num_experts is None:
+        raise ConfigError(
+            f"rl.router_replay is {rl.router_replay}, but the model has no experts (model.num_experts); leave it out"
+        )
+    if rl.prompts and (rl.engine != "own" or rl.agent):
+        sampler = f"rl.engine is {rl.engine}" if rl.engine != "own" else "rl.agent is set"
+        raise ConfigError(
+            f"rl.router_replay is {rl.router_replay} and {sampler}, but only completions of Megalith's own engine, "
+            "without rl.agent, come with their routes; leave out one"
+        )
 
 
 def _check_address(url: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalith.generation.requests import Completion
+from megalith.rl.routes import EncodedRoutes, new_routes
 from megalith.rl.segments import append_segment
 
 Message = dict[str, Any]
@@ -33,6 +34,8 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
+    routes: list[EncodedRoutes] = field(default_factory=list)  # in pieces, as in Sampled
+    routed_tokens: int = 0  # tokens of prompt and completion whose routes are recorded
     last_turn: list[int] = field(default_factory=list)
     turns: int = 0
     calls: int = 0
@@ -59,6 +62,8 @@ class Trajectory:
     def sample(self, completion: Completion) -> None:
         """Append a sampled turn. The trajectory ends if it has no end of sequence."""
         ids, versions = list(completion.ids), list(map(int, completion.versions))
+        self.routes += new_routes(completion.routes, self.routed_tokens)
+        self.routed_tokens = len(self.request) + len(ids) - 1
         self.ids += ids
         self.logprobs += map(float, completion.logprobs)
         self.versions += versions if len(versions) == len(ids) else versions * len(ids)

@@ -178,7 +178,8 @@ class OwnEngine:
 
     def _build(self) -> Engine:
         rows, tokens = self._sizes
-        return engine_for(self._run.model, max_rows=rows, max_tokens=tokens)
+        records = self._run.config.rl.replays_routes
+        return engine_for(self._run.model, max_rows=rows, max_tokens=tokens, records_routes=records)
 
     @property
     def version(self) -> int:

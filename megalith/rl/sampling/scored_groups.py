@@ -29,6 +29,7 @@ from megalith.rl.agents.trajectory import Trajectory
 from megalith.rl.prompts import Prompt
 from megalith.rl.rewards import Rewards, Turns
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, decompress_zstd
+from megalith.rl.routes import EncodedRoutes, join_routes, new_routes
 from megalith.rl.segments import sampled_mask
 
 # Sampling keys, all different: positions of a run < held-out prompts < continued completions < canary (drift.py).
@@ -60,10 +61,13 @@ class Sampled:
     """Other conversations of its session, as fields of Sampled."""
     turn_rewards: list[float] = field(default_factory=list)
     """The environment's reward for each step."""
+    routes: list[EncodedRoutes] = field(default_factory=list)
+    """Experts of consecutive tokens of prompt and completion, in pieces. Empty: not recorded."""
 
     def extended(self, more: Sampled) -> Sampled:
         ids, logprobs = self.ids + more.ids, self.logprobs + more.logprobs
-        return replace(more, ids=ids, logprobs=logprobs, versions=self.versions + more.versions)
+        versions, routes = self.versions + more.versions, self.routes + more.routes
+        return replace(more, ids=ids, logprobs=logprobs, versions=versions, routes=routes)
 
     @classmethod
     def from_trajectory(cls, one: Trajectory) -> Sampled:
@@ -90,6 +94,7 @@ class Sampled:
                 for each in one.branches
             ],
             turn_rewards=one.turn_rewards,
+            routes=one.routes,
         )
 
     @property
@@ -124,6 +129,7 @@ class Sampled:
             self.messages,
             [replace(Sampled(*fields), rewards=self.rewards).rated() for fields in self.branches],
             self.turn_rewards,
+            join_routes(self.routes),
         )
 
 
@@ -319,7 +325,7 @@ def sample_groups(
     can_continue = max_tokens is not None and _sampled_tokens(records) + sampling.max_new_tokens < max_tokens
     pieces = [
         GroupRecord(one.position, one.prompt, [
-            _piece(next(new), sampling.max_new_tokens if can_continue else 0)
+            _piece(next(new), sampling.max_new_tokens if can_continue else 0, len(sample.ids))
             if sample.truncated is None
             else Sampled(truncated=sample.truncated)
             for sample in one.samples or generations * [Sampled()]
@@ -362,15 +368,20 @@ def _sampled_tokens(records: Sequence[GroupRecord]) -> int:
     return max(lengths, default=0)
 
 
-def _piece(one: Completion, continues_at: int) -> Sampled:
+def _piece(one: Completion, continues_at: int, earlier: int) -> Sampled:
     """Convert a completion to a piece of a sample.
 
-    A completion of `continues_at` tokens that has not ended stays open. With `continues_at` 0, none stays open.
+    Args:
+        one: the completion.
+        continues_at: a completion of this number of tokens that has not ended stays open. 0: none stays open.
+        earlier: tokens of the sample that were sampled before, whose routes were recorded then.
     """
     ids, versions = list(one.ids), list(map(int, one.versions))
     versions = versions if len(versions) == len(ids) else versions * len(ids)
     truncated = None if one.truncated and len(ids) == continues_at else one.truncated
-    return Sampled(ids, list(map(float, one.logprobs)), versions, truncated)
+    piece = Sampled(ids, list(map(float, one.logprobs)), versions, truncated)
+    recorded = 0 if not earlier or one.routes is None else len(one.routes) - len(ids)
+    return replace(piece, routes=new_routes(one.routes, recorded))
 
 
 def _score(

@@ -21,6 +21,7 @@ from megalith.rl.engines.colocated_vllm import imported_vllm
 from megalith.rl.engines.json_http import ServerLost
 from megalith.rl.engines.rollout_engine import RolloutEngine, run_sampling
 from megalith.rl.prompts import Prompt
+from megalith.rl.routes import join_routes, new_routes
 from megalith.rl.sampling.phase_timer import PhaseTimer
 from megalith.training.run_state import Run
 
@@ -72,13 +73,19 @@ class WeightSync:
 
         def sample() -> list[list[Any]]:
             completions = engine.generate(prompts, run_sampling(self._run, tokens), keys=keys)
-            return [[one.prompt, list(one.ids), list(map(float, one.logprobs))] for one in completions]
+            return [
+                [one.prompt, list(one.ids), list(map(float, one.logprobs)), new_routes(one.routes, 0)]
+                for one in completions
+            ]
 
         if engine.shared:
             samples = self.request(lambda: sample() if world.rank == 0 else [])[0]
         else:
             samples = sample()
-        return [CanarySample(prompts[number], ids, np.array(logprobs)) for number, ids, logprobs in samples]
+        return [
+            CanarySample(prompts[number], ids, np.array(logprobs), join_routes(routes))
+            for number, ids, logprobs, routes in samples
+        ]
 
     def request(
         self, act: Callable[[], Any], phase: str | None = None, retry: Callable[[], Any] | None = None
