@@ -1,9 +1,10 @@
-"""Private attributes of tensors, modules, samplers and optimizers."""
+"""Private attributes of tensors, modules, samplers and optimizers, and of autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
@@ -38,3 +39,8 @@ def mark_counting_step(step: Callable) -> Callable:
     """Mark a `step` function as one that counts its calls, so that schedulers do not wrap it."""
     step._wrapped_by_lr_sched = True
     return step
+
+
+def in_backward_pass() -> bool:
+    """Return True while autograd runs a backward pass on this thread, as during recomputation."""
+    return torch._C._current_graph_task_id() != -1

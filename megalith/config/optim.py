@@ -46,6 +46,7 @@ WSD = RequiresSetting("lr_decay_style", "WSD")
 GROWS = RequiresSetting("weight_decay_incr_style", "linear", "cosine", strict=True)
 OFFLOADED = RequiresSetting("optimizer_cpu_offload", True)
 FP16 = RequiresSetting("train.precision", "fp16")
+QK_CLIP = RequiresSetting("qk_clip", True)
 
 
 REGEX = "re:"
@@ -255,6 +256,16 @@ class OptimConfig(Section):
 
     clip_grad: NonNegativeFloat = 1.0
     """Maximum norm of the gradient. 0: no clipping."""
+
+    qk_clip: bool = False
+    """Rescale the query and key weights of attention heads whose largest logit in a step is above qk_clip_threshold, as
+    MuonClip does (Kimi K2). Recording the logits repeats one matmul of attention."""
+
+    qk_clip_threshold: Annotated[PositiveFloat, QK_CLIP] = 100.0
+    """Attention logit above which qk_clip rescales a head."""
+
+    qk_clip_alpha: Annotated[float, Field(gt=0.0, lt=1.0), QK_CLIP] = 0.5
+    """Share of qk_clip's factor that queries take, as a power; keys take the rest."""
 
     loss_scale: PositiveFloat | None = None
     """Fixed loss scale for fp16. Default: dynamic."""

@@ -77,6 +77,10 @@ class LogConfig(Section):
     log_num_zeros_in_grad: bool = False
     """Log the number of zero gradient elements at each log interval."""
 
+    log_max_attention_logit: bool = False
+    """Record the largest attention logit of each step in metrics.jsonl; optim.qk_clip records it too. It repeats one
+    matmul of attention."""
+
     log_norms_interval: NonNegativeInt = 0
     """Steps between records of each layer's gradient norm, before clipping, and update norm, in metrics.jsonl. These
     steps copy the weights: 4 bytes per parameter of a rank's shard. 0: never."""

@@ -40,6 +40,9 @@ class StepResult:
     loss_scale: Tensor
     """Factor on this step's loss."""
 
+    max_attention_logit: Tensor | None = None
+    """Largest attention logit of the step, before qk-clip. None if logits are not recorded."""
+
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
     """Return the sum of squares over all elements of fp32 tensors on one device, an fp32 scalar there.

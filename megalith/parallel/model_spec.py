@@ -88,6 +88,7 @@ class ModelSpec:
     config = None
     mtp_layers = 0
     has_experts = False
+    records_logits = False
 
     def amax_table(self, device: torch.device) -> AmaxTable | None:
         """Return the FP8 amax history of the full model, or None without delayed scaling. Called before `chunks`."""
@@ -186,6 +187,7 @@ class TransformerSpec(ModelSpec):
         self.run, self.config = run, run.model
         self.mtp_layers = len(run.model.mtp_layers)
         self.has_experts = run.model.num_experts is not None
+        self.records_logits = run.optim.qk_clip or run.log.log_max_attention_logit
 
     def amax_table(self, device: torch.device) -> AmaxTable | None:
         return amax_table(self.build(None), self.run, device)

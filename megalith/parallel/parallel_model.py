@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.comm.collectives import all_reduce_no_grad
-from megalith.config import ParallelConfig
+from megalith.config import OptimConfig, ParallelConfig
 from megalith.data.batch import Batch
 from megalith.data.token_ids import TokenIds
 from megalith.errors import ConfigError
@@ -19,6 +19,8 @@ from megalith.models.loss import Loss, Objective
 from megalith.models.mtp import make_mtp_targets
 from megalith.ops.compiled import run_eagerly
 from megalith.optim.optimizer import Placement
+from megalith.optim.qk_clip import clip_factors, row_factors
+from megalith.parallel.attention_logits import AttentionLogits
 from megalith.parallel.context.context_parallel import shard_batch, unshard_replicated
 from megalith.parallel.data.data_parallel import (
     finish_weight_gradients,
@@ -60,6 +62,12 @@ class ParallelModel:
         self.amaxes = spec.amax_table(device)
         """FP8 amax history of the whole model, on every rank. None without delayed scaling."""
         self.chunks = spec.chunks(parallel, mesh, device, self.amaxes)
+        self.attention_logits: AttentionLogits | None = None
+        """Largest attention logits of the step. None if they are not recorded."""
+        if spec.records_logits:
+            self.attention_logits = AttentionLogits(
+                self.chunks, self.config.num_attention_heads, mesh, device
+            )
         self.step_casts = StepCasts(self.chunks, spec.casts_experts_once(mesh))
         self.parameters = LocalParameters(self.chunks)
         self._partial_gradients = [
@@ -135,12 +143,51 @@ class ParallelModel:
         """Return the position of this rank's shard of each parameter, and its matrices, by parameter name."""
         return self.parameters.placements(self.spec.matrix_fields, self.spec.seed, self.spec.unpadded_rows)
 
+    @torch.no_grad()
+    def clip_attention(self, config: OptimConfig, skipped: Tensor) -> Tensor | None:
+        """Apply `optim.qk_clip` after the optimizer step: rescale queries and keys of heads with too large logits.
+
+        Collective if logits are recorded.
+
+        Args:
+            config: optimizer settings.
+            skipped: 1 if the step was skipped, which then changes nothing, otherwise 0; a scalar on the device.
+
+        Returns:
+            The step's largest attention logit, a float32 scalar. None if logits are not recorded.
+        """
+        if self.attention_logits is None:
+            return None
+        logits = self.attention_logits.all_ranks()
+        if config.qk_clip:
+            eta = torch.where(skipped > 0, 1.0, clip_factors(logits, config.qk_clip_threshold))
+            for name, plain in self.parameters.named:
+                path = name.split(".")
+                row = self.attention_logits.rows.get(".".join(path[:-2]))
+                if row is None or not plain.numel():
+                    continue
+                factors = row_factors(path[-2], eta[row], self.config, config.qk_clip_alpha)
+                if factors is not None:
+                    first = self.parameters.shards[name].offset[0]
+                    local = factors[first : first + len(plain)]
+                    plain.mul_(local if plain.ndim == 1 else local[:, None])
+        return logits.amax()
+
     def end_step(self, skipped: Tensor) -> None:
-        """Update FP8 scales and expert biases after the optimizer step; `skipped` is 1 if that was skipped, else 0."""
+        """Update FP8 scales and expert biases after the optimizer step; `skipped` is 1 if that was skipped, else 0.
+
+        Also forgets the step's attention logits.
+        """
+        self.forget_logits()
         if self.amaxes is not None:
             self.amaxes.end_step(skipped)
         if self.tallies is not None:
             update_expert_biases(self.chunks, self.tallies, skipped)
+
+    def forget_logits(self) -> None:
+        """Discard the attention logits of the passes since the last step."""
+        if self.attention_logits is not None:
+            self.attention_logits.clear()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch], loss: Loss | None = None) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Attention: {
         "core": "core attention, with the signature of ops.attention_core.attention",
         "heads": "the local query heads: Heads",
+        "record_logits": "records the largest logits of a training pass: (query, key, …) → None; None: not recorded",
     },
     RelativeBias: {
         "scores": "selects local heads, and token indices: (weight [buckets, heads], token_index, layout) → both"

@@ -211,6 +211,9 @@ SIZES: dict[str, ParitySize | None] = {  # None: the default
     "optim.muon_extra_scale_factor":             KEEP,
     "optim.ema_decay":                           KEEP,
     "optim.clip_grad":                           KEEP,
+    "optim.qk_clip":                             KEEP,
+    "optim.qk_clip_threshold":                   KEEP,
+    "optim.qk_clip_alpha":                       KEEP,
 
     "lora.load":                                 None,
 

@@ -32,6 +32,7 @@ class ReadStep:
     loss_scale: float
     num_zeros: float | None = None
     params_norm: float | None = None
+    max_attention_logit: float | None = None
 
     @property
     def first_sample(self) -> int:

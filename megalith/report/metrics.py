@@ -41,7 +41,11 @@ EVENTS_FILE = "events.jsonl"
 EXPERTS_FILE = "experts.jsonl"
 STARTS_FILE = "starts.jsonl"
 MEASURED_FILE = "measured_step.json"
-OPTIONAL_KEYS = ("num_zeros", "params_norm")  # omitted from a line if they have no value
+OPTIONAL_KEYS = (
+    "num_zeros",
+    "params_norm",
+    "max_attention_logit",
+)  # omitted from a line if they have no value
 MAX_PERPLEXITY_EXPONENT = 20  # as in Megatron-LM
 
 
@@ -78,6 +82,8 @@ class StepMetrics:
     """Zeros in the gradients. The key is written only at log intervals with log.log_num_zeros_in_grad."""
     params_norm: float | None = None
     """Norm of the weights after the step. Likewise, with log.log_params_norm."""
+    max_attention_logit: float | None = None
+    """Largest attention logit of the step, with log.log_max_attention_logit or optim.qk_clip."""
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ class PendingStep:
     """Number of zeros in the gradients, if counted."""
     params_norm: Tensor | None = None
     """Norm of the weights after the step, if computed."""
+    max_attention_logit: Tensor | None = None
+    """Largest attention logit, if recorded."""
     timers: PhaseTimers | None = None
     """The run's phase timers, with the times since the last log line."""
     mtp_losses: Tensor | None = None
@@ -85,7 +87,15 @@ class PendingStep:
         """Copy the metrics to the host. Synchronizes the device."""
         metrics = {
             name: value
-            for name in ("loss", "grad_norm", "skipped", "loss_scale", "num_zeros", "params_norm")
+            for name in (
+                "loss",
+                "grad_norm",
+                "skipped",
+                "loss_scale",
+                "num_zeros",
+                "params_norm",
+                "max_attention_logit",
+            )
             if (value := getattr(self, name)) is not None
         }
         read = dict(zip(metrics, torch.stack([value.double() for value in metrics.values()]).tolist()))
@@ -303,6 +313,7 @@ class Report:
             loss_scale=step.loss_scale if self._fp16 else None,
             num_zeros=step.num_zeros,
             params_norm=step.params_norm,
+            max_attention_logit=step.max_attention_logit,
         )
 
     def _is_traced(self, step: int) -> bool:

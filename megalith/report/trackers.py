@@ -86,6 +86,7 @@ class MegatronNames:
         "train/grad_norm": "grad-norm",
         "train/num_zeros": "num-zeros",
         "train/params_norm": "params-norm",
+        "train/max_attention_logit": "max_attention_logit",
         "validation/loss": "lm loss validation",
         "validation/perplexity": "lm loss validation ppl",
     }

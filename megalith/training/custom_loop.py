@@ -12,6 +12,7 @@ examples/train_loop.py is a complete loop.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from megalith.checkpoint.saver import save_checkpoint as save_step
 from megalith.checkpoint.state import amax_shards, load_amaxes, load_model, load_optimizer
 from megalith.comm.collectives import gather_json
 from megalith.config import OptimConfig, ParallelConfig, RunConfig, require_run_config
+from megalith.config.rules.optim_rules import check_qk_clip
 from megalith.errors import CheckpointError
 from megalith.hardware import pick_device
 from megalith.launch.launcher import init_distributed, this_process
@@ -94,6 +96,7 @@ class Optimizer:
         """Build the optimizer. With `precision` fp16, the loss scale is dynamic."""
         mesh, chunks = model.mesh, model.chunks
         self.model, self.config = model, config
+        check_qk_clip(config, model.attention_logits is not None)
         trained = [name for name, parameter in model.parameters.named if parameter.requires_grad]
         all_names = {name for names in gather_json(trained, mesh.world) for name in names}
         self.optimizer = build_optimizer(
@@ -130,6 +133,7 @@ class Optimizer:
             config.decoupled_lr if decoupled_lr is None else decoupled_lr,
         )
         result = optimizer_step(self.optimizer, self.loss_scale, config.clip_grad, self._total_squares)
+        result = replace(result, max_attention_logit=self.model.clip_attention(config, result.skipped))
         if config.ema_decay is not None:
             update_ema(self.optimizer, config.ema_decay, result.skipped)
         self.model.end_step(result.skipped)

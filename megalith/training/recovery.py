@@ -63,6 +63,7 @@ class FaultHandler:
         if not any_rank(self._is_suspect(*first), run.mesh.world):
             return
         run.model.parameters.clear_gradients()
+        run.model.forget_logits()
         loss = run.gradients(micro_batches)
         second, second_local = self._loss_and_norm(loss), run.model.local_loss.item()
         again = any_rank(self._is_suspect(*second), run.mesh.world)
@@ -113,6 +114,7 @@ class FaultHandler:
             run.gradients(micro_batches)
         run.task.step_metrics(run)  # discards the metrics of these passes
         run.model.parameters.clear_gradients()
+        run.model.forget_logits()
         loss_is_lost = not math.isfinite(run.model.local_loss.item())
         findings = gather_json((loss_is_lost, watched.names()), run.mesh.world)
         affected = {rank: names for rank, (loss, names) in enumerate(findings) if loss or names}

@@ -222,6 +222,7 @@ class Run:
             loss_scale=result.loss_scale,
             num_zeros=zeros,
             params_norm=squares.weight_squares().sqrt() if is_logged and log.log_params_norm else None,
+            max_attention_logit=result.max_attention_logit,
             mtp_losses=self.model.mtp_losses,
             tallies=self.model.tallies,
             timers=self.timers,

@@ -5,6 +5,7 @@ import warnings
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import RandomSampler
 
 from megalith.compat import training_objects
@@ -49,3 +50,15 @@ def test_schedulers_neither_wrap_a_marked_step_nor_warn_of_its_order():
         warnings.simplefilter("error")
         optimizer.step()
         scheduler.step()
+
+
+def test_a_recomputation_is_in_the_backward_pass_and_the_first_pass_is_not():
+    seen = []
+
+    def run(x):
+        seen.append(training_objects.in_backward_pass())
+        return x.sin().cos()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert seen == [False, True] and not training_objects.in_backward_pass()

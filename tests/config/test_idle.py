@@ -93,6 +93,8 @@ READ_WITH = {
         ("optim.muon_momentum=0.9", "optim.optimizer=muon"),
     "optim.muon_momentum_warmup_iters above 0":
         ("optim.muon_momentum_start=0.5", "optim.muon_momentum_warmup_iters=9 optim.optimizer=muon"),
+    "optim.qk_clip true":
+        ("optim.qk_clip_alpha=0.3", "optim.qk_clip=true"),
     "optim.optimizer lion":
         ("optim.lion_beta1=0.8", "optim.optimizer=lion"),
     "optim.optimizer ademamix":

@@ -24,6 +24,7 @@ OPTIMIZERS = {
         muon_scalar_optimizer="lion",
         lr=3e-4,
     ),
+    "clip": dict(optimizer="muon", qk_clip=True, qk_clip_threshold=0.6),
     "lion": dict(optimizer="lion", lr=3e-4),
     "ademamix": dict(optimizer="ademamix", ademamix_warmup_iters=4),
     "schedule_free_adamw": dict(optimizer="schedule_free_adamw", lr_decay_style="constant"),
@@ -37,6 +38,7 @@ BY_DEFAULT = [
     ("groups", "scaled", ["tp2-sp-pp2"]),
     ("adafactor", "experts", ["ep2-dp4-zero3"]),
     ("muon", "gated", ["tp2-dp2-zero2"]),
+    ("clip", "gated", ["cp2-dp2-zero2", "tp2-sp-pp2"]),
 ]
 MORE = {
     "gated": ["tp2-sp-pp2", "dp4-zero3-hybrid", "tp4", "tp2-dp2-zero2", "cp2-dp2-zero2"],

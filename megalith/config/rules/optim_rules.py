@@ -123,6 +123,15 @@ def check_averages(optim: OptimConfig) -> None:
         )
 
 
+def check_qk_clip(optim: OptimConfig, records_logits: bool) -> None:
+    """Raise ConfigError if the model does not record attention logits for qk_clip."""
+    if optim.qk_clip and not records_logits:
+        raise ConfigError(
+            "optim.qk_clip is true, but the model does not record attention logits; build the model from a RunConfig "
+            "with optim.qk_clip, since a ModelSpec's own model does not record them"
+        )
+
+
 def _refuse_other_unit(optim: OptimConfig, unit: str) -> None:
     other = "samples" if unit == "iters" else "iters"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):

@@ -46,6 +46,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_schedule(config.optim, config.train)
     check_loss_scale(config.optim, config.train.precision)
     _check_mup(config)
+    _check_qk_clip(config)
     _check_profile(config.log)
 
 
@@ -55,6 +56,28 @@ def _check_mup(config: RunConfig) -> None:
         raise ConfigError(
             f"model.mup_base_num_layers {base} scales rates by depth for optimizers whose updates do not grow with the "
             "gradient, but sgd's do; choose another optimizer, or leave mup_base_num_layers out"
+        )
+
+
+def _check_qk_clip(config: RunConfig) -> None:
+    """Raise ConfigError if qk_clip cannot change the attention logits, or not consistently."""
+    if not config.optim.qk_clip:
+        return
+    model = config.model
+    norms = [name for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)]
+    if norms and not model.multi_latent_attention:
+        raise ConfigError(
+            f"optim.qk_clip is true and model.{norms[0]} is true, but normalized queries and keys do not depend on the "
+            "size of their weights, and their logits are bounded already; turn qk_clip off"
+        )
+    if config.lora.rank is not None or config.lora.load is not None:
+        raise ConfigError(
+            "optim.qk_clip is true, but adapters leave the weights of queries and keys frozen; turn qk_clip off"
+        )
+    if "schedule_free_adamw" in config.optim.optimizers:
+        raise ConfigError(
+            "optim.qk_clip is true, but schedule_free_adamw averages weights, which would not be rescaled; choose "
+            "another optimizer, or turn qk_clip off"
         )
 
 

@@ -184,6 +184,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         clip = 0.0 if self.is_clipped else self.config.clip_grad
         with collective_call("optimizer.step"):
             self.result = optimizer_step(self.inner, self.loss_scale, clip, self._total_squares)
+        self.model.clip_attention(self.config, self.result.skipped)
         self.model.tallies = self.tallies
         self.model.end_step(self.result.skipped)
         self.model.parameters.clear_gradients()

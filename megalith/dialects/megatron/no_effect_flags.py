@@ -17,7 +17,7 @@ BY_REASON = {
         --log-progress --straggler-minmax-count=int --tensorboard-log-interval=int --log-energy
         --log-memory-interval=int --profile-ranks=int+ --disable-straggler-on-startup --moe-per-layer-logging
         --app-tag-run-name=text --app-tag-run-version=text --config-logger-dir=text
-        --disable-log-loss-scale-to-tensorboard --log-device-memory-used --log-max-attention-logit
+        --disable-log-loss-scale-to-tensorboard --log-device-memory-used
         --log-world-size-to-tensorboard --memory-snapshot-path=text --moe-routing-trace-capture-hidden-states
         --moe-routing-trace-capture-logits --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters=int
         --no-barrier-with-level-1-timing --no-log-loss-scale-to-tensorboard --no-one-logger --nvtx-ranges
@@ -273,9 +273,6 @@ BY_REASON = {
     "it is read only with --enable-mhc-connections, which is refused": """
         --mhc-init-gating-factor=float --mhc-num-residual-streams=int --mhc-recompute-layer-num=int
         --mhc-sinkhorn-iterations=int
-    """,
-    "it is read only with --qk-clip, which is refused": """
-        --qk-clip-alpha=float --qk-clip-threshold=float
     """,
 }
 

@@ -14,6 +14,7 @@ mask, half of the buckets are for keys after the query.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -44,7 +45,8 @@ def split_heads(x: Tensor, batch: int, size: int) -> Tensor:
 
 
 class Attention(Runnable):
-    """Base class of attention. `core` is a seam of context parallelism, `heads` of tensor parallelism."""
+    """Base class of attention. `core` is a seam of context parallelism, `heads` of tensor parallelism. `record_logits`
+    is one of qk-clip."""
 
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
@@ -55,6 +57,7 @@ class Attention(Runnable):
         self.scale = config.attention_scale
         self.alibi = config.num_attention_heads if config.position_embedding_type == "alibi" else None
         self.core = attention
+        self.record_logits: Callable[..., None] | None = None
         self.heads = Heads(in_group=1)
         self.softmax_offset: SoftmaxOffset | None = None
 
@@ -69,6 +72,10 @@ class Attention(Runnable):
         uses_dropout = self.dropout > 0 and context.dropout is not None
         core = attention if context.layout.full_sequence else self.core
         value = context.without_padding(value)
+        causal = context.causal and query.shape[1] > 1
+        if self.record_logits is not None and self.training:
+            seen = dict(causal=causal, mask=context.mask, documents=context.documents, window=self.window)
+            self.record_logits(query, key, first_head=self.heads.first, scale=self.scale, **seen)
         if context.cache is not None:
             core = partial(context.cache.attend, core)
         if context.bias is not None:
@@ -77,7 +84,7 @@ class Attention(Runnable):
             query,
             key,
             value,
-            causal=context.causal and query.shape[1] > 1,
+            causal=causal,
             mask=context.mask,
             documents=context.documents,
             window=self.window,

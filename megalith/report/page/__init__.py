@@ -48,6 +48,7 @@ CHARTS = {
         ("lr", "learning rate"),
         ("grad_norm", "gradient norm, before clipping"),
         ("params_norm", "norm of the weights"),
+        ("max_attention_logit", "largest attention logit"),
         ("num_zeros", "gradient elements that are 0"),
         ("loss_scale", "loss scale"),
         ("global_batch_size", "sequences a step"),
