@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,6 +67,63 @@ def decode_routes(where: str, value: Any) -> np.ndarray | None:
     if routes.size and routes.max() >= 2**15:
         raise DataError(f"{where} has a route to expert {routes.max()}; at most {2**15 - 1} are supported")
     return routes.astype(np.int16)
+
+
+def route_bytes(model: ModelConfig) -> int:
+    """Return the bytes of a token's routes in a server's response, at most: of a JSON list of numbers."""
+    return model.num_layers * model.moe_router_topk * len(f"{model.num_experts}, ")
+
+
+def server_routes(where: str, pieces: Sequence[Any], tokens: int, model: ModelConfig) -> np.ndarray:
+    """Return the routes of a server's response, int16 [tokens, layers with experts, topk].
+
+    SGLang returns int32 values of all layers in base64. vLLM returns lists for prompt and completion (0.21) or a .npy
+    file in base64, of the layers with experts; their last token may have a route, which is left out.
+
+    Args:
+        where: server and completion, for errors.
+        pieces: the response's fields, of consecutive tokens; None for an absent one.
+        tokens: tokens of prompt and completion but the last.
+        model: the policy.
+
+    Raises:
+        DataError: if there are none, or not those of these tokens and this model.
+    """
+    arrays = [_server_array(where, piece) for piece in pieces if piece is not None]
+    if not arrays:
+        raise DataError(
+            f"{where} has no routes, which rl.router_replay needs; start the server with --enable-return-routed-experts"
+        )
+    routes = arrays[0]
+    if all(array.ndim == 3 and array.shape[1:] == routes.shape[1:] for array in arrays):
+        routes = np.concatenate(arrays)[:tokens]
+    elif routes.ndim == 1:  # without a shape
+        for count in len(model.routed_layers), model.num_layers:
+            if routes.size == tokens * count * model.moe_router_topk:
+                routes = routes.reshape(tokens, count, model.moe_router_topk)
+                break
+    if routes.ndim == 3 and routes.shape[1] == model.num_layers:
+        routes = routes[:, model.routed_layers]
+    check_routes(where, routes, tokens, model)
+    return routes.astype(np.int16)
+
+
+def _server_array(where: str, piece: Any) -> np.ndarray:
+    """Return the integers of a list, of a .npy file in base64, or of int32 values in base64."""
+    try:
+        if isinstance(piece, str):
+            content = base64.b64decode(piece, validate=True)
+            if content.startswith(np.lib.format.MAGIC_PREFIX):
+                array = np.load(io.BytesIO(content), allow_pickle=False)
+            else:
+                array = np.frombuffer(content, "<i4")
+        else:
+            array = np.array(piece)
+    except (ValueError, TypeError, OSError, EOFError):
+        array = None
+    if array is None or array.dtype.kind not in "iu":
+        raise DataError(f"{where} has routes {piece!r:.60}, which are no integers; look at the server's log")
+    return array
 
 
 def join_routes(pieces: Sequence[EncodedRoutes]) -> np.ndarray | None:

@@ -677,11 +677,10 @@ def answering(head: bytes, piece: bytes) -> Iterator[json_http.JsonServer]:
 
 def test_an_answer_without_end_is_ended_by_its_bytes(monkeypatch):
     monkeypatch.setattr(json_http, "MAX_BYTES", 1 << 20)
-    monkeypatch.setattr(json_http, "TOKEN_BYTES", 1 << 10)
-    for tokens in (0, 1024):
-        said = rf"answers POST /x with more than {(1 + tokens // 1024) << 20:,} bytes, which no engine does"
+    for completion_bytes in (0, 1 << 20):
+        said = rf"answers POST /x with more than {(1 << 20) + completion_bytes:,} bytes, which no engine does"
         with answering(b"200 OK", b"x" * 4096) as server, pytest.raises(TrainingError, match=said):
-            server.post("/x", {}, Deadline(60.0, server_engine.SYNC), tokens)
+            server.post("/x", {}, Deadline(60.0, server_engine.SYNC), completion_bytes)
 
 
 @pytest.mark.parametrize("target", ["http://127.0.0.1:9/other", "file:///etc/passwd", "/there"])

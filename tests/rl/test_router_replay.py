@@ -1,8 +1,11 @@
 """Router replay: transformers with the same experts forced, routes as sampled, files, and runs of the loop."""
 
+import base64
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from tool_policy import TEMPLATE, write_tokenizer
 import megalith
 from megalith.bridge.families import family_of
 from megalith.bridge.transfer import to_ours
+from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, DataError
 from megalith.generation.engine import Engine
@@ -32,10 +36,13 @@ from megalith.models.transformer import Stack
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import relative_error
 from megalith.rl.agents.trajectory import Trajectory
+from megalith.rl.engines.server_engine import ServerEngine
+from megalith.rl.engines.sglang_server import SglangServer
+from megalith.rl.engines.vllm_server import VllmServer
 from megalith.rl.grpo import open_rollouts, train_grpo
 from megalith.rl.rollout_reader import load_rollouts
 from megalith.rl.rollouts import Rollouts, save_rollouts
-from megalith.rl.routes import decode_routes, encode_routes
+from megalith.rl.routes import decode_routes, encode_routes, server_routes
 from megalith.rl.sampling import scored_groups
 from megalith.rl.sampling.scored_groups import Sampled
 
@@ -302,13 +309,80 @@ def test_turns_keep_the_routes_of_their_own_sampling(tmp_path):
     ("model", "rl", "said"),
     [
         ({}, {}, "the model has no experts"),
-        (EXPERTS, dict(engine="vllm"), "rl.engine is vllm, but only completions of Megalith's"),
-        (EXPERTS, dict(agent="a.py:agent"), "rl.agent is set, but only completions of Megalith's"),
+        (EXPERTS, dict(engine="vllm"), "vLLM in the trainer's processes returns no routes"),
+        (EXPERTS, dict(agent="a.py:agent"), "rl.agent is set, but the requests of an agent return no routes"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, model, rl, said):
     with pytest.raises(ConfigError, match=said):
         train_grpo(configuration(tmp_path, model=MODEL | model, rl=REPLAY | rl))
+
+
+def base64_of(array: np.ndarray, is_file: bool) -> str:
+    """Return values in base64: int32 as SGLang sends them, or a .npy file as vLLM does."""
+    if not is_file:
+        return base64.b64encode(array.astype("<i4").tobytes()).decode()
+    np.save(file := io.BytesIO(), array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_routes_of_servers_are_read_in_each_of_their_forms(tmp_path):
+    model = file_configuration(tmp_path, model=EXPERTS | dict(num_layers=3, moe_layer_freq=[0, 1, 1])).model
+    routes = random_routes((7, 2), 4, 2)  # of 3 prompt tokens and 5 of a completion, but the last
+    all_layers = np.concatenate([np.zeros_like(routes[:, :1]), routes], 1)
+    with_last = np.concatenate([routes, routes[:1]])
+    for pieces in (
+        [base64_of(all_layers, is_file=False)],
+        [base64_of(routes, is_file=False)],
+        [None, base64_of(routes.astype(np.uint8), is_file=True)],
+        [None, base64_of(with_last, is_file=True)],
+        [routes[:3].tolist(), with_last[3:].tolist()],
+    ):
+        assert np.array_equal(server_routes("", pieces, 7, model), routes)
+    for pieces, said in (
+        ([None, None], "no routes, .*start the server with --enable-return-routed-experts"),
+        ([base64_of(routes[1:], is_file=False)], "but \\[7, 2, 2\\] is needed"),
+        ([base64_of(routes[1:], is_file=True)], "but \\[7, 2, 2\\] is needed"),
+        ([routes[:3].tolist(), routes[3:, :1].tolist()], "but \\[7, 2, 2\\] is needed"),
+        ([[[1], [1, 2]]], "are no integers"),
+        (["$"], "are no integers"),
+        ([base64_of(routes * 0.5, is_file=True)], "are no integers"),
+        ([base64_of(routes + 1, is_file=False)], "the model has the experts 0 to 3"),
+    ):
+        with pytest.raises(DataError, match=said):
+            server_routes("", pieces, 7, model)
+
+
+@pytest.mark.parametrize("kind", [SglangServer, VllmServer])
+def test_servers_send_routes_with_their_completions(kind, tmp_path):
+    routes = random_routes((7, 2), 4, 2)
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 3, None]] * 5}
+    meta["routed_experts"] = base64_of(routes, is_file=False)
+    choice = {
+        "index": 0,
+        "finish_reason": "length",
+        "token_ids": [3] * 5,
+        "logprobs": {"token_logprobs": [-1.0] * 5},
+    }
+    choice["routed_experts"] = routes[3:].tolist()
+    vllm = {"choices": [choice], "prompt_routed_experts": routes[:3].tolist()}
+    response = {"output_ids": [3] * 5, "meta_info": meta} if kind is SglangServer else vllm
+    config = file_configuration(tmp_path, model=EXPERTS, **REPLAY)
+    run = SimpleNamespace(
+        config=config, mesh=SimpleNamespace(world=Axis(), tp=Axis()), device=torch.device("cpu"), model=None
+    )
+    server = kind("http://127.0.0.1:1")
+    bodies = []
+    server.http.post = lambda path, body, deadline, size: bodies.append(body) or response
+    server.weight_version = lambda deadline: None
+    server.facts = {"model": "policy"}
+    run.config = config.with_settings({"rl.weight_sync_method": "checkpoint"})
+    [completion] = ServerEngine(run, [server]).generate([[1, 2, 3]], Sampling(max_new_tokens=5))
+    assert completion.ids == [3] * 5 and np.array_equal(completion.routes, routes)
+    assert ("return_routed_experts" in bodies[0]) == (kind is SglangServer)
+    assert server.completion_bytes([1, 2, 3], Sampling(max_new_tokens=5), 2) == 10 * 1024 + 16 * 2 * 2 * len(
+        "4, "
+    )
 
 
 def test_verls_modes_are_read(tmp_path):

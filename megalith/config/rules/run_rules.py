@@ -354,11 +354,15 @@ def _check_router_replay(config: RunConfig) -> None:
         raise ConfigError(
             f"rl.router_replay is {rl.router_replay}, but the model has no experts (model.num_experts); leave it out"
         )
-    if rl.prompts and (rl.engine != "own" or rl.agent):
-        sampler = f"rl.engine is {rl.engine}" if rl.engine != "own" else "rl.agent is set"
+    if rl.agent:
         raise ConfigError(
-            f"rl.router_replay is {rl.router_replay} and {sampler}, but only completions of Megalith's own engine, "
-            "without rl.agent, come with their routes; leave out one"
+            f"rl.router_replay is {rl.router_replay} and rl.agent is set, but the requests of an agent return no "
+            "routes; leave out one"
+        )
+    if rl.prompts and rl.is_colocated:
+        raise ConfigError(
+            f"rl.router_replay is {rl.router_replay}, but vLLM in the trainer's processes returns no routes; set "
+            "rl.engine_url to a server that was started with --enable-return-routed-experts, or rl.engine to own"
         )
 
 

@@ -61,10 +61,10 @@ class JsonServer:
     def get(self, path: str, deadline: Deadline) -> Any:
         return self._request("GET", path, None, deadline)
 
-    def post(self, path: str, body: Any, deadline: Deadline, tokens: int = 0) -> Any:
-        """Return the response, which may have completions of up to `tokens` tokens."""
+    def post(self, path: str, body: Any, deadline: Deadline, completion_bytes: int = 0) -> Any:
+        """Return the response, which may have completions of this size."""
         return self._request(
-            "POST", path, json.dumps({} if body is None else body).encode(), deadline, tokens
+            "POST", path, json.dumps({} if body is None else body).encode(), deadline, completion_bytes
         )
 
     def wait_until_up(self, deadline: Deadline, path: str = "/health") -> None:
@@ -81,10 +81,10 @@ class JsonServer:
             time.sleep(POLL_SECONDS)
 
     def _request(
-        self, method: str, path: str, body: bytes | None, deadline: Deadline, tokens: int = 0
+        self, method: str, path: str, body: bytes | None, deadline: Deadline, completion_bytes: int = 0
     ) -> Any:
         """Return the response: parsed JSON, or text if it is not JSON."""
-        request, max_bytes = f"{method} {path.partition('?')[0]}", MAX_BYTES + tokens * TOKEN_BYTES
+        request, max_bytes = f"{method} {path.partition('?')[0]}", MAX_BYTES + completion_bytes
         thread = InThread(lambda: self._response(method, path, body, request, deadline, max_bytes))
         if not thread.wait(deadline.left()):
             raise self._late(request, deadline)

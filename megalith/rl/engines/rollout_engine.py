@@ -82,6 +82,7 @@ class Answer:
     logprobs: Any
     truncated: bool
     version: str | None = None  # the engine's name of its weights; None: unknown
+    routes: Sequence[Any] = ()  # fields of the response with the experts of consecutive tokens (rl/routes.py)
 
     def completion(
         self, name: str, number: int, generation: int, sampling: Sampling, vocab_size: int, version: int

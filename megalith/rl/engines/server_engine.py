@@ -21,6 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -35,10 +36,11 @@ from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
 from megalith.launch.network import address_towards, is_loopback
 from megalith.rl.engines.deadline import Deadline, InThread
-from megalith.rl.engines.json_http import JsonServer, RequestRefused, ServerLost
+from megalith.rl.engines.json_http import TOKEN_BYTES, JsonServer, RequestRefused, ServerLost
 from megalith.rl.engines.rollout_engine import Answer, request_samplings, request_seed
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup, memory_handles
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
+from megalith.rl.routes import route_bytes, server_routes
 from megalith.training.run_state import Run
 
 CLEANUP_SECONDS = 5.0  # per request after a failure
@@ -53,6 +55,8 @@ class EngineServer(ABC):
 
     name: str
     health_path = "/health"
+    route_bytes = 0
+    """Bytes of a token's routes in a response, at most. 0: routes are not requested."""
 
     def __init__(self, url: str):
         self.http = JsonServer(url, self.name)
@@ -72,6 +76,11 @@ class EngineServer(ABC):
         self, prompt: Sequence[int], sampling: Sampling, count: int, seed: int, deadline: Deadline
     ) -> list[Answer]:
         """Return `count` completions of a prompt."""
+
+    def completion_bytes(self, prompt: Sequence[int], sampling: Sampling, count: int) -> int:
+        """Return the maximum size of `count` completions in a response."""
+        tokens = count * sampling.max_new_tokens
+        return tokens * TOKEN_BYTES + (count * len(prompt) + tokens) * self.route_bytes
 
     @abstractmethod
     def weight_version(self, deadline: Deadline) -> str | None:
@@ -126,6 +135,8 @@ class ServerEngine:
         self._run, self._rl, self._world = run, run.config.rl, run.mesh.world
         self.version = -1
         self.servers = list(servers)
+        for server in self.servers:
+            server.route_bytes = route_bytes(run.config.model) if self._rl.replays_routes else 0
         self.vocab_size = run.config.model.vocab_size
         if self._rl.weight_sync_method in ("nccl", "ipc") and run.device.type != "cuda":
             raise ConfigError(
@@ -175,8 +186,10 @@ class ServerEngine:
                     f"{server.http} returned {len(answers)} completions of prompt {number}, but {num_generations} "
                     "were requested (rl.num_generations); look at its log"
                 )
+            tokens = len(prompts[number])
             return [
-                self._completion(server, number, g, one, samplings[number]) for g, one in enumerate(answers)
+                self._completion(server, number, g, one, samplings[number], tokens)
+                for g, one in enumerate(answers)
             ]
 
         max_concurrent = max(1, min(len(prompts), MAX_REQUESTS, self._rl.generation_rows // num_generations))
@@ -186,12 +199,21 @@ class ServerEngine:
         return [one for group in groups for one in group]
 
     def _completion(
-        self, server: EngineServer, number: int, generation: int, answer: Answer, sampling: Sampling
+        self,
+        server: EngineServer,
+        number: int,
+        generation: int,
+        answer: Answer,
+        sampling: Sampling,
+        prompt_tokens: int,
     ) -> Completion:
         name = f"{server.http}, completion {generation} of prompt {number}"
         completion = answer.completion(name, number, generation, sampling, self.vocab_size, self.version)
         self._require_version(server, answer.version)
-        return completion
+        if not server.route_bytes:
+            return completion
+        tokens, model = prompt_tokens + len(completion.ids) - 1, self._run.config.model
+        return replace(completion, routes=server_routes(name, answer.routes, tokens, model))
 
     def _require_versions(self, deadline: Deadline) -> None:
         for server in self.servers:

@@ -60,7 +60,9 @@ class SglangServer(EngineServer):
             "stop_token_ids": list(sampling.stop), "skip_special_tokens": False, "no_stop_trim": True,
         }  # fmt: skip
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "stream": False}
-        answers = self.http.post("/generate", body, deadline, count * sampling.max_new_tokens)
+        if self.route_bytes:
+            body["return_routed_experts"] = True
+        answers = self.http.post("/generate", body, deadline, self.completion_bytes(prompt, sampling, count))
         return [self._answer(one) for one in (answers if isinstance(answers, list) else [answers])]
 
     def _answer(self, answer: Any) -> Answer:
@@ -84,7 +86,13 @@ class SglangServer(EngineServer):
             if not isinstance(ids, list) or (sampled[: len(ids)] == ids and len(sampled) - len(ids) <= 1):
                 ids = sampled
         version = at_path(meta, "weight_version")
-        return Answer(ids, logprobs, finish_reason == "length", None if version is None else str(version))
+        return Answer(
+            ids,
+            logprobs,
+            finish_reason == "length",
+            None if version is None else str(version),
+            [at_path(meta, "routed_experts")],
+        )
 
     def weight_version(self, deadline: Deadline) -> str | None:
         version = at_path(self._newest(("/model_info", "/get_model_info"), deadline), "weight_version")

@@ -114,9 +114,9 @@ class VllmServer(EngineServer):
             "ignore_eos": True, "add_special_tokens": False, "skip_special_tokens": False, "logprobs": 0,
             "return_token_ids": True, "return_tokens_as_token_ids": True,
         }  # fmt: skip
-        choices = at_path(
-            self.http.post("/v1/completions", body, deadline, count * sampling.max_new_tokens), "choices"
-        )
+        size = self.completion_bytes(prompt, sampling, count)
+        response = self.http.post("/v1/completions", body, deadline, size)
+        choices = at_path(response, "choices")
         if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
             raise TrainingError(f"{self.http} answered /v1/completions without choices; is it a vLLM server?")
         aborted = [one for one in choices if at_path(one, "finish_reason") not in ("stop", "length")]
@@ -136,6 +136,7 @@ class VllmServer(EngineServer):
                 at_path(one, "token_ids"),
                 at_path(one, "logprobs", "token_logprobs"),
                 at_path(one, "finish_reason") == "length",
+                routes=[at_path(response, "prompt_routed_experts"), at_path(one, "routed_experts")],
             )
             for one in order
         ]
