@@ -131,10 +131,8 @@ class Muon(FunctionalOptimizer):
         updates = collect(matrices, [update.to(self._dtype) for _, update in moved], costs)
         squares = None
         if self.config.muon_moment2_method == "normuon":
-            expanded = [
-                self.state[parameter]["row_var"].expand_as(parameter).contiguous() for _, parameter in pairs
-            ]
-            squares = collect(matrices, expanded, costs)
+            rows = [matrix.of_rows() for matrix in matrices]
+            squares = collect(rows, [self.state[parameter]["row_var"] for _, parameter in pairs], costs)
         return _Round(pairs, [momentum for momentum, _ in moved], updates, squares)
 
     def _finish(self, this: _Round) -> None:
@@ -147,7 +145,8 @@ class Muon(FunctionalOptimizer):
             before = None if squares is None else squares[position][..., :1]
             results[position], mean = self._orthogonalize(whole, before, item)
             if mean is not None:
-                means[position] = mean.expand_as(whole)
+                copies = item.placement.shared.row_copies
+                means[position] = mean.expand(*mean.shape[:-1], copies)
         local_means = None if this.squares is None else this.squares.scatter(means)
         for position, result in enumerate(this.updates.scatter(results)):
             group, parameter = this.pairs[position]
@@ -158,9 +157,9 @@ class Muon(FunctionalOptimizer):
             momentum.copy_(torch.where(skip, momentum, this.momenta[position]))
             if "step" in state:
                 state["step"] += 1 - self.found_inf
-            if local_means is not None and local_means[position].numel():
+            if local_means is not None:
                 row_var = state["row_var"]
-                row_var.copy_(torch.where(skip, row_var, local_means[position][..., :1]))
+                row_var.copy_(torch.where(skip, row_var, local_means[position]))
 
     def _momentum(self, gradient: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Return the new momentum and the matrix to orthogonalize."""

@@ -14,12 +14,14 @@ never collected.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -36,25 +38,33 @@ class _Cut:
         return [max(min(part, self.size - rank * part), 0) for rank in range(ranks)]
 
 
+@dataclass(frozen=True)
 class SharedMatrix:
     """Sharding of a parameter over several ranks, one of which can own the whole."""
 
-    def __init__(self, like: DTensor):
-        """Describe the sharding of `like`."""
-        self.mesh = like.device_mesh
-        shape, self.cuts = list(like.shape), []
+    mesh: DeviceMesh
+    cuts: list[_Cut]
+    """The last one first."""
+    columns: int
+    """Dimension of the columns."""
+
+    @classmethod
+    def of(cls, like: DTensor) -> SharedMatrix:
+        """Return the sharding of `like`."""
+        mesh, shape, shared = like.device_mesh, list(like.shape), []
         cuts = [
             (hasattr(place, "split_factor"), axis, place.dim)
             for axis, place in enumerate(like.placements)
             if hasattr(place, "dim")
         ]
         for _, axis, dim in sorted(cuts):  # the order of local_shape_and_offset
-            ranks = self.mesh.size(axis)
+            ranks = mesh.size(axis)
             stays = len(shape) == 3 and dim == 0
             cut = _Cut(axis, dim, shape[dim])
-            shape[dim] = cut.sizes(ranks)[self.mesh.get_coordinate()[axis]]
+            shape[dim] = cut.sizes(ranks)[mesh.get_coordinate()[axis]]
             if ranks > 1 and not stays:
-                self.cuts.insert(0, cut)
+                shared.insert(0, cut)
+        return cls(mesh, shared, len(shape) - 1)
 
     @property
     def key(self) -> tuple:
@@ -64,10 +74,26 @@ class SharedMatrix:
     @property
     def ranks(self) -> int:
         """Number of ranks that hold different shards."""
-        count = 1
-        for cut in self.cuts:
-            count *= self.mesh.size(cut.axis)
-        return count
+        return math.prod(self.mesh.size(cut.axis) for cut in self.cuts)
+
+    @property
+    def row_copies(self) -> int:
+        """Number of ranks with different columns of the same rows."""
+        return math.prod(self.mesh.size(cut.axis) for cut in self.cuts if cut.dim == self.columns)
+
+    def of_rows(self) -> SharedMatrix:
+        """Return the sharding of values per row: a matrix with a column for each rank that shards the columns.
+
+        Every rank has one column [..., rows, 1]; the columns are equal.
+        """
+        cuts, columns = [], self.row_copies
+        for cut in reversed(self.cuts):
+            if cut.dim == self.columns:
+                cuts.insert(0, replace(cut, size=columns))
+                columns //= self.mesh.size(cut.axis)
+            else:
+                cuts.insert(0, cut)
+        return replace(self, cuts=cuts)
 
 
 class CollectedMatrices:

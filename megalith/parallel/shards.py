@@ -139,7 +139,7 @@ class LocalParameters:
                     shard=partial(_reshard, tensor, shard),
                     sum=partial(_sum_over_shards, tensor),
                     collect=CollectedMatrices,
-                    shared=SharedMatrix(tensor) if fields["matrices"] is not None else None,
+                    shared=SharedMatrix.of(tensor) if fields["matrices"] is not None else None,
                 )
             placements[name] = Placement(**fields)
         return placements
