@@ -10,6 +10,7 @@ For m = hidden_size / mup_base_hidden_size and d = num_layers / mup_base_num_lay
     attention scores        √mup_base_head_dim / head_dim^mup_attn_scale_power instead of 1 / √head_dim
     outputs of branches     · d^-mup_depth_alpha (CompleteP)
     parameters of layers    learning rate · d^(mup_depth_alpha - 1), epsilon · d^-mup_depth_alpha (CompleteP)
+    all other parameters    epsilon · 1 / m (CompleteP)
 
 Embedding, output matrix, norms and biases keep their rates and initial values. optim/mup_rates.py has the rules.
 """
@@ -37,6 +38,8 @@ class MupRatios:
     """Ratio of the numbers of layers."""
     depth_alpha: float = 1.0
     """Power of `depth` that divides the outputs of branches."""
+    scales_depth: bool = False
+    """The base model has a number of layers (CompleteP)."""
     scales_weight_decay: bool = False
     """Multiply the weight decay of matrices in layers by `width`."""
 
@@ -94,6 +97,7 @@ class MupModel(DenseModel):
             width=self.hidden_size / (self.mup_base_hidden_size or self.hidden_size),
             depth=self.num_layers / base if base else 1.0,
             depth_alpha=self.mup_depth_alpha,
+            scales_depth=base is not None,
             scales_weight_decay=self.mup_scale_weight_decay,
         )
 

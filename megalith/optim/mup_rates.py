@@ -9,7 +9,8 @@ For a model m times wider and d times deeper than its base model (config/mup.py)
     Muon                 rate 1                      -                      with muon_scale_mode unit_rms_norm
 
 In layers, rates are multiplied by d^(α - 1) and epsilons by d^-α (Dey et al. 2025), except for SGD, whose rates would
-depend on the gradient's own factor.
+depend on the gradient's own factor. With a base number of layers, epsilons of all parameters have the factor 1 / m, as
+in CompleteP, since all gradients shrink with the width; without it only those of matrices, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def rate_factors(name: str, ndim: int, optimizer: str, ratios: MupRatios | None)
     if in_layers(name):
         depth_lr, depth_eps = ratios.depth ** (ratios.depth_alpha - 1), ratios.depth**-ratios.depth_alpha
     if not is_hidden_matrix(name, ndim):
-        return RateFactors(depth_lr * ratios.width ** OTHER_POWER.get(optimizer, 0.0), depth_eps)
+        eps = depth_eps / ratios.width if ratios.scales_depth else depth_eps
+        return RateFactors(depth_lr * ratios.width ** OTHER_POWER.get(optimizer, 0.0), eps)
     return RateFactors(
         lr=depth_lr * ratios.width ** MATRIX_POWER.get(optimizer, -1.0),
         eps=depth_eps / ratios.width,

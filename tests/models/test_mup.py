@@ -64,8 +64,9 @@ WORDS = "embedding.word_embeddings.weight"
         ({"optimizer": "lion"}, {}, (1 / 4, 1 / 4, 1), (1, 1, 0), (1, 1, 1)),
         ({"optimizer": "sgd"}, {}, (1, 1 / 4, 1), (4, 1, 0), (4, 1, 1)),
         ({"optimizer": "muon"}, {}, (1, 1 / 4, 1), (1, 1, 0), (1, 1, 1)),
-        # CompleteP, table 1, for a depth ratio of 2 and α = 0.75
-        ({}, DEEP, (2**-0.25 / 4, 2**-0.75 / 4, 1), (2**-0.25, 2**-0.75, 0), (1, 1, 1)),
+        # CompleteP, as its authors' configure_optimizers in nanoGPT-mup, for a depth ratio of 2 and α = 0.75, but for
+        # the epsilon of embeddings, whose gradients do not depend on the depth
+        ({}, DEEP, (2**-0.25 / 4, 2**-0.75 / 4, 1), (2**-0.25, 2**-0.75 / 4, 0), (1, 1 / 4, 1)),
         ({}, {"mup_scale_weight_decay": True}, (1 / 4, 1 / 4, 4), (1, 1, 0), (1, 1, 1)),
         ({"param_groups": [{"pattern": QKV, "lr": LR / 2}]}, {}, (1 / 2, 1 / 4, 1), (1, 1, 0), (1, 1, 1)),
         ({"param_groups": [{"pattern": "*", "lr_mult": 2}]}, {}, (1 / 2, 1 / 4, 1), (2, 1, 0), (2, 1, 1)),
@@ -161,7 +162,7 @@ def test_training_equals_a_twin_with_adamw_and_the_published_rates():
     for name, parameter in twin.weights.items():
         is_matrix, in_layers = "linear_" in name, name.startswith("layers")
         lr = LR * (2**-0.25 if in_layers else 1) / (4 if is_matrix else 1)
-        eps = 1e-8 * (2**-0.75 if in_layers else 1) / (4 if is_matrix else 1)
+        eps = 1e-8 * (2**-0.75 if in_layers else 1) / 4
         groups.append(dict(params=[parameter], lr=lr, eps=eps, weight_decay=DECAY * (parameter.ndim > 1)))
     adamw = torch.optim.AdamW(groups)
     dataset = megalith.MockDataset(VOCAB, 8, 20, seed=0)
