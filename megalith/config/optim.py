@@ -131,6 +131,13 @@ class OptimConfig(Section):
     lr_warmup_init: NonNegativeFloat = 0.0
     """Learning rate at the start of the warm-up."""
 
+    lr_rewarm_start: PositiveInt | None = None
+    """Step, or sample in a run counted in samples, at which the learning rate starts to rise again from lr_warmup_init
+    to the schedule's: that of the checkpoint which a run continues with other settings. Default: never."""
+
+    lr_rewarm_length: Annotated[PositiveInt, RequiresSetting("lr_rewarm_start")] = 100
+    """Steps, or samples, of this linear rise."""
+
     schedule_unit: Literal["iters", "samples"] = "iters"
     """Unit that advances the schedules of a run counted in iterations: iterations or, as in Megatron-LM, samples, with
     lengths of iterations × global_batch_size. Both are the same if the batch size is constant."""

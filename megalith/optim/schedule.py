@@ -1,7 +1,8 @@
 """Learning rate and weight decay as pure functions of the position in the run.
 
-The learning rate rises linearly from `lr_warmup_init` to `lr`, then decays to `min_lr` and stays there. Weight decay is
-constant or grows over the run. Formulas and units are those of Megatron's OptimizerParamScheduler: positions are in
+The learning rate rises linearly from `lr_warmup_init` to `lr`, then decays to `min_lr` and stays there. From
+`lr_rewarm_start`, where a run continues from a checkpoint with another schedule, it rises a second time. Weight decay
+is constant or grows over the run. Formulas and units are those of Megatron's OptimizerParamScheduler: positions are in
 samples. An iteration counts as `global_batch_size` samples or, with `schedule_unit: samples`, as the samples it had.
 The position of an update is the amount of training before it, so the first update of a warm-up from 0 has learning rate
 0.
@@ -36,6 +37,8 @@ class ParamSchedule:
     weight_decay_steps: int
     weight_decay_style: str
     samples_per_iteration: int | None  # None: the position is the number of consumed samples
+    rewarm_start: int | None = None
+    rewarm_steps: int = 1
     # schedule of the word embedding and the output matrix, if different
     decoupled: ParamSchedule | None = None
 
@@ -45,6 +48,13 @@ class ParamSchedule:
         Skipped updates and their samples do not count.
         """
         steps = self._position(iteration, consumed_samples)
+        rate = self._rate(steps)
+        if self.rewarm_start is None or not 0 <= steps - self.rewarm_start < self.rewarm_steps:
+            return rate
+        return self.warmup_init + (rate - self.warmup_init) * (steps - self.rewarm_start) / self.rewarm_steps
+
+    def _rate(self, steps: int) -> float:
+        """Return the learning rate without a second warm-up."""
         if self.warmup_steps > 0 and steps <= self.warmup_steps:
             return self.warmup_init + (self.lr - self.warmup_init) * steps / self.warmup_steps
         if self.decay_style == "constant":
@@ -121,6 +131,8 @@ def build_schedule(optim: OptimConfig, train: TrainConfig) -> ParamSchedule:
         end_weight_decay=end,
         weight_decay_steps=total * scale,
         weight_decay_style=optim.weight_decay_incr_style,
+        rewarm_start=None if optim.lr_rewarm_start is None else optim.lr_rewarm_start * scale,
+        rewarm_steps=optim.lr_rewarm_length * scale,
         samples_per_iteration=scale if counted == optim.schedule_unit == "iters" else None,
     )
     if optim.decoupled_lr is None:

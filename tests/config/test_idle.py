@@ -107,6 +107,8 @@ READ_WITH = {
         ("optim.sgd_momentum=0.8", "optim.optimizer=sgd"),
     "optim.lr_decay_style WSD":
         ("optim.lr_wsd_decay_iters=5", "optim.lr_decay_style=WSD"),
+    "optim.lr_rewarm_start":
+        ("optim.lr_rewarm_length=5", "optim.lr_rewarm_start=10"),
     "optim.decoupled_lr":
         ("optim.decoupled_min_lr=1e-5", "optim.decoupled_lr=1e-3"),
     "parallel.data_parallel_sharding_strategy no_shard":

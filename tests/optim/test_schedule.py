@@ -197,3 +197,24 @@ def test_decoupled_rates_follow_the_same_schedule_between_their_own_ends():
         build_schedule(
             optim.model_copy(update={"decoupled_lr": 1e-5}), TrainConfig(train_iters=9, global_batch_size=2)
         )
+
+
+@pytest.mark.parametrize("counted", ["iters", "samples"])
+def test_the_rate_rises_again_from_the_step_at_which_a_run_continues(counted):
+    scale = 1 if counted == "iters" else BATCH
+    length = {f"train_{counted}": 100 * scale}
+    settings = dict(
+        lr=3e-3,
+        min_lr=1e-4,
+        lr_warmup_init=1e-5,
+        lr_decay_style="linear",
+        **{f"lr_warmup_{counted}": 5 * scale},
+    )
+    again = dict(lr_rewarm_start=40 * scale, lr_rewarm_length=10 * scale)
+    train = TrainConfig(global_batch_size=BATCH, **length)
+    plain, rewarmed = (build_schedule(OptimConfig(**settings, **more), train) for more in ({}, again))
+    for step in range(100):
+        before, rate = (each.learning_rate(step, step * BATCH) for each in (plain, rewarmed))
+        ratio = min(max(step - 40, 0) / 10, 1) if step >= 40 else 1
+        assert rate == pytest.approx(1e-5 + (before - 1e-5) * ratio, rel=1e-12), step
+    assert rewarmed.learning_rate(40, 40 * BATCH) == 1e-5
