@@ -38,12 +38,23 @@ SEARCH = """<script>addEventListener("load", () => setTimeout(() => {
   }, 4000);
 }, 3000));</script>"""
 PROBE = """<script>addEventListener("load", () => {
-  const root = document.documentElement, plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
+  const root = document.documentElement, plot = document.querySelector('svg[aria-label="policy loss"]').parentElement;
+  const box = plot.getBoundingClientRect();
   plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clientY: box.top + 9}));
+  const first = plot.querySelector("path.line").getAttribute("d");
   root.dataset.tip = document.getElementById("tip").innerText;
   document.querySelector("button[data-toggle]").click();
   root.dataset.hidden = document.querySelectorAll("path.off").length;
   document.querySelector("button[data-toggle]").click();
+  document.querySelector("[data-log]").click();
+  root.dataset.changed = plot.querySelector("path.line").getAttribute("d") !== first;
+  document.querySelector("[data-log]").click();
+  for (const [kind, share] of [["pointerdown", 0.25], ["pointerup", 0.75]]) {
+    plot.dispatchEvent(new PointerEvent(kind, {clientX: box.left + share * box.width, clientY: box.top + 9}));
+  }
+  root.dataset.zoomed = plot.querySelector(".x").textContent;
+  document.querySelector("[data-reset]").click();
+  root.dataset.same = plot.querySelector("path.line").getAttribute("d") === first;
   root.dataset.wide = root.scrollWidth - innerWidth;
   root.dataset.blank = [...document.querySelectorAll(".chart svg")].filter((one) => !one.getBBox().width).length;
 });</script>"""
@@ -99,6 +110,7 @@ def test_the_report_is_drawn_without_an_error_at_every_width(tmp_path, width, sc
     data = told(document)
     assert int(data["ready"]) > 20 and data["blank"] == "0" and int(data["hidden"]) > 10
     assert int(data["wide"]) <= 0
+    assert data["changed"] == data["same"] == "true" and int(data["zoomed"]) >= 15  # of steps 1 to 60
     assert "a: 2.398 at step 60" in data["tip"] and "a, validation: 2.5 at step 60" in data["tip"]
     assert "<title>a, b</title>" in document
     keep_screenshot(tmp_path, page, "report", width, scheme)

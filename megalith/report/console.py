@@ -30,20 +30,29 @@ from megalith.tables import format_si
 
 Metrics = Mapping[str, float | None]
 NO_METRICS: Metrics = MappingProxyType({})
+LM_LOSS = "lm loss"  # Megatron-LM's name of the training loss
 
 
 class TrainingConsole(AbstractContextManager):
     """Base class of the consoles, and a context manager. Only rank 0 of a run has one."""
 
-    def __init__(self, total_steps: int, log_interval: int):
+    def __init__(self, total_steps: int, log_interval: int, loss_name: str = LM_LOSS):
         self._total_steps, self._log_interval = total_steps, log_interval
+        self._loss_name = loss_name
         self._interval = LogInterval()
         self._left = EtaEstimator(total_steps)
 
     def log_step(
-        self, metrics: StepMetrics, extra_metrics: Metrics = NO_METRICS, losses: Metrics = NO_METRICS
+        self,
+        metrics: StepMetrics,
+        extra_metrics: Metrics = NO_METRICS,
+        losses: Metrics = NO_METRICS,
+        line: str | None = None,
     ) -> None:
-        """Record a step with its extra metrics and losses. Prints at each log interval and at the last step."""
+        """Record a step with its extra metrics and losses. Prints at each log interval and at the last step.
+
+        `line` is the task's own line of this step, which a log prints in place of the interval's.
+        """
         self._left.add(metrics)
         self._interval.steps.append(metrics)
         self._interval.extra_metrics.append(extra_metrics)
@@ -73,7 +82,9 @@ class TrainingConsole(AbstractContextManager):
         """Print a separate line, such as a checkpoint's path."""
 
 
-def open_console(total_steps: int, log: LogConfig, stream: TextIO | None = None) -> TrainingConsole:
+def open_console(
+    total_steps: int, log: LogConfig, stream: TextIO | None = None, loss_name: str = LM_LOSS
+) -> TrainingConsole:
     """Return a LiveConsole if `stream` (standard output by default) is a terminal, else a LogConsole."""
     stream = stream or sys.stdout
     interval, is_auto = log.log_interval, log.console == "auto"
@@ -81,7 +92,8 @@ def open_console(total_steps: int, log: LogConfig, stream: TextIO | None = None)
         console = Console(file=stream, force_terminal=True)
         if progress.supports_live_line(console):
             return LiveConsole(total_steps, interval, console)
-    return LogConsole(total_steps, interval, stream, throughput=log.log_throughput, eta=is_auto)
+    options = dict(throughput=log.log_throughput, eta=is_auto, loss_name=loss_name)
+    return LogConsole(total_steps, interval, stream, **options)
 
 
 class EtaEstimator:
@@ -179,12 +191,35 @@ class LogConsole(TrainingConsole):
         clock: Callable[[], datetime] = datetime.now,
         throughput: bool = True,
         eta: bool = False,
+        loss_name: str = LM_LOSS,
     ):
-        super().__init__(total_steps, log_interval)
+        super().__init__(total_steps, log_interval, loss_name)
         self._stream, self._clock, self._throughput, self._eta = stream, clock, throughput, eta
+        self._has_task_lines = False
+
+    def log_step(
+        self,
+        metrics: StepMetrics,
+        extra_metrics: Metrics = NO_METRICS,
+        losses: Metrics = NO_METRICS,
+        line: str | None = None,
+    ) -> None:
+        self._has_task_lines = line is not None and self._eta
+        super().log_step(metrics, extra_metrics, losses)
+        if line is None:
+            return
+        fields = [line]
+        if self._has_task_lines:
+            loss = math.nan if metrics.loss is None else metrics.loss
+            fields.append(f"{self._loss_name} {loss:.4e}")
+            fields += [] if metrics.grad_norm is None else [f"grad norm {metrics.grad_norm:.3f}"]
+            fields += [f"lr {metrics.lr:.2e}", *["skipped"] * metrics.skipped, f"ETA {self._left}"]
+        self.note(" | ".join(fields))
 
     def _print_interval(self, interval: LogInterval) -> None:
-        line = megatron_line(interval, self._total_steps, self._clock(), self._throughput)
+        if self._has_task_lines:
+            return
+        line = megatron_line(interval, self._total_steps, self._clock(), self._throughput, self._loss_name)
         self.note(f"{line} ETA: {self._left} |" if self._eta else line)
 
     def show_evaluation_progress(self, step: int, done: int, total: int) -> None:
@@ -200,7 +235,9 @@ class LogConsole(TrainingConsole):
     def log_evaluation(
         self, step: int, validation_loss: float | None, extra_metrics: Metrics | None = None
     ) -> None:
-        line = megatron_evaluation_line(step, validation_loss, extra_metrics=extra_metrics)
+        line = megatron_evaluation_line(
+            step, validation_loss, extra_metrics=extra_metrics, loss_name=self._loss_name
+        )
         rule = "-" * (len(line) + 1)
         self.note(f"{rule}\n{line}\n{rule}")
 
@@ -212,7 +249,9 @@ class LogConsole(TrainingConsole):
         self._stream.flush()
 
 
-def megatron_line(interval: LogInterval, total_steps: int, now: datetime, throughput: bool = True) -> str:
+def megatron_line(
+    interval: LogInterval, total_steps: int, now: datetime, throughput: bool = True, loss_name: str = LM_LOSS
+) -> str:
     """Return Megatron-LM's training log line for `interval`, without fields whose value is unknown."""
     last = interval.last
     fields = [
@@ -226,7 +265,7 @@ def megatron_line(interval: LogInterval, total_steps: int, now: datetime, throug
     fields += [
         f"learning rate: {last.lr:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
-        f"lm loss: {interval.loss:.6E}",
+        f"{loss_name}: {interval.loss:.6E}",
         *(f"{name}: {value:.6E}" for name, value in interval.mean_extra_losses.items()),
         f"loss scale: {last.loss_scale if last.loss_scale is not None else 1.0:.1f}",
     ]
@@ -245,12 +284,16 @@ def megatron_line(interval: LogInterval, total_steps: int, now: datetime, throug
 
 
 def megatron_evaluation_line(
-    step: int, validation_loss: float | None, where: str = "", extra_metrics: Metrics | None = None
+    step: int,
+    validation_loss: float | None,
+    where: str = "",
+    extra_metrics: Metrics | None = None,
+    loss_name: str = LM_LOSS,
 ) -> str:
     """Return Megatron-LM's evaluation line, with its trailing blank. `extra_metrics` replace the perplexity."""
-    values = {} if validation_loss is None else {"lm loss value": f"{validation_loss:.6E}"}
+    values = {} if validation_loss is None else {f"{loss_name} value": f"{validation_loss:.6E}"}
     if extra_metrics is None:
-        values |= {"lm loss PPL": f"{perplexity(validation_loss):.6E}"}
+        values |= {f"{loss_name} PPL": f"{perplexity(validation_loss):.6E}"}
     else:
         values |= {name: f"{value:.4f}" for name, value in extra_metrics.items()}
     fields = "".join(f" | {name}: {value}" for name, value in values.items())
@@ -281,7 +324,11 @@ class LiveConsole(TrainingConsole):
         self._evaluation: TaskID | None = None
 
     def log_step(
-        self, metrics: StepMetrics, extra_metrics: Metrics = NO_METRICS, losses: Metrics = NO_METRICS
+        self,
+        metrics: StepMetrics,
+        extra_metrics: Metrics = NO_METRICS,
+        losses: Metrics = NO_METRICS,
+        line: str | None = None,
     ) -> None:
         status = f"loss {_loss(metrics.loss)}"
         for name, value in extra_metrics.items():

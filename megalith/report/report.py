@@ -27,7 +27,7 @@ from megalith.planner.layout import Layout, build_layout
 from megalith.planner.layout_text import layout_text
 from megalith.planner.topology import gather_rank_locations, topology_notes
 from megalith.report.clock import PhaseTimers, StartupTimer, StepTimer, format_timers
-from megalith.report.console import TrainingConsole, open_console
+from megalith.report.console import LM_LOSS, TrainingConsole, open_console
 from megalith.report.expert_metrics import add_expert_metrics, extra_losses
 from megalith.report.health import ReadStep
 from megalith.report.layout_report import LayoutReport
@@ -80,6 +80,8 @@ class PendingStep:
     """Returns further metrics of the step. Synchronizes the device."""
     console_metrics: Sequence[str] = ()
     """Names of the extra metrics that the console shows."""
+    console_line: Callable[[int, Mapping[str, Any]], str | None] | None = None
+    """Returns the task's own console line of the step, from the step's number and extra metrics."""
     token_counts: TokenCounts | None = None
     """Tokens that the step trained on; None: full sequences."""
 
@@ -113,6 +115,7 @@ def open_report(
     total_steps: int,
     pipeline: Pipeline | None = None,
     startup_timer: StartupTimer | None = None,
+    loss_name: str = LM_LOSS,
 ) -> Iterator[Report]:
     """Open the report of a run that has completed `step` of `total_steps` steps. Only rank 0 prints and writes.
 
@@ -142,7 +145,7 @@ def open_report(
         print(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ")
     with (
         metrics,
-        open_console(total_steps, config.log) as console,
+        open_console(total_steps, config.log, loss_name=loss_name) as console,
         StepProfiler(output, traced_steps(config.log), console.note) as profiler,
     ):
         yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler, startup_timer)
@@ -241,7 +244,9 @@ class Report:
                 extra |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(mtp_losses, 1)}
                 self._metrics.log_step(metrics, extra | self._gpu_metrics.pop(step.step, {}))
                 losses = extra_losses(metrics, mtp_losses, self._config.model)
-                self._console.log_step(metrics, {name: extra[name] for name in step.console_metrics}, losses)
+                shown = {name: extra[name] for name in step.console_metrics}
+                line = None if step.console_line is None else step.console_line(read.step, extra)
+                self._console.log_step(metrics, shown, losses, line)
 
     def _log_timers(self, step: int, timers: PhaseTimers) -> None:
         means = timers.means()

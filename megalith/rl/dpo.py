@@ -50,6 +50,7 @@ class PreferenceTask(Task):
     """Task of DPO: its data, loss and metrics."""
 
     console_metrics = ("rewards/accuracies", "rewards/margins")
+    loss_name = "preference loss"
 
     def build_data(self, run: Run) -> PreferenceData:
         self.loss, self.evaluation_loss = (PreferenceLoss(run.config.dpo) for _ in range(2))

@@ -148,7 +148,8 @@ def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = 
 class PolicyTask(Task):
     """Task of GRPO: its data, loss, metrics and evaluation."""
 
-    console_metrics = ("rewards_mean",)
+    console_metrics = ("rewards_mean", "entropy", "completion_length")
+    loss_name = "policy loss"
 
     def __init__(
         self,
@@ -222,6 +223,9 @@ class PolicyTask(Task):
         if self._live is not None:
             self._live.close()
 
+    def console_line(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        return None if self._live is None else step_line(step, metrics)
+
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
         """Return a function that reads the metrics of the current step. Every rank calls it.
 
@@ -241,15 +245,12 @@ class PolicyTask(Task):
         if ratio is None and sums[0] > 0:
             raise no_comparable_token(f"of step {run.step + 1}")
         self._check_drift(run, ratio, largest_drift)
-        number = run.step + 1  # the metrics may be read during a later step
         tokens = sum(len(s.prompt_ids) + len(s.completion.ids) for row in step.rows for s in row)
         times, logged = self._times(run, tokens)
         metrics |= times
 
         def read() -> dict[str, Any]:
-            values = {**self._read(sums), **critic(), **metrics}
-            run.log(step_line(number, values))
-            return self._with_reward_metrics(run, values, logged)
+            return self._with_reward_metrics(run, {**self._read(sums), **critic(), **metrics}, logged)
 
         return read
 

@@ -101,6 +101,7 @@ class KtoTask(Task):
     """Task of KTO: its data, loss and metrics."""
 
     console_metrics = ("rewards/margins", "kl")
+    loss_name = "preference loss"
 
     def build_data(self, run: Run) -> KtoData:
         self.loss, self.evaluation_loss = (KtoLoss(run.config.kto) for _ in range(2))

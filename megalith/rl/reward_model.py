@@ -44,6 +44,7 @@ class RewardTask(Task):
     """Task of a reward model: its data, loss and metrics."""
 
     console_metrics = ("accuracy", "margin")
+    loss_name = "preference loss"
 
     def build_data(self, run: Run) -> RewardData:
         self.loss, self.evaluation_loss = (reward_loss(run.config.reward) for _ in range(2))

@@ -29,6 +29,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, open_location
 from megalith.report.clock import PhaseTimers
+from megalith.report.console import LM_LOSS
 from megalith.report.report import PendingStep
 from megalith.training.build import build_model, vocabulary_rows
 from megalith.training.custom_loop import Optimizer
@@ -51,6 +52,12 @@ class Task:
     evaluation_loss: Loss = CrossEntropy()
     console_metrics: tuple[str, ...] = ()
     """Names of the step metrics that the console shows."""
+    loss_name: str = LM_LOSS
+    """Name of the training loss in log lines."""
+
+    def console_line(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """Return the task's own log line of a step, from its metrics. None: the log has a line per interval."""
+        return None
 
     def build_data(self, run: Run) -> Data:
         """Build the run's data. Called first, when `run` has only its configuration, tokenizer, mesh and device."""
@@ -228,6 +235,7 @@ class Run:
             timers=self.timers,
             extra_metrics=metrics,
             console_metrics=self.task.console_metrics,
+            console_line=self.task.console_line,
             token_counts=work,
         )
 

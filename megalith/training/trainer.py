@@ -191,6 +191,7 @@ class Trainer:
                 run.total_steps,
                 pipeline,
                 self.startup_timer,
+                run.task.loss_name,
             ) as self.report,
             run.saver,
         ):
@@ -309,7 +310,8 @@ class Trainer:
                 continue
             figures = run.task.evaluation_metrics(run)
             if run.mesh.world.rank == 0:
-                print(megatron_evaluation_line(run.step, losses[-1], f" on {name} set", figures), flush=True)
+                where = run.step, losses[-1], f" on {name} set", figures, run.task.loss_name
+                print(megatron_evaluation_line(*where), flush=True)
         self.validation_loss, self.test_loss = losses
         return self._result(self.loaded_from, self.stops.stop_reason or "train_iters", None)
 

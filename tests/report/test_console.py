@@ -52,6 +52,20 @@ def _log(steps, total=500000, interval=1):
     return stream.getvalue()
 
 
+def test_a_task_with_lines_of_its_own_has_one_line_per_step():
+    stream = io.StringIO()
+    with LogConsole(2, 1, stream, clock=lambda: NOW, eta=True, loss_name="policy loss") as console:
+        for step in (1, 2):
+            console.log_step(_step(step), {"rewards_mean": 0.5}, line=f"step {step} | reward 0.5000")
+        console.log_evaluation(2, 1.5, {})
+    first, second, *evaluation = stream.getvalue().splitlines()
+    assert first.startswith(
+        "step 1 | reward 0.5000 | policy loss 6.1598e+00 | grad norm 1.095 | lr 6.00e-05 | ETA "
+    )
+    assert second.startswith("step 2 | ") and "policy loss value: 1.500000E+00" in evaluation[1]
+    assert "lm loss" not in stream.getvalue()
+
+
 def test_log_line_is_megatrons_character_for_character():
     assert _log([_step(609)]) == (
         " [2025-09-07 23:58:47.123456] iteration      609/  500000 | consumed samples:        19488 | "

@@ -20,7 +20,7 @@ from megalith.report.run_files import RunFiles, metric_points
 
 VOID = {"meta", "link", "br", "img", "input"}
 SECTIONS = [
-    "Summary", "Training", "Speed and memory", "Experts", "Rewards and completions", "FP8", "Further figures",
+    "Summary", "Rewards and completions", "Training", "Speed and memory", "Experts", "FP8", "Further figures",
     "Memory by part", "A step by rank", "Pipeline", "Settings", "Machine and starts", "Events",
 ]  # fmt: skip
 
@@ -65,7 +65,7 @@ def test_every_section_stands_on_the_page_with_its_figures(page):
     assert ids == [name.lower().replace(" ", "-") for name in SECTIONS]
     charts = [attributes["aria-label"] for attributes in page.of("svg")]
     for title in (
-        "loss",
+        "policy loss",
         "learning rate",
         "gradient norm, before clipping",
         "tokens/s/device",
@@ -94,7 +94,7 @@ def test_the_curves_are_the_figures_that_were_logged(page):
     low, high = map(float, plot["data-y"].split())
     dots = [a for a in page.of("path") if a.get("class") == "dots c0" and "validation" in a["data-name"]]
     x, y = map(float, re.fullmatch(r"M(\S+) (\S+)h0", dots[0]["d"]).groups())
-    assert x == 1000 and high - (high - low) * y / 1000 == pytest.approx(2.5, abs=1e-3)
+    assert x == 1000 and high - (high - low) * y / 1000 == pytest.approx(0.5, abs=1e-3)  # of the reward
 
 
 def test_ten_megabytes_of_metrics_are_a_small_page_in_seconds_with_every_spike(tmp_path):
@@ -211,6 +211,34 @@ def test_ticks_are_told_apart_in_few_digits(ticks, labels):
     assert tick_labels(ticks) == labels
 
 
+def test_the_page_of_a_policy_leads_with_its_reward(page):
+    headings = [attributes["id"] for attributes in page.of("section")]
+    assert headings[:2] == ["summary", "rewards-and-completions"]
+    assert page.of("svg")[0]["aria-label"] == "mean reward" and "reward" in page.text
+
+
+def test_long_labels_of_an_axis_get_room(tmp_path):
+    """The drift of a policy is near 1, so its labels have many digits."""
+    records = [{"step": n, "loss": 1.0, "mismatch": 1 + n * 1e-7} for n in range(1, 21)]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    page = Page(write_report([str(tmp_path)], tmp_path / "report.html").read_text())
+    plots = [attributes for attributes in page.of("div") if attributes.get("class") == "plot"]
+    room = [int(re.search(r"--labels:(\d+)", plot["style"])[1]) for plot in plots]
+    assert max(room) >= len("1.0000005")
+
+
+def test_runs_carry_their_tokens_by_step(tmp_path):
+    for name, batch in (("a", 8), ("b", 32)):
+        records = [{"step": n, "loss": 3.0 - n, "consumed_samples": batch * n} for n in (1, 2)]
+        write_lines(tmp_path / name / "metrics.jsonl", records)
+        (tmp_path / name / "config.yaml").write_text("data: {seq_length: 64}\n")
+    runs = [str(tmp_path / name) for name in "ab"]
+    page = Page(write_report(runs, tmp_path / "report.html").read_text())
+    tokens = [button["data-tokens"] for button in page.of("button") if "data-toggle" in button]
+    assert tokens == ["0 0 1 512 2 1024", "0 0 1 2048 2 4096"]
+    assert [one for one in page.of("input") if "data-align" in one]
+
+
 def test_policies_have_a_chart_of_their_own_level_figures_a_sentence_and_prompts_an_answer_each(tmp_path):
     policy, other = run_folder(tmp_path / "policy"), tmp_path / "other"
     answers = [{"step": 60, "prompt": "1+1", "completion": f"answer{n}"} for n in range(16)]
@@ -219,9 +247,7 @@ def test_policies_have_a_chart_of_their_own_level_figures_a_sentence_and_prompts
     write_lines(other / "metrics.jsonl", records)
     page = Page(write_report([str(policy), str(other)], tmp_path / "report.html").read_text())
     charts = [attributes["aria-label"] for attributes in page.of("svg")]
-    assert charts[:2] == ["loss", "loss of policies (GRPO)"] and not {
-        "level",
-        "share of choices dropped",
-    } & set(charts)
+    assert charts[0] == "mean reward" and charts.index("policy loss") == charts.index("loss") + 1
+    assert not {"level", "share of choices dropped"} & set(charts)
     assert {"At every step: level 3.", "At every step: share of choices dropped 0."} <= set(page.text)
     assert {"answer15", "four"} <= set(page.text) and "answer14" not in page.text

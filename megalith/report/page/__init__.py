@@ -39,9 +39,11 @@ from megalith.tables import format_bytes, format_si
 MAX_POINTS = 1000  # of a curve
 MAX_CHARTS = 60  # of metrics without a title below
 MAX_ROWS = 200  # of a table
+MAX_TOKEN_POINTS = 200  # of the map from steps to tokens
 MAX_RANKS = 64
 STEP_PARTS = ("compute", "communication", "bubble", "idle")
 
+REWARDS = "Rewards and completions"  # leads the page of a policy
 # Section → (key of metrics.jsonl, title) of its charts.
 CHARTS = {
     "Training": (
@@ -73,7 +75,7 @@ CHARTS = {
         ("moe_z_loss", "router's z-loss"),
         ("moe_dropped", "share of choices dropped"),
     ),
-    "Rewards and completions": (
+    REWARDS: (
         ("rewards_mean", "mean reward"),
         ("rewards_std", "standard deviation of the rewards"),
         ("groups_without_spread", "share of groups without spread"),
@@ -86,6 +88,7 @@ CHARTS = {
         ("mismatch", "drift between engine and trainer"),
     ),
 }
+LEADS = {REWARDS: ("rewards_mean",), "Training": ("loss",)}  # wide charts of a section, above the others
 WITHOUT_CHART = {"step", "loss", "consumed_samples", "skipped", "nan_iterations"}
 FP8 = {
     "fp8_overflow": "FP8: largest share of overflow of a linear",
@@ -125,11 +128,13 @@ def render_page(runs: Sequence[RunFiles]) -> str:
             sections += [(heading, body)] * bool(body)
             progress.add()
     links = "".join(f'<a href="#{_anchor(heading)}">{heading}</a>' for heading, _ in sections)
+    tokens = [_tokens(run) for run in runs]
     toggles = "".join(
-        f'<button type="button" class="key c{n % COLOURS}" data-toggle="{n}" aria-pressed="true">'
+        f'<button type="button" class="key c{n % COLOURS}" data-toggle="{n}"{tokens[n]} aria-pressed="true">'
         f"{text(run.name)}</button>"
         for n, run in enumerate(runs)
     )
+    switches = f'<div class="runs">{toggles}</div>{_controls(all(tokens))}'
     body = "".join(
         f'<section id="{_anchor(heading)}"><h2>{heading}</h2>{content}</section>'
         for heading, content in sections
@@ -142,9 +147,38 @@ def render_page(runs: Sequence[RunFiles]) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'; img-src data:\">"
         f"<title>{text(title)}</title><style>{style}</style></head><body><header><h1>{text(title)}</h1>"
-        f'<p>{written}</p><nav>{links}</nav><div class="runs">{toggles}</div></header><main>{body}</main>'
+        f"<p>{written}</p><nav>{links}</nav>{switches}</header><main>{body}</main>"
         f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
     )
+
+
+def _controls(has_tokens: bool) -> str:
+    """Return the controls of the charts: scale, smoothing, zoom and the horizontal axis."""
+    align = '<label><input type="checkbox" data-align> align by tokens</label>' if has_tokens else ""
+    return (
+        '<div class="controls"><label><input type="checkbox" data-log> log scale</label>'
+        '<label>smoothing <input type="range" data-smoothing min="0" max="40" value="0"></label>'
+        f"{align}<span>drag across a chart to zoom</span>"
+        '<button type="button" data-reset hidden>reset zoom</button></div>'
+    )
+
+
+def _tokens(run: RunFiles) -> str:
+    """Return an attribute with the tokens after some steps, `step tokens step tokens …`; "" if they are unknown.
+
+    Tokens are samples times `data.seq_length`, so a policy's run, whose completions vary in length, has none.
+    """
+    length, samples = run.settings.get("data.seq_length", ""), run.curve("consumed_samples")
+    if not length.isdecimal() or len(length) > 9 or not len(samples) or _is_policy(run):
+        return ""
+    points = downsample(samples, MAX_TOKEN_POINTS)
+    values = " ".join(f"{step:g} {count * int(length):.10g}" for step, count in points)
+    return f' data-tokens="0 0 {values}"'
+
+
+def _is_policy(run: RunFiles) -> bool:
+    """Return whether the run was trained with rewards."""
+    return len(metric_points(run.steps[-1:], "rewards_mean")) > 0
 
 
 def _anchor(heading: str) -> str:
@@ -155,14 +189,21 @@ def _sections(runs: Sequence[RunFiles]) -> Iterator[tuple[str, str]]:
     """Yield (heading, HTML) of each section. The HTML is empty if there is nothing to show."""
     yield "Summary", _summary(runs)
     titled = {key for charts in CHARTS.values() for key, _ in charts}
-    for heading, charts in CHARTS.items():
+    order = sorted(CHARTS, key=lambda heading: heading != REWARDS) if any(map(_is_policy, runs)) else CHARTS
+    for heading in order:
+        charts = CHARTS[heading]
         constant = [(key, title) for key, title in charts if _constant(runs, key) == 0]
-        drawn = [_chart(runs, key, title) for key, title in charts if (key, title) not in constant]
-        losses = _losses(runs) if heading == "Training" else ""
+        lead = {key: _lead(runs, key) for key in LEADS.get(heading, ())}
+        drawn = [
+            _chart(runs, key, title)
+            for key, title in charts
+            if (key, title) not in constant and key not in lead
+        ]
+        drawn = [*lead.values(), *drawn]
         extra = _constants(runs, constant)
         extra += _expert_load(runs) if heading == "Experts" else ""
-        extra += _completions(runs) if heading.startswith("Rewards") else ""
-        yield heading, _grid([losses, *drawn]) + extra
+        extra += _completions(runs) if heading == REWARDS else ""
+        yield heading, _grid(drawn) + extra
     yield "FP8", _grid(_fp8(runs, metric, title) for metric, title in FP8.items())
     others = dict.fromkeys(key for run in runs for record in run.steps[-1:] for key in record)
     others = [key for key in others if key not in titled | WITHOUT_CHART and not key.startswith(tuple(FP8))]
@@ -203,9 +244,11 @@ def _each(runs: Sequence[RunFiles], draw: Callable[[RunFiles], str]) -> str:
 
 
 def _summary(runs: Sequence[RunFiles]) -> str:
+    has_rewards = any(map(_is_policy, runs))
     headings = (
         "run",
         "steps",
+        *["reward"] * has_rewards,
         "loss",
         "validation",
         "tokens/s/device",
@@ -215,10 +258,10 @@ def _summary(runs: Sequence[RunFiles]) -> str:
         "skipped",
         "lost",
     )
-    return table(headings, map(_summary_row, runs))
+    return table(headings, (_summary_row(run, has_rewards) for run in runs))
 
 
-def _summary_row(run: RunFiles) -> tuple[str, ...]:
+def _summary_row(run: RunFiles, has_rewards: bool) -> tuple[str, ...]:
     losses, checks = run.curve("loss"), metric_points(run.evaluations, "validation_loss")
     middle = to_float(run.steps[len(run.steps) // 2]["step"]) or 0.0  # the first steps compile
 
@@ -235,6 +278,7 @@ def _summary_row(run: RunFiles) -> tuple[str, ...]:
     return (
         run.name,
         str(run.steps[-1]["step"]),
+        *[_reward(run)] * has_rewards,
         f"{losses[-1][1]:.4f}" if len(losses) else "–",
         f"{checks[-1][1]:.4f}, least {checks[:, 1].min():.4f}" if len(checks) else "–",
         format_si(speed.mean()) if len(speed) else "–",
@@ -246,27 +290,44 @@ def _summary_row(run: RunFiles) -> tuple[str, ...]:
     )
 
 
+def _reward(run: RunFiles) -> str:
+    """Return the mean reward over the last tenth of the steps."""
+    rewards = run.curve("rewards_mean")[:, 1]
+    return f"{rewards[-max(1, len(rewards) // 10) :].mean():.4f}" if len(rewards) else "–"
+
+
+def _policies(runs: Sequence[RunFiles]) -> list[int]:
+    return [n for n, run in enumerate(runs) if _is_policy(run)]
+
+
+def _lead(runs: Sequence[RunFiles], key: str) -> str:
+    return _losses(runs) if key == "loss" else _smoothed("mean reward", key, runs, _policies(runs))
+
+
 def _losses(runs: Sequence[RunFiles]) -> str:
     """Return the loss charts. GRPO runs, whose loss is about 0, have their own chart if there are other runs too."""
-    policies = [n for n, run in enumerate(runs) if len(metric_points(run.steps[-1:], "rewards_mean"))]
+    policies = _policies(runs)
     others = [n for n in range(len(runs)) if n not in policies]
-    if not policies or not others:
-        return _loss("loss", runs, range(len(runs)))
-    return _loss("loss", runs, others) + _loss("loss of policies (GRPO)", runs, policies)
+    if not policies:
+        return _smoothed("loss", "loss", runs, others)
+    policy_loss = _smoothed("policy loss", "loss", runs, policies)
+    return (_smoothed("loss", "loss", runs, others) if others else "") + policy_loss
 
 
-def _loss(title: str, runs: Sequence[RunFiles], which: Sequence[int]) -> str:
-    """Return a chart of the losses, smoothed losses, validation losses and events of the runs with these indices."""
-    raw = {n: runs[n].curve("loss") for n in which}
+def _smoothed(title: str, key: str, runs: Sequence[RunFiles], which: Sequence[int]) -> str:
+    """Return a wide chart of a metric at each step, smoothed and in evaluations, with the events of these runs."""
+    raw = {n: runs[n].curve(key) for n in which}
     smooth = {n: smoothed(raw[n], MAX_POINTS // 2) for n in which}
-    checks = {n: metric_points(runs[n].evaluations, "validation_loss") for n in which}
+    checks = {n: metric_points(runs[n].evaluations, f"validation_{key}") for n in which}
     curves = []
     for n in which:
         curves.append(Curve(f"{runs[n].name}, each step", downsample(raw[n], MAX_POINTS), n, "faint"))
         curves.append(Curve(runs[n].name, smooth[n], n))
         curves.append(Curve(f"{runs[n].name}, validation", downsample(checks[n], MAX_POINTS), n, "dots"))
     marks = [mark for n in which for mark in _marks(runs[n], n)]
-    limits = loss_limits(*(list(each.values()) for each in (raw, smooth, checks)))
+    limits = None  # rewards and a policy's loss have no trend from large to small
+    if title == "loss":
+        limits = loss_limits(*(list(each.values()) for each in (raw, smooth, checks)))
     return chart(title, [c for c in curves if c.points], limits=limits, marks=marks, wide=True)
 
 

@@ -88,9 +88,11 @@ def chart(
     marks = [mark for mark in marks if across.low <= mark.step <= across.high][:MAX_MARKS]
     drawn = [_grid(up), *(_mark(mark, across) for mark in marks)]
     drawn += [_path(curve, across, up) for curve in curves if curve.points]
+    values = tick_labels(up.ticks())
+    room = f'style="--labels:{max(map(len, values), default=1)}"'
     labels = [
         f'<span class="y" style="top:{100 * (1 - up.at(tick)):.2f}%">{escape(label)}</span>'
-        for tick, label in zip(up.ticks(), tick_labels(up.ticks()))
+        for tick, label in zip(up.ticks(), values)
     ]
     labels += [
         f'<span class="x" style="left:{100 * across.at(tick):.2f}%">{escape(label)}</span>'
@@ -99,7 +101,7 @@ def chart(
     data = f'data-x="{across.low!r} {across.high!r}" data-y="{up.low!r} {up.high!r}"'
     return (
         f'<figure class="chart{" wide" if wide else ""}"><figcaption>{text(title)}{_legend(curves)}</figcaption>'
-        f'<div class="plot" {data}><svg viewBox="0 0 {SIZE:g} {SIZE:g}" preserveAspectRatio="none" role="img" '
+        f'<div class="plot" {data} {room}><svg viewBox="0 0 {SIZE:g} {SIZE:g}" preserveAspectRatio="none" role="img" '
         f'aria-label="{text(title)}">{"".join(drawn)}</svg>{"".join(labels)}</div></figure>'
     )
 
