@@ -39,7 +39,8 @@ CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # Weights that can have adapters, in decoders and encoders.
 ADAPTED = re.compile(
-    r"(?:encoder\.)?layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12])\.weight"
+    r"(?:encoder\.)?layers\.\d+\.(?:(?:self_attention|mamba)\.linear_(?:qkv|proj|zxbcdt|bcx|out)|mlp\.linear_fc[12])"
+    r"\.weight"
 )
 TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}  # PEFT has no name for BERT's task
 # Keys of adapter_config.json that select other methods than plain LoRA, with the only supported value.
@@ -54,6 +55,9 @@ TARGET_OF = {
     ("linear_qkv", "v"): "v_proj",
     ("linear_qkv", WHOLE): "qkv_proj",
     ("linear_proj", WHOLE): "linear_proj",
+    ("linear_zxbcdt", WHOLE): "linear_zxbcdt",
+    ("linear_bcx", WHOLE): "linear_bcx",
+    ("linear_out", WHOLE): "linear_out",
     ("linear_fc1", "gate"): "gate_proj",
     ("linear_fc1", "up"): "up_proj",
     ("linear_fc1", WHOLE): "gate_up_proj",

@@ -122,9 +122,12 @@ class DenseModel(Section):
     max_position_embeddings: PositiveInt | None = None
     """Maximum sequence length in tokens. Default: data.seq_length."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "alibi", "relative"] = "learned_absolute"
+    position_embedding_type: Literal["learned_absolute", "rope", "alibi", "relative", "none"] = (
+        "learned_absolute"
+    )
     """Positions: learned and added to the embedding, RoPE, or biases on attention scores: `alibi` with fixed slopes,
-    `relative` with a learned value per bucket of distances (T5)."""
+    `relative` with a learned value per bucket of distances (T5). `none` for models whose other mixers see the order of
+    tokens (Nemotron-H)."""
 
     relative_attention_num_buckets: Annotated[Annotated[int, Field(ge=4)], RELATIVE_ONLY] = 32
     """Number of distance buckets, each with one bias per head. An encoder uses half of them for keys after the

@@ -12,13 +12,30 @@ from megalith.config.model import ModelConfig
 from megalith.errors import ConfigError, nearest_of
 
 WHOLE = "whole"  # one adapter for all rows of a linear
-PARTS = {"linear_qkv": ("q", "k", "v"), "linear_proj": (), "linear_fc1": ("gate", "up"), "linear_fc2": ()}
+PARTS = {
+    "linear_qkv": ("q", "k", "v"),
+    "linear_proj": (),
+    "linear_zxbcdt": (),
+    "linear_bcx": (),
+    "linear_out": (),
+    "linear_fc1": ("gate", "up"),
+    "linear_fc2": (),
+}
+MIXERS = {
+    "linear_zxbcdt": ("mamba2",),
+    "linear_bcx": ("short_conv",),
+    "linear_out": ("mamba2", "short_conv"),
+}
+"""Linears of mixers that are not attention, with these mixers."""
 
 # Target → linear layers, each with the row ranges that have separate adapters.
 TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     # Megatron's names
     "linear_qkv": {"linear_qkv": ("q", "k", "v")},
     "linear_proj": {"linear_proj": (WHOLE,)},
+    "linear_zxbcdt": {"linear_zxbcdt": (WHOLE,)},  # Mamba-2
+    "linear_bcx": {"linear_bcx": (WHOLE,)},  # short convolution
+    "linear_out": {"linear_out": (WHOLE,)},
     "linear_fc1": {"linear_fc1": ("gate", "up")},  # WHOLE for an MLP without a gate
     "linear_fc2": {"linear_fc2": (WHOLE,)},
     # transformers' names
@@ -55,27 +72,21 @@ class LoraConfig(Section):
         default=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], min_length=1
     )
     """Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, or transformers names such as
-    q_proj."""
+    q_proj. In Mamba-2 linear_zxbcdt and linear_out, in short convolutions linear_bcx and linear_out."""
 
     load: str | None = None
     """Folder with adapters in PEFT's format to start from. Sets rank, alpha and targets."""
 
-    def sizes(self, model: ModelConfig) -> dict[str, tuple[int, dict[str, int]]]:
-        """Return, for each linear layer with adapters, its input width and the rows of each adapted part."""
-        heads, size, hidden = model.num_attention_heads, model.head_dim, model.hidden_size
-        values = model.v_head_dim if model.multi_latent_attention else size
-        query, key = heads * size, model.query_groups * size
-        shapes = {
-            "linear_qkv": (hidden, {"q": query, "k": key, "v": key, WHOLE: query + 2 * key}),
-            "linear_proj": (heads * values, {WHOLE: hidden}),
-            "linear_fc1": (
-                hidden,
-                {"gate": model.ffn_size, "up": model.ffn_size, WHOLE: model.ffn_size * (1 + model.gated)},
-            ),
-            "linear_fc2": (model.ffn_size, {WHOLE: hidden}),
+    def sizes(self, model: ModelConfig) -> dict[str, dict[str, int | None]]:
+        """Return, for each linear layer with adapters, the rows of each adapted part; None for all rows."""
+        size = model.head_dim
+        query, key = model.num_attention_heads * size, model.query_groups * size
+        rows = {
+            "linear_qkv": {"q": query, "k": key, "v": key},
+            "linear_fc1": {"gate": model.ffn_size, "up": model.ffn_size},
         }
         return {
-            linear: (shapes[linear][0], {part: shapes[linear][1][part] for part in parts})
+            linear: {part: None if part == WHOLE else rows[linear][part] for part in parts}
             for linear, parts in self.parts(model).items()
         }
 
@@ -95,6 +106,12 @@ class LoraConfig(Section):
                             f"lora.targets names {target}, but the MLP has no gate; name linear_fc1, or leave it out"
                         )
                     parts = (WHOLE,)
+                mixers = MIXERS.get(linear)
+                if mixers is not None and not set(mixers) & set(model.recurrent_mixers):
+                    raise ConfigError(
+                        f"lora.targets names {target}, but no layer of the model has {' or '.join(mixers)}; leave it "
+                        "out"
+                    )
                 targeted.setdefault(linear, set()).update(parts)
         for linear, parts in targeted.items():
             if WHOLE in parts and len(parts) > 1:

@@ -1,6 +1,6 @@
 """Model shape, independent of parallelism.
 
-This file has the settings of linear attention and experts; all others are in dense.py and mup.py.
+This file has the settings of experts; all others are in dense.py, mup.py and hybrid.py.
 """
 
 from __future__ import annotations
@@ -10,55 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megalith.config.base import Decides, RequiresSetting, Resolved
-from megalith.config.mup import MupModel
-
-LINEAR = RequiresSetting("experimental_attention_variant", strict=True)
-
-
-class HybridModel(MupModel):
-    """Model settings for layers with linear attention, and for attention's output gate (Qwen3-Next).
-
-    A gated delta net (Yang et al. 2024) stores one matrix per head, [key_head_dim, value_head_dim], for all earlier
-    tokens. The cost per token therefore does not depend on the sequence length.
-    """
-
-    experimental_attention_variant: Literal["gated_delta_net"] | None = None
-    """Mixer that replaces attention in the layers of linear_attention_freq: a gated delta net (Qwen3-Next)."""
-
-    linear_attention_freq: Annotated[
-        PositiveInt | list[Literal[0, 1]],
-        LINEAR,
-        Resolved("linear_attention_layers"),
-    ] = 4
-    """Layers with linear attention: all but every N-th, or a 0/1 list with one entry per layer."""
-
-    linear_conv_kernel_dim: Annotated[PositiveInt, LINEAR] = 4
-    """Width of the convolution before the delta rule, in tokens, including the current one."""
-
-    linear_key_head_dim: Annotated[PositiveInt, LINEAR] = 128
-    """Size of a query and key head."""
-
-    linear_value_head_dim: Annotated[PositiveInt, LINEAR] = 128
-    """Size of a value head."""
-
-    linear_num_key_heads: Annotated[PositiveInt, LINEAR] = 16
-    """Number of query and key heads."""
-
-    linear_num_value_heads: Annotated[PositiveInt, LINEAR] = 32
-    """Number of value heads; a multiple of linear_num_key_heads, whose heads they share."""
-
-    attention_output_gate: bool = False
-    """Multiply attention's output elementwise by a sigmoid gate (Qwen3-Next)."""
-
-    @property
-    def linear_attention_layers(self) -> list[int]:
-        """Numbers of the layers with linear attention."""
-        if self.experimental_attention_variant is None:
-            return []
-        frequency = self.linear_attention_freq
-        if isinstance(frequency, list):
-            return [layer for layer, is_linear in enumerate(frequency) if is_linear]
-        return [layer for layer in range(self.num_layers) if (layer + 1) % frequency]
+from megalith.config.hybrid import HybridModel
 
 
 class ModelConfig(HybridModel):
@@ -66,7 +18,10 @@ class ModelConfig(HybridModel):
 
     requires: ClassVar[RequiresSetting] = RequiresSetting("num_experts")
 
-    moe_layer_freq: Annotated[PositiveInt | list[Literal[0, 1]], Resolved("expert_layers")] = 1
+    moe_layer_freq: Annotated[
+        PositiveInt | list[Literal[0, 1]],
+        Resolved("expert_layers"),
+    ] = 1
     """Layers with experts: every n-th from layer 0 on, or a 0/1 list with one entry per layer."""
 
     moe_ffn_hidden_size: Annotated[PositiveInt | None, Resolved("expert_size")] = None
@@ -169,6 +124,8 @@ class ModelConfig(HybridModel):
         """Numbers of the layers with experts."""
         if self.num_experts is None:
             return []
+        if self.pattern_layers is not None:
+            return [layer for layer, branch in enumerate(self.pattern_layers) if branch == "experts"]
         frequency = self.moe_layer_freq
         if isinstance(frequency, int):
             layers = list(range(0, self.num_layers, frequency))

@@ -49,7 +49,7 @@ def is_hidden_matrix(name: str, ndim: int) -> bool:
     *_, module, kind = ["", *name.split(".")]
     if not in_layers(name) or ndim < 2 or kind == "bias" or "norm" in module or "lora_" in name:
         return False
-    return module != "conv" and ".decay." not in name
+    return module not in ("conv", "conv_xbc", "time_step") and ".decay." not in name
 
 
 def in_layers(name: str) -> bool:

@@ -41,7 +41,7 @@ from megalith.generation.requests import (
     noise_keys,
 )
 from megalith.generation.running_batch import RunningBatch
-from megalith.generation.static_cache import Decode, LinearStates, Prefill, empty_cache
+from megalith.generation.static_cache import Decode, Prefill, RecurrentStates, cached_layers, empty_cache
 from megalith.hardware import to_device
 from megalith.models.cache import Cache
 from megalith.models.pass_context import Context, LayerRoutes, PassLayout
@@ -148,7 +148,8 @@ class Engine:
         self.window = WINDOW.get(self.device.type, 1)
         self._position_keys = column_keys(max_tokens, self.device)  # random key of each index in a completion
         self._cache: Tensor | None = None
-        self._linear: LinearStates | None = None
+        self._states: RecurrentStates | None = None
+        self._cached_layers = cached_layers(config)
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.source: Any = None  # set by `sync` (sync.py)
 
@@ -188,13 +189,13 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and cache on this rank."""
         weights = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
-        cache = sum(part.nbytes for part in (self._cache, self._linear) if part is not None)
+        cache = sum(part.nbytes for part in (self._cache, self._states) if part is not None)
         return {"weights": sum(weights.values()), "cache": cache}
 
     def release(self) -> None:
         """Free the cache and the CUDA graphs. The next `generate` creates them again."""
         self._graphs.clear()
-        self._cache = self._linear = None
+        self._cache = self._states = None
 
     @torch.no_grad()
     def generate(
@@ -254,9 +255,7 @@ class Engine:
             groups = -(-self.config.query_groups // self.tp.size)
             sizes = self.max_rows, self.max_tokens, groups
             self._cache = empty_cache(self.config, *sizes, self.device, self.dtype)
-            self._linear = LinearStates.empty(
-                self.config, self.max_rows, self.tp.size, self.device, self.dtype
-            )
+            self._states = RecurrentStates.empty(self.model, self.max_rows, self.device, self.dtype)
             # Per row: newest token, its position, number of sampled tokens, their limit, noise key, active flag, and if
             # stop tokens end it.
             self._state = torch.zeros(7, self.max_rows, dtype=torch.int64, device=self.device)
@@ -290,8 +289,8 @@ class Engine:
     def fill_rows(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
         """Give rows to sequences: prefill them and set their state."""
         rows = to_device(torch.tensor([row for row, _ in begun]), self.device)
-        if self._linear is not None:
-            self._linear.clear(rows)
+        if self._states is not None:
+            self._states.clear(rows)
         routes = self._prefill(begun)
         for row, sequence in begun:
             if row in routes and not sequence.routes:
@@ -319,8 +318,8 @@ class Engine:
         self._cache[:, :, target, :length] = self._cache[:, :, source, :length]
         self._state[:, target] = self._state[:, source]
         self._row_settings[:, target] = self._row_settings[:, source]
-        if self._linear is not None:
-            self._linear.move(source, target)
+        if self._states is not None:
+            self._states.move(source, target)
 
     @property
     def _original_context(self) -> float:
@@ -361,7 +360,7 @@ class Engine:
         lengths = torch.tensor([len(tokens) for tokens, _ in batch])
         ids, rows, prompts, lengths = (to_device(x, self.device) for x in (ids, rows, prompts, lengths))
         positions = torch.arange(longest, device=self.device).expand(len(batch), longest)
-        cache = Prefill(self._cache, rows, prompts, lengths, self._linear)
+        cache = Prefill(self._cache, self._cached_layers, rows, prompts, lengths, self._states)
         routes = self._route_memory(len(batch) * longest)
         with run_eagerly():  # sizes differ between passes
             self._hidden(ids, positions, cache, longest + 1, routes)
@@ -474,8 +473,9 @@ class Engine:
     def _decode_step(self, sampling: Sampling, rows: int, longest: int) -> None:
         """Generate one token in each of the first `rows` rows that is active."""
         token, position, count, limit, noise, alive, stops = self._state[:, :rows]
-        linear = self._linear and self._linear.first(rows)
-        cache = Decode(self._cache[:, :, :rows], position, visible_positions(position, longest), linear)
+        states = self._states and self._states.first(rows)
+        visible = visible_positions(position, longest)
+        cache = Decode(self._cache[:, :, :rows], self._cached_layers, position, visible, states)
         routes = self._route_memory(rows)
         hidden = self._hidden(token[:, None], position[:, None], cache, routes=routes)[:, 0]  # [rows, hidden]
         head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias

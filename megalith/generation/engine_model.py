@@ -11,6 +11,7 @@ from megalith.config import LoraConfig, ModelConfig
 from megalith.models.adapters import add_adapters
 from megalith.models.mixers.attention import SoftmaxOffset
 from megalith.models.mixers.gated_delta_net import Decay
+from megalith.models.mixers.mamba2 import GatedGroupNorm, Skip, TimeStep
 from megalith.models.norm import HeadNorms, Norm
 from megalith.models.router import Router
 from megalith.models.transformer import Transformer
@@ -18,6 +19,8 @@ from megalith.parallel.replication import replica_axes
 from megalith.parallel.shards import LocalShard, local_shard, to_local_parameters
 from megalith.parallel.tensor.lora_shards import shard_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
+
+IN_FP32 = (Norm, HeadNorms, Decay, SoftmaxOffset, TimeStep, Skip, GatedGroupNorm)
 
 
 def engine_model(
@@ -32,9 +35,7 @@ def engine_model(
     if lora is not None and lora.rank is not None:
         add_adapters(model, lora)
     for name, module in model.named_modules():
-        if not isinstance(module, Norm | HeadNorms | Decay | SoftmaxOffset) and not name.endswith(
-            "position_embeddings"
-        ):
+        if not isinstance(module, IN_FP32) and not name.endswith("position_embeddings"):
             for kind, parameter in module.named_parameters(recurse=False):
                 if not (isinstance(module, Router) and kind == "bias"):
                     parameter.data = parameter.data.to(dtype)

@@ -1,8 +1,8 @@
 """KV cache in static tensors, as CUDA graphs require.
 
-     keys_values [layers, 2, rows, room, groups, head_dim]
+     keys_values [attention layers, 2, rows, room, groups, head_dim]
 
-Layers of linear attention instead have one state per row, independent of the sequence length (LinearStates).
+Other mixers instead have one state per row, independent of the sequence length (RecurrentStates).
 
 A row belongs to one sequence at a time. `Prefill` fills rows with the tokens of prompts, `Decode` adds one token to
 each row. Each is the Cache of one pass (models/cache.py).
@@ -10,103 +10,142 @@ each row. Each is the Cache of one pass (models/cache.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
+from megalith.models.mixers.recurrent import Recurrent
+from megalith.models.transformer import Transformer, layers_of
+from megalith.ops import delta_rule, state_space
 from megalith.ops.attention_core import cached_attention
-from megalith.ops.delta_rule import causal_conv, next_token, with_last_state
+from megalith.ops.causal_conv import causal_conv
 
 
 def empty_cache(
     config: ModelConfig, rows: int, room: int, groups: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return an empty cache with `groups` key and value heads per layer."""
-    return torch.zeros(config.num_layers, 2, rows, room, groups, config.head_dim, device=device, dtype=dtype)
+    """Return an empty cache with `groups` key and value heads per layer with attention."""
+    layers = len(cached_layers(config))
+    return torch.zeros(layers, 2, rows, room, groups, config.head_dim, device=device, dtype=dtype)
+
+
+def cached_layers(config: ModelConfig) -> list[int]:
+    """Return the numbers of the layers with keys and values. MTP layers do not take part in generation."""
+    return [layer for layer in range(config.num_layers) if config.has_attention(layer)]
 
 
 @dataclass(frozen=True)
-class LinearStates:
-    """Per-row state of linear-attention layers."""
+class LayerState:
+    """State of one layer's mixer per row, for mixers that are not attention."""
 
-    layers: Sequence[int]  # layer numbers
-    tokens: Tensor  # [layers, rows, taps − 1, units]: convolution inputs of the last tokens
-    matrices: Tensor  # float32 [layers, rows, value heads, key size, value size]
+    tokens: Tensor  # [rows, taps − 1, units]: convolution inputs of the last tokens
+    matrices: Tensor | None  # float32 [rows, heads, ·, ·]; None for a mixer that is only a convolution
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return [self.tokens] if self.matrices is None else [self.tokens, self.matrices]
+
+
+@dataclass(frozen=True)
+class RecurrentStates:
+    """States of the layers with a mixer that is not attention, by layer number."""
+
+    layers: Mapping[int, LayerState]
 
     @classmethod
     def empty(
-        cls, config: ModelConfig, rows: int, parts: int, device: torch.device, dtype: torch.dtype
-    ) -> LinearStates | None:
-        """Return zero states for one of `parts` tensor-parallel ranks. None if no layer needs them."""
-        layers = config.linear_attention_layers
-        if not layers:
-            return None
-        keys, values = config.linear_num_key_heads // parts, config.linear_num_value_heads // parts
-        sizes = config.linear_key_head_dim, config.linear_value_head_dim
-        units = 2 * keys * sizes[0] + values * sizes[1]
-        tokens = torch.zeros(
-            len(layers), rows, config.linear_conv_kernel_dim - 1, units, device=device, dtype=dtype
+        cls, model: Transformer, rows: int, device: torch.device, dtype: torch.dtype
+    ) -> RecurrentStates | None:
+        """Return zero states for this rank's heads. None if no layer needs them."""
+        layers = {}
+        for layer in layers_of(model).values():
+            for mixer in layer.mixers:
+                if isinstance(mixer, Recurrent):
+                    taps, units, matrices = mixer.state_sizes
+                    tokens = torch.zeros(rows, taps - 1, units, device=device, dtype=dtype)
+                    state = None if matrices is None else torch.zeros(rows, *matrices, device=device)
+                    layers[layer.number] = LayerState(tokens, state)
+        return cls(layers) if layers else None
+
+    def at_layer(self, number: int) -> LayerState | None:
+        """Return the layer's state. None if it has none."""
+        return self.layers.get(number)
+
+    def first(self, rows: int) -> RecurrentStates:
+        """Return the states of the first rows."""
+        return RecurrentStates(
+            {
+                number: LayerState(
+                    state.tokens[:rows], None if state.matrices is None else state.matrices[:rows]
+                )
+                for number, state in self.layers.items()
+            }
         )
-        return cls(layers, tokens, torch.zeros(len(layers), rows, values, *sizes, device=device))
-
-    def at_layer(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """Return the layer's tokens and matrices [rows, …]. None if it has no state."""
-        if number not in self.layers:
-            return None
-        index = self.layers.index(number)
-        return self.tokens[index], self.matrices[index]
-
-    def first(self, rows: int) -> LinearStates:
-        return replace(self, tokens=self.tokens[:, :rows], matrices=self.matrices[:, :rows])
 
     def move(self, source: int, target: int) -> None:
-        for states in (self.tokens, self.matrices):
-            states[:, target] = states[:, source]
+        """Copy the states of a row to another one."""
+        for part in self._parts():
+            part[target] = part[source]
 
     def clear(self, rows: Tensor) -> None:
         """Reset rows for new sequences."""
-        for states in (self.tokens, self.matrices):
-            states.index_fill_(1, rows, 0)
+        for part in self._parts():
+            part.index_fill_(0, rows, 0)
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + self.matrices.nbytes
+        return sum(part.nbytes for part in self._parts())
+
+    def _parts(self) -> list[Tensor]:
+        return [part for state in self.layers.values() for part in state.parts]
 
 
 @dataclass(frozen=True)
 class Prefill:
     """Cache of a pass over complete prompts, which may be padded at the end: no token attends to later ones."""
 
-    keys_values: (
-        Tensor  # [layers, 2, rows, room, groups, head_dim]; within a layer without the first dimension
-    )
+    keys_values: Tensor | None
+    """[attention layers, 2, rows, room, groups, head_dim]; within a layer without the first dimension, or None."""
+    attention_layers: Sequence[int]  # numbers of the layers with keys and values
     rows: Tensor  # int64 [filled rows]
     prompts: Tensor  # int64 [filled rows]: sequence of the pass for each row; several rows may share one
-    lengths: Tensor | None = None  # int64 [sequences], needed for linear states
-    linear: LinearStates | tuple[Tensor, Tensor] | None = None  # within a layer, its own state
+    lengths: Tensor | None = None  # int64 [sequences], needed for states
+    states: RecurrentStates | LayerState | None = None  # within a layer, its own state
 
     def at_layer(self, number: int) -> Prefill:
-        linear = self.linear and self.linear.at_layer(number)
-        return replace(self, keys_values=self.keys_values[number], linear=linear)
+        return replace(self, **_of_layer(self, number))
 
-    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
-        cached, _ = self.linear
+    def convolve(self, x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
+        cached = self.states.tokens
         count = cached.shape[1]
         if count:
             last = self.lengths[:, None] + torch.arange(-count, 0, device=x.device)
             last = last[..., None]  # [sequences, count, 1]
             tokens = x.take_along_dim(last.clamp(min=0), dim=1).where(last >= 0, 0)
             cached.index_copy_(0, self.rows, tokens[self.prompts])
-        return causal_conv(x, taps)
+        return causal_conv(x, taps, bias=bias)
 
     def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
-        is_token = (torch.arange(query.shape[1], device=query.device) < self.lengths[:, None])[..., None]
-        out, state = with_last_state(query, key, value, decay * is_token, share * is_token)
-        self.linear[1].index_copy_(0, self.rows, state[self.prompts])
+        is_token = self._is_token(query)
+        out, state = delta_rule.with_last_state(query, key, value, decay * is_token, share * is_token)
+        self.states.matrices.index_copy_(0, self.rows, state[self.prompts])
         return out
+
+    def state_space(
+        self, x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor
+    ) -> Tensor:
+        is_token = self._is_token(x)
+        out, state = state_space.with_last_state(x, step * is_token, decay * is_token, b, c, skip)
+        self.states.matrices.index_copy_(0, self.rows, state[self.prompts])
+        return out
+
+    def _is_token(self, x: Tensor) -> Tensor:
+        """Return False for padding at the end, bool [sequences, seq, 1], for x [sequences, seq, ...]."""
+        return (torch.arange(x.shape[1], device=x.device) < self.lengths[:, None])[..., None]
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         for cached, new in zip(self.keys_values, (key, value)):
@@ -118,25 +157,40 @@ class Prefill:
 class Decode:
     """Cache of a pass over the newest token of each row."""
 
-    keys_values: Tensor  # like Prefill's, for the rows of the pass
+    keys_values: Tensor | None  # like Prefill's, for the rows of the pass
+    attention_layers: Sequence[int]
     positions: Tensor  # int64 [rows]: positions of the tokens
     visible: Tensor | None  # from ops.attention_core.visible_positions
-    linear: LinearStates | tuple[Tensor, Tensor] | None = None  # within a layer, its own state
+    states: RecurrentStates | LayerState | None = None  # within a layer, its own state
 
     def at_layer(self, number: int) -> Decode:
-        linear = self.linear and self.linear.at_layer(number)
-        return replace(self, keys_values=self.keys_values[number], linear=linear)
+        return replace(self, **_of_layer(self, number))
 
-    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
-        tokens = torch.cat([self.linear[0], x], dim=1)
-        self.linear[0].copy_(tokens[:, 1:])
-        return causal_conv(tokens, taps)[:, -1:]
+    def convolve(self, x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
+        tokens = torch.cat([self.states.tokens, x], dim=1)
+        self.states.tokens.copy_(tokens[:, 1:])
+        return causal_conv(tokens, taps, bias=bias)[:, -1:]
 
     def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
-        out, state = next_token(self.linear[1], query, key, value, decay, share)
-        self.linear[1].copy_(state)
+        out, state = delta_rule.next_token(self.states.matrices, query, key, value, decay, share)
+        self.states.matrices.copy_(state)
+        return out
+
+    def state_space(
+        self, x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor
+    ) -> Tensor:
+        out, state = state_space.next_token(self.states.matrices, x, step, decay, b, c, skip)
+        self.states.matrices.copy_(state)
         return out
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         how = {name: how[name] for name in ("window", "softcap", "scale", "sink", "alibi", "first_head")}
         return cached_attention(query, key, value, self.keys_values, self.positions, self.visible, **how)
+
+
+def _of_layer(cache: Prefill | Decode, number: int) -> dict[str, Any]:
+    """Return the fields of a layer's cache."""
+    keys_values = None
+    if number in cache.attention_layers:
+        keys_values = cache.keys_values[cache.attention_layers.index(number)]
+    return dict(keys_values=keys_values, states=cache.states and cache.states.at_layer(number))

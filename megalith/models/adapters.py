@@ -28,6 +28,10 @@ from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
 ADAPTER = ".adapter."  # in the name of every parameter of an adapter, and in no other
 
 
+TAKES_STREAM = ("linear_qkv", "linear_zxbcdt", "linear_bcx", "linear_fc1")
+"""Linears whose input is the residual stream."""
+
+
 class Adapter(nn.Module):
     """The adapters of one linear. `gather` and `first_column` are seams of tensor parallelism."""
 
@@ -43,7 +47,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.rank, self.scaling, self.dropout = lora.rank, lora.alpha / lora.rank, lora.dropout
         self.site = ADAPTER_INPUTS[linear]
-        self.takes_stream = linear in ("linear_qkv", "linear_fc1")  # its input is the residual stream
+        self.takes_stream = linear in TAKES_STREAM
         self.first_column = 0  # global index of x's first column: tensor parallelism shards the columns
         self.gather: Callable[[Tensor, Context | None], Tensor] = identity
         self.lora_A = nn.ModuleDict(
@@ -107,12 +111,17 @@ def add_adapters(model: Transformer, lora: LoraConfig) -> None:
     model.has_adapters = True
     model.draws_dropout = model.draws_dropout or lora.dropout > 0
     for layer in layers_of(model).values():
-        for name, (inputs, rows) in lora.sizes(config).items():
-            owner = layer.self_attention if name in ("linear_qkv", "linear_proj") else layer.mlp
+        for name, parts in lora.sizes(config).items():
             kind = {"linear_qkv": QKVAdapter, "linear_fc1": GateUpAdapter}.get(name, Adapter)
-            adapter = getattr(owner, name).adapter = kind(lora, name, inputs, rows)
-            if name == "linear_qkv":
-                adapter.heads, adapter.head_dim = owner.heads, config.head_dim
+            for owner in (*layer.mixers, layer.mlp):
+                linear = getattr(owner, name, None)
+                if linear is None:
+                    continue
+                out, inputs = linear.weight.shape
+                rows = {part: out if rows is None else rows for part, rows in parts.items()}
+                adapter = linear.adapter = kind(lora, name, inputs, rows)
+                if name == "linear_qkv":
+                    adapter.heads, adapter.head_dim = owner.heads, config.head_dim
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

@@ -17,8 +17,13 @@ class Cache(Protocol):
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         """Store the new keys and values, and return `core`'s attention over the cached and the new ones."""
 
-    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
-        """Return ops.delta_rule.causal_conv of x after the layer's last tokens, and store x's last tokens."""
+    def convolve(self, x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ops.causal_conv.causal_conv of x after the layer's last tokens, and store x's last tokens."""
 
     def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
         """Return ops.delta_rule.gated_delta_rule starting from the layer's state, and store the new state."""
+
+    def state_space(
+        self, x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor
+    ) -> Tensor:
+        """Return ops.state_space.state_space starting from the layer's state, and store the new state."""

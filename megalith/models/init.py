@@ -33,7 +33,8 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int, show_progress: 
     Matrices are N(0, init_method_std), divided by √(2 · layers) if their output is added to the residual stream. Norms
     are 1, or 0 if zero-centered. Biases, buffers and the rows of the padded vocabulary are 0. In adapters B is 0 and A
     is N(0, 1 / (3 · in)), which is PEFT's variance; a convolution's taps have it too. In a gated delta net e^weight of
-    the decays is uniform between 0 and 16, and their bias is 1.
+    the decays is uniform between 0 and 16, and their bias is 1. In Mamba-2 it is uniform between 1 and 16, softplus of
+    the bias is log-uniform between 0.001 and 0.1, and the skip connection's weight is 1, as in Megatron-LM.
 
     With µP, matrices of layers are divided by the root of the width ratio, and `layers` is the number in the base model
     if mup_base_num_layers is set.
@@ -76,9 +77,11 @@ def initial_value(
     slice_first = [0] * len(shape) if slice_first is None else slice_first
     if ".decay." in name:
         return _initial_decay(name, shape, seed, slice_first[0], slice_shape[0])
+    if ".time_step." in name:
+        return _initial_time_step(name, shape, seed, slice_first[0], slice_shape[0])
     if name.endswith(".bias"):
         return torch.zeros(slice_shape)
-    if name.endswith("out_norm.weight"):
+    if name.endswith(("out_norm.weight", "gated_norm.weight", ".skip.weight")):
         return torch.ones(slice_shape)
     if ".lora_B." in name:
         return torch.zeros(slice_shape)
@@ -87,7 +90,7 @@ def initial_value(
     std, ratios = config.init_method_std, config.mup_ratios
     if ratios is not None and is_hidden_matrix(name, len(shape)):
         std /= math.sqrt(ratios.width)
-    if ".lora_A." in name or name.endswith("conv.weight"):
+    if ".lora_A." in name or name.endswith(("conv.weight", "conv_xbc.weight")):
         std = 1 / math.sqrt(3 * shape[-1])
     if name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight")):
         std /= math.sqrt(2 * config.depth(name) / (1.0 if ratios is None else ratios.depth))
@@ -104,6 +107,15 @@ def _initial_decay(name: str, shape: torch.Size, seed: int, first: int, rows: in
         return torch.ones(rows)
     uniform = torch.special.ndtr(normal_rows(name, shape, 1.0, seed, first, rows))
     return (16 * uniform).clamp(min=0.01).log()
+
+
+def _initial_time_step(name: str, shape: torch.Size, seed: int, first: int, rows: int) -> Tensor:
+    uniform = torch.special.ndtr(normal_rows(name, shape, 1.0, seed, first, rows))
+    if name.endswith(".weight"):
+        return (1 + 15 * uniform).log()
+    smallest, largest = math.log(0.001), math.log(0.1)
+    step = (smallest + (largest - smallest) * uniform).exp()
+    return step + torch.log(-torch.expm1(-step))  # softplus of it is the step
 
 
 def normal_rows(name: str, shape: torch.Size, std: float, seed: int, first: int, rows: int) -> Tensor:

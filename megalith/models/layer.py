@@ -12,6 +12,10 @@ each token by itself. Their outputs are branches: normalized where `norm_placeme
     SharedNormParallelLayer   the same with one norm                                      GPT-J, Falcon-7B, Phi
     PostNormLayer             h + mixer(h) with h = norm(x), then h + mlp(h)              BERT
     PostNormMoELayer          the same with experts
+    MixerLayer                x + mixer(norm(x))                                          Nemotron-H, Mamba-2
+    MLPLayer                  x + mlp(norm(x))                                            Nemotron-H
+    ExpertsLayer              x + experts(norm(x))                                        Nemotron-H
+    ParallelMixersLayer       x + mamba(h) + attention(h) with h = norm(x), then x + mlp(norm(x))   Falcon-H1
     mtp_layer(topology)       norm(layer(join(x, embedding)))                             DeepSeek-V3's MTP
 """
 
@@ -28,6 +32,7 @@ from megalith.errors import ConfigError
 from megalith.models.linear import MLP
 from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mixers.attention import CrossAttention
+from megalith.models.mixers.mamba2 import Mamba2
 from megalith.models.moe import MoE
 from megalith.models.mtp import MTPProjection
 from megalith.models.norm import Norm, Residual, add_norm, branch_output
@@ -50,6 +55,9 @@ class TransformerLayer(Runnable):
         mixer: makes the mixer from (config, number, device).
     """
 
+    has_mixer: ClassVar[bool] = True
+    has_mamba: ClassVar[bool] = False
+    has_mlp: ClassVar[bool] = True
     has_experts: ClassVar[bool] = False
     has_cross_attention: ClassVar[bool] = False
     is_mtp: ClassVar[bool] = False
@@ -70,24 +78,35 @@ class TransformerLayer(Runnable):
         def norm(*placements: str) -> Norm | None:
             return Norm(config, config.hidden_size, device) if config.norm_placement in placements else None
 
-        self.input_layernorm = norm("pre", "sandwich")
-        self.self_attention = mixer(config, number, device)  # its name in checkpoints, whatever the mixer is
-        self.post_attention_layernorm = norm("post", "sandwich")
+        self.input_layernorm = self.self_attention = self.post_attention_layernorm = None
+        if self.has_mixer:
+            self.input_layernorm = norm("pre", "sandwich")
+            self.self_attention = mixer(
+                config, number, device
+            )  # its name in checkpoints, whatever the mixer is
+            self.post_attention_layernorm = norm("post", "sandwich")
+        if self.has_mamba:
+            self.mamba = Mamba2(config, number, device)
         if self.has_cross_attention:
             self.pre_cross_attn_layernorm = norm("pre", "sandwich")
             self.cross_attention = CrossAttention(config, number, device)
             self.post_cross_attn_layernorm = norm("post", "sandwich")
-        self.pre_mlp_layernorm = None if config.shared_layernorm else norm("pre", "sandwich")
+        self.pre_mlp_layernorm = self.mlp = self.post_mlp_layernorm = None
+        if self.has_mlp and not config.shared_layernorm:
+            self.pre_mlp_layernorm = norm("pre", "sandwich")
         if self.is_mtp:
             self.join = MTPProjection(config, device)
             self.final_layernorm = Norm(config, config.hidden_size, device)
-        self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
-        self.post_mlp_layernorm = norm("post", "sandwich")
+        if self.has_mlp:
+            self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
+            self.post_mlp_layernorm = norm("post", "sandwich")
 
     @property
     def mixers(self) -> list[nn.Module]:
         """The modules in which tokens see each other."""
-        return [self.self_attention, *([self.cross_attention] if self.has_cross_attention else [])]
+        mixers = [self.self_attention] if self.has_mixer else []
+        mixers += [self.mamba] if self.has_mamba else []
+        return mixers + ([self.cross_attention] if self.has_cross_attention else [])
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Return the residual stream after the layer, of x's shape and dtype.
@@ -204,6 +223,74 @@ class PostNormMoELayer(MoELayer):
         return self.mlp(h, plan, context, self.residual(h, context))
 
 
+class MixerLayer(TransformerLayer):
+    """x + mixer(norm(x)). With norm_placement "post" or "sandwich", the mixer's output is normalized."""
+
+    has_mlp = False
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = add_norm(self.input_layernorm, x)
+        return residual_add(x, *self.attention_branch(h, context))
+
+
+class MLPLayer(TransformerLayer):
+    """x + mlp(norm(x))."""
+
+    has_mixer = False
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = add_norm(self.pre_mlp_layernorm, x)
+        return residual_add(x, *self.mlp_branch(h, context))
+
+
+class ExpertsLayer(MoELayer):
+    """x + experts(norm(x))."""
+
+    has_mixer = False
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = add_norm(self.pre_mlp_layernorm, x)
+        plan = self.mlp.plan(h, context)  # the end of the compiled graph: see moe.py
+        return self.mlp(h, plan, context, self.residual(x, context))
+
+
+class ParallelMixersLayer(TransformerLayer):
+    """x + mamba(h) + attention(h) with h = norm(x), then x + mlp(norm(x)) (Falcon-H1)."""
+
+    has_mamba = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        device: torch.device | None = None,
+        *,
+        mixer: MakeMixer = make_mixer,
+    ):
+        super().__init__(config, number, device, mixer=mixer)
+        self.factors = config.attention_in_multiplier, config.attention_out_multiplier
+        self.mamba_factor = config.ssm_out_multiplier
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = add_norm(self.input_layernorm, x)
+        x, h = add_norm(self.pre_mlp_layernorm, x, *self.mixers_branch(h, context))
+        return residual_add(x, *self.mlp_branch(h, context))
+
+    def mixers_branch(self, h: Tensor, context: Context) -> Branch:
+        before, after = self.factors
+        attention = self.self_attention(h * before if before != 1 else h, context) * after
+        y = self.mamba(h, context) * self.mamba_factor + attention
+        return branch_output(y, None, self.multiplier), self.dropout_mask(context, ATTENTION_OUTPUT)
+
+
+BRANCHES = {"mlp": MLPLayer, "experts": ExpertsLayer}
+"""Classes of layers with a single branch that is not a mixer (PATTERN_LAYERS)."""
+
+
 @cache
 def mtp_layer(topology: type[TransformerLayer]) -> type[TransformerLayer]:
     """Return the class of MTP layers (mtp.py) of a residual topology: norm(layer(join(x, embedding)))."""
@@ -232,6 +319,10 @@ def layer_class(config: ModelConfig, number: int, cross: bool = False) -> type[T
                 "apply_residual_connection_post_layernorm; leave them out"
             )
         topology = CrossAttentionLayer
+    elif config.pattern_layers is not None:
+        topology = BRANCHES.get(config.pattern_layers[number], MixerLayer)
+    elif config.parallel_mixers and number in config.linear_attention_layers:
+        topology = ParallelMixersLayer
     elif config.parallel_attn_mlp:
         topology = SharedNormParallelLayer if config.shared_layernorm else ParallelLayer
     elif post_norm:

@@ -69,9 +69,12 @@ class MLP(Runnable):
         ffn_size = ffn_size or config.ffn_size
         plain = ACTIVATIONS[config.mlp_activation]
         self.activation = plain
+        of_gate, self.multiplier = config.mlp_multipliers or (1.0, 1.0)
         if config.gated:
             clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
             options = {} if clamp is None and not offset else dict(clamp=clamp, offset=offset)
+            if of_gate != 1:
+                options["factor"] = of_gate
             self.activation = partial(gated_activation, plain, **options)
         width = ffn_size * (2 if config.gated else 1)
         bias = config.mlp_bias
@@ -81,4 +84,5 @@ class MLP(Runnable):
     @runnable
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:  # [batch, seq, hidden]
         x = self.linear_fc1(x, context, then=self.activation)  # [batch, seq, ffn]
-        return self.linear_fc2(x, context)
+        y = self.linear_fc2(x, context)
+        return y if self.multiplier == 1 else y * self.multiplier

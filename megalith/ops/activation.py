@@ -56,13 +56,16 @@ def gated_activation(
     *,
     clamp: float | None = None,
     offset: float = 0.0,
+    factor: float = 1.0,
 ) -> Tensor:
-    """Return activation(gate) · (up + offset), with gates and ups clamped at `clamp` (gpt-oss).
+    """Return activation(factor · gate) · (up + offset), with gates and ups clamped at `clamp` (gpt-oss).
 
     Gates and ups alternate in x [..., 2 · ffn]. `bias` is handled as in `gelu_tanh`.
     """
     x = add_bias_gradient(x, bias)
     gate, up = x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()  # [..., ffn] each
+    if factor != 1:
+        gate = gate * factor
     return _glu(activation, gate, up, clamp, offset)
 
 

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, pad
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 64
+from megalith.ops.chunks import CHUNK, document_masks, in_chunks, pair_decays
 
 
 def gated_delta_rule(
@@ -55,18 +54,14 @@ def with_last_state(
     query, key = (_unit(x).repeat_interleave(sharing, dim=2) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     chunks = -(-seq // CHUNK)
-    q, k, v, g, beta = (_in_chunks(x.float(), chunks) for x in (query, key, value, decay, share))
+    q, k, v, g, beta = (in_chunks(x.float(), chunks) for x in (query, key, value, decay, share))
     beta = beta[..., None]  # [batch, heads, chunks, C, 1]
     total = g.cumsum(-1)  # G
-    visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    # Sums of the values in between: differences of G would lose the most digits for the nearest tokens.
-    within = g[..., None].expand(*g.shape, CHUNK).masked_fill(~visible.tril(-1), 0).cumsum(-2)
-    reads = writes = keeps = None
+    same = reads = writes = keeps = None
     if documents is not None:
-        same, reads, writes, keeps = _document_masks(documents, chunks)
-        visible = visible & same
-    pairs = within.masked_fill(~visible, float("-inf")).exp()  # Γ
-    before, after = total.exp()[..., None], within[..., -1, :, None].exp()
+        same, reads, writes, keeps = document_masks(documents, chunks)
+    pairs, after = pair_decays(g, same)  # Γ, e^{G_C − G}
+    before = total.exp()[..., None]
     chunk_decay = total[..., -1].exp()[..., None, None]
     if documents is not None:
         before, after, chunk_decay = before * reads, after * writes, chunk_decay * keeps
@@ -180,58 +175,3 @@ def _unit(x: Tensor) -> Tensor:
     """Normalize x [..., size] to length 1, in fp32."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def _in_chunks(x: Tensor, chunks: int) -> Tensor:
-    """Reshape [batch, seq, heads, ...] to [batch, heads, chunks, C, ...], padded with zeros, which write nothing."""
-    x = x.transpose(1, 2)
-    missing = chunks * CHUNK - x.shape[2]
-    x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
-    return x.unflatten(2, (chunks, CHUNK))
-
-
-def _document_masks(documents: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """Return masks of the documents in each chunk.
-
-    Returns:
-        Pairs of tokens of the same document, bool [batch, 1, chunks, C, C].
-        Tokens of the document of the state before the chunk, float32 [batch, 1, chunks, C, 1].
-        Tokens of the document of the state after the chunk, float32 [batch, 1, chunks, C, 1].
-        Chunks where both documents are the same, float32 [batch, 1, chunks, 1, 1].
-    """
-    missing = chunks * CHUNK - documents.shape[1]
-    chunk_documents = pad(documents[:, None], (0, missing), mode="replicate")[:, 0] if missing else documents
-    chunk_documents = chunk_documents.unflatten(1, (chunks, CHUNK))  # [batch, chunks, C]
-    last = chunk_documents[..., -1:]
-    before = torch.cat([chunk_documents[:, :1, :1], last[:, :-1]], dim=1)
-    same = chunk_documents[..., :, None] == chunk_documents[..., None, :]
-    masks = [
-        (chunk_documents == before)[..., None],
-        (chunk_documents == last)[..., None],
-        (last == before)[..., None],
-    ]
-    return same[:, None], *(mask[:, None].float() for mask in masks)
-
-
-def causal_conv(x: Tensor, taps: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Convolve each unit over the last tokens of the same document.
-
-    Args:
-        x: [batch, seq, units].
-        taps: [units, 1, tokens], that of the current token last.
-        documents: int [batch, seq], document number of each token.
-
-    Returns:
-        [batch, seq, units] in x's dtype.
-    """
-    count = taps.shape[-1]
-    if documents is None:
-        return conv1d(pad(x.mT, (count - 1, 0)), taps.to(x.dtype), groups=len(taps)).mT
-    total = torch.zeros_like(x)
-    for back in range(count):
-        moved, chunk_documents = (
-            pad(y, (0, 0) * (y.dim() - 2) + (back, 0), value=-1)[:, : y.shape[1]] for y in (x, documents)
-        )
-        same = (chunk_documents == documents)[..., None]
-        total = total + torch.where(same, moved, 0) * taps[:, 0, count - 1 - back].to(x.dtype)
-    return total

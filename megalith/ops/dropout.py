@@ -21,6 +21,8 @@ from megalith.ops.compiled import as_one_kernel
 ATTENTION_PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT, EMBEDDING_OUTPUT = 0, 1, 2, 3
 CROSS_ATTENTION_OUTPUT = -1  # cross-attention of layer n counts as layer -2 - n
 ADAPTER_INPUTS = {"linear_qkv": 4, "linear_proj": 5, "linear_fc1": 6, "linear_fc2": 7}
+# A layer has 8 sites. Those of other mixers follow the sites of all layers.
+ADAPTER_INPUTS |= {"linear_zxbcdt": 1 << 20, "linear_out": (1 << 20) + 1, "linear_bcx": (1 << 20) + 2}
 
 
 @dataclass

@@ -215,6 +215,7 @@ class TransformerSpec(ModelSpec):
         heads = config.num_attention_heads // config.query_groups
         key, value = config.linear_key_head_dim, config.linear_value_head_dim
         sharing = config.linear_num_value_heads // config.linear_num_key_heads
+        mamba = config.mamba_heads // config.mamba_num_groups  # heads of a group
         return {
             "linear_qkv": (
                 *(heads * config.head_dim,) * (1 + config.attention_output_gate),
@@ -222,6 +223,8 @@ class TransformerSpec(ModelSpec):
             ),
             "linear_in": (key, key, sharing * value, sharing * value),
             "linear_gates": (sharing, sharing),
+            "linear_zxbcdt": (*(mamba * config.mamba_head_dim,) * 2, *(config.mamba_state_dim,) * 2, mamba),
+            "linear_bcx": (1, 1, 1),
             "linear_kv": (config.head_dim, config.head_dim),
             "linear_fc1": (1, 1) if config.gated else None,
             "linear_kv_down_proj": (config.kv_lora_rank, config.qk_pos_emb_head_dim),

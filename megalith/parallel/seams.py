@@ -15,7 +15,9 @@ from megalith.errors import SeamError
 from megalith.models.adapters import Adapter, QKVAdapter
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention, RelativeBias
+from megalith.models.mixers.mamba2 import GatedGroupNorm, Mamba2
 from megalith.models.mixers.mla import LatentAttention
+from megalith.models.mixers.recurrent import Recurrent, UnitConvolution
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.norm import HeadsNorm
 from megalith.models.router import Router
@@ -59,6 +61,14 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "scores": "selects local heads, and token indices: (weight [buckets, heads], token_index, layout) → both"
     },
     LatentAttention: {"gather": "gathers all tokens of inputs that all heads share: (x, context) → x"},
+    Recurrent: {
+        "convolution": "the causal convolution, with the signature of ops.causal_conv.causal_conv",
+        "recurrence": "the recurrence over tokens: (*inputs, documents) → outputs",
+        "document_numbers": "the local tokens' document numbers: (document ends, local seq) → [batch, seq]",
+    },
+    Mamba2: {"heads_in_group": "number of the local heads of a group"},
+    UnitConvolution: {"rows": "selects the units that this rank uses: (parameter) → units"},
+    GatedGroupNorm: {"total": "sums over the heads of a group of all ranks: (squares) → squares"},
     HeadsNorm: {"total": "sums over the heads of all ranks: (squares) → squares"},
     Runnable: {"runner": "runs a part of a layer: (method, *args) → its result"},
     Router: {"local_tokens": "the shard of a micro-batch's tokens on this rank: a LocalTokens"},

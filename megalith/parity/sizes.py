@@ -17,6 +17,7 @@ ParitySize = Callable[[Any, Any], Any]
 
 LAYERS, HEAD_DIM, SEQ_LENGTH, VOCAB_SIZE, BATCH = 4, 8, 32, 131, 8
 MAX_HEADS = 16
+MAMBA_HEADS = 8
 VOCAB_MULTIPLE = 10
 WINDOW = 11  # earlier tokens that a query attends to; less than SEQ_LENGTH
 EXPERTS, EXPERT_GROUPS, GROUP_TOPK = 8, 4, 2
@@ -79,6 +80,14 @@ def _linear_value_heads(_: Any, model: ModelConfig) -> int:
     """Return the number of value heads, at most 16, in the model's ratio of value heads to key heads."""
     ratio = model.linear_num_value_heads // model.linear_num_key_heads
     return min(_linear_key_heads(None, model) * ratio, MAX_HEADS)
+
+
+def _branches(pattern: str | None, _: ModelConfig) -> str | None:
+    """Return a pattern of the first layers with each branch, for the reduced number of layers."""
+    if pattern is None:
+        return None
+    kept = sorted(sorted(range(len(pattern)), key=lambda at: pattern[:at].count(pattern[at]))[:LAYERS])
+    return "".join(pattern[at] for at in kept)
 
 
 def _rope_scaling(value: RopeScaling | None, model: ModelConfig) -> RopeScaling | None:
@@ -150,6 +159,11 @@ SIZES: dict[str, ParitySize | None] = {  # None: the default
     "model.linear_value_head_dim":               _fixed(HEAD_DIM),
     "model.linear_num_key_heads":                _linear_key_heads,
     "model.linear_num_value_heads":              _linear_value_heads,
+    "model.hybrid_layer_pattern":                _branches,
+    "model.mamba_state_dim":                     _fixed(HEAD_DIM),
+    "model.mamba_head_dim":                      _fixed(HEAD_DIM),
+    "model.mamba_num_heads":                     _fixed(MAMBA_HEADS),
+    "model.mamba_num_groups":                    lambda value, _: min(value, MAMBA_HEADS // 2),
     "model.num_experts":                         _at_most(EXPERTS),
     "model.moe_layer_freq":                      _expert_layers,
     "model.moe_ffn_hidden_size":                 _if_set(3 * HEAD_DIM),

@@ -3,7 +3,8 @@
 A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward and twice that backward (dgrad and wgrad):
 6 FLOPs per weight and token. A token uses only the experts that it is routed to. Attention scores and values cost
 2·2·S·(heads·head_dim) forward for S keys, three times that with the backward pass. A sliding window counts its visible
-keys only. The delta rule of linear attention costs 2·3·(heads·key_dim·value_dim) forward. There are two conventions:
+keys only. A delta rule costs 2·3·(heads·key_dim·value_dim) forward, a state space model 2·2·(heads·state_dim·head_dim).
+There are two conventions:
 
 - **causal** (Megatron-LM): half of the attention matrix, because the mask hides the other half;
 - **full** (PaLM, torchtitan): the full matrix. For Llama-3-8B at 8,192 tokens they differ by 12 %.
@@ -35,7 +36,7 @@ from megalith.models.router import Router
 from megalith.models.transformer import layers_of as layers_in
 from megalith.parallel.expert.expert_parallel import EXPERT_SHARDING
 from megalith.parallel.pipeline.stages import Stage, split_stages
-from megalith.parallel.tensor.roles import role_of
+from megalith.parallel.tensor.roles import role_of, shared_modules
 
 FORWARD_AND_BACKWARD = 3  # the backward costs twice the forward
 MULTIPLY_ADD = 2  # FLOPs
@@ -68,8 +69,13 @@ class MetaModel:
         self._counted: dict[tuple, Any] = {}  # by subject and sharding
         self._kinds: dict[tuple[int, ...], Counter[int]] = {}
         self.layer_numbers = [*range(model.num_layers), *model.mtp_layers]
-        special = set(model.expert_layers), set(model.mtp_layers), set(model.linear_attention_layers)
-        kinds = {number: tuple(number in layers for layers in special) for number in self.layer_numbers}
+        special = set(model.expert_layers), set(model.mtp_layers)
+        mixers = {number: model.recurrent_mixer(number) for number in model.linear_attention_layers}
+        pattern = model.pattern_layers or [None] * len(self.layer_numbers)
+        kinds = {
+            number: (*(number in layers for layers in special), mixers.get(number), pattern[number])
+            for number in self.layer_numbers
+        }
         first = {kinds[number]: number for number in reversed(self.layer_numbers)}
         self._first = {number: first[kinds[number]] for number in self.layer_numbers}
         no_layers = {
@@ -161,9 +167,7 @@ class MetaModel:
             weight = getattr(module, "weight", None)
             if isinstance(module, Linear | GroupedLinear | Router) and _part(name, module) != "embedding":
                 *experts, rows, columns = self._shape(name, module, "weight", weight.shape)
-                style = (
-                    None if experts else role_of(name, module, False).style if ADAPTER not in name else None
-                )
+                style = None if experts else role_of(name, module).style if ADAPTER not in name else None
                 reads_encoder = name.startswith("cross_attention.linear_kv")
                 matmuls.append(Matmul(rows, columns, experts[0] if experts else 0, style, reads_encoder))
         return matmuls
@@ -202,7 +206,7 @@ class MetaModel:
                 (dims["etp"], parallel.expert_tensor_parallel_size),
             ]
         else:
-            dim = getattr(role_of(name, module, self.config.query_groups < tensor), kind)
+            dim = getattr(role_of(name, module, shared_modules(self.config, tensor)), kind)
             cuts = [] if dim is None else [(dim, tensor)]
         for dim, size in cuts:
             shape[dim] = -(-shape[dim] // size)
@@ -227,7 +231,7 @@ def _part(name: str, module: nn.Module) -> str:
         return "experts"
     if isinstance(module, Norm):
         return "norms"
-    if first.endswith("attention"):
+    if first.endswith("attention") or first == "mamba":
         return "attention"
     return OUTSIDE.get(first, "mlp")
 
@@ -310,7 +314,7 @@ class TokenFlops:
     """FLOPs per token by part, forward and backward."""
 
     attention_projections: int
-    """Including the delta rule of linear attention."""
+    """Including the recurrences of delta nets and state space models."""
     attention_matrix: int
     """The full matrix."""
     mlp: int
@@ -354,11 +358,10 @@ def flops_per_token(
     per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD  # of a product of activations, or of a trained weight
     values = model.v_head_dim if model.multi_latent_attention else model.head_dim
     widths = model.num_attention_heads * (model.head_dim + values)  # of q·kᵀ and of probabilities·v
-    linear = model.linear_attention_layers
-    pairs = sum(_keys(model, number, seq_length) for number in meta.layer_numbers if number not in linear)
+    pairs = sum(_keys(model, number, seq_length) for number in model.attention_layers)
     return TokenFlops(
         attention_projections=per_weight * weights["attention"]
-        + per_pair * len(linear) * delta_rule_macs(model),
+        + per_pair * sum(recurrence_macs(model, number) for number in model.linear_attention_layers),
         attention_matrix=per_pair * widths * pairs,
         mlp=per_weight * (weights["mlp"] + _active_experts(model, weights["experts"])),
         head=per_weight * meta.output_matrix * (1 + len(model.mtp_layers)),
@@ -397,9 +400,14 @@ def token_fraction(config: RunConfig, number: int) -> float:
     return config.data.decoder_length / config.data.seq_length if 0 < first <= number else 1.0
 
 
-def delta_rule_macs(model: ModelConfig) -> int:
-    """Return the multiply-adds per token of the delta rule in a linear attention layer, forward."""
-    return 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+def recurrence_macs(model: ModelConfig, layer: int) -> int:
+    """Return the multiply-adds per token, forward, of the recurrence in a layer whose mixer is not attention."""
+    mixer = model.recurrent_mixer(layer)
+    if mixer == "gated_delta_net":  # read, write, read
+        return 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+    if mixer == "mamba2":  # write, read
+        return 2 * model.mamba_heads * model.mamba_state_dim * model.mamba_head_dim
+    return 0
 
 
 def _keys(model: ModelConfig, layer: int, seq_length: int) -> int:

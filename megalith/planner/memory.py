@@ -385,8 +385,9 @@ def _saved_activations(
     query = model.num_attention_heads // tensor * model.head_dim
     key_value = 2 * groups * model.head_dim
     gathers = compiled and sequence > 1 and parallel.save_gathered_inputs
-    norm_inputs = model.norms_in_layer * model.hidden_size // sequence
-    normed = 1 if model.shared_layernorm else 2
+    parts = int(layer.has_mixer) + int(layer.has_mlp)
+    norm_inputs = model.norms_in_layer * model.hidden_size * parts // (2 * sequence)
+    normed = 1 if model.shared_layernorm else parts
     norm_outputs = normed * model.hidden_size // (1 if gathers else sequence)  # inputs of the matrices
     if compiled and not gathers and "layernorm" in recomputed:
         norm_outputs = 0  # also the input of a recomputed MLP, which is in the same graph
@@ -399,14 +400,16 @@ def _saved_activations(
     attention += exchanged  # the output after the all-to-all, which the next matrix saves
     if code is not None:
         attention += code * query
-    if number in model.linear_attention_layers:
-        attention = _delta_net_activations(model) / tensor
+    if not model.has_attention(number):
+        attention = 0
+    if (mixer := model.recurrent_mixer(number)) is not None:
+        attention += _mixer_activations(model, mixer) / tensor
     if saved_of_encoder(meta, number):  # cross-attention's norm, queries and output
         norm_inputs, norm_outputs = 1.5 * norm_inputs, 1.5 * norm_outputs
         attention += 2 * query + exchanged
     per_input = 1.0 if code is None else code  # saved per element of a matrix's input
     saved = norm_inputs + per_input * norm_outputs + attention
-    if "mlp" not in recomputed:
+    if layer.has_mlp and "mlp" not in recomputed:
         again = compiled and code is None and "mlp_act" in recomputed
         outputs, inputs = meta.cached(("between", number), lambda: _between_matrices(layer.mlp))
         saved += (outputs + (0 if again else per_input) * inputs) / tensor
@@ -422,12 +425,20 @@ def saved_of_encoder(meta: MetaModel, number: int) -> int:
     return 2 * max(model.query_groups // tensor, 1) * model.head_dim if crosses else 0
 
 
-def _delta_net_activations(model: ModelConfig) -> int:
-    """Return the elements per token that a gated delta net saves.
+def _mixer_activations(model: ModelConfig, mixer: str) -> int:
+    """Return the elements per token that a mixer other than attention saves.
 
-    They are the convolution's input and output, the delta rule's inputs, the gate, and the output before and after
+    They are the convolution's input and output, the recurrence's inputs, the gate, and the output before and after
     gating.
     """
+    if (
+        mixer == "short_conv"
+    ):  # the projections B, C and x, the convolution's input and output, the gated output
+        return 6 * model.hidden_size
+    if mixer == "mamba2":
+        values = model.mamba_heads * model.mamba_head_dim
+        units = values + 2 * model.mamba_num_groups * model.mamba_state_dim
+        return 3 * units + 3 * values + 2 * model.mamba_heads
     values = model.linear_num_value_heads * model.linear_value_head_dim
     units = 2 * model.linear_num_key_heads * model.linear_key_head_dim + values
     return 3 * units + 3 * values
@@ -438,7 +449,7 @@ def _between_matrices(mlp: nn.Module) -> tuple[int, int]:
     sizes = Counter()
     for name, linear in mlp.named_modules():
         if isinstance(linear, Linear):
-            style, (rows, columns) = role_of(name, linear, False).style, linear.weight.shape
+            style, (rows, columns) = role_of(name, linear).style, linear.weight.shape
             sizes[style] += rows if style == "column" else columns
     return sizes["column"], sizes["row"]
 

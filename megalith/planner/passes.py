@@ -17,7 +17,7 @@ from megalith.config import RunConfig
 from megalith.config.rules.expert_rules import expert_data_parallel_size, is_static, ranks_of_a_token
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.hardware import GIGA
-from megalith.ops.delta_rule import CHUNK
+from megalith.ops.chunks import CHUNK
 from megalith.parallel.fp8_linears import casts_weights_once, saves_weight_codes, uses_fp8
 from megalith.parallel.memory.recompute import can_recompute_in_graph, skips_last_layer
 from megalith.parallel.pipeline.stages import Stage, virtual_size
@@ -292,8 +292,9 @@ class Passes:
     def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         model, parallel = self.model, self.parallel
         seq = self.config.data.seq_length
-        if number in model.linear_attention_layers:
-            return self._delta_rule(there, back)
+        self._recurrence(number, there, back)
+        if not model.has_attention(number):
+            return
         window = min(model.window(number) or seq, seq)
         heads = model.num_attention_heads / self.tensor
         values = model.v_head_dim if model.multi_latent_attention else model.head_dim
@@ -326,11 +327,19 @@ class Passes:
             there["attention"] += merged
             back["attention"] += 2 * merged
 
-    def _delta_rule(self, there: Counter[str], back: Counter[str]) -> None:
-        """Add the delta rule by its bytes: fp32 matrices per chunk, recomputed in the backward pass."""
-        model = self.model
-        of_head = 4 * CHUNK + 6 * model.linear_key_head_dim + 6 * model.linear_value_head_dim
-        moved = 4 * of_head * model.linear_num_value_heads / self.tensor * self.tokens / self.streams
+    def _recurrence(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+        """Add a recurrence by its bytes: fp32 matrices per chunk, recomputed in the backward pass."""
+        model, mixer = self.model, self.model.recurrent_mixer(number)
+        if mixer == "gated_delta_net":
+            of_head = 4 * CHUNK + 6 * model.linear_key_head_dim + 6 * model.linear_value_head_dim
+            heads = model.linear_num_value_heads
+        elif mixer == "mamba2":  # a chunk's state is state_dim · head_dim, for CHUNK tokens
+            states = 3 * model.mamba_state_dim * model.mamba_head_dim / CHUNK
+            of_head = 3 * CHUNK + 6 * model.mamba_head_dim + states
+            heads = model.mamba_heads
+        else:
+            return
+        moved = 4 * of_head * heads / self.tensor * self.tokens / self.streams
         there["attention"] += moved
         back["attention"] += 3 * moved
 

@@ -42,7 +42,7 @@ IMPOSSIBLE = [
     ({"model": {**DELTA, "linear_attention_freq": [1]}}, "linear_attention_freq has 1 numbers, but model.num_l"),
     ({"model": {**DELTA, "linear_num_key_heads": 5}}, "linear_num_value_heads 32 is not divisible by .*key_heads 5"),
     ({"model": {**DELTA, "model_type": "bert"}}, "model_type is bert, which a gated delta net .*set it to gpt"),
-    ({"model": {"linear_key_head_dim": 64}}, "it requires model.experimental_attention_variant, which is not set"),
+    ({"model": {"linear_key_head_dim": 64}}, "requires model.experimental_attention_variant gated_delta_net, "),
     ({"model": {"attention_output_gate": True}, "lora": {"rank": 2}}, "names attention, but with .*matrices differ"),
     ({"model": {"qk_layernorm_full_width": True}}, "requires model.qk_layernorm true, which is False"),
     ({"model": {"rope_scaling": {"factor": 2}}}, "it requires model.position_embedding_type rope, which is learned"),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.ops.delta_rule import causal_conv, gated_delta_rule, next_token, with_last_state
+from megalith.ops.causal_conv import causal_conv
+from megalith.ops.delta_rule import gated_delta_rule, next_token, with_last_state
 
 
 def token_by_token(

@@ -23,13 +23,14 @@ from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
 from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
-from megalith.parallel.tensor.roles import ALWAYS, ROLES, role_of
+from megalith.parallel.tensor.roles import ALWAYS, ROLES, role_of, shared_modules
 
 
 def change(model: ModelConfig, **fields) -> ModelConfig:
     return ModelConfig(**{**model.model_dump(), **fields})
 
 
+MAMBA = dict(mamba_num_heads=8, mamba_head_dim=5, mamba_state_dim=6)
 MODELS = {
     "gpt2": GPT2,
     "gpt2 untied": change(GPT2, untie_embeddings_and_output_weights=True),
@@ -57,6 +58,28 @@ MODELS = {
         linear_key_head_dim=5,
         linear_value_head_dim=6,
     ),
+    "llama mamba2, one group": change(
+        LLAMA,
+        **MAMBA,
+        experimental_attention_variant="mamba2",
+        linear_attention_freq=2,
+        mamba_num_groups=1,
+        mamba_proj_bias=True,
+        mamba_out_bias=True,
+    ),
+    "llama mamba2 in parallel": change(
+        LLAMA,
+        **MAMBA,
+        experimental_attention_variant="mamba2",
+        linear_attention_freq=3,
+        mamba_num_groups=2,
+        mamba_norm_before_gate=True,
+        parallel_mixers=True,
+    ),
+    "llama short convolution": change(
+        LLAMA, experimental_attention_variant="short_conv", linear_attention_freq=2, short_conv_bias=True
+    ),
+    "single branches": change(LLAMA, **MAMBA, mamba_num_groups=2, num_layers=3, hybrid_layer_pattern="M-*"),
 }
 
 
@@ -72,6 +95,7 @@ WAYS = {
         ("gpt2", False),
         ("llama", False),
         ("llama gated delta net", False),
+        ("llama mamba2, one group", False),
         *((name, True) for name in MODELS if name not in ON_FOUR),
     ],
     4: [
@@ -83,6 +107,7 @@ WAYS = {
         ("llama one group, dropout", False),
         ("llama one group, dropout", True),
         ("llama tied, qkv biases, norms of heads", False),
+        ("llama mamba2 in parallel", False),
     ],
 }
 ALL_WAYS = [(size, *way) for size, ways in WAYS.items() for way in ways]
@@ -91,6 +116,9 @@ CHOSEN_WAYS = [
     *((size, *way) for size, *way in ALL_WAYS if not way[1] and way[0] != "gpt2 uneven vocabulary"),
     (2, "gpt2 dropout", True),
     (2, "llama gated delta net", True),
+    (2, "llama mamba2, one group", True),
+    (2, "llama short convolution", True),
+    (2, "single branches", True),
     (4, "gpt2 uneven vocabulary", True),
     (4, "llama one group, dropout", True),
 ]
@@ -108,7 +136,7 @@ def partial_roles(model: ModelConfig, size: int) -> set[tuple[str, str]]:
     for name, module in transformer.named_modules():
         for kind, _ in module.named_parameters(recurse=False):
             owner = transformer.get_submodule(name.rpartition(".")[0])
-            role = role_of(name, module, model.query_groups < size, owner)
+            role = role_of(name, module, shared_modules(model, size), owner)
             if (role.partial_weight if kind == "weight" else role.partial_bias) == ALWAYS:
                 outputs.add((name.rpartition(".")[2], kind))
     return outputs
@@ -121,7 +149,8 @@ def test_every_gradient_that_is_always_partial_is_shown_without_sequence_paralle
             shown |= partial_roles(MODELS[name], size)
     norms = {(name, "weight") for name, role in ROLES.items() if role.partial_weight == ALWAYS}
     biases = {(name, "bias") for name in ("q_layernorm", "k_layernorm")}  # an out_norm has none
-    assert shown == norms | biases | {("linear_qkv", "weight"), ("linear_qkv", "bias")}
+    shared = itertools.product(("linear_qkv", "linear_zxbcdt", "conv_xbc"), ("weight", "bias"))
+    assert shown == norms | biases | set(shared)
 
 
 @pytest.fixture(scope="module")

@@ -212,6 +212,8 @@ ENCODER = LEARNED | {"model_type": "bert"}
 HEADLESS = ENCODER | {"bert_binary_head": False}
 GATED = LEARNED | {"swiglu": True}
 HYBRID = LEARNED | {"experimental_attention_variant": "gated_delta_net"}
+MAMBA = LEARNED | {"experimental_attention_variant": "mamba2"}
+FALCON = MAMBA | {"parallel_mixers": True}
 BOTH = LEARNED | {"model_type": "t5", "position_embedding_type": "relative"}
 
 # Every setting that decides which function the weights are: another value, and the model where that is another one.
@@ -259,6 +261,15 @@ OTHER_FUNCTIONS = {
     "mup_base_num_layers": (1, WHOLE | {"use_mup": True}), "score_head": (True, LEARNED),
     "mup_depth_alpha": (0.5, WHOLE | {"use_mup": True, "mup_base_num_layers": 1}),
     "linear_value_head_dim": (64, HYBRID), "linear_num_key_heads": (8, HYBRID), "linear_num_value_heads": (16, HYBRID),
+    "hybrid_layer_pattern": ("M-*M", LEARNED), "parallel_mixers": (True, MAMBA), "mamba_state_dim": (16, MAMBA),
+    "mamba_head_dim": (32, MAMBA | {"mamba_num_groups": 1, "mamba_num_heads": 2}), "mamba_num_heads": (8, MAMBA),
+    "mamba_num_groups": (2, MAMBA), "mamba_conv_bias": (False, MAMBA), "mamba_proj_bias": (True, MAMBA),
+    "mamba_out_bias": (True, MAMBA), "mamba_rms_norm": (False, MAMBA), "mamba_norm_before_gate": (True, MAMBA),
+    "mamba_dt_limit": ([0.1, 0.5], MAMBA), "ssm_in_multiplier": (2.0, MAMBA), "ssm_out_multiplier": (2.0, MAMBA),
+    "ssm_multipliers": ([0.5, 1.0, 1.0, 1.0, 2.0], MAMBA), "attention_in_multiplier": (2.0, FALCON),
+    "attention_out_multiplier": (2.0, FALCON), "key_multiplier": (0.5, WHOLE),
+    "mlp_multipliers": ([0.5, 2.0], GATED),
+    "short_conv_bias": (True, LEARNED | {"experimental_attention_variant": "short_conv"}),
 }  # fmt: skip
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from megalith.config.dense import RopeScaling
+from megalith.config.hybrid import PATTERN_LAYERS
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.config.rules.expert_rules import check_experts
@@ -238,19 +241,22 @@ def _check_linear_attention(model: ModelConfig) -> None:
             "model.attention_output_gate adds rows to the query projection, which model.multi_latent_attention "
             "replaces by a latent; leave one out"
         )
-    if model.experimental_attention_variant is None:
+    _check_pattern(model)
+    if not model.recurrent_mixers:
         return
     frequency, heads = model.linear_attention_freq, (model.linear_num_key_heads, model.linear_num_value_heads)
-    if isinstance(frequency, list) and len(frequency) != model.num_layers:
+    if isinstance(frequency, list) and model.pattern_layers is None and len(frequency) != model.num_layers:
         raise ConfigError(
             f"model.linear_attention_freq has {len(frequency)} numbers, but model.num_layers is {model.num_layers}; "
             "give one for each layer (1: linear attention, 0: attention), or a single number"
         )
-    if heads[1] % heads[0]:
+    if "gated_delta_net" in model.recurrent_mixers and heads[1] % heads[0]:
         raise ConfigError(
             f"model.linear_num_value_heads {heads[1]} is not divisible by model.linear_num_key_heads {heads[0]}: as "
             "many value heads share each key head; change one"
         )
+    if "mamba2" in model.recurrent_mixers:
+        _check_mamba(model)
     required = {
         "model_type": (model.model_type, "gpt"),
         "mtp_num_layers": (model.mtp_num_layers, None),
@@ -258,9 +264,89 @@ def _check_linear_attention(model: ModelConfig) -> None:
     for name, (value, needed) in required.items():
         if value != needed:
             raise ConfigError(
-                f"model.{name} is {value}, which a gated delta net (model.experimental_attention_variant) does not "
-                f"support; set it to {needed}"
+                f"model.{name} is {value}, which {mixers_text(model)} does not support; set it to {needed}"
             )
+
+
+def mixers_text(model: ModelConfig) -> str:
+    """Return the model's mixers that are not attention, with the setting that chooses them, for errors."""
+    names = {
+        "gated_delta_net": "a gated delta net",
+        "mamba2": "a state space model (mamba2)",
+        "short_conv": "a short convolution",
+    }
+    mixers = " and ".join(names[mixer] for mixer in model.recurrent_mixers)
+    setting = "experimental_attention_variant" if model.pattern_layers is None else "hybrid_layer_pattern"
+    return f"{mixers} (model.{setting})"
+
+
+def _check_pattern(model: ModelConfig) -> None:
+    pattern = model.hybrid_layer_pattern
+    if pattern is None:
+        return
+    if others := sorted(set(pattern) - set(PATTERN_LAYERS)):
+        raise ConfigError(
+            f"model.hybrid_layer_pattern has {', '.join(map(repr, others))}; each layer is one of "
+            f"{', '.join(f'{letter} ({branch})' for letter, branch in PATTERN_LAYERS.items())}"
+        )
+    if len(pattern) != model.num_layers:
+        raise ConfigError(
+            f"model.hybrid_layer_pattern has {len(pattern)} layers, but model.num_layers is {model.num_layers}; "
+            "change one"
+        )
+    if ("E" in pattern) != (model.num_experts is not None):
+        raise ConfigError(
+            f"model.hybrid_layer_pattern {pattern} has {pattern.count('E')} layers with experts (E), but "
+            f"model.num_experts is {model.num_experts}; change one"
+        )
+    required = {
+        "model_type": (model.model_type, "gpt"),
+        "mtp_num_layers": (model.mtp_num_layers, None),
+        "parallel_attn_mlp": (model.parallel_attn_mlp, False),
+        "apply_residual_connection_post_layernorm": (model.apply_residual_connection_post_layernorm, False),
+    }
+    for name, (value, needed) in required.items():
+        if value != needed:
+            raise ConfigError(
+                f"model.{name} is {value}, but layers of model.hybrid_layer_pattern have a single branch, which does "
+                f"not support it; set it to {needed}"
+            )
+
+
+def _check_mamba(model: ModelConfig) -> None:
+    heads, groups = model.mamba_heads, model.mamba_num_groups
+    if model.mamba_num_heads is None and 2 * model.hidden_size % model.mamba_head_dim:
+        raise ConfigError(
+            f"model.mamba_head_dim {model.mamba_head_dim} does not divide 2 · model.hidden_size "
+            f"{model.hidden_size}; change it, or set model.mamba_num_heads"
+        )
+    if heads % groups:
+        raise ConfigError(
+            f"model.mamba_num_groups {groups} does not divide the {heads} heads (model.mamba_num_heads): each group "
+            "has as many; change one"
+        )
+    limit = model.mamba_dt_limit
+    if limit is not None and not limit[0] < limit[1] < math.inf:
+        raise ConfigError(
+            f"model.mamba_dt_limit {limit} is not a smallest and a larger, finite step size; correct it, or leave it "
+            "out for no limits"
+        )
+    if model.parallel_mixers:
+        required = {
+            "norm_placement": (model.norm_placement, "pre"),
+            "num_experts": (model.num_experts, None),
+            "multi_latent_attention": (model.multi_latent_attention, False),
+            "parallel_attn_mlp": (model.parallel_attn_mlp, False),
+            "apply_residual_connection_post_layernorm": (
+                model.apply_residual_connection_post_layernorm,
+                False,
+            ),
+        }
+        for name, (value, needed) in required.items():
+            if value != needed:
+                raise ConfigError(
+                    f"model.{name} is {value}, which model.parallel_mixers does not support; set it to {needed}"
+                )
 
 
 def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:

@@ -8,6 +8,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.output import RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rules.expert_rules import check_expert_parallel, divisors
+from megalith.config.rules.model_rules import mixers_text
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 
@@ -91,16 +92,29 @@ def shard_size(parallel: ParallelConfig, world_size: int) -> int:
 def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
     """Raise ConfigError unless TP can shard the model's matrices, and with sequence_parallel its tokens."""
     size = parallel.tensor_model_parallel_size
-    for name, value in (
-        ("num_attention_heads", model.num_attention_heads),
-        ("ffn_hidden_size", model.ffn_size),
-    ):
+    attends = bool(model.attention_layers)
+    sizes = {"num_attention_heads": model.num_attention_heads} if attends else {}
+    if any(map(model.has_mlp, range(model.num_layers))):
+        sizes["ffn_hidden_size"] = model.ffn_size
+    if "short_conv" in model.recurrent_mixers:
+        sizes["hidden_size"] = model.hidden_size
+    if "mamba2" in model.recurrent_mixers:
+        sizes["mamba_num_heads"] = model.mamba_heads
+    if "gated_delta_net" in model.recurrent_mixers:
+        sizes["linear_num_key_heads"] = model.linear_num_key_heads
+    for name, value in sizes.items():
         if value % size:
             raise ConfigError(
                 f"model.{name} {value} is not divisible by parallel.tensor_model_parallel_size {size}; each rank "
                 f"takes as many; choose a tensor size among {divisors(value)}"
             )
-    if model.query_groups % size and size % model.query_groups:
+    groups = model.mamba_num_groups
+    if "mamba2" in model.recurrent_mixers and groups % size and size % groups:
+        raise ConfigError(
+            f"model.mamba_num_groups {groups} and parallel.tensor_model_parallel_size {size}: one has to divide the "
+            "other, so that a rank has whole groups or shares one; change either"
+        )
+    if attends and model.query_groups % size and size % model.query_groups:
         raise ConfigError(
             f"model.num_query_groups {model.query_groups} and parallel.tensor_model_parallel_size {size}: one has to "
             "divide the other, so that a rank has whole key and value heads or shares one; change either"
@@ -110,12 +124,6 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
             f"model.attention_output_gate requires complete groups of query heads on each rank, but "
             f"parallel.tensor_model_parallel_size {size} does not divide the {model.query_groups} groups; choose a "
             f"tensor size among {divisors(model.query_groups)}"
-        )
-    if model.linear_attention_layers and model.linear_num_key_heads % size:
-        raise ConfigError(
-            f"model.linear_num_key_heads {model.linear_num_key_heads} is not divisible by "
-            f"parallel.tensor_model_parallel_size {size}; each rank takes as many; choose a tensor size among "
-            f"{divisors(model.linear_num_key_heads)}"
         )
     for name, does in (("full_width", "goes over"), ("per_head", "has weights for")):
         if getattr(model, f"qk_layernorm_{name}") and model.query_groups % size:
@@ -147,9 +155,8 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
         return
     if model.linear_attention_layers:
         raise ConfigError(
-            f"parallel.context_parallel_size {size} cuts sequences, and a gated delta net "
-            "(model.experimental_attention_variant) reads them from their beginning; set it to 1 and use tensor or "
-            "sequence parallelism"
+            f"parallel.context_parallel_size {size} cuts sequences, and {mixers_text(model)} reads them from their "
+            "beginning; set it to 1 and use tensor or sequence parallelism"
         )
     if model.encoder_layers and parallel.cp_comm_type == "auto":
         kind = "a2a"

@@ -139,14 +139,21 @@ def _check_adapters(config: RunConfig) -> None:
             f"lora.targets {', '.join(lora.targets)} names linear_qkv, but model.multi_latent_attention has other "
             "matrices in its place, which have no adapters; name linear_proj, linear_fc1 and linear_fc2 alone"
         )
-    if (model.linear_attention_layers or model.attention_output_gate) and parts.keys() & {
-        "linear_qkv",
-        "linear_proj",
-    }:
+    if model.attention_output_gate and parts.keys() & {"linear_qkv", "linear_proj"}:
         raise ConfigError(
-            f"lora.targets {', '.join(lora.targets)} names attention, but with model.experimental_attention_variant "
-            "or model.attention_output_gate its matrices differ and have no adapters; name linear_fc1 and linear_fc2 "
-            "alone"
+            f"lora.targets {', '.join(lora.targets)} names attention, but with model.attention_output_gate its "
+            "matrices differ and have no adapters; name linear_fc1 and linear_fc2 alone"
+        )
+    absent = {
+        "linear_qkv and linear_proj": parts.keys() & {"linear_qkv", "linear_proj"}
+        and not model.attention_layers,
+        "linear_fc1 and linear_fc2": parts.keys() & {"linear_fc1", "linear_fc2"}
+        and not any(map(model.has_mlp, range(model.num_layers))),
+    }
+    for names in (names for names, is_absent in absent.items() if is_absent):
+        raise ConfigError(
+            f"lora.targets {', '.join(lora.targets)} names {names}, which no layer of "
+            f"model.hybrid_layer_pattern {model.hybrid_layer_pattern} has; name linears that it has"
         )
     if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
         raise ConfigError(
@@ -613,11 +620,15 @@ def _widths(config: RunConfig) -> Iterator[tuple[str, int]]:
     yield "model.hidden_size", model.hidden_size
     if model.multi_latent_attention:
         yield from _latent_widths(model, size)
-    else:
+    elif model.attention_layers:
         heads, groups = model.num_attention_heads // size, max(model.query_groups // size, 1)
         yield "rows of linear_qkv", (heads * (1 + model.attention_output_gate) + 2 * groups) * model.head_dim
         yield "columns of linear_proj", heads * model.head_dim
-    if model.linear_attention_layers:
+    if "mamba2" in model.recurrent_mixers:
+        yield "columns of Mamba-2's linear_out", model.mamba_heads * model.mamba_head_dim // size
+    if "short_conv" in model.recurrent_mixers:
+        yield "columns of the short convolution's linear_out", model.hidden_size // size
+    if "gated_delta_net" in model.recurrent_mixers:
         keys, values = model.linear_num_key_heads // size, model.linear_num_value_heads // size
         yield (
             "rows of linear_in",

@@ -16,14 +16,24 @@ from torch import nn
 from megalith.config import ModelConfig
 from megalith.models.mixers.attention import SelfAttention
 from megalith.models.mixers.gated_delta_net import GatedDeltaNet
+from megalith.models.mixers.mamba2 import Mamba2
 from megalith.models.mixers.mla import LatentAttention
+from megalith.models.mixers.short_conv import ShortConvolution
 
 MakeMixer = Callable[[ModelConfig, int, torch.device | None], nn.Module]
 
 
+RECURRENT: dict[str, MakeMixer] = {
+    "gated_delta_net": GatedDeltaNet,
+    "mamba2": Mamba2,
+    "short_conv": ShortConvolution,
+}
+"""Mixers that are not attention, by their names in the configuration."""
+
+
 def make_mixer(config: ModelConfig, number: int, device: torch.device | None = None) -> nn.Module:
-    """Return the mixer that the configuration has for layer `number`."""
-    if number in config.linear_attention_layers:
-        return GatedDeltaNet(config, number, device)
+    """Return the mixer that the configuration has for layer `number`: attention if the layer has it."""
     mixer = LatentAttention if config.multi_latent_attention else SelfAttention
+    if number not in config.attention_layers:
+        mixer = RECURRENT[config.recurrent_mixer(number)]
     return mixer(config, number, device)

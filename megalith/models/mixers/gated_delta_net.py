@@ -11,8 +11,6 @@ rows is therefore a slice of heads.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
@@ -20,17 +18,17 @@ from torch.nn.functional import silu, softplus
 from megalith.config import ModelConfig
 from megalith.local_shards import local
 from megalith.models.linear import Linear
+from megalith.models.mixers.recurrent import Recurrent, StateSizes
 from megalith.models.pass_context import Context
-from megalith.models.runnable import Runnable, runnable
-from megalith.ops.delta_rule import causal_conv, gated_delta_rule
-from megalith.ops.documents import document_ids
+from megalith.models.runnable import runnable
+from megalith.ops.delta_rule import gated_delta_rule
 
 
-class GatedDeltaNet(Runnable):
+class GatedDeltaNet(Recurrent):
     """linear_in and linear_gates, convolution, delta rule, gated norm, linear_out."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
-        super().__init__()
+        super().__init__(gated_delta_rule)
         self.sharing = config.linear_num_value_heads // config.linear_num_key_heads
         self.sizes = config.linear_key_head_dim, config.linear_value_head_dim
         heads, (key, value) = config.linear_num_key_heads, self.sizes
@@ -44,21 +42,22 @@ class GatedDeltaNet(Runnable):
         self.out_norm = GatedNorm(value, config.layernorm_epsilon, device)
         self.linear_out = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
 
+    @property
+    def state_sizes(self) -> StateSizes:
+        units, _, taps = local(self.conv.weight).shape
+        return StateSizes(taps, units, (len(local(self.decay.weight)), *self.sizes))
+
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         key_size, value_size = self.sizes
         y = self.linear_in(x, context)
         y = y.view(context.batch, -1, y.shape[-1])
-        documents = None
-        if context.documents is not None:
-            documents = document_ids(context.documents, y.shape[1])
+        documents = self.documents(context, y.shape[1])
         parts = [2 * key_size + self.sharing * value_size, self.sharing * value_size]
         mixed, gate = y.unflatten(-1, (-1, sum(parts))).split(parts, dim=-1)  # [batch, seq, key heads, ·]
         heads = mixed.shape[2]
-        convolve = (
-            partial(causal_conv, documents=documents) if context.cache is None else context.cache.convolve
-        )
-        mixed = silu(convolve(mixed.flatten(2), local(self.conv.weight))).unflatten(2, (heads, -1))
+        mixed = self.convolve(mixed.flatten(2), local(self.conv.weight), None, documents, context)
+        mixed = silu(mixed).unflatten(2, (heads, -1))
         query, key, value = mixed.split([key_size, key_size, self.sharing * value_size], dim=-1)
         value, gate = (z.unflatten(-1, (self.sharing, value_size)).flatten(2, 3) for z in (value, gate))
         value = context.without_padding(value)
@@ -66,7 +65,8 @@ class GatedDeltaNet(Runnable):
         beta, step = gates[..., 0, :].flatten(2).sigmoid(), gates[..., 1, :].flatten(2)
         inputs = query, key, value, self.decay(step), beta
         if context.cache is None:
-            out = gated_delta_rule(*inputs, documents)
+            rule = gated_delta_rule if context.layout.full_sequence else self.recurrence
+            out = rule(*inputs, documents)
         else:
             out = context.cache.delta_rule(*inputs)
         return self.linear_out(self.out_norm(out, gate).flatten(2), context)

@@ -6,10 +6,12 @@ on a rank is partial, so that it must be summed over the axis.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
 
+from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER
 from megalith.models.norm import HeadNorms, HeadsNorm
@@ -58,7 +60,13 @@ ROLES = {
     "linear_proj": Role(COLUMNS, REPLICATED, "row", NEVER, UNDER_SP),  # the bias is added after the reduction
     "linear_in": Role(ROWS, ROWS, "column"),  # gated delta net: local heads
     "linear_gates": Role(ROWS, ROWS, "column"),
+    "linear_zxbcdt": Role(ROWS, ROWS, "column"),  # Mamba-2: local groups of heads
+    "linear_bcx": Role(ROWS, ROWS, "column"),  # short convolution: local units
     "conv": Role(ROWS, ROWS),
+    "conv_xbc": Role(ROWS, ROWS),
+    "time_step": Role(ROWS, ROWS),
+    "skip": Role(ROWS),
+    "gated_norm": Role(ROWS),
     "decay": Role(ROWS, ROWS),
     "out_norm": Role(REPLICATED, REPLICATED, None, ALWAYS, ALWAYS),
     "linear_out": Role(COLUMNS, REPLICATED, "row", NEVER, UNDER_SP),
@@ -82,9 +90,16 @@ ROLES = {
     "binary_head": Role(REPLICATED),
     "units": Role(ROWS, ROWS),  # one value per output of a column-parallel linear
 }
-# With fewer KV groups than ranks, several ranks share a group: each has some of its query heads, and its key and value.
-# No sharding of the rows gives that, so every rank holds the full matrix and uses the rows it needs.
-SHARED_QKV = Role(REPLICATED, REPLICATED, "column", ALWAYS, ALWAYS)
+# With fewer groups than ranks, several ranks share a group: each has some of its query heads, and its key and value, in
+# Mamba-2 some of its heads, and its B and C. No sharding of the rows gives that, so every rank holds the full matrix
+# and uses the rows it needs.
+SHARED_LINEAR = Role(REPLICATED, REPLICATED, "column", ALWAYS, ALWAYS)
+SHARED = {
+    "linear_qkv": SHARED_LINEAR,
+    "linear_kv": SHARED_LINEAR,
+    "linear_zxbcdt": SHARED_LINEAR,
+    "conv_xbc": Role(REPLICATED, REPLICATED, None, ALWAYS, ALWAYS),
+}
 # A norm with weights per head: each rank has those of its heads. The sum of squares is reduced over the ranks.
 HEADS_NORM = Role(ROWS)
 # The matrices of an adapter, by the style of its linear (lora_shards.py).
@@ -97,13 +112,24 @@ ADAPTER_ROLES = {
 SHARED_B = Role(REPLICATED, REPLICATED, None, ALWAYS)  # keys or values of a shared group
 
 
-def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module | None = None) -> Role:
+def shared_modules(config: ModelConfig, ranks: int) -> frozenset[str]:
+    """Return the names of the modules whose groups of heads are fewer than `ranks` tensor-parallel ranks."""
+    names = {
+        ("linear_qkv", "linear_kv"): config.query_groups,
+        ("linear_zxbcdt", "conv_xbc"): config.mamba_num_groups,
+    }
+    return frozenset(name for modules, groups in names.items() if groups < ranks for name in modules)
+
+
+def role_of(
+    name: str, module: nn.Module, shared: Collection[str] = (), owner: nn.Module | None = None
+) -> Role:
     """Return the role of a module by its name. Experts have none (EXPERT_SHARDING in expert_parallel.py).
 
     Args:
         name: qualified name of the module.
         module: the module.
-        shares_groups: there are fewer KV groups than tensor-parallel ranks.
+        shared: names of the modules with fewer groups than tensor-parallel ranks (`shared_modules`).
         owner: the parent module. If its class has `roles`, the role named there is used.
 
     Raises:
@@ -112,12 +138,11 @@ def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module 
     linear, _, matrix = name.partition(ADAPTER)
     linear = linear.rpartition(".")[2]
     linear = getattr(owner, "roles", {}).get(linear, linear)
-    shared = shares_groups and linear in ("linear_qkv", "linear_kv")
     if matrix:
         kind, part = matrix.split(".")
         return (
             SHARED_B
-            if shared and kind == "lora_B" and part != "q"
+            if linear in shared and kind == "lora_B" and part != "q"
             else ADAPTER_ROLES[ROLES[linear].style, kind]
         )
     if isinstance(module, HeadsNorm | HeadNorms):
@@ -127,4 +152,4 @@ def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module 
             f"tensor parallelism has no role for {name}: give {type(owner).__name__} a class attribute "
             f'roles = {{"{linear}": ...}} with one of {", ".join(ROLES)}'
         )
-    return SHARED_QKV if shared else ROLES[linear]
+    return SHARED[linear] if linear in shared else ROLES[linear]

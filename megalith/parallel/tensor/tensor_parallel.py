@@ -44,6 +44,7 @@ from megalith.errors import ConfigError
 from megalith.local_shards import local
 from megalith.models.loss import Objective, compute_logprobs
 from megalith.models.mixers.attention import Attention, CrossAttention, Heads, SelfAttention
+from megalith.models.mixers.mamba2 import Mamba2
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
@@ -52,7 +53,7 @@ from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, softcapped
 from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
-from megalith.parallel.tensor.roles import ALWAYS, UNDER_SP, Role, role_of
+from megalith.parallel.tensor.roles import ALWAYS, UNDER_SP, Role, role_of, shared_modules
 
 INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element
 
@@ -242,6 +243,42 @@ class SharedKVGroup:
         return torch.cat([parameter.narrow(0, *span) for span in self.spans])
 
 
+class SharedMambaGroup:
+    """Rows of linear_zxbcdt and units of conv_xbc that this rank uses if several ranks share a group of Mamba-2.
+
+    These are those of its own heads (z, x, dt), and the group's B and C.
+    """
+
+    def __init__(self, axis: Axis, mixer: Mamba2, groups: int):
+        self.axis, self.groups = axis, groups
+        ranks = axis.size // groups  # per group
+        self.group, rank = divmod(axis.rank, ranks)
+        heads, states = mixer.heads_in_group, 2 * mixer.state_dim
+        width = heads * mixer.head_dim
+        here, dt = width // ranks, heads // ranks
+        conv, linear = self.group * (width + states), self.group * (2 * width + states + heads)
+        self._units = [(conv + rank * here, here), (conv + width, states)]
+        self._rows = [
+            (linear + rank * here, here),
+            (linear + width + rank * here, here),
+            (linear + 2 * width, states),
+            (linear + 2 * width + states + rank * dt, dt),
+        ]
+
+    def rows(self, parameter: Tensor) -> Tensor:
+        """Return the rows of linear_zxbcdt's weight or bias."""
+        return torch.cat([parameter.narrow(0, *span) for span in self._rows])
+
+    def units(self, parameter: Tensor) -> Tensor:
+        """Return the units of conv_xbc's taps or bias."""
+        return torch.cat([parameter.narrow(0, *span) for span in self._units])
+
+    def total(self, tensor: TensorParallel, squares: Tensor) -> Tensor:
+        """Sum [..., 1, 1] over the ranks that share this rank's group."""
+        before, after = self.group, self.groups - self.group - 1
+        return tensor.sum_over_ranks(F.pad(squares, (0, 0, before, after))).narrow(-2, before, 1)
+
+
 def apply_tensor(
     model: Transformer, axis: Axis, sequence_parallel: bool, saves_gathered_inputs: bool = True
 ) -> TensorParallel | None:
@@ -274,6 +311,8 @@ def apply_tensor(
         for mixer in layer.mixers:
             if isinstance(mixer, Attention):
                 _shard_heads(mixer, tensor, groups)
+            if isinstance(mixer, Mamba2) and model.config.mamba_num_groups < axis.size:
+                _share_mamba_groups(mixer, tensor, model.config.mamba_num_groups)
     vocabulary = VocabParallel(tensor, model.config.padded_vocab_size)
     plug(model, "loss", vocabulary.loss)
     plug(model, "logprobs", vocabulary.logprobs)
@@ -285,12 +324,12 @@ def apply_tensor(
 
 def _roles(model: Transformer, ranks: int) -> list[tuple[str, nn.Module, Role]]:
     """Return name, module and role of every module with parameters, except experts (expert_parallel.py)."""
-    shares_groups, roles = model.config.query_groups < ranks, []
+    shared, roles = shared_modules(model.config, ranks), []
     for name, module in model.named_modules():
         has_parameters = any(True for _ in module.parameters(recurse=False))
         if has_parameters and not isinstance(module, GroupedLinear):
             owner = model.get_submodule(name.rpartition(".")[0])
-            roles.append((name, module, role_of(name, module, shares_groups, owner)))
+            roles.append((name, module, role_of(name, module, shared, owner)))
     return roles
 
 
@@ -345,6 +384,19 @@ def _shard_heads(attention: Attention, tensor: TensorParallel, groups: int) -> N
         plug(shared, "rows", SharedKVGroup(tensor.axis, attention, groups).rows)
         in_group = in_group * groups // size
     plug(attention, "heads", Heads(in_group, first))
+
+
+def _share_mamba_groups(mixer: Mamba2, tensor: TensorParallel, groups: int) -> None:
+    """Give Mamba-2 this rank's heads of a group that several ranks share."""
+    shared = SharedMambaGroup(tensor.axis, mixer, groups)
+    plug(mixer, "heads_in_group", mixer.heads_in_group * groups // tensor.axis.size)
+    plug(mixer.linear_zxbcdt, "rows", shared.rows)
+    plug(mixer.conv_xbc, "rows", shared.units)
+    if mixer.gated_norm is not None:
+        plug(mixer.gated_norm, "total", partial(shared.total, tensor))
+    if (adapter := mixer.linear_zxbcdt.adapter) is not None:
+        for b in adapter.lora_B.values():
+            plug(b, "rows", shared.rows)
 
 
 class VocabParallel:

@@ -1,0 +1,82 @@
+"""Base class of mixers with a state of fixed size per sequence: delta nets, state space models, convolutions.
+
+Attention stores keys and values of all tokens. These mixers store the inputs of a short convolution for the last
+tokens, and most of them one matrix per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megalith.local_shards import local
+from megalith.models.identity import identity
+from megalith.models.pass_context import Context
+from megalith.models.runnable import Runnable
+from megalith.ops.causal_conv import causal_conv
+from megalith.ops.documents import document_ids
+
+
+class StateSizes(NamedTuple):
+    """Sizes of a sequence's state in one layer, for the heads on this rank."""
+
+    taps: int  # width of the convolution in tokens, the current one included
+    units: int  # of the convolution
+    matrices: tuple[int, int, int] | None  # heads and the size of one head's matrix, None without
+
+
+class Recurrent(Runnable):
+    """Base class. `convolution`, `recurrence` and `document_numbers` are seams of context parallelism."""
+
+    def __init__(self, recurrence: Callable[..., Tensor] | None = None):
+        """Take the function from a recurrence's inputs and document numbers to its outputs; None: no recurrence."""
+        super().__init__()
+        self.convolution: Callable[..., Tensor] = causal_conv
+        self.recurrence = recurrence
+        self.document_numbers: Callable[[Tensor, int], Tensor] = document_ids
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """Sizes of the state that generation stores per sequence."""
+        raise NotImplementedError(f"{type(self).__name__} has no state")
+
+    def documents(self, context: Context, seq: int) -> Tensor | None:
+        """Return the document number of each token, int32 [batch, seq]; None: one document per sequence."""
+        return None if context.documents is None else self.document_numbers(context.documents, seq)
+
+    def convolve(
+        self,
+        x: Tensor,
+        taps: Tensor,
+        bias: Tensor | None,
+        documents: Tensor | None,
+        context: Context,
+    ) -> Tensor:
+        """Return ops.causal_conv of x [batch, seq, units], in generation after the tokens before x."""
+        if context.padding is not None:
+            x = x.masked_fill(context.padding[..., None], 0.0)
+        if context.cache is not None:
+            return context.cache.convolve(x, taps, bias)
+        convolution = causal_conv if context.layout.full_sequence else self.convolution
+        return convolution(x, taps, documents, bias)
+
+
+class UnitConvolution(nn.Module):
+    """Taps of a causal convolution per unit. `rows` is a seam, as that of Linear."""
+
+    def __init__(self, units: int, taps: int, bias: bool, device: torch.device | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(units, 1, taps, device=device))
+        self.bias = nn.Parameter(torch.empty(units, device=device)) if bias else None
+        self.rows: Callable[[Tensor], Tensor] = identity
+
+    def taps(self) -> Tensor:
+        """Return the taps of this rank's units [units, 1, taps]."""
+        return self.rows(local(self.weight))
+
+    def local_bias(self) -> Tensor | None:
+        """Return the bias of this rank's units [units], None without one."""
+        return None if self.bias is None else self.rows(local(self.bias))

@@ -1,0 +1,35 @@
+"""Short causal convolution per unit, as before linear attention and state space models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, pad
+
+
+def causal_conv(
+    x: Tensor, taps: Tensor, documents: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Convolve each unit over the last tokens of the same document.
+
+    Args:
+        x: [batch, seq, units].
+        taps: [units, 1, tokens], that of the current token last.
+        documents: int [batch, seq], document number of each token; None: a single one.
+        bias: [units], added to the result; None: nothing.
+
+    Returns:
+        [batch, seq, units] in x's dtype.
+    """
+    count = taps.shape[-1]
+    taps, bias = taps.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if documents is None:
+        return conv1d(pad(x.mT, (count - 1, 0)), taps, bias, groups=len(taps)).mT
+    total = torch.zeros_like(x)
+    for back in range(count):
+        moved, chunk_documents = (
+            pad(y, (0, 0) * (y.dim() - 2) + (back, 0), value=-1)[:, : y.shape[1]] for y in (x, documents)
+        )
+        same = (chunk_documents == documents)[..., None]
+        total = total + torch.where(same, moved, 0) * taps[:, 0, count - 1 - back]
+    return total if bias is None else total + bias
