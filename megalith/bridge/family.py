@@ -45,6 +45,9 @@ COUNTS = (
     "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "shared_intermediate_size", "max_window_layers", "global_attn_every_n_layers",
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn",
+    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_expand", "expand",
+    "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "state_size", "conv_kernel", "conv_L_cache",
+    "block_ff_dim", "block_multiple_of", "moe_shared_expert_intermediate_size",
     "d_model", "d_kv", "d_ff", "num_heads", "relative_attention_num_buckets", "relative_attention_max_distance",
 )
 NUMBERS = (
@@ -52,16 +55,21 @@ NUMBERS = (
     "beta_fast", "beta_slow", "attention_factor", "rotary_pct", "rotary_emb_base",
     "swiglu_limit", "swiglu_alpha", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
     "logits_scaling", "logit_scale", "scale_emb", "scale_depth", "softmax_scale",
+    "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier",
+    "ssm_out_multiplier", "block_ffn_dim_multiplier",
 )
 FROM_ZERO = ("mscale", "mscale_all_dim", "attn_pdrop")
-NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj", "dense_act_fn")
+NAMES = (
+    "hybrid_override_pattern", "model_type", "rope_type", "type", "topk_method", "feed_forward_proj", "dense_act_fn",
+)
 OBJECTS = (  # checked recursively
     "rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "attn_config",
 )
 LISTS = {
     "architectures": str, "layer_types": str, "mlp_only_layers": int, "no_rope_layers": int,
     "short_factor": float, "long_factor": float, "mlp_layer_types": str, "attention_layers": str,
-    "layer_rope_theta": float,
+    "layer_rope_theta": float, "attn_layer_indices": int, "full_attn_idxs": int, "layers_block_type": str,
+    "ssm_multipliers": float, "mlp_multipliers": float,
 }
 # fmt: on
 

@@ -10,14 +10,12 @@ from collections.abc import Mapping
 
 # Operator that is missing → model types that need it. A type is in the row of one operator, though some need several.
 OPERATORS: Mapping[str, str] = {
-    "state-space layers (Mamba)": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba "
-    "zamba2",
+    "state-space layers of Mamba-1": "falcon_mamba jamba mamba",
+    "attention blocks that layers share": "zamba zamba2",
     "a recurrence (RWKV, xLSTM, RG-LRU)": "recurrent_gemma rwkv xlstm",
-    "short convolutions, as mixers or inside attention": "lfm2 lfm2_moe lfm3 inkling_text inkling2_text "
-    "inkling2_loop_text",
+    "short convolutions inside attention or with other norms": "lfm3 inkling_text inkling2_text inkling2_loop_text",
     "lightning attention": "minimax",
-    "gated delta nets with separate projections": "lara_mini olmo_hybrid qwen3_5 qwen3_5_text qwen3_5_moe "
-    "qwen3_5_moe_text qwen4_exp qwen4_exp_text",
+    "gated delta nets with other norms or projections": "lara_mini olmo_hybrid qwen4_exp qwen4_exp_text",
     "delta attention with a gate per channel (KDA)": "bailing_hybrid kimi_linear",
     "sparse attention with an indexer (DSA)": "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa "
     "hy_v4 minimax_m3_vl_text",
@@ -62,7 +60,8 @@ SCOPES: Mapping[str, str] = {
     "an encoder that transformers can also run as a decoder; train its masked form": "bert-generation camembert "
     "data2vec-text electra ernie rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta "
     "xlm-roberta-xl xmod",
-    "images": "emu3 fuyu git got_ocr2 gemma3n gemma4 gemma4_unified mllama phi4_multimodal",
+    "images": "emu3 fuyu git got_ocr2 gemma3n gemma4 gemma4_unified mllama phi4_multimodal qwen3_5 "
+    "qwen3_5_moe",
     "audio": "audioflamingo3 glmasr granite_speech granite_speech_plus moshi moss_transcribe_diarize musicflamingo "
     "musicgen musicgen_melody nemo_speechlm omniasr qwen2_audio qwen3_asr seamless_m4t seamless_m4t_v2 "
     "vibevoice_asr voxtral voxtral_realtime whisper",

@@ -188,6 +188,13 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(name:
             assert differences(without, read) == [], key
 
 
+def test_the_adjusted_width_of_lfm2_is_that_of_transformers() -> None:
+    theirs = their_tree("lfm2") | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16}
+    read = family_named_by("lfm2").read_config(theirs)
+    reference = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**theirs))
+    assert read.ffn_size == reference.model.layers[0].feed_forward.w1.out_features == 80
+
+
 def test_an_absent_window_is_the_default_of_mistral() -> None:
     theirs = their_tree("mistral")
     del theirs["sliding_window"]
@@ -248,7 +255,7 @@ def test_unknown_architectures_are_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("mamba2", "needs state-space layers"),
+        ("jamba", "needs state-space layers of Mamba-1"),
         ("whisper", "is out of scope: audio"),
     ],
 )

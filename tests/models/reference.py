@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from models.hybrid_cases import HYBRID_CASES
 from models.newer_cases import NEWER_CASES
 from models.tiny import (
     DEEPSEEK,
@@ -316,6 +317,7 @@ CASES: dict[str, tuple[Callable, dict]] = {
              moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk_scaling_factor=2.5),
     ),
     **NEWER_CASES,
+    **HYBRID_CASES,
 }  # fmt: skip
 
 

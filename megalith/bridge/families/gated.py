@@ -127,14 +127,17 @@ VAULT_GEMMA = Family(
 
 
 class LogitFactor:
-    """Row for `logits_scaling` that multiplies the logits."""
+    """Row for a factor that multiplies the logits, `logits_scaling` or another `key`."""
+
+    def __init__(self, key: str = "logits_scaling"):
+        self._key = key
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        factor = hf_config.get("logits_scaling")
+        factor = hf_config.get(self._key)
         return {"logits_scaling": 1 / (1.0 if factor is None else factor)}
 
     def write(self, model: ModelConfig) -> Tree:
-        return {"logits_scaling": 1 / model.logits_scaling}
+        return {self._key: 1 / model.logits_scaling}
 
 
 class AttentionMultiplier:

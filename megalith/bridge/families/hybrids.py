@@ -1,7 +1,8 @@
 """Qwen3-Next: gated delta nets in three of four layers, attention with an output gate in the others.
 
 Experts are as in Qwen2-MoE, with a gated shared expert. Norms multiply by 1 + weight, except those in delta nets. The
-MTP module of the published files is ignored, as in transformers.
+MTP module of the published files is ignored, as in transformers. Qwen3.5 (text) has MLPs, and separate projections in
+delta nets.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.bridge.families.experts import NORMALIZED, QWEN2_MOE, SparseLayers
-from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS
+from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, TENSORS
 from megalith.bridge.family import Family
 from megalith.bridge.rows import RowRun, Rule, same
 from megalith.bridge.settings import (
@@ -75,6 +76,14 @@ def _by_key_head(model: ModelConfig, rows: int) -> list[RowRun]:
 
 
 # fmt: off
+DELTA_NETS = (
+    LinearLayers(),
+    Field("linear_conv_kernel_dim", "linear_conv_kernel_dim", default=4),
+    Field("linear_key_head_dim", "linear_key_head_dim", default=128),
+    Field("linear_value_head_dim", "linear_value_head_dim", default=128),
+    Field("linear_num_key_heads", "linear_num_key_heads", default=16),
+    Field("linear_num_value_heads", "linear_num_value_heads", default=32),
+)
 OF_LAYER = "model.layers.{layer}."
 QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
@@ -111,12 +120,7 @@ QWEN3_NEXT = Family(
         Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=512),
         NORMALIZED,
         SparseLayers(),
-        LinearLayers(),
-        Field("linear_conv_kernel_dim", "linear_conv_kernel_dim", default=4),
-        Field("linear_key_head_dim", "linear_key_head_dim", default=128),
-        Field("linear_value_head_dim", "linear_value_head_dim", default=128),
-        Field("linear_num_key_heads", "linear_num_key_heads", default=16),
-        Field("linear_num_value_heads", "linear_num_value_heads", default=32),
+        *DELTA_NETS,
         FixedSettings(qk_layernorm=True, moe_shared_expert_gate=True, attention_output_gate=True,
              layernorm_zero_centered_gamma=True),
         RequiredKeys(attention_bias=False),
@@ -127,4 +131,83 @@ QWEN3_NEXT = Family(
 # fmt: on
 
 
-FAMILIES = (QWEN3_NEXT,)
+def _by_key_head_with_gates(model: ModelConfig, rows: int) -> list[RowRun]:
+    """Order rows by key head: query, key, values, gates z. Hugging Face has a tensor as in `_by_key_head`, and z."""
+    heads, runs, ours = model.linear_num_key_heads, [], 0
+    values = model.linear_num_value_heads // heads * model.linear_value_head_dim
+    by_head = _by_key_head(model, rows)
+    for head in range(heads):
+        parts = [(0, run.theirs, run.count) for run in by_head[3 * head : 3 * head + 3]]
+        for source, theirs, count in (*parts, (1, head * values, values)):
+            runs.append(RowRun(source, theirs, ours, count))
+            ours += count
+    return runs
+
+
+def _gates_by_key_head(model: ModelConfig, rows: int) -> list[RowRun]:
+    """Order rows by key head: b, a. Hugging Face has a tensor of each."""
+    sharing = model.linear_num_value_heads // model.linear_num_key_heads
+    return [
+        RowRun(source, head * sharing, (2 * head + source) * sharing, sharing)
+        for head in range(model.linear_num_key_heads)
+        for source in (0, 1)
+    ]
+
+
+# fmt: off
+SEPARATE = {
+    "layers.{layer}.self_attention.linear_in.weight":
+        Rule((OF_LAYER + "linear_attn.in_proj_qkv.weight", OF_LAYER + "linear_attn.in_proj_z.weight"),
+             _by_key_head_with_gates),
+    "layers.{layer}.self_attention.linear_gates.weight":
+        Rule((OF_LAYER + "linear_attn.in_proj_b.weight", OF_LAYER + "linear_attn.in_proj_a.weight"),
+             _gates_by_key_head),
+}
+QWEN3_5 = Family(
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    defaults={"num_key_value_heads": 4, "head_dim": 256},
+    tensors={
+        **{name: rule for name, rule in QWEN3_NEXT.tensors.items() if ".mlp." not in name},
+        **{name: rule for name, rule in TENSORS.items() if ".mlp." in name},
+        **SEPARATE,
+    },
+    settings=(
+        *[row for row in SETTINGS if not isinstance(row, Rope)],
+        PartialRope(default=0.25),
+        *DELTA_NETS,
+        FixedSettings(qk_layernorm=True, attention_output_gate=True, layernorm_zero_centered_gamma=True),
+        RequiredKeys(attention_bias=False),
+    ),
+    tied="lm_head.weight",
+    ignored=(*IGNORED, r"mtp\."),
+)
+# fmt: on
+
+
+# fmt: off
+QWEN3_5_MOE = Family(
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    defaults={"num_key_value_heads": 2, "head_dim": 256},
+    tensors=QWEN3_NEXT.tensors | SEPARATE,
+    settings=(
+        *[row for row in SETTINGS
+          if not isinstance(row, Rope) and getattr(row, "setting", "") != "ffn_hidden_size"],
+        PartialRope(default=0.25),
+        Field("num_experts", "num_experts", default=256),
+        Field("moe_router_topk", "num_experts_per_tok", default=8),
+        Field("moe_ffn_hidden_size", "moe_intermediate_size", default=512),
+        Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=512),
+        *DELTA_NETS,
+        FixedSettings(qk_layernorm=True, moe_shared_expert_gate=True, attention_output_gate=True,
+                      layernorm_zero_centered_gamma=True),
+        RequiredKeys(attention_bias=False),
+    ),
+    tied="lm_head.weight",
+    ignored=(*IGNORED, r"mtp\."),
+)
+# fmt: on
+
+
+FAMILIES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

@@ -131,10 +131,13 @@ def _queries_and_gates(model: ModelConfig, rows: int) -> list[RowRun]:
 
 
 class DenseLayers:
-    """Row for `num_dense_layers`, the number of first layers without experts."""
+    """Row for `num_dense_layers`, the number of first layers without experts; `default` if config.json omits it."""
+
+    def __init__(self, default: int = 1):
+        self._default = default
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        count, layers = hf_config.get("num_dense_layers", 1), hf_config["num_hidden_layers"]
+        count, layers = hf_config.get("num_dense_layers", self._default), hf_config["num_hidden_layers"]
         return {"moe_layer_freq": [int(number >= (count or 0)) for number in range(layers)]}
 
     def write(self, model: ModelConfig) -> Tree:
