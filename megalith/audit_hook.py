@@ -51,8 +51,9 @@ class AuditHook:
         self.model, self.folder, self.mesh = model, Path(folder), mesh or {"dp": self.rank}
         self.steps, self.max_norm, self.number, self.batches = steps, max_norm, 0, []
         self.gradient, self.weight, self.precision = gradient or _gradient, weight or (lambda p: p), None
-        matrices = (m for m in model.modules() if any(p.ndim > 1 for p in m.parameters(recurse=False)))
-        first = next(matrices, model)
+        owners = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))] or [model]
+        # FSDP1's parameters are flat before the first forward pass
+        first = next((m for m in owners if any(p.ndim > 1 for p in m.parameters(recurse=False))), owners[0])
         self.watch = first.register_forward_pre_hook(self._note_precision)
 
     def _note_precision(self, module, inputs):

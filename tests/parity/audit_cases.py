@@ -1,7 +1,8 @@
 """Score of `megalith audit` on jobs with planted faults and on right ones: python tests/parity/audit_cases.py [NAME …]
 
-Right jobs must give no finding; a faulty job's first cause must be the expected one. Jobs of Megatron core run if it
-can be imported: PYTHONPATH=.megatron-core-newest python tests/parity/audit_cases.py, after `make megatron-core`.
+Right jobs must give no finding; a faulty job's first cause must be the expected one. Jobs of Megatron core and of
+DeepSpeed run if they can be imported: PYTHONPATH=.megatron-core-newest python tests/parity/audit_cases.py, after
+`make megatron-core` and `pip install deepspeed`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import audit_jobs
+import audit_sharded_jobs
 from audit_jobs import CONFIGS, Job
 
 from megalith.launch.pool import Pool
@@ -31,6 +33,11 @@ RIGHT_JOBS: dict[str, list[tuple[int, Job]]] = {
         (2, Job("fsdp2", model="qwen2", packed=True, seed=3)),
         (2, Job("fsdp2", model="llama", precision="bf16", micro_batches=1, packed=True, seed=4)),
         (4, Job("fsdp2", model="qwen3", seed=5, options={"hybrid": True})),
+    ],
+    "FSDP1": [
+        (2, Job("fsdp1", seed=22)),
+        (2, Job("fsdp1", model="qwen3", precision="bf16", micro_batches=3, seed=23)),
+        (2, Job("fsdp1", model="tied", seed=24)),
     ],
     "DTensor TP": [
         (2, Job("tp", micro_batches=3, seed=6)),
@@ -56,6 +63,14 @@ RIGHT_JOBS: dict[str, list[tuple[int, Job]]] = {
         (2, Job("core", model="tied", precision="pure-bf16", micro_batches=3, seed=20, options=TP)),
         (2, Job("core", model="qwen2", seed=21)),
     ],
+    "DeepSpeed": [
+        (2, Job("deepspeed", seed=25, options={"stage": 1})),
+        (
+            2,
+            Job("deepspeed", model="qwen3", precision="bf16", micro_batches=3, seed=26, options={"stage": 2}),
+        ),
+        (2, Job("deepspeed", seed=27, options={"stage": 3})),
+    ],
 }
 FAULTY_JOBS: dict[str, list[tuple[int, Job, str]]] = {
     "FSDP2": [
@@ -73,6 +88,12 @@ FAULTY_JOBS: dict[str, list[tuple[int, Job, str]]] = {
         (2, Job("fsdp2", "untied", model="tied"), "tied-weights"),
         (2, Job("fsdp2", "rows-lost"), "token-weights"),
         (2, Job("fsdp2", "no-shift"), "labels-not-shifted"),
+    ],
+    "FSDP1": [
+        (2, Job("fsdp1", "ignored-norms"), "missing-reduction"),
+        (2, Job("fsdp1", "twice", micro_batches=3), "divided-twice"),
+        (2, Job("fsdp1", "rank-mean", precision="bf16"), "rank-mean"),
+        (2, Job("fsdp1", "no-loss-mask", model="tied"), "loss-mask-ignored"),
     ],
     "DTensor TP": [
         (2, Job("tp", "plain-norms", options=SEQUENCE), "missing-reduction"),
@@ -107,8 +128,24 @@ FAULTY_JOBS: dict[str, list[tuple[int, Job, str]]] = {
         (2, Job("core", "micro-batch-mean"), "micro-batch-mean"),
         (2, Job("core", "no-shift", options=TP), "labels-not-shifted"),
     ],
+    "DeepSpeed": [
+        (
+            2,
+            Job("deepspeed", "divided-again", micro_batches=3, options={"stage": 1}),
+            "accumulation-divided-twice",
+        ),
+        (2, Job("deepspeed", "rank-mean", options={"stage": 2}), "rank-mean"),
+        (2, Job("deepspeed", "no-loss-mask", options={"stage": 3}), "loss-mask-ignored"),
+    ],
 }
-HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
+MODULES = {"Megatron core": "megatron", "DeepSpeed": "deepspeed"}
+"""Modules that a system's jobs need and that the test environment does not have."""
+SCRIPTS = {
+    name.removeprefix("train_"): function
+    for module in (audit_jobs, audit_sharded_jobs)
+    for name, function in vars(module).items()
+    if name.startswith("train_")
+}
 
 
 def run_jobs(jobs: Sequence[tuple[int, Job]], folder: Path, pool: Pool) -> dict[str, AuditReport]:
@@ -129,7 +166,7 @@ def run_jobs(jobs: Sequence[tuple[int, Job]], folder: Path, pool: Pool) -> dict[
 def run_each(jobs: Sequence[Job], folder: Path) -> None:
     """Run jobs one after the other. Every rank of a process group calls it."""
     for job in jobs:
-        getattr(audit_jobs, f"train_{job.script}")(job, folder / job.name)
+        SCRIPTS[job.script](job, folder / job.name)
 
 
 def main(words: Sequence[str]) -> int:
@@ -140,7 +177,7 @@ def main(words: Sequence[str]) -> int:
     counts = {"right": [0, 0], "faulty": [0, 0]}
     pool = Pool(4, timeout=600)
     for system, faulty in FAULTY_JOBS.items():
-        if system == "Megatron core" and not HAS_MEGATRON:
+        if system in MODULES and importlib.util.find_spec(MODULES[system]) is None:
             print(f"{system}: cannot be imported, not run")
             continue
         expected = {job.name: "" for _, job in RIGHT_JOBS[system]} | {

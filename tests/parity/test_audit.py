@@ -6,7 +6,7 @@ import struct
 
 import pytest
 import torch
-from audit_cases import FAULTY_JOBS, RIGHT_JOBS, run_jobs
+from audit_cases import FAULTY_JOBS, MODULES, RIGHT_JOBS, run_jobs
 from audit_jobs import CONFIGS, Decoder, Job, micro_batch, token_losses, valid_tokens
 from default_cases import in_full
 from safetensors import safe_open
@@ -98,14 +98,14 @@ def test_a_right_job_is_quiet_and_a_faulty_one_is_named(dump, tmp_path, capsys):
 def cases(table, faulty):
     """Return the jobs of a system as one case each: those that run by default, and all."""
     for system, rows in table.items():
-        if system == "Megatron core":
+        if system in MODULES:
             continue
         jobs = rows if faulty else [(processes, job, "") for processes, job in rows]
         yield in_full(jobs, id=system)
     chosen = [
         row for system, faults in DEFAULT.items() for row in FAULTY_JOBS[system] if row[1].fault in faults
     ]
-    rights = [(processes, job, "") for processes, job in RIGHT_JOBS["FSDP2"][:2]]
+    rights = [(processes, job, "") for processes, job in (*RIGHT_JOBS["FSDP2"][:2], RIGHT_JOBS["FSDP1"][1])]
     yield pytest.param(chosen if faulty else rights, id="some")
 
 

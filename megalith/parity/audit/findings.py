@@ -35,7 +35,7 @@ def find(e: StepEvidence, cause: str, details: str = "") -> Finding:
 
 
 def find_in(e: StepEvidence, cause: str, chosen: Tensor, details: str = "") -> Finding:
-    """Return a finding about some entries of a step, with their ranks and names.
+    """Return a finding about some entries of a step, with their ranks and names unless they are all.
 
     Args:
         e: evidence of the step.
@@ -43,6 +43,8 @@ def find_in(e: StepEvidence, cause: str, chosen: Tensor, details: str = "") -> F
         chosen: bool [entries].
         details: text after the cause.
     """
+    if chosen.all():
+        return find(e, cause, details)
     return find_in_entries(e, cause, (e.entries[i] for i in chosen.nonzero().flatten().tolist()), details)
 
 
