@@ -162,6 +162,14 @@ def test_manifests_with_other_content_are_refused(tiny_run, tmp_path, change):
         open_checkpoint(folder)
 
 
+def test_a_manifest_that_is_not_that_of_its_checksum_is_refused(tiny_run, tmp_path):
+    path = tiny_run().save(tmp_path) / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"step": content["step"] + 1}))
+    with pytest.raises(CheckpointError, match="its content does not match its checksum"):
+        open_checkpoint(path.parent)
+
+
 @pytest.mark.parametrize("text", ["[]", "null", "{}", "[" * 100_000, '{"checksum": 1}', "\xff"])
 def test_manifests_that_are_no_manifests_are_refused(tiny_run, tmp_path, text):
     folder = tiny_run().save(tmp_path)

@@ -76,6 +76,7 @@ def test_only_boxes_that_have_each_element_once_fill_a_tensor(shape):
 def test_boxes_outside_the_tensor_or_of_another_rank_do_not_fill_it():
     assert not covers_exactly((4,), [Extent((0,), (5,))])
     assert not covers_exactly((4,), [Extent((-1,), (4,))])
+    assert not covers_exactly((4,), [Extent((1,), (4,))])
     assert not covers_exactly((4,), [Extent((0, 0), (4, 1))])
     assert not covers_exactly((4,), [Extent((0,), (4,)), Extent((0,), (0,))])
 

@@ -51,4 +51,8 @@ def test_a_small_change_of_one_tensor_changes_it():
 
 def test_values_are_taken_from_all_over_a_tensor():
     assert len(sample(whole()["matrix"])) == VALUES
+    assert {len(sample(cut(whole()["matrix"], 37, row, 0))) for row in (0, 18, 36)} <= {
+        VALUES // 37,
+        VALUES // 37 + 1,
+    }
     assert sample(whole()["scale"]) == {number: sample(whole()["scale"])[0] for number in range(VALUES)}

@@ -37,10 +37,10 @@ def test_iterations_and_samples_agree_with_walking_the_steps(start, increment, r
 
 
 def test_a_schedule_of_steps_is_followed_at_every_sample_count():
-    schedule = BatchSizeSchedule(16, 2, 2, steps=((0, 4), (10, 8), (50, 16)))
+    schedule = BatchSizeSchedule(16, 2, 2, steps=((0, 4), (12, 8), (50, 16)))
     consumed = 0
     for iteration in range(20):
-        assert schedule.size(consumed) == (16 if consumed >= 50 else 8 if consumed >= 10 else 4)
+        assert schedule.size(consumed) == (16 if consumed >= 50 else 8 if consumed >= 12 else 4)
         assert schedule.samples_for_iterations(iteration) == consumed
         assert schedule.iterations_for_samples(consumed) == iteration
         consumed += schedule.size(consumed)

@@ -56,14 +56,18 @@ def test_the_last_batch_is_filled_up_with_samples_that_do_not_count(dataset):
 @pytest.mark.parametrize("micro_batches, replicas", [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2)])
 def test_the_filler_of_every_replica_is_what_follows_the_last_sample(micro_batches, replicas):
     for total in range(1, 26):
-        seen = []
+        seen, padded = [], []
         for replica in range(replicas):
             share = ReplicaSharding(micro_batches, replicas, replica, torch.device("cpu"))
             batches = ReplicaBatches(BatchSampler(range(total), 2, drop_last=False), share, drop_last=False)
             turns = list(batches)
+            padded.append(turns)
             filler = [batches.padding(total, is_last=turn is turns[-1]) for turn in turns]
             seen.append([turn[: len(turn) - count] for turn, count in zip(turns, filler)])
         assert [sample for turn in zip(*seen) for part in turn for sample in part] == list(range(total))
+        read = [sample for turn in zip(*padded) for part in turn for sample in part]
+        first = range(min(total, 2 * micro_batches * replicas))
+        assert read[total:] == [first[i % len(first)] for i in range(len(read) - total)]
 
 
 def test_what_the_model_reads_on_the_host_is_not_copied_back_from_the_device_unless_it_was_changed():

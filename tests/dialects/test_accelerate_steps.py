@@ -25,6 +25,8 @@ from megalith.accelerate import (
     avg_losses_across_data_parallel_group,
     gather_across_data_parallel_groups,
 )
+from megalith.data.batch import Batch
+from megalith.dialects.accelerate.script_batches import split_micro_batches
 from megalith.errors import ConfigError
 
 
@@ -294,3 +296,12 @@ def test_indexed_data_are_three_iterators(corpus):
     wanted = model_of("llama")(input_ids=tokens["input_ids"]).logits
     wanted = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), tokens["shift_labels"].flatten())
     close(model(**tokens).loss.detach(), wanted.detach())
+
+
+def test_rows_that_fill_up_the_last_micro_batch_do_not_count():
+    rows = torch.arange(15).view(5, 3)
+    mask = torch.ones(5, 3)
+    batch = Batch(rows, rows, mask, rows, None, torch.arange(5))
+    parts = split_micro_batches(batch, 2, multiple=2)
+    assert [part.loss_mask.sum(1).tolist() for part in parts] == [[3, 3, 3, 3], [3, 0, 0, 0]]
+    assert torch.equal(torch.cat([part.input_ids for part in parts])[:5], rows)

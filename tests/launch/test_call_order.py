@@ -4,8 +4,9 @@ import itertools
 
 import forked
 import pytest
+from torch.distributed import HashStore
 
-from megalith.launch.call_order import END, differing_calls
+from megalith.launch.call_order import END, KEPT, CallOrder, differing_calls
 
 # A fork runs no exit functions by itself, and has those of the process that it is forked from.
 SCRIPT = """import atexit, sys, time
@@ -65,6 +66,14 @@ def test_calls_of_one_rank_alone_end_with_a_sentence_and_a_slow_rank_is_waited_f
         where = "wait_for_everyone" if way == "other" else END
         assert 2 in codes, errors
         assert errors.count(f"different calls: rank 0 in {where}; rank 1 in unwrap_model. Every rank") == 1
+
+
+def test_calls_keep_their_numbers_when_older_ones_are_dropped():
+    order = CallOrder(0, 1, HashStore())
+    for number in range(KEPT + 3):
+        with order.call(f"call {number + 1}"):
+            pass
+    assert order._recent() == {str(number): f"call {number}" for number in range(4, KEPT + 4)}
 
 
 def test_calls_are_compared_by_their_numbers():

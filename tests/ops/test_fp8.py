@@ -42,6 +42,13 @@ def test_a_scale_is_the_largest_code_over_the_amax_and_tells_what_is_not_finite(
     assert fp8.scale_from_amax(amax[:1], E4M3, margin=2) == torch.tensor(448.0 / 3.0 / 4)
 
 
+def test_casts_merge_their_amax_into_the_running_one():
+    running = torch.tensor(0.0)
+    for largest, expected in ((2.0, 2.0), (5.0, 5.0), (3.0, 5.0)):
+        fp8.cast(torch.tensor([[1.0, -largest]]), torch.tensor(1.0), running, E4M3, True, False)
+        assert running == expected
+
+
 def test_a_power_of_two_is_below_its_scale_by_less_than_half():
     scale = torch.tensor([1.0, 1.9999999, 2.0, 448 / 3e38, torch.finfo(torch.float32).max, math.nan])
     assert fp8.power_of_two(scale)[:5].tolist() == [1.0, 1.0, 2.0, 2.0**-120, 2.0**127]

@@ -49,7 +49,7 @@ def test_schedule_free_adamw_follows_the_published_recursion_of_x_y_and_z():
     scale = build_loss_scale("fp16", OptimConfig(lr=0.1, loss_scale=8.0), "cpu")
     with averaged_weights(optimizer, config):
         assert torch.equal(weight, start)  # before the first step
-    rates = [0.0, LR / 2, LR, LR, LR]  # a warm-up from 0
+    rates = [0.0, LR / 2, LR, LR, LR / 4]  # a warm-up from 0, and a lower rate
     for step, rate in enumerate(rates):
         optimizer.param_groups[0]["lr"] = rate
         if step == 2:

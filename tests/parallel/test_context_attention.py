@@ -45,6 +45,7 @@ SHAPES = {
     "ALiBi": (4, 2, 8, False, 0.0, {"alibi": 12}),
     "ALiBi of all heads, documents, dropout": (6, 6, 8, True, 0.3, {"alibi": 11}),
     "ALiBi and window": (4, 4, 8, False, 0.0, {"alibi": 12, "window": 5}),
+    "sinks": (4, 2, 8, False, 0.0, {"sink": torch.linspace(-1.0, 2.0, 4)}),
     "every token": (4, 2, 8, False, 0.0, {"causal": False}),
     "every token, documents, dropout": (4, 4, 8, True, 0.3, {"causal": False}),
     "all of them": (8, 4, 8, True, 0.3, {"window": 9, "softcap": 0.9, "scale": 0.3}),

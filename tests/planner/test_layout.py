@@ -123,6 +123,16 @@ def test_each_axis_moves_what_its_page_says():
     assert sent["data × context"] == pytest.approx(((2 + 4) * layers + (4 + 4) * ends) / 2, rel=0.01)
 
 
+def test_replicas_of_shards_all_reduce_a_shard_of_the_gradients():
+    def sent(gpus: int, **parallel) -> int:
+        return large(gpus, 1, **parallel).transfers[-1].bytes
+
+    replicated = sent(2, data_parallel_sharding_strategy="no_shard")
+    sharded = sent(2, data_parallel_sharding_strategy="optim")
+    hybrid = sent(4, data_parallel_sharding_strategy="optim", num_distributed_optimizer_instances=2)
+    assert hybrid - sharded == pytest.approx(replicated / 2, rel=1e-6)
+
+
 def test_layers_of_multi_token_prediction_are_sent_like_others():
     def sent(**model):
         config = large(2).config.with_settings({f"model.{name}": value for name, value in model.items()})

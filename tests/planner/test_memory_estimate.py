@@ -326,6 +326,7 @@ def test_a_frozen_base_is_stored_in_bf16_and_what_fsdp_gathers_comes_on_top():
     adapters = 2 * (found().weights - found(2).weights)  # bytes, of rank 4
     whole = total(LARGE)
     assert (found().weights, found().compute_copy) == (2 * whole + adapters, 0)
+    assert found().gradients == adapters  # none of the base
     wide = found(train=dict(precision="fp32"))
     assert (wide.weights, wide.compute_copy) == (4 * whole + adapters, 0)
     zero = found(devices=2, parallel=dict(data_parallel_sharding_strategy="optim"))

@@ -275,6 +275,19 @@ def test_on_policy_the_gradient_is_reinforce_and_the_ratio_1():
     assert loss.take_sums() is None
 
 
+def test_tokens_count_as_clipped_where_the_clip_takes_their_gradient_away():
+    rl = RlConfig(rollouts="x", vllm_importance_sampling_correction=False)
+    batch, logprobs = batch_of(torch.Generator().manual_seed(3))
+    loss = PolicyLoss(rl)
+    loss(logprobs, None, batch)
+    counts = dict(zip(loss.METRICS, loss.take_sums().tolist()))
+    ratio, inside = (logprobs - batch.old_logprobs).exp(), batch.loss_mask > 0
+    low = (ratio < 1 - rl.epsilon) & (batch.advantages < 0) & inside
+    high = (ratio > 1 + rl.upper_epsilon) & (batch.advantages > 0) & inside
+    assert (counts["clip_low"], counts["clip_high"]) == (low.sum(), high.sum())
+    assert low.any() and high.any() and (inside & (ratio > 1 + rl.upper_epsilon) & ~high).any()
+
+
 def test_what_stands_outside_of_the_loss_reaches_nothing():
     rl = RlConfig(rollouts="x", beta=0.1)
     batch, logprobs = batch_of(torch.Generator().manual_seed(3))

@@ -96,6 +96,17 @@ def test_loss_and_gradient_are_trls(name):
     assert torch.allclose(torch.cat(found, 1) / 4, torch.tensor(gradients, dtype=torch.float64), atol=2e-8)
 
 
+def test_smoothed_labels_weigh_both_orders_of_a_pair():
+    """Conservative DPO (Mitchell 2023): −(1 − ε) log σ(β·h) − ε log σ(−β·h)."""
+    batch, logprobs = batch_of(slice(4))
+    pairs, tokens = chosen_counts(batch)
+    batch = replace(batch, pairs_per_token=pairs / tokens)
+    loss = PreferenceLoss(DpoConfig(beta=0.3, label_smoothing=0.2))(logprobs, None, batch)
+    margin = 0.3 * (LOGPS[0] - LOGPS[1] - REFERENCE[0] + REFERENCE[1])
+    expected = 0.8 * torch.log1p((-margin).exp()) + 0.2 * torch.log1p(margin.exp())
+    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-7)
+
+
 def test_several_losses_are_added_with_their_weights():
     """MPO of TRL's documentation: sigmoid, bco_pair and sft."""
     config = DpoConfig(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0], beta=0.3)
