@@ -160,7 +160,7 @@ PYTHON: dict[str, tuple[Block, ...]] = {
     ),
     "docs/audit.md": (
         Block(not_run="page_trials.py runs it as a file"),
-        *[Block(not_run="lines of jobs; tests/parity/audit_jobs.py has such jobs")] * 6,
+        *[Block(not_run="lines of jobs; tests/parity/audit_jobs.py has such jobs")] * 7,
     ),
     "docs/cluster.md": (Block(not_run="NeMo-Run is not installed"),),
     "docs/data.md": (Block('small_tokenizer("tokenizer")'),),
