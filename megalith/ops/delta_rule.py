@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from megalith.ops.chunks import CHUNK, document_masks, in_chunks, pair_decays
@@ -43,11 +44,22 @@ def gated_delta_rule(
 
 
 def with_last_state(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor, documents: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    share: Tensor,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+    state_documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `gated_delta_rule` and the final state, float32 [batch, value heads, key size, value size].
 
     Tokens with decay and share 0 leave the state unchanged.
+
+    Args:
+        state: the initial state, perhaps with columns beyond the value size, which are not written to; None: zeros.
+        state_documents: int [batch], document that the initial state belongs to; None: that of the first token.
     """
     seq, heads, size = value.shape[1:]
     sharing = heads // key.shape[2]
@@ -59,7 +71,7 @@ def with_last_state(
     total = g.cumsum(-1)  # G
     same = reads = writes = keeps = None
     if documents is not None:
-        same, reads, writes, keeps = document_masks(documents, chunks)
+        same, reads, writes, keeps = document_masks(documents, chunks, state_documents)
     pairs, after = pair_decays(g, same)  # Γ, e^{G_C − G}
     before = total.exp()[..., None]
     chunk_decay = total[..., -1].exp()[..., None, None]
@@ -71,8 +83,27 @@ def with_last_state(
     )
     u, w = written.split([size, k.shape[-1]], dim=-1)
     inside, q, k = (q @ k.mT) * pairs, q * before, k * after
-    out, states = scan_chunks(u, w, q, k, inside, chunk_decay)
+    if state is None:
+        state = torch.zeros_like(u[:, :, 0, 0, None] * k[:, :, 0, 0, :, None])
+    u = pad(u, (0, state.shape[-1] - size))
+    out, states = scan_chunks(u, w, q, k, inside, chunk_decay, state)
+    out = out[..., :size]
     return out.flatten(2, 3)[:, :, :seq].transpose(1, 2).to(value.dtype), states[:, :, -1]
+
+
+def transition(
+    key: Tensor, value: Tensor, decay: Tensor, share: Tensor, documents: Tensor | None = None
+) -> Tensor:
+    """Return the linear map from the state before these tokens to the state after them.
+
+    Returns:
+        float32 [batch, value heads, key size, value size + key size]: the state after them for the initial state 0, and
+        the matrix that multiplies an initial state of the first token's document.
+    """
+    size, width = value.shape[-1], key.shape[-1]
+    state = pad(torch.eye(width, device=key.device), (size, 0))
+    state = state.expand(value.shape[0], value.shape[2], -1, -1)
+    return with_last_state(key, key, value, decay, share, documents, state)[1]
 
 
 @torch.library.custom_op("megalith::delta_chunks", mutates_args=())
@@ -83,6 +114,7 @@ def scan_chunks(
     k: Tensor,  # likewise, e^{G_C − G} K
     inside: Tensor,  # [batch, heads, chunks, C, C]: tril(Q Kᵀ ⊙ Γ)
     chunk_decay: Tensor,  # [batch, heads, chunks, 1, 1]: e^{G_C}
+    state: Tensor,  # [batch, heads, key size, value size]: S before the first chunk
 ) -> tuple[Tensor, Tensor]:
     """Scan the chunks in order. One operator, because compilers would unroll the loop over chunks.
 
@@ -90,7 +122,6 @@ def scan_chunks(
         O [batch, heads, chunks, C, value size].
         S before each chunk and at the end, [batch, heads, chunks + 1, key size, value size].
     """
-    state = u.new_zeros(*u.shape[:2], k.shape[-1], u.shape[-1])
     states, out = [state], []
     for i in range(u.shape[2]):
         new = u[:, :, i] - w[:, :, i] @ state
@@ -102,7 +133,7 @@ def scan_chunks(
 
 @scan_chunks.register_fake
 def _(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, inside: Tensor, chunk_decay: Tensor
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, inside: Tensor, chunk_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     batch, heads, chunks, _, size = u.shape
     return u.new_empty(u.shape), u.new_empty(batch, heads, chunks + 1, k.shape[-1], size)
@@ -118,10 +149,11 @@ def scan_chunks_backward(
     inside: Tensor,
     chunk_decay: Tensor,
     states: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of all inputs, assuming that the states have none."""
+    grad_states: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of all inputs of `scan_chunks`."""
     grads: list[list[Tensor]] = [[] for _ in range(6)]
-    grad_state = torch.zeros_like(states[:, :, 0])
+    grad_state = grad_states[:, :, -1]
     for i in reversed(range(u.shape[2])):
         g, state, w_i, inside_i, q_i, k_i = (x[:, :, i] for x in (grad_out, states, w, inside, q, k))
         new = u[:, :, i] - w_i @ state
@@ -137,21 +169,26 @@ def scan_chunks_backward(
         for grad, one in zip(grads, chunk_grads, strict=True):
             grad.append(one)
         grad_state = q_i.mT @ g - w_i.mT @ grad_new + chunk_decay[:, :, i] * grad_state
-    return tuple(torch.stack(grad[::-1], 2) for grad in grads)
+        grad_state = grad_state + grad_states[:, :, i]
+    return *(torch.stack(grad[::-1], 2) for grad in grads), grad_state
 
 
 @scan_chunks_backward.register_fake
 def _(grad_out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in inputs[:6])
+    return *(x.new_empty(x.shape) for x in inputs[:6]), inputs[6].new_empty(inputs[6][:, :, 0].shape)
 
 
 def _keep(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs, output[1])
+    ctx.save_for_backward(*inputs[:6], output[1])
 
 
 def _gradients(ctx, grad_out: Tensor, grad_states: Tensor | None) -> tuple[Tensor, ...]:
-    return scan_chunks_backward(grad_out, *ctx.saved_tensors)
+    saved = ctx.saved_tensors
+    if grad_states is None:
+        grad_states = torch.zeros((), device=saved[0].device).expand_as(saved[-1])
+    if grad_out is None:
+        grad_out = torch.zeros_like(saved[0])
+    return scan_chunks_backward(grad_out, *saved, grad_states)
 
 
 scan_chunks.register_autograd(_gradients, setup_context=_keep)

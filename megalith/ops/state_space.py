@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from megalith.ops.chunks import CHUNK, document_masks, in_chunks, pair_decays
@@ -90,6 +91,28 @@ def with_last_state(
     out = inside + by_group(before) * (c @ by_group(states[:, :, :-1]))
     out = out.flatten(1, 2).flatten(2, 3)[:, :, :seq].transpose(1, 2)
     return (out + skip[:, None] * wide).to(x.dtype), states[:, :, -1]
+
+
+def transition(
+    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the linear map from the state before these tokens to the state after them.
+
+    Returns:
+        The state after them for the initial state 0, float32 [batch, heads, state size, head size].
+        The factor of an initial state of the first token's document, float32 [batch, heads, 1, 1].
+    """
+    chunks, groups = -(-x.shape[1] // CHUNK), b.shape[2]
+    inputs, g, b = (in_chunks(y.float(), chunks) for y in (x.float() * step[..., None], decay, b))
+    after = pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp()[..., None]  # e^{G_C − G}
+    chunk_decay, total = g.sum(-1).exp()[..., None, None], decay.sum(1).exp()[..., None, None]
+    if documents is not None:
+        _, _, writes, keeps = document_masks(documents, chunks)
+        after, chunk_decay = after * writes, chunk_decay * keeps
+        total = total * (documents[:, :1] == documents[:, -1:])[..., None, None]
+    written = b.mT[:, :, None] @ (after * inputs).unflatten(1, (groups, -1))
+    written = written.flatten(1, 2)
+    return scan_states(written, chunk_decay, torch.zeros_like(written[:, :, 0]))[:, :, -1], total
 
 
 @torch.library.custom_op("megalith::scan_states", mutates_args=())

@@ -117,6 +117,25 @@ def context_bytes(config: RunConfig, number: int) -> int:
 
     Cross-attention has queries of the decoder's tokens, and keys and values of the encoder's.
     """
+    states = _state_bytes(config, number)
+    return states + (_attention_bytes(config, number) if config.model.has_attention(number) else 0)
+
+
+def _state_bytes(config: RunConfig, number: int) -> int:
+    """Return the bytes of the states that a mixer other than attention exchanges: two chunks per rank, in fp32."""
+    model, parallel = config.model, config.parallel
+    mixer, size = model.recurrent_mixer(number), parallel.context_parallel_size
+    each = 0
+    if mixer == "gated_delta_net":
+        key = model.linear_key_head_dim
+        each = model.linear_num_value_heads * key * (model.linear_value_head_dim + key)
+    elif mixer == "mamba2":
+        each = model.mamba_heads * model.mamba_state_dim * model.mamba_head_dim
+    rows = config.rows_per_micro_batch
+    return 2 * (size - 1) * 2 * rows * each * FP32 // parallel.tensor_model_parallel_size
+
+
+def _attention_bytes(config: RunConfig, number: int) -> int:
     model, parallel = config.model, config.parallel
     size, kind = parallel.context_parallel_size, parallel.resolved_cp_comm_type
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.ops.causal_conv import causal_conv
-from megalith.ops.delta_rule import gated_delta_rule, next_token, with_last_state
+from megalith.ops.delta_rule import gated_delta_rule, next_token, transition, with_last_state
 
 
 def token_by_token(
@@ -78,6 +78,17 @@ def test_the_state_goes_on_from_a_prefix() -> None:
         out, state = next_token(state, *(x[:, t : t + 1] for x in given))
         torch.testing.assert_close(out, whole[:, t : t + 1], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(state, last, rtol=1e-5, atol=1e-6)
+
+
+def test_the_transition_maps_any_initial_state_to_the_state_after_the_tokens() -> None:
+    arguments = [x.detach().float() for x in inputs(151)]
+    state = torch.randn(2, 4, 5, 7, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    expected = with_last_state(*arguments, state=state)[1]
+    written, matrix = transition(*arguments[1:]).split([7, 5], dim=-1)
+    torch.testing.assert_close(matrix @ state + written, expected, rtol=1e-4, atol=1e-5)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4))
+    [gradient] = torch.autograd.grad((expected * weights).sum(), state)
+    torch.testing.assert_close(gradient, matrix.mT @ weights, rtol=1e-4, atol=1e-5)
 
 
 def test_the_convolution_stays_inside_of_documents() -> None:

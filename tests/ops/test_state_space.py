@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.ops.state_space import next_token, state_space, with_last_state
+from megalith.ops.state_space import next_token, state_space, transition, with_last_state
 
 SEQ = 151
 
@@ -69,10 +69,11 @@ def test_the_state_continues_a_prefix_in_chunks_and_by_token() -> None:
         torch.testing.assert_close(out, complete[:, t : t + 1], rtol=1e-5, atol=1e-5)
 
 
-def test_the_gradient_of_an_initial_state_passes_through_all_chunks() -> None:
-    *by_token, skip = (x.detach().float() for x in inputs())
+def test_the_transition_maps_any_initial_state_to_the_state_after_the_tokens() -> None:
+    x, step, decay, b, c, skip = (x.detach().float() for x in inputs())
     state = torch.randn(2, 4, 5, 7, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    end = with_last_state(*by_token, skip, state=state)[1]
-    [gradient] = torch.autograd.grad(end.sum(), state)
-    expected = by_token[2].sum(1).exp()[..., None, None].expand_as(gradient)  # the product of all decays
-    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-12)
+    expected = with_last_state(x, step, decay, b, c, skip, state=state)[1]
+    written, factor = transition(x, step, decay, b)
+    torch.testing.assert_close(factor * state + written, expected, rtol=1e-4, atol=1e-5)
+    [gradient] = torch.autograd.grad(expected.sum(), state)
+    torch.testing.assert_close(gradient, factor.expand_as(gradient), rtol=1e-4, atol=1e-12)

@@ -46,7 +46,21 @@ LLAMA = ModelConfig(
 )
 QKV_ROWS = 3 * GPT2.hidden_size
 BLOOM = GPT2.model_copy(update=dict(position_embedding_type="alibi", embedding_layernorm=True))
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "bloom": BLOOM}
+MIXERS = {
+    "delta net": dict(
+        experimental_attention_variant="gated_delta_net", linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=6, linear_value_head_dim=5,
+    ),
+    "mamba2": dict(
+        experimental_attention_variant="mamba2", mamba_num_heads=8, mamba_num_groups=2, mamba_head_dim=5,
+        mamba_state_dim=6,
+    ),
+    "short convolution": dict(experimental_attention_variant="short_conv", short_conv_bias=True),
+}  # fmt: skip
+MIXERS = {
+    name: LLAMA.model_copy(update={"linear_attention_freq": 2, **fields}) for name, fields in MIXERS.items()
+}
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "bloom": BLOOM, **MIXERS}
 RULES = {
     "one document": BoundaryRules(),
     "documents": BoundaryRules(END, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True),
@@ -110,7 +124,7 @@ def one_process() -> dict:
 
 
 # Every way with every family among documents; whole sequences by a ring and by both ways at once.
-TRAINED = list(itertools.product(WAYS, FAMILIES, ["documents"]))
+TRAINED = list(itertools.product(WAYS, ("gpt2", "llama", "bloom"), ["documents"]))
 CHOSEN = [  # each way and each family twice
     case
     for case in TRAINED
@@ -118,6 +132,12 @@ CHOSEN = [  # each way and each family twice
     or case[:2] == ((4, "p2p", None), "bloom")
 ]
 TRAINED += [(WAYS[0], "gpt2", "one document"), (WAYS[-1], "llama", "one document")]
+OF_MIXERS = [(WAYS[at], name, rules) for at, name, rules in (
+    (0, "delta net", "one document"), (1, "delta net", "documents"), (0, "mamba2", "documents"),
+    (1, "mamba2", "one document"), (3, "mamba2", "documents"), (1, "short convolution", "documents"),
+)]  # fmt: skip
+TRAINED += OF_MIXERS
+CHOSEN += OF_MIXERS
 
 
 @pytest.fixture(scope="module")

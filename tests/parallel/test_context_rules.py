@@ -89,7 +89,12 @@ def test_the_sizes_of_both_levels_have_to_multiply_to_the_context_size(sizes):
     check_context(MODEL, ParallelConfig(**arguments, hierarchical_context_parallel_sizes=example), 64)
 
 
-def test_linear_attention_reads_a_sequence_from_its_beginning():
-    model = MODEL.model_copy(update={"experimental_attention_variant": "gated_delta_net"})
-    with pytest.raises(ConfigError, match=r"size 2 cuts sequences, and a gated delta net .* set it to 1"):
-        check_context(model, ParallelConfig(context_parallel_size=2), 64)
+def test_chunks_shorter_than_a_convolution_are_refused():
+    model = MODEL.model_copy(
+        update={"experimental_attention_variant": "gated_delta_net", "linear_conv_kernel_dim": 6}
+    )
+    check_context(model, ParallelConfig(context_parallel_size=2), 64)
+    with pytest.raises(
+        ConfigError, match=r"size 8 gives each rank chunks of 4 tokens, fewer than the 5 earlier"
+    ):
+        check_context(model, ParallelConfig(context_parallel_size=8), 64)

@@ -8,7 +8,6 @@ from megalith.config.model import ModelConfig
 from megalith.config.output import RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rules.expert_rules import check_expert_parallel, divisors
-from megalith.config.rules.model_rules import mixers_text
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 
@@ -153,11 +152,6 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
     sizes = parallel.hierarchical_context_parallel_sizes
     if size == 1:
         return
-    if model.linear_attention_layers:
-        raise ConfigError(
-            f"parallel.context_parallel_size {size} cuts sequences, and {mixers_text(model)} reads them from their "
-            "beginning; set it to 1 and use tensor or sequence parallelism"
-        )
     if model.encoder_layers and parallel.cp_comm_type == "auto":
         kind = "a2a"
     if model.encoder_layers and kind != "a2a":
@@ -166,6 +160,13 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
             f"{model.model_type} the decoder attends to the encoder; set it to a2a, or leave it out"
         )
     _check_chunks("seq_length", seq_length, size)
+    chunk, taps = seq_length // (2 * size), model.linear_conv_kernel_dim
+    if model.linear_attention_layers and chunk < taps - 1:
+        raise ConfigError(
+            f"parallel.context_parallel_size {size} gives each rank chunks of {chunk} tokens, fewer than the "
+            f"{taps - 1} earlier tokens of a convolution (model.linear_conv_kernel_dim {taps}); lower it, or raise "
+            f"data.seq_length {seq_length}"
+        )
     if kind == "a2a+p2p" and (sizes is None or math.prod(sizes) != size):
         inner = max(s for s in range(1, size + 1) if size % s == 0 and (s == 1 or s * s <= size))
         raise ConfigError(
@@ -175,7 +176,7 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
         )
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     exchange = {"a2a": size, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)
-    if heads % exchange:
+    if heads % exchange and model.attention_layers:
         raise ConfigError(
             f"parallel.cp_comm_type {kind} exchanges heads among {exchange} ranks, which do not divide the {heads} of "
             f"a tensor-parallel rank (model.num_attention_heads {model.num_attention_heads} / "

@@ -45,7 +45,10 @@ class Recurrent(Runnable):
 
     def documents(self, context: Context, seq: int) -> Tensor | None:
         """Return the document number of each token, int32 [batch, seq]; None: one document per sequence."""
-        return None if context.documents is None else self.document_numbers(context.documents, seq)
+        if context.documents is None:
+            return None
+        number_documents = document_ids if context.layout.full_sequence else self.document_numbers
+        return number_documents(context.documents, seq)
 
     def convolve(
         self,

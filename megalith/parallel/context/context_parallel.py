@@ -1,8 +1,8 @@
-"""Context parallelism: each rank has a shard of every sequence, and only attention communicates.
+"""Context parallelism: each rank has a shard of every sequence, and only attention and other mixers communicate.
 
 Every rank of the axis has an early and a late chunk of each sequence (zigzag.py). Positions, dropout and the loss use
-each token's global position, so the model runs on them unchanged. Attention needs all earlier keys and values, by
-`cp_comm_type`:
+each token's global position, so the model runs on them unchanged. Mixers with a state need that of
+all earlier tokens (recurrent_states.py). Attention needs all earlier keys and values, by `cp_comm_type`:
 
     p2p         keys and values go around a ring, overlapped with compute (Liu et al. 2023)
     all_gather  keys and values are all-gathered
@@ -30,9 +30,18 @@ from megalith.comm.collectives import Axis, all_gather, all_gather_replicated
 from megalith.compat.device_mesh import unflatten_mesh
 from megalith.errors import ConfigError
 from megalith.models.mixers.attention import Attention, CrossAttention
+from megalith.models.mixers.recurrent import Recurrent
 from megalith.models.pass_context import PassLayout
 from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.attention_core import attention
+from megalith.ops.delta_rule import gated_delta_rule
+from megalith.ops.state_space import state_space
+from megalith.parallel.context.recurrent_states import (
+    context_convolution,
+    context_delta_rule,
+    context_state_space,
+    local_document_ids,
+)
 from megalith.parallel.context.ring import ring_attention
 from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
 from megalith.parallel.context.zigzag import from_zigzag, spans
@@ -45,7 +54,7 @@ if TYPE_CHECKING:
 def apply_context(
     model: Transformer, axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None = None
 ) -> None:
-    """Make the attention of `model` work on sequences that shard_batch has sharded, in place. Collective.
+    """Make the mixers of `model` work on sequences that shard_batch has sharded, in place. Collective.
 
     Args:
         model: the model or a stage of it.
@@ -54,14 +63,14 @@ def apply_context(
         hierarchical_sizes: sizes of a2a and p2p, for a2a+p2p only.
 
     Raises:
-        ConfigError: a mixer is not attention. Also for cross-attention, unless cp_comm_type is a2a and the model reads
-            encoder_token_index.
+        ConfigError: a mixer is neither attention nor recurrent. Also for cross-attention, unless cp_comm_type is a2a
+            and the model reads encoder_token_index.
     """
     if axis.size == 1:
         return
     mixers = [mixer for layer in layers_of(model).values() for mixer in layer.mixers]
     crosses = any(isinstance(mixer, CrossAttention) for mixer in mixers)
-    others = [m for m in mixers if not isinstance(m, Attention)]
+    others = [m for m in mixers if not isinstance(m, Attention | Recurrent)]
     if crosses and "encoder_token_index" not in model.reads:
         others += [m for m in mixers if isinstance(m, CrossAttention)]
     if others:
@@ -76,11 +85,26 @@ def apply_context(
         )
     core = context_core(axis, cp_comm_type, hierarchical_sizes)
     for mixer in mixers:
-        plug(mixer, "core", core)
+        if isinstance(mixer, Attention):
+            plug(mixer, "core", core)
+        else:
+            _pass_states(mixer, axis)
     for stack in stacks_of(model):
         plug(stack, "pass_layout", partial(_pass_layout, stack.pass_layout, axis.size))
         if stack.relative_attention_bias is not None:
             plug(stack.relative_attention_bias, "scores", partial(_scores_of_heads, axis))
+
+
+RECURRENCES = {gated_delta_rule: context_delta_rule, state_space: context_state_space}
+"""Recurrences over a full sequence → over this rank's chunks."""
+
+
+def _pass_states(mixer: Recurrent, axis: Axis) -> None:
+    """Let a mixer with a state compute this rank's chunks of a sequence."""
+    plug(mixer, "convolution", partial(context_convolution, axis))
+    plug(mixer, "document_numbers", partial(local_document_ids, axis))
+    if mixer.recurrence is not None:
+        plug(mixer, "recurrence", partial(RECURRENCES[mixer.recurrence], axis))
 
 
 def _scores_of_heads(
