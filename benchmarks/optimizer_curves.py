@@ -22,7 +22,7 @@ import torch
 
 from megalith.bench.corpus_text import TextBytes
 from megalith.bench.mup_check import build
-from megalith.bench.optimizer_speed import is_set
+from megalith.bench.text_model import TEXT_MODEL, with_defaults
 from megalith.bench.timing import synchronize
 from megalith.config import RunConfig
 from megalith.data.loader import Loader
@@ -37,25 +37,16 @@ RATES = {
 OPTIONS = {"lion": {"optim.weight_decay": 0.5}}
 """Further settings by optimizer."""
 DEFAULTS = {
+    **TEXT_MODEL,
     "model.num_layers": 12,
     "model.hidden_size": 768,
     "model.num_attention_heads": 12,
-    "model.vocab_size": 257,
-    "model.position_embedding_type": "rope",
-    "model.swiglu": True,
-    "model.normalization": "RMSNorm",
-    "model.add_bias_linear": False,
-    "model.hidden_dropout": 0.0,
-    "model.attention_dropout": 0.0,
     "model.untie_embeddings_and_output_weights": True,
     "data.seq_length": 1024,
-    "data.mock": True,
     "train.global_batch_size": 32,
     "train.micro_batch_size": 32,
     "optim.lr_decay_style": "cosine",
     "optim.weight_decay": 0.1,
-    "optim.adam_beta2": 0.95,
-    "runtime.compile": False,
 }
 MEGABYTES = 20.0
 WINDOW = 10  # steps in a point of a curve
@@ -74,8 +65,7 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     config = RunConfig.load(None, args.settings)
-    unset = {path: value for path, value in DEFAULTS.items() if not is_set(config, path)}
-    config = config.with_settings({**unset, "train.precision": args.precision})
+    config = with_defaults(config, DEFAULTS).with_settings({"train.precision": args.precision})
     curves = {}
     print("| optimizer | lr | loss | ms per step |\n|---|---|---|---|")
     for name in args.only:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.bench.corpus_text import TextBytes
-from megalith.bench.optimizer_speed import is_set
+from megalith.bench.text_model import TEXT_MODEL, with_defaults
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
 from megalith.data.loader import Loader
@@ -41,22 +41,13 @@ from megalith.training.custom_loop import Optimizer, parallelize
 HEAD_DIM = 32
 STANDARD, MUP = "standard", "µP"
 DEFAULTS: dict[str, Any] = {
+    **TEXT_MODEL,
     "model.num_layers": 2,
-    "model.vocab_size": 257,
-    "model.position_embedding_type": "rope",
-    "model.swiglu": True,
-    "model.normalization": "RMSNorm",
-    "model.add_bias_linear": False,
-    "model.hidden_dropout": 0.0,
-    "model.attention_dropout": 0.0,
     "model.untie_embeddings_and_output_weights": True,
     "data.seq_length": 64,
-    "data.mock": True,
     "train.global_batch_size": 8,
     "train.micro_batch_size": 8,
     "optim.lr_decay_style": "constant",
-    "optim.adam_beta2": 0.95,
-    "runtime.compile": False,
 }
 
 
@@ -104,8 +95,7 @@ def run_config(settings: Sequence[str], kind: str, width: int, depth: int | None
             chosen["model.mup_base_num_layers"] = base[1]
     else:
         chosen["model.init_method_std"] = (2 * width) ** -0.5
-    config = RunConfig.load(None, settings)
-    return config.with_settings({path: value for path, value in chosen.items() if not is_set(config, path)})
+    return with_defaults(RunConfig.load(None, settings), chosen)
 
 
 def activation_sizes(config: RunConfig, steps: int, lr: float) -> dict[str, float]:

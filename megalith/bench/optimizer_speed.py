@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megalith.bench.text_model import TEXT_MODEL, with_defaults
 from megalith.bench.timing import synchronize
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
@@ -49,24 +50,15 @@ RATES = {
 """Learning rates by name; `normuon` is Muon with `muon_moment2_method: normuon`."""
 
 DEFAULTS = {
+    **TEXT_MODEL,
     "model.num_layers": 2,
     "model.hidden_size": 128,
     "model.num_attention_heads": 4,
-    "model.vocab_size": 257,
-    "model.position_embedding_type": "rope",
-    "model.swiglu": True,
-    "model.normalization": "RMSNorm",
-    "model.add_bias_linear": False,
-    "model.hidden_dropout": 0.0,
-    "model.attention_dropout": 0.0,
     "data.seq_length": 64,
-    "data.mock": True,
     "train.global_batch_size": 8,
     "train.micro_batch_size": 8,
     "optim.lr_decay_style": "constant",
     "optim.weight_decay": 0.1,
-    "optim.adam_beta2": 0.95,
-    "runtime.compile": False,
 }
 SHAPE = [path for path in DEFAULTS if path.startswith("model.") and not path.endswith("dropout")]
 """Defaults that a preset replaces."""
@@ -102,12 +94,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
     args = parser.parse_args(arguments)
     base = RunConfig.load(None, args.settings)
-    unset = {
-        path: value
-        for path, value in DEFAULTS.items()
-        if not is_set(base, path) and (base.model.preset is None or path not in SHAPE)
-    }
-    base = resolve_config(base.with_settings(unset), None)
+    shape = SHAPE if base.model.preset is not None else ()
+    defaults = {path: value for path, value in DEFAULTS.items() if path not in shape}
+    base = resolve_config(with_defaults(base, defaults), None)
     has_experts = base.model.num_experts is not None
     mesh, device = init_mesh(base.parallel, base.runtime.device, has_experts=has_experts)
     is_first = this_process().is_first
@@ -183,12 +172,6 @@ def _batches(config: RunConfig, mesh: Mesh, count: int, seed: int) -> Iterator[B
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     values = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.nbytes for value in values if isinstance(value, (torch.Tensor, Moment)))
-
-
-def is_set(config: RunConfig, path: str) -> bool:
-    """Return True if the configuration sets `path`, section.key, itself."""
-    section, _, key = path.partition(".")
-    return key in getattr(config, section).model_fields_set
 
 
 if __name__ == "__main__":
