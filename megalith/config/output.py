@@ -81,6 +81,10 @@ class LogConfig(Section):
     """Record the largest attention logit of each step in metrics.jsonl; optim.qk_clip records it too. It repeats one
     matmul of attention."""
 
+    log_gradient_noise_interval: NonNegativeInt = 0
+    """Steps between estimates of the gradient noise scale in metrics.jsonl. These steps repeat the passes of the first
+    micro-batch, and need at least two. 0: never."""
+
     log_norms_interval: NonNegativeInt = 0
     """Steps between records of each layer's gradient norm, before clipping, and update norm, in metrics.jsonl. These
     steps copy the weights: 4 bytes per parameter of a rank's shard. 0: never."""

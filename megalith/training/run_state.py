@@ -26,6 +26,8 @@ from megalith.optim.schedule import build_schedule
 from megalith.parallel.data.layer_norms import LayerNorms
 from megalith.parallel.fp8_counts import counters, gather_counts
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.pipeline.schedules import fitting_micro_batches
+from megalith.parallel.pipeline.stages import schedule_kind
 from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, open_location
 from megalith.report.clock import PhaseTimers
@@ -33,6 +35,7 @@ from megalith.report.console import LM_LOSS
 from megalith.report.report import PendingStep
 from megalith.training.build import build_model, vocabulary_rows
 from megalith.training.custom_loop import Optimizer
+from megalith.training.gradient_noise import read_noise
 from megalith.training.replica_check import ReplicaCheck
 from megalith.training.run_datasets import Data
 from megalith.training.skipped_steps import SkippedSteps
@@ -116,6 +119,10 @@ class Task:
         return None
 
 
+def _is_due(interval: int, step: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
 class Run:
     """Components and position of a run. `Trainer` (trainer.py) advances it."""
 
@@ -188,7 +195,11 @@ class Run:
         count = self.data.micro_batches(self.consumed_samples)
         with self.timers("batch-generator"):
             micro_batches = [next(batches) for _ in range(count)]
-        interval = self.config.log.log_fp8_interval if self.config.train.fp8_format else 0
+        log, number = self.config.log, self.step + 1
+        noise_samples = self._noise_samples(count) if _is_due(log.log_gradient_noise_interval, number) else 0
+        if noise_samples:
+            noise = self._squares_of_first(micro_batches, noise_samples)
+        interval = log.log_fp8_interval if self.config.train.fp8_format else 0
         counts_fp8 = interval > 0 and (self.step + 1) % interval == 0
         for counter in self.counters.values():
             counter.begin_step(counts_fp8)
@@ -202,10 +213,10 @@ class Run:
         weight_decay = self.schedule.weight_decay(*self.schedule_position)
         decoupled = self.schedule.decoupled
         decoupled_lr = decoupled and decoupled.learning_rate(*self.schedule_position)
-        log, squares = self.config.log, self.updates.gradient_squares
+        squares = self.updates.gradient_squares
         is_logged = (self.step + 1) % log.log_interval == 0 or self.step + 1 == self.total_steps
         zeros = squares.count_zeros() if is_logged and log.log_num_zeros_in_grad else None
-        logs_norms = log.log_norms_interval > 0 and (self.step + 1) % log.log_norms_interval == 0
+        logs_norms = _is_due(log.log_norms_interval, number)
         if logs_norms:
             norms, loss_scale = self._layer_norms(), self.loss_scale.scale
             before, gradient_norms = norms.weights(), norms.gradients() / loss_scale
@@ -213,6 +224,9 @@ class Run:
             result = self.updates.step(lr, weight_decay, decoupled_lr)
         if logs_norms:
             metrics = self._with_norms(metrics, norms, gradient_norms, norms.updates(before))
+        if noise_samples:
+            other_metrics, sizes = metrics or dict, (noise_samples, batch_size)
+            metrics = lambda: {**other_metrics(), **read_noise(noise, result.grad_norm, *sizes)}  # noqa: E731
         work = self.data.work(self.consumed_samples, batch_size)
         self.step += 1
         self.consumed_samples += batch_size
@@ -238,6 +252,25 @@ class Run:
             console_line=self.task.console_line,
             token_counts=work,
         )
+
+    def _noise_samples(self, micro_batches: int) -> int:
+        """Return the samples of the smaller batch for the gradient noise scale. 0: the step has too few
+        micro-batches."""
+        parallel, train = self.config.parallel, self.config.train
+        group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+        fewest = fitting_micro_batches(schedule_kind(parallel), self.mesh.pp.size, 1, group)
+        return fewest * train.micro_batch_size * self.mesh.dp.size if fewest < micro_batches else 0
+
+    def _squares_of_first(self, micro_batches: Sequence[Batch], samples: int) -> Tensor:
+        """Return the squared norm of the gradient over the first `samples` of the step, a float32 scalar."""
+        count = samples // (self.config.train.micro_batch_size * self.mesh.dp.size)
+        self.gradients(micro_batches[:count])
+        plain = [plain for _, plain in self.model.parameters.named if plain.grad is not None]
+        squares = self.updates.gradient_squares(plain) / self.loss_scale.scale.square()
+        self.task.step_metrics(self)  # discards the metrics of these passes
+        self.model.parameters.clear_gradients()
+        self.model.forget_logits()
+        return squares
 
     def _layer_norms(self) -> LayerNorms:
         if self._norms is None:

@@ -9,6 +9,7 @@ import torch
 from megalith.config import RunConfig
 from megalith.parity.job import start
 from megalith.report.clock import format_timers
+from megalith.training.gradient_noise import noise_scale
 from megalith.training.trainer import Trainer
 
 ASKED = {"log_params_norm": True, "log_num_zeros_in_grad": True, "log_interval": 1}
@@ -125,7 +126,8 @@ def test_without_being_asked_nothing_is_counted(tmp_path):
 
 def layer_norms(tree: dict, output: str) -> list[dict[str, float]]:
     """The metrics of two steps, of which the second logs its norms."""
-    tree = tree | {"train": tree["train"] | {"output_dir": output}, "log": {"log_norms_interval": 2}}
+    log = {"log_norms_interval": 2, "log_gradient_noise_interval": 2}
+    tree = tree | {"train": tree["train"] | {"output_dir": output}, "log": log}
     run = start(RunConfig.from_tree(tree))
     metrics = []
     with run.data.train_loader(0, 0, run.device) as batches:
@@ -155,4 +157,56 @@ def test_norms_per_layer_are_those_of_its_parameters_in_every_layout(pool, tmp_p
     for name, ranks in pool.run_cases(layer_norms, cases, size=2).items():
         for _, metrics, _ in ranks:
             assert list(metrics) == list(second), name
-            assert metrics == pytest.approx(second, rel=1e-4), name
+            noise = [key for key in metrics if key.startswith("gradient_noise/")]
+            assert len(noise) == 3
+            if name != "sharded":  # there the smaller batch is two samples
+                assert [metrics[key] for key in noise] == pytest.approx(
+                    [second[key] for key in noise], rel=1e-3
+                )
+            layers = metrics.keys() - noise
+            assert {key: metrics[key] for key in layers} == pytest.approx(
+                {key: second[key] for key in layers}, rel=1e-4
+            ), name
+
+
+def test_the_noise_scale_is_that_of_gradients_of_two_batch_sizes_and_changes_no_update(tmp_path):
+    tree = with_layout("replicated", untied=False)
+    measured, plain = [], []
+    for interval, results in ((1, measured), (0, plain)):
+        config = tree | {
+            "train": tree["train"] | {"output_dir": str(tmp_path / str(interval))},
+            "log": {"log_gradient_noise_interval": interval},
+        }
+        run = start(RunConfig.from_tree(config))
+        with run.data.train_loader(0, 0, run.device) as batches:
+            micro_batches = [next(batches) for _ in range(4)]
+            squares = []
+            for count in (1, 4):
+                run.gradients(micro_batches[:count])
+                squares.append(sum(x.grad.square().sum().item() for _, x in run.model.parameters.named))
+                run.model.parameters.clear_gradients()
+            step = run.train_step(iter(micro_batches))
+        weights = [weight.detach().clone() for _, weight in run.model.parameters.named]
+        results += [(step.extra_metrics or dict)(), squares, weights]
+    metrics, (small, large), weights = measured
+    assert metrics["gradient_noise/trace"] == pytest.approx((small - large) / (1 - 1 / 4), rel=1e-4)
+    assert metrics["gradient_noise/squared_norm"] == pytest.approx((4 * large - small) / 3, rel=1e-4)
+    assert metrics["gradient_noise/scale"] == pytest.approx(
+        metrics["gradient_noise/trace"] / metrics["gradient_noise/squared_norm"]
+    )
+    assert plain[0] == {} and all(torch.equal(a, b) for a, b in zip(weights, plain[2], strict=True))
+
+
+def test_the_estimates_are_those_of_known_noise():
+    generator = torch.Generator().manual_seed(0)
+    gradient, sigma = torch.full((50,), 0.2), 0.7
+    trace = norm = 0.0
+    for _ in range(4000):
+        samples = gradient + sigma * torch.randn(16, 50, generator=generator)
+        small, large = (samples[:count].mean(0).square().sum().item() for count in (4, 16))
+        estimate = noise_scale(small, large, 4, 16)
+        trace, norm = (
+            trace + estimate["gradient_noise/trace"] / 4000,
+            norm + estimate["gradient_noise/squared_norm"] / 4000,
+        )
+    assert trace == pytest.approx(50 * 0.7**2, rel=0.05) and norm == pytest.approx(50 * 0.2**2, rel=0.05)
