@@ -36,9 +36,20 @@ from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 from megalith.remote import open_location, remove_all
 
+STORED_SETTINGS = (
+    "rank",
+    "alpha",
+    "targets",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "use_rslora",
+)
+"""Settings of `lora` that a PEFT folder determines."""
+
 
 def with_lora_load(config: RunConfig) -> RunConfig:
-    """Return `config` with rank, alpha and targets of the adapters that `lora.load` names.
+    """Return `config` with the settings of the adapters that `lora.load` names.
 
     Raises ConfigError if one of them is set to another value.
     """
@@ -46,7 +57,7 @@ def with_lora_load(config: RunConfig) -> RunConfig:
     if lora.load is None:
         return config
     stored = _open_peft(lora.load, config.model).lora
-    for name in ("rank", "alpha", "targets"):
+    for name in STORED_SETTINGS:
         value, stored_value, default = (getattr(each, name) for each in (lora, stored, LoraConfig()))
         same = (
             stored.parts(config.model) == lora.parts(config.model)
@@ -58,9 +69,7 @@ def with_lora_load(config: RunConfig) -> RunConfig:
                 f"lora.{name} is {value}, but the adapters in {lora.load}, which lora.load names, have {stored_value}; "
                 f"remove {name}"
             )
-    return config.with_settings(
-        {f"lora.{name}": getattr(stored, name) for name in ("rank", "alpha", "targets")}
-    )
+    return config.with_settings({f"lora.{name}": getattr(stored, name) for name in STORED_SETTINGS})
 
 
 def load_peft_adapters(path: str, config: ModelConfig, model: Model) -> None:

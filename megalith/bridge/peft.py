@@ -7,6 +7,9 @@ in the order of the family's weights. The other two cases are exact as well:
     Megalith has parts, PEFT one module       A: the parts' A stacked; B: a block of columns per part, zero in the rows
                                               of the others; rank: the sum
     Megalith has `whole`, PEFT separate ones  A: the same for each module; B: split by rows
+
+All experts of a layer are one parameter in transformers. PEFT adapts it as one of its `target_parameters`, with A
+[experts · rank, in] and B [out, rank · experts].
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -30,93 +34,132 @@ from megalith.bridge.transfer import to_theirs
 from megalith.checkpoint.files import write_safetensors
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import as_config_error
-from megalith.config.lora import PARTS, WHOLE
+from megalith.config.lora import EXPERTS, QKV, SITES, WHOLE, index_in_stack, target_name
 from megalith.errors import CheckpointError, shorten
 from megalith.io import make_folder, sync_folder, write_file
 from megalith.models.adapters import ADAPTER
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Weights that can have adapters, in decoders and encoders.
-ADAPTED = re.compile(
-    r"(?:encoder\.)?layers\.\d+\.(?:(?:self_attention|mamba)\.linear_(?:qkv|proj|zxbcdt|bcx|out)|mlp\.linear_fc[12])"
-    r"\.weight"
-)
+# Weights that can have adapters, in decoders and encoders: the layer's name, its number, and the site.
+ADAPTED = re.compile(rf"((?:encoder\.)?layers\.(\d+))\.({'|'.join(map(re.escape, SITES))})\.weight")
 TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}  # PEFT has no name for BERT's task
-# Keys of adapter_config.json that select other methods than plain LoRA, with the only supported value.
+# Keys of adapter_config.json that select other methods than LoRA, with the only supported value.
 ONLY = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False,
-    "modules_to_save": None, "target_parameters": None, "trainable_token_indices": None, "layer_replication": None,
+    "modules_to_save": None, "trainable_token_indices": None, "layer_replication": None,
 }  # fmt: skip
-# LoraConfig's target for each part of a linear.
-TARGET_OF = {
-    ("linear_qkv", "q"): "q_proj",
-    ("linear_qkv", "k"): "k_proj",
-    ("linear_qkv", "v"): "v_proj",
-    ("linear_qkv", WHOLE): "qkv_proj",
-    ("linear_proj", WHOLE): "linear_proj",
-    ("linear_zxbcdt", WHOLE): "linear_zxbcdt",
-    ("linear_bcx", WHOLE): "linear_bcx",
-    ("linear_out", WHOLE): "linear_out",
-    ("linear_fc1", "gate"): "gate_proj",
-    ("linear_fc1", "up"): "up_proj",
-    ("linear_fc1", WHOLE): "gate_up_proj",
-    ("linear_fc2", WHOLE): "linear_fc2",
-}
+PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+"""Parameters of the module of all experts in transformers 5."""
 
-Pair = tuple[Tensor, Tensor]  # A [rank, in] and B [out, rank]
+Pair = tuple[
+    Tensor, Tensor
+]  # A [rank, in] and B [out, rank]; of experts, a dimension of experts before these
 
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """A linear that can have adapters, and the Hugging Face modules that it is made of."""
+    """A matrix that can have adapters, and the Hugging Face modules that it is made of."""
 
-    name: str
+    layer: str  # name of the layer, such as layers.0
+    number: int  # number of the layer in the model
+    site: str  # path in the layer
     group: Group  # the group of its weight
 
     @property
-    def role(self) -> str:
-        """Last part of the name, such as linear_qkv."""
-        return self.name.rpartition(".")[2]
+    def name(self) -> str:
+        return f"{self.layer}.{self.site}"
 
     @property
+    def of_experts(self) -> bool:
+        """True if the matrix is one per expert, and a parameter in transformers instead of a module."""
+        return self.site.startswith(EXPERTS)
+
+    @cached_property
     def modules(self) -> dict[str, str]:
-        """Parts of the linear → names of the Hugging Face modules."""
+        """Parts of the matrix → names of the Hugging Face modules, or of experts' parameter."""
+        if self.of_experts:
+            return {WHOLE: self._parameter()}
         names = [name.removesuffix(".weight") for name in self.group.names()]
-        return dict(zip(PARTS[self.role] if len(names) > 1 else (WHOLE,), names))
+        parts = SITES[self.site] if len(names) > 1 else (WHOLE,)
+        return dict(zip(parts, names)) if len(parts) == len(names) else {}  # {}: divided otherwise
+
+    def _parameter(self) -> str:
+        """Return the name of the parameter in transformers 5, where files may have a tensor per expert."""
+        name = self.group.names(0 if self.group.experts is not None else None)[0]
+        block = re.split(r"\.(?:experts|input_linear|output_linear)\.", name)[0]
+        if self.group.experts is not None:
+            block = block.replace(".block_sparse_moe", ".mlp")
+        return f"{block}.experts.{PARAMETERS[self.site.rpartition('.')[2]]}"
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the matrix, or of one expert's."""
+        return self.group.shape[-2]
+
+    @property
+    def columns(self) -> int:
+        """Number of columns."""
+        return self.group.shape[-1]
 
     def rows_of_modules(self) -> dict[str, Tensor]:
         """Return Megalith's row for each row of each Hugging Face module, int64 [rows of the module]."""
-        rows = torch.arange(self.group.shape[0], dtype=torch.float64)[:, None]
+        if self.of_experts:
+            rule = self.group.rule
+            if len(rule.names) > 1:  # one parameter has them one after the other
+                rule = replace(rule, names=(self.modules[WHOLE],))
+            order = torch.empty(self.rows, dtype=torch.int64)
+            for run in rule.runs(self.group.model, self.rows):
+                order[run.theirs : run.theirs + run.count] = run.ours + run.step * torch.arange(run.count)
+            return {self.modules[WHOLE]: order}
+        rows = torch.arange(self.rows, dtype=torch.float64)[:, None]
         rule = replace(self.group.rule, transposed=False)
         group = replace(self.group, shape=tuple(rows.shape), rule=rule)
         theirs = to_theirs(group, rows, dict.fromkeys(group.sources, rows.dtype))
         return {name.removesuffix(".weight"): order.squeeze(1).long() for name, order in theirs}
 
     def rows_of_part(self, part: str) -> Tensor:
-        """Return the rows of this part in Megalith's linear, in the order of the rows of the part's B, int64."""
-        rows, model = torch.arange(self.group.shape[0]), self.group.model
+        """Return the rows of this part in Megalith's matrix, in the order of the rows of the part's B, int64."""
+        rows, model, parts = torch.arange(self.rows), self.group.model, SITES[self.site]
         if part == WHOLE:
             return rows
-        if self.role == "linear_fc1":  # gate 0, up 0, gate 1, up 1, …
-            return rows.view(-1, 2)[:, PARTS[self.role].index(part)]
-        queries = model.num_attention_heads // model.query_groups
+        if "gate" in parts:  # gate 0, up 0, gate 1, up 1, …
+            return rows.view(-1, 2)[:, parts.index(part)]
+        queries = model.num_attention_heads // model.query_groups * (1 + model.attention_output_gate)
+        queries = queries if self.site == QKV else 0
         heads = {"q": slice(queries), "k": slice(queries, queries + 1), "v": slice(queries + 1, None)}
         return rows.view(model.query_groups, queries + 2, model.head_dim)[:, heads[part]].flatten()
 
     def rows_of_module(self, module: str, part: str) -> Tensor:
         """Return the row of the module for each row of the part's B, int64; the module must have them all."""
-        position = torch.empty(self.group.shape[0], dtype=torch.int64)
+        position = torch.empty(self.rows, dtype=torch.int64)
         ours = self.rows_of_modules()[module]
         position[ours] = torch.arange(len(ours))
         return position[self.rows_of_part(part)]
 
+    def shapes(self, module: str, rank: int) -> dict[str, tuple[int, int]]:
+        """Return the shapes of PEFT's A and B for a module and a rank."""
+        experts = self.group.shape[0] if self.of_experts else 1
+        rows = len(self.rows_of_modules()[module])
+        return {"lora_A": (experts * rank, self.columns), "lora_B": (rows, rank * experts)}
+
 
 def adapter_targets(family: Family, model: ModelConfig) -> Iterator[AdapterTarget]:
-    """Yield the linears of a model that can have adapters."""
+    """Yield the matrices of a model that can have adapters."""
     for group in family.groups(model):
-        if ADAPTED.fullmatch(group.name):
-            yield AdapterTarget(group.name.removesuffix(".weight"), group)
+        if match := ADAPTED.fullmatch(group.name):
+            yield AdapterTarget(match[1], int(match[2]), match[3], group)
+
+
+@dataclass(frozen=True)
+class PeftPair:
+    """PEFT's A and B of a module or parameter, with its rank and alpha."""
+
+    target: AdapterTarget
+    a: Tensor
+    b: Tensor
+    rank: int
+    alpha: float
 
 
 def save_peft(
@@ -128,34 +171,67 @@ def save_peft(
     base: str | None,
 ) -> None:
     """Write adapters to a folder in PEFT's format; `read` returns their parameters by name, `base` names their base."""
-    parts_by_role, tensors, ranks = lora.parts(model), {}, {}
+    parts_by_site, pairs = lora.parts(model), {}
     for target in adapter_targets(family, model):
-        pairs = {
+        parts = parts_by_site.get(target.site, ()) if lora.adapts_layer(target.number, model) else ()
+        stored = {
             part: (
                 read(f"{target.name}{ADAPTER}lora_A.{part}.weight"),
                 read(f"{target.name}{ADAPTER}lora_B.{part}.weight"),
             )
-            for part in parts_by_role.get(target.role, ())
+            for part in parts
         }
-        for module, (a, b) in _peft_pairs(target, pairs).items():
-            tensors[f"{PREFIX}{module}.lora_A.weight"], tensors[f"{PREFIX}{module}.lora_B.weight"] = a, b
-            ranks[module] = len(a)
+        pairs |= _peft_pairs(target, stored, lora)
+    nested, tensors = _nested(pairs), {}
+    for module, pair in pairs.items():
+        prefix = _prefix(pair.target, module, module in nested)
+        tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = pair.a, pair.b
     make_folder(folder)
     write_safetensors(folder / TENSORS_FILE, tensors)
-    config = json.dumps(_peft_config(family, model, lora, ranks, base), indent=2)
+    config = json.dumps(_peft_config(family, model, lora, pairs, base), indent=2)
     write_file(folder / CONFIG_FILE, config + "\n")
     sync_folder(folder)
 
 
-def _peft_pairs(target: AdapterTarget, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+def _nested(parameters: Iterable[str]) -> set[str]:
+    """Return the parameters that are not the last adapted one of their module: PEFT wraps the module once for each."""
+    last = {name.rpartition(".")[0]: name for name in parameters}
+    return {name for name in parameters if last[name.rpartition(".")[0]] != name}
+
+
+def _prefix(target: AdapterTarget, module: str, nested: bool) -> str:
+    """Return the name of PEFT's wrapper of a module, or of the module with experts' parameter."""
+    if not target.of_experts:
+        return f"{PREFIX}{module}"
+    return f"{PREFIX}{module.rpartition('.')[0]}{'.base_layer' if nested else ''}"
+
+
+def _peft_pairs(target: AdapterTarget, pairs: Mapping[str, Pair], lora: LoraConfig) -> dict[str, PeftPair]:
     """Return PEFT's A and B for each Hugging Face module with adapters."""
-    modules = target.modules
+    modules, at = target.modules, (target.layer, target.site)
+
+    def of_part(part: str, a: Tensor, b: Tensor) -> PeftPair:
+        return PeftPair(target, a, b, lora.rank_of(*at, part), lora.alpha_of(*at, part))
+
+    if target.of_experts and pairs:
+        [(module, rows)] = target.rows_of_modules().items()
+        a, b = pairs[WHOLE]
+        b = b[:, rows].permute(1, 2, 0)  # [out, rank, experts]
+        return {module: of_part(WHOLE, a.flatten(0, 1), b.flatten(1))}
     if WHOLE in pairs:
         a, b = pairs[WHOLE]
-        return {module: (a, b[rows]) for module, rows in target.rows_of_modules().items()}
+        return {module: of_part(WHOLE, a, b[rows]) for module, rows in target.rows_of_modules().items()}
+    if pairs and not modules:
+        raise CheckpointError(
+            f"{target.name} has other parts in this family's models than its adapters; "
+            f"train one adapter for all its rows, {target.site}.{WHOLE} in lora.targets, or merge them"
+        )
     if WHOLE in modules and pairs:
-        return {modules[WHOLE]: _fused_pair(target, pairs)}
-    return {modules[part]: (a, _their_rows(target, modules[part], part, b)) for part, (a, b) in pairs.items()}
+        return {modules[WHOLE]: _fused_pair(target, pairs, lora)}
+    return {
+        modules[part]: of_part(part, a, _their_rows(target, modules[part], part, b))
+        for part, (a, b) in pairs.items()
+    }
 
 
 def _their_rows(target: AdapterTarget, module: str, part: str, b: Tensor) -> Tensor:
@@ -166,19 +242,38 @@ def _their_rows(target: AdapterTarget, module: str, part: str, b: Tensor) -> Ten
     return rows
 
 
-def _fused_pair(target: AdapterTarget, pairs: Mapping[str, Pair]) -> Pair:
-    """Return one pair for a module that fuses all parts."""
-    module = target.modules[WHOLE]
-    ordered = [part for part in PARTS[target.role] if part in pairs]
+def _fused_pair(target: AdapterTarget, pairs: Mapping[str, Pair], lora: LoraConfig) -> PeftPair:
+    """Return one pair for a module that fuses all parts, scaled as its first part."""
+    module, at = target.modules[WHOLE], (target.layer, target.site)
+    ordered = [part for part in SITES[target.site] if part in pairs]
+    scales = [lora.scaling_of(*at, part) for part in ordered]
     blocks = [_their_rows(target, module, part, pairs[part][1]) for part in ordered]
-    return torch.cat([pairs[part][0] for part in ordered]), torch.cat(blocks, dim=1)
+    blocks = [b if scale == scales[0] else b * (scale / scales[0]) for b, scale in zip(blocks, scales)]
+    first, rank = lora.rank_of(*at, ordered[0]), sum(lora.rank_of(*at, part) for part in ordered)
+    alpha = lora.alpha_of(*at, ordered[0])
+    alpha = alpha * (rank / first) ** 0.5 if lora.use_rslora else alpha * rank / first
+    a = torch.cat([pairs[part][0] for part in ordered])
+    return PeftPair(target, a, torch.cat(blocks, dim=1), rank, alpha)
 
 
 def _peft_config(
-    family: Family, model: ModelConfig, lora: LoraConfig, ranks: Mapping[str, int], base: str | None
+    family: Family,
+    model: ModelConfig,
+    lora: LoraConfig,
+    pairs: Mapping[str, PeftPair],
+    base: str | None,
 ) -> dict[str, Any]:
-    targets = _target_suffixes(ranks, family, model)
-    larger = {target: rank for target, rank in targets.items() if rank != lora.rank}
+    in_layers = {pair.target.layer for pair in pairs.values()}
+    modules = [module for module, pair in pairs.items() if not pair.target.of_experts]
+    suffixes = _target_suffixes(modules, family, model, in_layers)
+    names = (
+        suffixes
+        | {  # PEFT ignores layers_to_transform for parameters
+            name: name if lora.layers_to_transform is not None else ".".join(name.split(".")[-3:])
+            for name, pair in pairs.items()
+            if pair.target.of_experts
+        }
+    )
     return {
         **ONLY,
         "base_model_name_or_path": base,
@@ -187,29 +282,49 @@ def _peft_config(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted(targets),
-        "rank_pattern": larger,
-        "alpha_pattern": {target: lora.alpha * rank / lora.rank for target, rank in larger.items()},
+        "target_modules": sorted(set(suffixes.values())),
+        "target_parameters": sorted({names[name] for name in names.keys() - suffixes.keys()}) or None,
+        "layers_to_transform": lora.layers_to_transform,
+        "rank_pattern": _pattern(names, {name: pair.rank for name, pair in pairs.items()}, lora.rank),
+        "alpha_pattern": _pattern(names, {name: pair.alpha for name, pair in pairs.items()}, lora.alpha),
         "fan_in_fan_out": any(rule.transposed for rule in family.tensors.values()),
-        "use_rslora": False,
+        "use_rslora": lora.use_rslora,
         "init_lora_weights": True,
     }
 
 
-def _target_suffixes(ranks: Mapping[str, int], family: Family, model: ModelConfig) -> dict[str, int]:
-    """Return the shortest name suffixes that match exactly these modules, with their rank. PEFT matches by suffix."""
+def _pattern(names: Mapping[str, str], values: Mapping[str, Any], default: Any) -> dict[str, Any]:
+    """Return the values other than the default, by the shared name of the modules if they have one value, else by
+    module."""
+    shared: dict[str, set] = {}
+    for module, name in names.items():
+        shared.setdefault(name, set()).add(values[module])
+    keys = {module: name if len(shared[name]) == 1 else module for module, name in names.items()}
+    return {keys[module]: value for module, value in values.items() if value != default}
+
+
+def _target_suffixes(
+    adapted_modules: Iterable[str], family: Family, model: ModelConfig, layers: set[str]
+) -> dict[str, str]:
+    """Return for each module the shortest suffix that matches adapted modules only. PEFT matches by suffix.
+
+    `layers` are the names of the layers with adapters: modules of others are not matched.
+    """
     all_modules = (
         name.removesuffix(".weight")
         for group in family.groups(model)
+        if not (match := ADAPTED.fullmatch(group.name))
+        or (match[1] in layers and not match[3].startswith(EXPERTS))
         for name in group.sources
         if name.endswith(".weight")
     )
+    adapted_modules = list(adapted_modules)
     in_model, adapted = Counter(chain.from_iterable(map(_suffixes, all_modules))), Counter()
-    for module in ranks:
+    for module in adapted_modules:
         adapted.update(_suffixes(module))
     return {
-        next(suffix for suffix in _suffixes(module) if adapted[suffix] == in_model[suffix]): rank
-        for module, rank in ranks.items()
+        module: next(suffix for suffix in _suffixes(module) if adapted[suffix] == in_model[suffix])
+        for module in adapted_modules
     }
 
 
@@ -219,87 +334,155 @@ def _suffixes(name: str) -> list[str]:
     return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
+def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches a module's name, as PEFT does."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """PEFT's adapter of one module in a folder."""
+
+    target: AdapterTarget
+    part: str  # part of the matrix that the module is
+    prefix: str
+    rank: int
+    alpha: float  # as if use_rslora were off
+
+
 class PeftFolder:
     """Reader of adapters in PEFT's format for a model of a family."""
 
     def __init__(self, path: str | Path, family: Family, model: ModelConfig):
-        """Open a folder. Raises CheckpointError if it is missing, damaged, of another model, or not plain LoRA."""
-        self.path = Path(path)
+        """Open a folder. Raises CheckpointError if it is missing, damaged, of another model, or of another method."""
+        self.path, self._model = Path(path), model
         self._config = read_json(self.path / CONFIG_FILE)
         self._reject_other_methods()
-        self._stored = list_tensors(self.path / TENSORS_FILE)
-        if model.num_layers > len(self._stored):
-            raise CheckpointError(
-                f"{self.path / TENSORS_FILE} has {len(self._stored)} tensors, fewer than the model has layers "
-                f"({model.num_layers}); give adapters of the same base"
-            )
+        self._tensors = list_tensors(self.path / TENSORS_FILE)
         self._targets = {target.name: target for target in adapter_targets(family, model)}
-        self._fused = self._find_fused_parts(family, model)
-        self._parts = self._find_parts()
+        self._adapters = self._find_adapters()
+        self._check_names()
+        self._fused = self._find_fused_parts()
         self.lora = self._lora()
-        self._check_shapes()
 
     def read(self, name: str) -> Tensor:
         """Return a parameter of an adapter by Megalith's name, in float32."""
-        linear, _, rest = name.partition(ADAPTER)
+        matrix, _, rest = name.partition(ADAPTER)
         half, part, _ = rest.split(".")
-        target = self._targets[linear]
-        fused = self._fused.get(target.role)
-        stored_part = WHOLE if fused else part
-        value = self._stored[_key(target, stored_part, half)].read().float()
+        target = self._targets[matrix]
+        fused = self._fused.get(target.site)
+        stored = self._adapters[matrix, WHOLE if fused else part]
+        value = self._tensors[f"{stored.prefix}.{half}.weight"].read().float()
+        if target.of_experts:
+            return self._of_experts(target, half, value)
         if fused:
-            columns = slice(fused.index(part) * self.lora.rank, (fused.index(part) + 1) * self.lora.rank)
+            rank = stored.rank // len(fused)
+            columns = slice(fused.index(part) * rank, (fused.index(part) + 1) * rank)
             value = value[columns] if half == "lora_A" else value[:, columns]
         if half == "lora_A":
             return value
-        return value[target.rows_of_module(target.modules[stored_part], part)]
+        return value[target.rows_of_module(target.modules[stored.part], part)]
 
-    def _find_fused_parts(self, family: Family, model: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """Return the parts by role where a fused module has one adapter per part, as `save_peft` writes them.
+    def _of_experts(self, target: AdapterTarget, half: str, value: Tensor) -> Tensor:
+        experts = target.group.shape[0]
+        if half == "lora_A":
+            return value.unflatten(0, (experts, -1))
+        b = value.unflatten(1, (-1, experts)).permute(2, 0, 1)  # [experts, out, rank]
+        return b[:, target.rows_of_module(target.modules[WHOLE], WHOLE)]
 
-        Such a module has a rank of its own in `rank_pattern`, and each block of `r` columns of its B is zero outside
-        the rows of one part. Raises CheckpointError for any other `rank_pattern` or `alpha_pattern`.
-        """
+    def _find_adapters(self) -> dict[tuple[str, str], _Stored]:
+        """Return the stored adapters by the name of the matrix and the part that the module is."""
         patterns = {key: self._config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
-        rank, alpha = self._config["r"], self._config["lora_alpha"]
-        if not any(patterns.values()) or rank < 1:  # `_lora` rejects such a rank
-            return {}
-        fused: dict[str, tuple[str, ...]] = {}
-        ranks = {}
+        stored_adapters = {}
         for target in self._targets.values():
-            module = target.modules.get(WHOLE)
-            if module is None or _key(target, WHOLE, "lora_A") not in self._stored:
-                continue
-            shape = self._stored[_key(target, WHOLE, "lora_A")].shape
-            ranks[module] = shape[0] if shape else rank  # `_check_shapes` rejects a scalar
-            if ranks[module] != rank:
-                parts = self._parts_of_blocks(target, rank)
-                if fused.setdefault(target.role, parts) != parts:
-                    fused[target.role] = ()
-        larger = {
-            target: size for target, size in _target_suffixes(ranks, family, model).items() if size != rank
-        }
-        try:
-            alphas = {target: alpha * size / rank for target, size in larger.items()}
-        except OverflowError:  # an integer beyond float
-            alphas = None
-        expected = {"rank_pattern": larger, "alpha_pattern": alphas}
-        if patterns != expected or not all(fused.values()) or self._config.get("use_rslora"):
-            key = next(key for key, value in patterns.items() if value)
-            raise CheckpointError(
-                f"{self.path / CONFIG_FILE} has {key} {patterns[key]!r}, but only plain LoRA of one rank is supported, "
-                "and fused matrices with an adapter per part as `megalith lora export` writes them; merge the "
-                "adapters with PEFT, or train others"
-            )
-        return fused
+            for part, module in target.modules.items():
+                prefix = self._stored_prefix(target, module)
+                if prefix is None:
+                    continue
+                rank = _matching(patterns["rank_pattern"], module, self._config["r"])
+                alpha = _matching(patterns["alpha_pattern"], module, self._config["lora_alpha"])
+                stored_adapters[target.name, part] = stored = self._checked(target, part, prefix, rank, alpha)
+                for half, expected in target.shapes(module, rank).items():
+                    tensor = self._tensors.get(f"{stored.prefix}.{half}.weight")
+                    if tensor is not None and tuple(tensor.shape) != expected:
+                        raise CheckpointError(
+                            f"{self.path}: {stored.prefix}.{half}.weight has the shape {list(tensor.shape)}, but the "
+                            f"model and r {rank} give {list(expected)}; give adapters of the same base"
+                        )
+        return stored_adapters
 
-    def _parts_of_blocks(self, target: AdapterTarget, rank: int) -> tuple[str, ...]:
+    def _checked(self, target: AdapterTarget, part: str, prefix: str, rank: Any, alpha: Any) -> _Stored:
+        """Return the adapter of a module, with valid rank and alpha."""
+        try:
+            if self._config.get("use_rslora") and rank > 0:
+                alpha = alpha * rank**0.5
+            LoraConfig(rank=rank, alpha=alpha, dropout=self._config.get("lora_dropout", 0.0))
+        except (ValidationError, TypeError, OverflowError) as error:
+            reason = as_config_error(error) if isinstance(error, ValidationError) else error
+            raise CheckpointError(
+                f"{self.path / CONFIG_FILE} has r {rank!r} and lora_alpha {alpha!r}, which is invalid: {reason}; give "
+                "a folder that PEFT has saved"
+            ) from None
+        return _Stored(target, part, prefix, rank, alpha)
+
+    def _stored_prefix(self, target: AdapterTarget, module: str) -> str | None:
+        """Return the name of PEFT's wrapper of a module if the folder has it."""
+        prefix = _prefix(target, module, nested=False)
+        if not target.of_experts:
+            return prefix if f"{prefix}.lora_A.weight" in self._tensors else None
+        if module not in self._adapted_parameters:
+            return None
+        return _prefix(target, module, module in _nested(self._adapted_parameters))
+
+    @cached_property
+    def _adapted_parameters(self) -> list[str]:
+        """Experts' parameters with adapters, in the model's order."""
+        ends = tuple(self._config.get("target_parameters") or ())
+        names = [target.modules[WHOLE] for target in self._targets.values() if target.of_experts]
+        return [name for name in names if f".{name}".endswith(tuple(f".{end}" for end in ends))]
+
+    def _check_names(self) -> None:
+        """Raise CheckpointError unless the folder has A and B of the adapters, and nothing else."""
+        expected = {
+            f"{stored.prefix}.{half}.weight"
+            for stored in self._adapters.values()
+            for half in ("lora_A", "lora_B")
+        }
+        missing, extra = expected - self._tensors.keys(), self._tensors.keys() - expected
+        if missing or extra or not expected:
+            messages = [
+                f"{what} {shorten(sorted(names))}"
+                for what, names in (("lacks", missing), ("has", extra))
+                if names
+            ]
+            raise CheckpointError(
+                f"{self.path / TENSORS_FILE} does not fit this model: it {' and '.join(messages) or 'is empty'}; "
+                "give adapters of the same base, on the matrices of its layers; routers have none here"
+            )
+
+    def _find_fused_parts(self) -> dict[str, tuple[str, ...]]:
+        """Return the parts by site where a fused module has one adapter per part, as `save_peft` writes them.
+
+        The rank of such a module is a multiple of `r`, and each block of `r` columns of its B is zero outside the rows
+        of one part.
+        """
+        rank, kinds_by_site = self._config["r"], {}
+        for stored in self._adapters.values():
+            target = stored.target
+            if stored.part == WHOLE and SITES[target.site]:
+                parts = self._parts_of_blocks(stored, rank) if stored.rank != rank else ()
+                kinds_by_site.setdefault(target.site, set()).add((parts, stored.rank))
+        return {
+            site: next(iter(kinds))[0]
+            for site, kinds in kinds_by_site.items()
+            if len(kinds) == 1 and next(iter(kinds))[0]
+        }
+
+    def _parts_of_blocks(self, stored: _Stored, rank: int) -> tuple[str, ...]:
         """Return the part of each block of `rank` columns of a fused module's B; empty if they are not parts."""
-        b = self._stored[_key(target, WHOLE, "lora_B")].read()
-        all_parts, module = PARTS[target.role], target.modules[WHOLE]
-        if rank < 1 or b.ndim != 2 or b.shape[1] % rank or b.shape[0] != target.group.shape[0]:
-            return ()
-        if b.shape[1] > rank * len(all_parts):
+        target, b = stored.target, self._tensors[f"{stored.prefix}.lora_B.weight"].read()
+        all_parts, module = SITES[target.site], target.modules[WHOLE]
+        if rank < 1 or b.shape[1] % rank or b.shape[1] > rank * len(all_parts):
             return ()
         used = []
         for block in b.split(rank, dim=1):
@@ -316,73 +499,70 @@ class PeftFolder:
         ]
         return fitting[0] if len(fitting) == 1 else ()
 
-    def _find_parts(self) -> dict[str, tuple[str, ...]]:
-        """Return the parts with adapters by role; they must be the same in every layer."""
-        parts_by_role: dict[str, set[tuple[str, ...]]] = {}
-        expected = set()
-        for target in self._targets.values():
-            parts = tuple(part for part in target.modules if _key(target, part, "lora_A") in self._stored)
-            expected |= {_key(target, part, half) for part in parts for half in ("lora_A", "lora_B")}
-            parts_by_role.setdefault(target.role, set()).add(
-                self._fused.get(target.role, parts) if parts else ()
-            )
-        missing, extra = expected - self._stored.keys(), self._stored.keys() - expected
-        if missing or extra or not expected:
-            messages = [
-                f"{what} {shorten(sorted(names))}"
-                for what, names in (("lacks", missing), ("has", extra))
-                if names
-            ]
-            raise CheckpointError(
-                f"{self.path / TENSORS_FILE} does not fit this model: it {' and '.join(messages) or 'is empty'}; "
-                "give adapters of the same base, on its attention and MLP only"
-            )
-        if uneven := [role for role, kinds in parts_by_role.items() if len(kinds) > 1]:
-            raise CheckpointError(
-                f"{self.path} has adapters on {', '.join(uneven)} in some layers and none, or others, in the rest; "
-                "here every layer has the same"
-            )
-        common = {role: kinds.pop() for role, kinds in parts_by_role.items()}
-        return {role: parts for role, parts in common.items() if parts}
-
     def _lora(self) -> LoraConfig:
-        rank, alpha = self._config["r"], self._config["lora_alpha"]
-        try:
-            return LoraConfig(
-                rank=rank,
-                alpha=alpha * rank**0.5 if self._config.get("use_rslora") else alpha,
-                dropout=self._config.get("lora_dropout", 0.0),
-                targets=[TARGET_OF[role, part] for role, parts in self._parts.items() for part in parts],
+        by_site: dict[str, dict[str, set[str]]] = {}  # parts by site and layer
+        ranks: dict[tuple[str, str, str], tuple[int, float]] = {}
+        for stored in self._adapters.values():
+            target = stored.target
+            fused = self._fused.get(target.site)
+            for part in fused or (stored.part,):
+                by_site.setdefault(target.site, {}).setdefault(target.layer, set()).add(part)
+                divisor = len(fused or (WHOLE,))
+                ranks[target.layer, target.site, part] = stored.rank // divisor, stored.alpha / divisor
+        layers = self._layers(by_site)
+        default = self._config["r"], self._config["lora_alpha"]
+        if self._config.get("use_rslora"):
+            default = default[0], default[1] * default[0] ** 0.5
+        targets = [
+            target_name(site, part, self._model)
+            for site in SITES
+            if site in by_site
+            for part in (WHOLE, *SITES[site])
+            if part in next(iter(by_site[site].values()))
+        ]
+        names = {at: at[1] if at[2] == WHOLE else f"{at[1]}.{at[2]}" for at in ranks}
+        patterns = [
+            _pattern(
+                {f"{at[0]}.{name}": name for at, name in names.items()},
+                {f"{at[0]}.{name}": ranks[at][index] for at, name in names.items()},
+                default[index],
             )
-        except (ValidationError, TypeError, OverflowError) as error:
-            reason = as_config_error(error) if isinstance(error, ValidationError) else error
-            raise CheckpointError(
-                f"{self.path / CONFIG_FILE} has r {rank!r} and lora_alpha {alpha!r}, which is invalid: {reason}; give "
-                "a folder that PEFT has saved"
-            ) from None
+            for index in (0, 1)
+        ]
+        return LoraConfig(
+            rank=default[0],
+            alpha=default[1],
+            dropout=self._config.get("lora_dropout", 0.0),
+            targets=targets,
+            rank_pattern=patterns[0],
+            alpha_pattern=patterns[1],
+            layers_to_transform=layers,
+        )
 
-    def _check_shapes(self) -> None:
+    def _layers(self, by_site: Mapping[str, Mapping[str, set[str]]]) -> list[int] | None:
+        """Return the layers with adapters, None for all; each must have the same adapters as the others."""
+        with_site: dict[str, set[str]] = {}
         for target in self._targets.values():
-            fused = self._fused.get(target.role)
-            rank = self.lora.rank * len(fused or (WHOLE,))
-            for part in (WHOLE,) if fused else self._parts.get(target.role, ()):
-                weight_shape = target.group.sources[f"{target.modules[part]}.weight"]
-                rows, columns = reversed(weight_shape) if target.group.rule.transposed else weight_shape
-                expected = {"lora_A": (rank, columns), "lora_B": (rows, rank)}
-                for half, expected_shape in expected.items():
-                    shape = tuple(self._stored[_key(target, part, half)].shape)
-                    if shape != expected_shape:
-                        raise CheckpointError(
-                            f"{self.path}: {_key(target, part, half)} has the shape {list(shape)}, but the model and "
-                            f"r {rank} give {list(expected_shape)}; give adapters of the same base"
-                        )
+            with_site.setdefault(target.site, set()).add(target.layer)
+        stack_indices = {
+            target.layer: index_in_stack(target.number, self._model) for target in self._targets.values()
+        }
+        adapted = {stack_indices[layer] for layers in by_site.values() for layer in layers}
+        for site, layers in by_site.items():
+            expected = {layer for layer in with_site[site] if stack_indices[layer] in adapted}
+            if layers.keys() != expected or len(set(map(frozenset, layers.values()))) > 1:
+                raise CheckpointError(
+                    f"{self.path} has adapters on {site.rpartition('.')[2]} in some layers and none, or others, in the "
+                    "rest; here the layers with adapters all have the same"
+                )
+        return None if adapted == set(stack_indices.values()) else sorted(adapted)
 
     def _reject_other_methods(self) -> None:
         for key, only in ONLY.items():
             value = self._config.get(key, only)
             if value != only and value not in (None, {}, []):
                 raise CheckpointError(
-                    f"{self.path / CONFIG_FILE} has {key} {value!r}, but only plain LoRA is supported "
+                    f"{self.path / CONFIG_FILE} has {key} {value!r}, but only LoRA is supported "
                     f"({key} {only!r}); merge them with PEFT, or train others"
                 )
         for key, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
@@ -395,7 +575,3 @@ class PeftFolder:
 def is_peft(path: str | Path) -> bool:
     """Return whether a folder contains adapters in PEFT's format."""
     return (Path(path) / CONFIG_FILE).is_file()
-
-
-def _key(target: AdapterTarget, part: str, half: str) -> str:
-    return f"{PREFIX}{target.modules[part]}.{half}.weight"

@@ -423,6 +423,7 @@ OTHER_NAMES: dict[str, str] = {
     "target_modules":                "lora.targets",
     "lora_target_modules":           "lora.targets",
     "lora_target":                   "lora.targets",
+    "target_parameters":             "lora.targets, with names such as experts.gate_up_proj",
     "lora_target_linear":            "lora.targets, a list of names",
     "adapter_name_or_path":          "lora.load",
     "use_peft":                      "lora.rank, which turns adapters on",
@@ -445,12 +446,8 @@ PLAIN_LORA = "adapters are plain LoRA on the matrices that lora.targets names"
 UNSUPPORTED_NAMES: dict[str, str] = {
     "bias":                PLAIN_LORA + ", and biases stay frozen",
     "use_dora":            PLAIN_LORA + "; DoRA is not supported",
-    "use_rslora":          PLAIN_LORA + ", scaled by lora.alpha / lora.rank; for rsLoRA set lora.alpha to alpha × √rank",
     "modules_to_save":     PLAIN_LORA + ", and every other weight stays frozen",
     "init_lora_weights":   PLAIN_LORA + "; A starts random and B at zero",
-    "layers_to_transform": PLAIN_LORA + ", in every layer",
-    "rank_pattern":        PLAIN_LORA + ", all of one rank",
-    "alpha_pattern":       PLAIN_LORA + ", all of one alpha",
     "task_type":           "leave it out: the model and the command decide the task",
     "peft_type":           PLAIN_LORA,
 }  # fmt: skip

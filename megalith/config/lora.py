@@ -1,57 +1,102 @@
-"""Low-rank adapters: the linears that have them, and their sizes."""
+"""Low-rank adapters: the matrices that have them, and their sizes.
+
+A site is a matrix of a layer, named by its path in the layer, such as `mlp.linear_fc1`. Some fuse matrices that other
+libraries keep separate; their rows have parts, each with an adapter of its own, or one adapter for all (WHOLE).
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from megalith.config.base import Decides, RequiresSetting, Section
 from megalith.config.dense import Probability
 from megalith.config.model import ModelConfig
 from megalith.errors import ConfigError, nearest_of
 
-WHOLE = "whole"  # one adapter for all rows of a linear
-PARTS = {
-    "linear_qkv": ("q", "k", "v"),
-    "linear_proj": (),
-    "linear_zxbcdt": (),
-    "linear_bcx": (),
-    "linear_out": (),
-    "linear_fc1": ("gate", "up"),
-    "linear_fc2": (),
-}
-MIXERS = {
-    "linear_zxbcdt": ("mamba2",),
-    "linear_bcx": ("short_conv",),
-    "linear_out": ("mamba2", "short_conv"),
-}
-"""Linears of mixers that are not attention, with these mixers."""
+WHOLE = "whole"  # one adapter for all rows of a matrix
+QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
+PROJ, SHARED = "self_attention.linear_proj", "mlp.shared_experts."
+EXPERTS = "mlp.experts."  # start of the sites with one matrix per expert
+LATENT_QUERIES = (
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+)
+LATENT = (*LATENT_QUERIES, "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj")
+DELTA_NET = ("self_attention.linear_in", "self_attention.linear_gates")
+OUT = "self_attention.linear_out"  # of every mixer that is not attention
+MAMBA, SHORT_CONV = "self_attention.linear_zxbcdt", "self_attention.linear_bcx"
+PARALLEL_MAMBA = ("mamba.linear_zxbcdt", "mamba.linear_out")
 
-# Target → linear layers, each with the row ranges that have separate adapters.
-TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
-    # Megatron's names
-    "linear_qkv": {"linear_qkv": ("q", "k", "v")},
-    "linear_proj": {"linear_proj": (WHOLE,)},
-    "linear_zxbcdt": {"linear_zxbcdt": (WHOLE,)},  # Mamba-2
-    "linear_bcx": {"linear_bcx": (WHOLE,)},  # short convolution
-    "linear_out": {"linear_out": (WHOLE,)},
-    "linear_fc1": {"linear_fc1": ("gate", "up")},  # WHOLE for an MLP without a gate
-    "linear_fc2": {"linear_fc2": (WHOLE,)},
-    # transformers' names
-    "q_proj": {"linear_qkv": ("q",)},
-    "k_proj": {"linear_qkv": ("k",)},
-    "v_proj": {"linear_qkv": ("v",)},
-    "o_proj": {"linear_proj": (WHOLE,)},
-    "gate_proj": {"linear_fc1": ("gate",)},
-    "up_proj": {"linear_fc1": ("up",)},
-    "down_proj": {"linear_fc2": (WHOLE,)},
-    "qkv_proj": {"linear_qkv": (WHOLE,)},  # Phi-3
-    "gate_up_proj": {"linear_fc1": (WHOLE,)},
-    "c_attn": {"linear_qkv": (WHOLE,)},  # GPT-2
-    "c_fc": {"linear_fc1": (WHOLE,)},
-    "c_proj": {"linear_proj": (WHOLE,), "linear_fc2": (WHOLE,)},
+# Sites in a layer's order, each with the parts of its rows that can have separate adapters.
+SITES: dict[str, tuple[str, ...]] = {
+    QKV: ("q", "k", "v"),
+    **dict.fromkeys(LATENT, ()),
+    **dict.fromkeys((*DELTA_NET, MAMBA, SHORT_CONV, OUT), ()),
+    PROJ: (),
+    **dict.fromkeys(PARALLEL_MAMBA, ()),
+    "cross_attention.linear_q": (),
+    "cross_attention.linear_kv": ("k", "v"),
+    "cross_attention.linear_proj": (),
+    FC1: ("gate", "up"),
+    FC2: (),
+    SHARED + "linear_fc1": ("gate", "up"),
+    SHARED + "linear_fc2": (),
+    EXPERTS + "linear_fc1": (),
+    EXPERTS + "linear_fc2": (),
 }
+
+Parts = tuple[str, ...]
+ALL: Parts = ()  # every part; WHOLE if the matrix has none
+
+# Target → sites, each with the parts of its rows. The sites that the model lacks are ignored.
+TARGETS: dict[str, dict[str, Parts]] = {
+    # Megatron's names
+    "linear_qkv": {QKV: ALL} | dict.fromkeys(LATENT, ALL),
+    "linear_proj": {PROJ: ALL},
+    "linear_in": {DELTA_NET[0]: ALL},
+    "linear_gates": {DELTA_NET[1]: ALL},
+    "linear_zxbcdt": {MAMBA: ALL, PARALLEL_MAMBA[0]: ALL},  # Mamba-2
+    "linear_bcx": {SHORT_CONV: ALL},
+    "linear_out": {OUT: ALL, PARALLEL_MAMBA[1]: ALL},
+    "linear_fc1": {FC1: ALL, SHARED + "linear_fc1": ALL, EXPERTS + "linear_fc1": ALL},
+    "linear_fc2": {FC2: ALL, SHARED + "linear_fc2": ALL, EXPERTS + "linear_fc2": ALL},
+    "cross_attention": {site: ALL for site in SITES if site.startswith("cross_attention.")},
+    "experts": {EXPERTS + "linear_fc1": ALL, EXPERTS + "linear_fc2": ALL},
+    "shared_experts": {SHARED + "linear_fc1": ALL, SHARED + "linear_fc2": ALL},
+    # transformers' names
+    "q_proj": {QKV: ("q",), LATENT[0]: ALL},
+    "k_proj": {QKV: ("k",)},
+    "v_proj": {QKV: ("v",)},
+    "o_proj": {PROJ: ALL},
+    "gate_proj": {FC1: ("gate",), SHARED + "linear_fc1": ("gate",)},
+    "up_proj": {FC1: ("up",), SHARED + "linear_fc1": ("up",)},
+    "down_proj": {FC2: ALL, SHARED + "linear_fc2": ALL},
+    "qkv_proj": {QKV: (WHOLE,)},  # Phi-3
+    "gate_up_proj": {FC1: (WHOLE,), SHARED + "linear_fc1": (WHOLE,)},
+    "c_attn": {QKV: (WHOLE,)},  # GPT-2
+    "c_fc": {FC1: (WHOLE,)},
+    "c_proj": {PROJ: ALL, FC2: ALL},
+    "q_a_proj": {LATENT[1]: ALL},  # DeepSeek
+    "q_b_proj": {LATENT[2]: ALL},
+    "kv_a_proj_with_mqa": {LATENT[3]: ALL},
+    "kv_b_proj": {LATENT[4]: ALL},
+    "in_proj_qkvz": {DELTA_NET[0]: ALL},  # Qwen3-Next
+    "in_proj_ba": {DELTA_NET[1]: ALL},
+    "in_proj": {MAMBA: ALL, PARALLEL_MAMBA[0]: ALL, SHORT_CONV: ALL},
+    "out_proj": {OUT: ALL, PARALLEL_MAMBA[1]: ALL},
+    "experts.gate_up_proj": {EXPERTS + "linear_fc1": ALL},  # PEFT's target_parameters
+    "experts.down_proj": {EXPERTS + "linear_fc2": ALL},
+    # sites, and parts of sites
+    **{site: {site: ALL} for site in SITES},
+    **{f"{site}.{part}": {site: (part,)} for site, parts in SITES.items() for part in (*parts, WHOLE)},
+}  # fmt: skip
+SHORT_NAMES = tuple(name for name in TARGETS if name not in SITES and name.rpartition(".")[0] not in SITES)
+ROUTERS = ("router", "gate", "mlp.router", "mlp.gate", "shared_expert_gate", "mlp.shared_expert_gate")
 
 
 class LoraConfig(Section):
@@ -65,62 +110,175 @@ class LoraConfig(Section):
     alpha: Annotated[PositiveFloat, Decides.FUNCTION] = 32.0
     """Numerator of the adapters' scale, alpha / rank."""
 
+    use_rslora: Annotated[bool, Decides.FUNCTION] = False
+    """Scale adapters by alpha / √rank (rsLoRA, Kalajdzievski 2023)."""
+
     dropout: Annotated[Probability, Decides.UPDATES] = 0.0
     """Dropout probability on the input of adapters."""
 
     targets: list[str] = Field(
         default=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], min_length=1
     )
-    """Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, or transformers names such as
-    q_proj. In Mamba-2 linear_zxbcdt and linear_out, in short convolutions linear_bcx and linear_out."""
+    """Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2 (of MLPs, experts and shared
+    experts), or transformers names such as q_proj and experts.gate_up_proj. In Mamba-2 linear_zxbcdt and linear_out, in
+    short convolutions linear_bcx and linear_out, in delta nets linear_in, linear_gates and linear_out."""
+
+    rank_pattern: Annotated[dict[str, PositiveInt], Decides.FUNCTION] = Field(default={})
+    """Ranks of some adapters, by name: a regular expression that matches the end of a name such as
+    model.layers.0.self_attn.q_proj, from a dot on, as in PEFT. The first match counts."""
+
+    alpha_pattern: Annotated[dict[str, PositiveFloat], Decides.FUNCTION] = Field(default={})
+    """Values of alpha of some adapters, by name as in rank_pattern."""
+
+    layers_to_transform: Annotated[list[Annotated[int, Field(ge=0)]] | None, Decides.FUNCTION] = Field(
+        default=None, min_length=1
+    )
+    """Numbers of the layers with adapters, from 0 in each stack. Default: all."""
 
     load: str | None = None
-    """Folder with adapters in PEFT's format to start from. Sets rank, alpha and targets."""
+    """Folder with adapters in PEFT's format to start from. Sets rank, alpha, targets and the settings of single
+    adapters."""
 
-    def sizes(self, model: ModelConfig) -> dict[str, dict[str, int | None]]:
-        """Return, for each linear layer with adapters, the rows of each adapted part; None for all rows."""
-        size = model.head_dim
-        query, key = model.num_attention_heads * size, model.query_groups * size
-        rows = {
-            "linear_qkv": {"q": query, "k": key, "v": key},
-            "linear_fc1": {"gate": model.ffn_size, "up": model.ffn_size},
-        }
-        return {
-            linear: {part: None if part == WHOLE else rows[linear][part] for part in parts}
-            for linear, parts in self.parts(model).items()
-        }
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _check_patterns(cls, patterns: dict[str, Any]) -> dict[str, Any]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        return patterns
 
-    def parts(self, model: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """Return, for each linear layer with adapters, the adapted parts of its rows in the order of PARTS.
+    def rank_of(self, layer: str, site: str, part: str) -> int:
+        """Return the rank of an adapter.
+
+        Args:
+            layer: name of the layer in the model, such as layers.0.
+            site: path of the matrix in the layer.
+            part: part of its rows.
+        """
+        return _first_match(self.rank_pattern, adapter_names(layer, site, part), self.rank)
+
+    def alpha_of(self, layer: str, site: str, part: str) -> float:
+        """Return alpha of an adapter; the arguments are those of `rank_of`."""
+        return _first_match(self.alpha_pattern, adapter_names(layer, site, part), self.alpha)
+
+    def scaling_of(self, layer: str, site: str, part: str) -> float:
+        """Return the factor of an adapter's output; the arguments are those of `rank_of`."""
+        rank, alpha = self.rank_of(layer, site, part), self.alpha_of(layer, site, part)
+        return alpha / rank**0.5 if self.use_rslora else alpha / rank
+
+    def adapts_layer(self, number: int, model: ModelConfig) -> bool:
+        """Return whether layer `number` of the model has adapters. A decoder's layers count from 0 after an encoder."""
+        if self.layers_to_transform is None:
+            return True
+        return index_in_stack(number, model) in self.layers_to_transform
+
+    def parts(self, model: ModelConfig) -> dict[str, Parts]:
+        """Return, for each site with adapters, the adapted parts of its rows, in the order of SITES.
 
         Raises ConfigError for a target that is unknown or that the model lacks.
         """
         targeted: dict[str, set[str]] = {}
+        available = model_sites(model)
         for target in self.targets:
-            if target not in TARGETS:
-                raise ConfigError(f"lora.targets names {target!r}{nearest_of(target, TARGETS)}")
-            for linear, parts in TARGETS[target].items():
-                if linear == "linear_fc1" and not model.gated:
-                    if target in ("gate_proj", "up_proj"):
-                        raise ConfigError(
-                            f"lora.targets names {target}, but the MLP has no gate; name linear_fc1, or leave it out"
-                        )
-                    parts = (WHOLE,)
-                mixers = MIXERS.get(linear)
-                if mixers is not None and not set(mixers) & set(model.recurrent_mixers):
-                    raise ConfigError(
-                        f"lora.targets names {target}, but no layer of the model has {' or '.join(mixers)}; leave it "
-                        "out"
-                    )
-                targeted.setdefault(linear, set()).update(parts)
-        for linear, parts in targeted.items():
+            sites = {site: parts for site, parts in _sites_of(target).items() if site in available}
+            if not model.gated and any({"gate", "up"} & set(parts) for parts in sites.values()):
+                raise ConfigError(
+                    f"lora.targets names {target}, but the MLP has no gate; name linear_fc1, or leave it out"
+                )
+            if not sites:
+                names = [name for name in SHORT_NAMES if TARGETS[name].keys() & available.keys()]
+                raise ConfigError(
+                    f"lora.targets names {target}, which this model does not have; name some of {', '.join(names)}"
+                )
+            for site, parts in sites.items():
+                targeted.setdefault(site, set()).update(parts or available[site])
+        for site, parts in targeted.items():
             if WHOLE in parts and len(parts) > 1:
                 raise ConfigError(
-                    f"lora.targets {', '.join(self.targets)} gives {linear} an adapter for all its rows and others "
-                    "for some of them; name either the fused matrix or its parts"
+                    f"lora.targets {', '.join(self.targets)} gives {site.rpartition('.')[2]} an adapter for all its "
+                    "rows and others for some of them; name either the fused matrix or its parts"
                 )
         return {
-            linear: tuple(part for part in (WHOLE, *order) if part in targeted[linear])
-            for linear, order in PARTS.items()
-            if linear in targeted
+            site: tuple(part for part in (WHOLE, *order) if part in targeted[site])
+            for site, order in SITES.items()
+            if site in targeted
         }
+
+
+def model_sites(model: ModelConfig) -> dict[str, Parts]:
+    """Return the sites that some layer of the model has, each with all its parts, or WHOLE if it has none."""
+    layers = range(model.num_layers)
+    experts = {number for number in model.expert_layers if number < model.num_layers}
+    present: set[str] = set()
+    if model.linear_attention_layers:
+        of_mixer = {"gated_delta_net": DELTA_NET, "mamba2": (MAMBA,), "short_conv": (SHORT_CONV,)}
+        sites = [site for mixer in model.recurrent_mixers for site in (*of_mixer[mixer], OUT)]
+        present |= set(PARALLEL_MAMBA if model.parallel_mixers else sites)
+    if any(map(model.has_attention, layers)):
+        queries = LATENT_QUERIES[:1] if model.q_lora_rank is None else LATENT_QUERIES[1:]
+        present |= {PROJ, *queries, *LATENT[3:]} if model.multi_latent_attention else {PROJ, QKV}
+    if model.encoder_layers:
+        present |= TARGETS["cross_attention"].keys()
+    if any(model.has_mlp(number) and number not in experts for number in layers):
+        present |= {FC1, FC2}
+    if experts:
+        present |= TARGETS["experts"].keys()
+    if experts and model.moe_shared_expert_intermediate_size:
+        present |= TARGETS["shared_experts"].keys()
+    whole = () if model.gated else ("gate", "up")
+    return {
+        site: (WHOLE,) if set(parts) <= set(whole) else parts
+        for site, parts in SITES.items()
+        if site in present
+    }
+
+
+def target_name(site: str, part: str, model: ModelConfig) -> str:
+    """Return the shortest target that means this part of this site alone."""
+    present = model_sites(model)
+    for name in SHORT_NAMES:
+        meant = {each: parts or present[each] for each, parts in TARGETS[name].items() if each in present}
+        if meant == {site: (part,)}:
+            return name
+    return site if present[site] == (part,) else f"{site}.{part}"
+
+
+def adapter_names(layer: str, site: str, part: str) -> list[str]:
+    """Return the names of an adapter that patterns may match: Megalith's, and those by transformers' names."""
+    before = f"model.{layer}.{site.rpartition('.')[0]}".replace("self_attention", "self_attn")
+    names = [f"{layer}.{site}.{part}", f"{layer}.{site}"]
+    for target in SHORT_NAMES:
+        parts = TARGETS[target].get(site)
+        if parts is not None and part in (parts or (WHOLE,)):
+            names.append(f"{before}.{target.rpartition('.')[2]}")
+    return names
+
+
+def index_in_stack(number: int, model: ModelConfig) -> int:
+    """Return the number of a layer in its stack, from 0: a decoder's layers follow the encoder's in the model."""
+    return number - model.encoder_layers if number >= model.encoder_layers else number
+
+
+def _sites_of(target: str) -> Mapping[str, Parts]:
+    name = (
+        target.removeprefix("mlp.") if target.startswith("mlp.experts.") and target not in TARGETS else target
+    )
+    if name in ROUTERS:
+        raise ConfigError(
+            f"lora.targets names {target}: a router has no adapter, because a change of its scores sends tokens to "
+            "other experts, which were not trained for them; leave it out"
+        )
+    if name not in TARGETS:
+        raise ConfigError(f"lora.targets names {target!r}{nearest_of(target, SHORT_NAMES)}")
+    return TARGETS[name]
+
+
+def _first_match(patterns: Mapping[str, Any], names: list[str], default: Any) -> Any:
+    matching: Iterator[Any] = (
+        value
+        for pattern, value in patterns.items()
+        if any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names)
+    )
+    return next(matching, default)

@@ -7,6 +7,8 @@ fuse matrices that other libraries keep separate, so their adapters have parts: 
 values, or for gate and up. The rows of each B are ordered as in the separate matrix (heads in order, units in order);
 `join` puts them into the order of the fused rows. A part is therefore bitwise what PEFT trains on q_proj or gate_proj.
 A part `whole` is one pair for all fused rows, for models whose matrices are fused elsewhere too (GPT-2, Phi-3).
+
+Experts have a pair each, in two tensors of all experts.
 """
 
 from __future__ import annotations
@@ -16,85 +18,126 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from megalith.config import LoraConfig
-from megalith.config.lora import WHOLE
+from megalith.config import LoraConfig, ModelConfig
+from megalith.config.lora import EXPERTS, WHOLE
+from megalith.local_shards import local
 from megalith.models.identity import identity
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Heads
+from megalith.models.moe import GroupedLinear
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
+from megalith.ops.grouped_gemm import RowGroups
 
 ADAPTER = ".adapter."  # in the name of every parameter of an adapter, and in no other
 
 
-TAKES_STREAM = ("linear_qkv", "linear_zxbcdt", "linear_bcx", "linear_fc1")
-"""Linears whose input is the residual stream."""
-
-
 class Adapter(nn.Module):
-    """The adapters of one linear. `gather` and `first_column` are seams of tensor parallelism."""
+    """The adapters of one matrix, by part. `scaling` is a seam: 0 turns them off."""
 
-    def __init__(self, lora: LoraConfig, linear: str, inputs: int, rows: Mapping[str, int]):
-        """Create the adapters of the linear `linear` on the meta device.
+    lora_A: nn.ModuleDict
+    lora_B: nn.ModuleDict
+
+    def __init__(self, lora: LoraConfig, layer: str, site: str, parts: Mapping[str, int]):
+        """Read rank and scale of each part; the layer and the site are named as in `LoraConfig.rank_of`."""
+        super().__init__()
+        self.site = site
+        self.ranks = {part: lora.rank_of(layer, site, part) for part in parts}
+        scalings = {part: lora.scaling_of(layer, site, part) for part in parts}
+        self.scaling = next(iter(scalings.values()))
+        self.factors = {part: each / self.scaling for part, each in scalings.items() if each != self.scaling}
+        """Scale of a part relative to `scaling`, if it differs."""
+
+    def delta(self) -> Tensor:
+        """Return the matrix that merging adds to the weight, of its shape: under tensor parallelism, the shard's."""
+        raise NotImplementedError(f"{type(self).__name__} has no delta")
+
+    def scaled(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parts' outputs, each multiplied by its factor relative to `scaling`."""
+        if not self.factors:
+            return parts
+        return {part: x * self.factors[part] if part in self.factors else x for part, x in parts.items()}
+
+
+class LinearAdapter(Adapter):
+    """The adapters of a Linear. `gather` and `first_column` are seams of tensor parallelism."""
+
+    def __init__(self, lora: LoraConfig, layer: str, site: str, inputs: int, rows: Mapping[str, int]):
+        """Create the adapters of a linear on the meta device.
 
         Args:
-            lora: rank, alpha and dropout.
-            linear: name of the linear in the layer, such as linear_qkv.
+            lora: ranks, scales and dropout.
+            layer: name of the layer in the model.
+            site: path of the linear in the layer, such as self_attention.linear_qkv.
             inputs: columns of every A.
             rows: rows of each part's B, by the part's name.
         """
-        super().__init__()
-        self.rank, self.scaling, self.dropout = lora.rank, lora.alpha / lora.rank, lora.dropout
-        self.site = ADAPTER_INPUTS[linear]
-        self.takes_stream = linear in TAKES_STREAM
+        super().__init__(lora, layer, site, rows)
+        self.dropout, self.dropout_site = lora.dropout, ADAPTER_INPUTS[site]
+        self.takes_stream = not site.endswith(("linear_proj", "linear_fc2", "linear_out"))
+        """True if the input is the residual stream, or has its shape."""
         self.first_column = 0  # global index of x's first column: tensor parallelism shards the columns
         self.gather: Callable[[Tensor, Context | None], Tensor] = identity
         self.lora_A = nn.ModuleDict(
-            {part: Linear(inputs, lora.rank, bias=False, device="meta") for part in rows}
+            {part: Linear(inputs, self.ranks[part], bias=False, device="meta") for part in rows}
         )
         self.lora_B = nn.ModuleDict(
-            {part: Linear(lora.rank, count, bias=False, device="meta") for part, count in rows.items()}
+            {part: Linear(self.ranks[part], count, bias=False, device="meta") for part, count in rows.items()}
         )
 
     def forward(self, x: Tensor, context: Context | None) -> Tensor:  # [..., in] -> [..., out]
         if self.dropout and context is not None and context.dropout is not None:
-            keys = context.dropout
-            rows = keys.stream_rows(self.site) if self.takes_stream else keys.token_rows(self.site)
+            keys, site = context.dropout, self.dropout_site
+            rows = keys.stream_rows(site) if self.takes_stream else keys.token_rows(site)
             columns = column_keys(x.shape[-1], x.device, self.first_column)
             x = counter_dropout(x, self.dropout, rows.view(x.shape[:-1]), columns)
-        low = torch.cat([a(x, context) for a in self.lora_A.values()], dim=-1)  # [..., parts · rank]
-        low = self.gather(low, context).split(self.rank, dim=-1)
+        low = torch.cat([a(x, context) for a in self.lora_A.values()], dim=-1)  # [..., sum of the ranks]
+        low = self.gather(low, context).split(list(self.ranks.values()), dim=-1)
         high = {part: b(z, context) for (part, b), z in zip(self.lora_B.items(), low)}
-        return self.join(high) * self.scaling
+        return self.join(self.scaled(high)) * self.scaling
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
         """Return the parts [..., rows of the part] in the order of the linear's rows: [..., out]; absent ones are 0."""
         return parts[WHOLE]
 
     def delta(self) -> Tensor:
-        """Return the matrix [out, in] that merging adds to the weight; A and B are unsharded."""
-        products = {part: (b.weight @ self.lora_A[part].weight).T for part, b in self.lora_B.items()}
-        return self.join(products).T * self.scaling
+        products = {
+            part: _product(b.rows(local(b.weight)), local(self.lora_A[part].weight)).T
+            for part, b in self.lora_B.items()
+        }
+        return self.join(self.scaled(products)).T * self.scaling
 
 
-class QKVAdapter(Adapter):
+class QKVAdapter(LinearAdapter):
     """Adapters of linear_qkv, whose rows are ordered by KV group: its queries, its key, its value."""
 
     heads: Heads
     head_dim: int
+    gated = False  # the queries of a group are followed by their gates, which are rows of the part q
+
+    def heads_of_parts(self) -> dict[str, int]:
+        """Return the number of heads of each part in a group."""
+        return {"q": self.heads.in_group * (1 + self.gated), "k": 1, "v": 1}
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
         if WHOLE in parts:
             return parts[WHOLE]
-        heads = {"q": self.heads.in_group, "k": 1, "v": 1}
+        heads = self.heads_of_parts()
         grouped = {part: x.unflatten(-1, (-1, heads[part], self.head_dim)) for part, x in parts.items()}
         first = next(iter(grouped.values()))  # [..., groups, heads, head_dim]
         zeros = {part: first.new_zeros(*first.shape[:-2], heads[part], self.head_dim) for part in heads}
         return torch.cat([grouped.get(part, zeros[part]) for part in heads], dim=-2).flatten(-3)
 
 
-class GateUpAdapter(Adapter):
+class KVAdapter(QKVAdapter):
+    """Adapters of cross-attention's linear_kv, whose rows are a key and a value per KV group."""
+
+    def heads_of_parts(self) -> dict[str, int]:
+        return {"k": 1, "v": 1}
+
+
+class GateUpAdapter(LinearAdapter):
     """Adapters of a gated linear_fc1, whose rows alternate: gate 0, up 0, gate 1, up 1, …"""
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
@@ -104,24 +147,75 @@ class GateUpAdapter(Adapter):
         return torch.stack([parts.get("gate", zeros), parts.get("up", zeros)], dim=-1).flatten(-2)
 
 
-def add_adapters(model: Transformer, lora: LoraConfig) -> None:
-    """Add adapters on the meta device to the linears that `lora` names, and freeze everything else, in place."""
-    config = model.config
+class GroupedAdapter(Adapter):
+    """The adapters of a GroupedLinear, one per expert: A [experts, rank, in] and B [experts, out, rank]."""
+
+    def __init__(self, lora: LoraConfig, layer: str, site: str, linear: GroupedLinear, config: ModelConfig):
+        """Create the adapters of `linear` on the meta device."""
+        super().__init__(lora, layer, site, {WHOLE: 0})
+        _, rows, inputs = linear.weight.shape
+        options, rank = dict(device="meta", bias=False), self.ranks[WHOLE]
+        self.lora_A = nn.ModuleDict({WHOLE: GroupedLinear(config, inputs, rank, **options)})
+        self.lora_B = nn.ModuleDict({WHOLE: GroupedLinear(config, rank, rows, **options)})
+
+    def forward(self, x: Tensor, groups: RowGroups) -> Tensor:  # [rows, in] -> [rows, out], sorted by expert
+        for matrix in (self.lora_A[WHOLE], self.lora_B[WHOLE]):
+            x = matrix(x, matrix.prepare_weights(matrix.cast(x.dtype)), groups)
+        return x * self.scaling
+
+    def delta(self) -> Tensor:
+        a, b = (local(pair[WHOLE].weight) for pair in (self.lora_A, self.lora_B))
+        return _product(b, a) * self.scaling
+
+
+def add_adapters(model: Transformer, lora: LoraConfig, config: ModelConfig | None = None) -> None:
+    """Add adapters on the meta device to the matrices that `lora` names, and freeze everything else, in place.
+
+    `config` is the configuration of the full model if `model` has only some of its layers.
+    """
+    config = config or model.config
     model.requires_grad_(False)
     model.has_adapters = True
     model.draws_dropout = model.draws_dropout or lora.dropout > 0
-    for layer in layers_of(model).values():
-        for name, parts in lora.sizes(config).items():
-            kind = {"linear_qkv": QKVAdapter, "linear_fc1": GateUpAdapter}.get(name, Adapter)
-            for owner in (*layer.mixers, layer.mlp):
-                linear = getattr(owner, name, None)
-                if linear is None:
-                    continue
-                out, inputs = linear.weight.shape
-                rows = {part: out if rows is None else rows for part, rows in parts.items()}
-                adapter = linear.adapter = kind(lora, name, inputs, rows)
-                if name == "linear_qkv":
-                    adapter.heads, adapter.head_dim = owner.heads, config.head_dim
+    sites = lora.parts(config)
+    for layer_name, layer in layers_of(model).items():
+        if not lora.adapts_layer(layer.number, config):
+            continue
+        modules = dict(layer.named_modules())
+        for site, parts in sites.items():
+            if (linear := modules.get(site)) is not None:
+                owner = modules[site.rpartition(".")[0]]
+                linear.adapter = _make_adapter(lora, layer_name, site, parts, linear, owner, config)
+
+
+def _make_adapter(
+    lora: LoraConfig,
+    layer: str,
+    site: str,
+    parts: tuple[str, ...],
+    linear: Linear | GroupedLinear,
+    owner: nn.Module,
+    config: ModelConfig,
+) -> Adapter:
+    if site.startswith(EXPERTS):
+        return GroupedAdapter(lora, layer, site, linear, config)
+    rows, inputs = linear.weight.shape
+    name = site.rpartition(".")[2]
+    if name in ("linear_qkv", "linear_kv"):
+        kind = QKVAdapter if name == "linear_qkv" else KVAdapter
+        head, gated = config.query_groups * config.head_dim, kind is QKVAdapter and owner.gated
+        queries = head * owner.heads.in_group * (1 + gated)
+        counts = {"q": queries, "k": head, "v": head, WHOLE: rows}
+        adapter = kind(lora, layer, site, inputs, {part: counts[part] for part in parts})
+        adapter.heads, adapter.head_dim, adapter.gated = owner.heads, config.head_dim, gated
+        return adapter
+    kind = GateUpAdapter if name == "linear_fc1" else LinearAdapter
+    return kind(lora, layer, site, inputs, {part: rows if part == WHOLE else rows // 2 for part in parts})
+
+
+def _product(b: Tensor, a: Tensor) -> Tensor:
+    """Return B · A, [..., out, in]."""
+    return b @ a
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

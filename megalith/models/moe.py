@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megalith.compat.dynamo import disable_tracing
 from megalith.config import ModelConfig
 from megalith.local_shards import local
+from megalith.models.identity import identity
 from megalith.models.linear import MLP, Linear
 from megalith.models.norm import Residual
 from megalith.models.pass_context import Context, PassLayout
@@ -57,19 +58,29 @@ Shared = Callable[[], Tensor] | None  # computes the shared expert's output [tok
 class GroupedLinear(nn.Module):
     """A linear layer per expert: fp32 weight [experts, out, in], cast to the input's dtype, and bias [experts, out].
 
-    Seams are `gemm`, `first_row` (expert tensor parallelism) and `step_cast`, the cast for all passes of a step.
+    Seams are `gemm`, `first_row` and `sum_gradient` (expert tensor parallelism) and `step_cast`, the cast for all
+    passes of a step. An adapter's output (adapters.py) is added.
     """
 
-    def __init__(self, config: ModelConfig, in_features: int, out_features: int, device: torch.device | None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        in_features: int,
+        out_features: int,
+        device: torch.device | str | None,
+        bias: bool | None = None,
+    ):
+        """Create the linears of all experts. `bias` None: as in the configuration's MLPs."""
         super().__init__()
         experts = config.num_experts
         self.gemm, self.fusion = GroupedGemm(config.moe_grouped_gemm), config.moe_permute_fusion
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device))
-        self.bias = (
-            nn.Parameter(torch.empty(experts, out_features, device=device)) if config.mlp_bias else None
-        )
+        has_bias = config.mlp_bias if bias is None else bias
+        self.bias = nn.Parameter(torch.empty(experts, out_features, device=device)) if has_bias else None
         self.first_row = 0  # offset of the local bias in the global one
+        self.sum_gradient: Callable[[Tensor], Tensor] = identity
         self.step_cast: Cast | None = None
+        self.adapter: nn.Module | None = None
 
     def cast(self, dtype: torch.dtype) -> Cast:
         """Return weight and bias in `dtype`, without gradients."""
@@ -84,12 +95,17 @@ class GroupedLinear(nn.Module):
     def prepare_weights(self, cast: Cast) -> Matrix:
         """Return weight and bias as matmuls take them, from the result of `cast`."""
         pairs, stays = zip((self.weight, self.bias), cast), cast is self.step_cast
-        return tuple(None if p is None else prepare_weight(local(p), value, stays) for p, value in pairs)
+        return tuple(
+            None if p is None else prepare_weight(self.sum_gradient(local(p)), value, stays)
+            for p, value in pairs
+        )
 
     def forward(self, x: Tensor, matrix: Matrix, groups: RowGroups, factors: Tensor | None = None) -> Tensor:
         """Return [rows, out] for x [rows, in]; `factors` [rows, 1], if any, multiply each row's bias."""
         weight, bias = matrix
         y = grouped_linear(x, weight, groups, self.gemm)
+        if self.adapter is not None:
+            y = y + self.adapter(x, groups)
         if bias is None:
             return y
         return add_bias(y, bias, groups, factors, self.first_row, self.gemm.kernel, self.fusion)

@@ -20,9 +20,30 @@ from megalith.ops.compiled import as_one_kernel
 # Sites of dropout within a layer. The embedding's output counts as layer -1.
 ATTENTION_PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT, EMBEDDING_OUTPUT = 0, 1, 2, 3
 CROSS_ATTENTION_OUTPUT = -1  # cross-attention of layer n counts as layer -2 - n
-ADAPTER_INPUTS = {"linear_qkv": 4, "linear_proj": 5, "linear_fc1": 6, "linear_fc2": 7}
-# A layer has 8 sites. Those of other mixers follow the sites of all layers.
-ADAPTER_INPUTS |= {"linear_zxbcdt": 1 << 20, "linear_out": (1 << 20) + 1, "linear_bcx": (1 << 20) + 2}
+# Sites of adapters' inputs, by the matrix's path in the layer. A layer has 8; the others follow those of all layers.
+ADAPTER_INPUTS = {
+    "self_attention.linear_qkv": 4,
+    "self_attention.linear_proj": 5,
+    "mlp.linear_fc1": 6,
+    "mlp.linear_fc2": 7,
+    "mlp.shared_experts.linear_fc1": 6,
+    "mlp.shared_experts.linear_fc2": 7,
+    "self_attention.linear_zxbcdt": 1 << 20,
+    "mamba.linear_zxbcdt": 1 << 20,
+    "self_attention.linear_out": (1 << 20) + 1,
+    "mamba.linear_out": (1 << 20) + 1,
+    "self_attention.linear_bcx": (1 << 20) + 2,
+    "self_attention.linear_in": (1 << 20) + 3,
+    "self_attention.linear_gates": (1 << 20) + 4,
+    "self_attention.linear_q_proj": (1 << 20) + 5,
+    "self_attention.linear_q_down_proj": (1 << 20) + 6,
+    "self_attention.linear_q_up_proj": (1 << 20) + 7,
+    "self_attention.linear_kv_down_proj": (1 << 20) + 8,
+    "self_attention.linear_kv_up_proj": (1 << 20) + 9,
+    "cross_attention.linear_q": (1 << 20) + 10,
+    "cross_attention.linear_kv": (1 << 20) + 11,
+    "cross_attention.linear_proj": (1 << 20) + 12,
+}
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.config import ModelConfig, RunConfig
+from megalith.models.adapters import ADAPTER
 from megalith.models.linear import Linear
 from megalith.models.moe import GroupedLinear
 from megalith.models.transformer import Transformer, layers_of
@@ -86,7 +87,7 @@ def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
         for layer_name, layer in layers_of(model).items()
         if uses_fp8(layer.number, config)
         for name, module in layer.named_modules()
-        if isinstance(module, GroupedLinear)
+        if (isinstance(module, GroupedLinear) and ADAPTER not in f"{name}.")
         or (isinstance(module, Linear) and name.rpartition(".")[2] in NAMES)
     }
 

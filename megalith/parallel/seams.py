@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from megalith.errors import SeamError
-from megalith.models.adapters import Adapter, QKVAdapter
+from megalith.models.adapters import Adapter, LinearAdapter, QKVAdapter
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention, RelativeBias
 from megalith.models.mixers.mamba2 import GatedGroupNorm, Mamba2
@@ -50,6 +50,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     GroupedLinear: {
         "gemm": "the three matmuls by group: a GroupedGemm of ops/grouped_gemm.py",
         "first_row": "index of the local bias's first row in the global bias",
+        "sum_gradient": "sums the gradient over the ranks that replicate a parameter: (parameter) → parameter",
         "step_cast": "result of `cast` for all passes of a step; None between steps",
     },
     Attention: {
@@ -73,10 +74,10 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Runnable: {"runner": "runs a part of a layer: (method, *args) → its result"},
     Router: {"local_tokens": "the shard of a micro-batch's tokens on this rank: a LocalTokens"},
     MoE: {"dispatch": "sends tokens to experts and back: a Dispatch"},
-    Adapter: {
+    Adapter: {"scaling": "factor of the adapter's output; 0 turns it off"},
+    LinearAdapter: {
         "gather": "gathers or reduces the output of A for B: (low, context) → low",
         "first_column": "index of the first local column of A in the global A",
-        "scaling": "factor of the adapter's output; 0 turns it off",
     },
     QKVAdapter: {"heads": "as Attention's"},
 }

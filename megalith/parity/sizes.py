@@ -230,6 +230,7 @@ SIZES: dict[str, ParitySize | None] = {  # None: the default
     "optim.qk_clip_alpha":                       KEEP,
 
     "lora.load":                                 None,
+    "lora.layers_to_transform":                  None,
 
     "train.micro_batch_size":                    _micro_batch_size,
     "train.global_batch_size":                   _fixed(BATCH),

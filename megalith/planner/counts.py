@@ -34,7 +34,7 @@ from megalith.models.moe import GroupedLinear
 from megalith.models.norm import Norm
 from megalith.models.router import Router
 from megalith.models.transformer import layers_of as layers_in
-from megalith.parallel.expert.expert_parallel import EXPERT_SHARDING
+from megalith.parallel.expert.expert_parallel import expert_sharding
 from megalith.parallel.pipeline.stages import Stage, split_stages
 from megalith.parallel.tensor.roles import role_of, shared_modules
 
@@ -72,8 +72,14 @@ class MetaModel:
         special = set(model.expert_layers), set(model.mtp_layers)
         mixers = {number: model.recurrent_mixer(number) for number in model.linear_attention_layers}
         pattern = model.pattern_layers or [None] * len(self.layer_numbers)
+        adapted = _adapter_ranks(model, lora)
         kinds = {
-            number: (*(number in layers for layers in special), mixers.get(number), pattern[number])
+            number: (
+                *(number in layers for layers in special),
+                mixers.get(number),
+                pattern[number],
+                adapted.get(number),
+            )
             for number in self.layer_numbers
         }
         first = {kinds[number]: number for number in reversed(self.layer_numbers)}
@@ -84,15 +90,16 @@ class MetaModel:
             "encoder_num_layers": None,
         }
         self._model = make_model(model.model_copy(update=no_layers), device="meta")
-        if (
-            encoders := model.encoder_layers
-        ):  # the last encoder layer, whose stage also has the encoder's norm
-            self._first |= dict.fromkeys(range(encoders), encoders - 1)
-            self._model.encoder.layers[str(encoders - 1)] = layer_class(model, encoders - 1)(
-                model, encoders - 1, "meta"
-            )
-            first = {"decoder": encoders}
-            self._first |= dict.fromkeys(range(encoders, model.num_layers), encoders)
+        if encoders := model.encoder_layers:
+            # the last layer of a kind, because the encoder's norm is counted with the encoder's last layer
+            last = {adapted.get(number): number for number in range(encoders)}
+            self._first |= {number: last[adapted.get(number)] for number in range(encoders)}
+            for number in last.values():
+                self._model.encoder.layers[str(number)] = layer_class(model, number)(model, number, "meta")
+            first = {adapted.get(number): number for number in reversed(range(encoders, model.num_layers))}
+            self._first |= {
+                number: first[adapted.get(number)] for number in range(encoders, model.num_layers)
+            }
         self._model.layers.update(
             {
                 str(number): layer_class(model, number, cross=encoders > 0)(model, number, "meta")
@@ -101,7 +108,7 @@ class MetaModel:
         )
         self._layers = {layer.number: layer for layer in layers_in(self._model).values()}
         if lora is not None and lora.rank is not None:
-            add_adapters(self._model, lora)
+            add_adapters(self._model, lora, model)
 
     def on_rank(self, parallel: ParallelConfig) -> MetaModel:
         """Return a copy that counts the shards of one rank; the largest, if a size is not divisible."""
@@ -126,6 +133,15 @@ class MetaModel:
             )
             total.update({part: times * size for part, size in counts.items()})
         return total
+
+    def idle_adapters(self) -> int:
+        """Return the parameters of adapters of the experts that a token is not routed to."""
+        model, total = self.config, 0
+        for number, times in self.kinds(self.layer_numbers).items():
+            for name, module in self.layer(number).named_modules():
+                if isinstance(module, GroupedLinear) and ADAPTER in name:
+                    total += times * module.weight.numel()
+        return total - _active_experts(model, total)
 
     def kinds(self, layer_numbers: Iterable[int]) -> Counter[int]:
         """Return how many of these layers are of each kind, by the number of the first layer of the kind."""
@@ -200,17 +216,34 @@ class MetaModel:
         parallel, shape = self.parallel, list(shape)
         tensor = parallel.tensor_model_parallel_size
         if isinstance(module, GroupedLinear):
-            dims = EXPERT_SHARDING[name.rpartition(".")[2]][kind]
-            cuts = [
-                (dims["ep"], parallel.expert_model_parallel_size),
-                (dims["etp"], parallel.expert_tensor_parallel_size),
-            ]
+            dims = expert_sharding(name)[kind]
+            sizes = dict(
+                ep=parallel.expert_model_parallel_size,
+                etp=parallel.expert_tensor_parallel_size,
+            )
+            cuts = [(dim, sizes[axis]) for axis, dim in dims.items()]
         else:
             dim = getattr(role_of(name, module, shared_modules(self.config, tensor)), kind)
             cuts = [] if dim is None else [(dim, tensor)]
         for dim, size in cuts:
             shape[dim] = -(-shape[dim] // size)
         return shape
+
+
+def _adapter_ranks(model: ModelConfig, lora: LoraConfig | None) -> dict[int, tuple[int, ...]]:
+    """Return the ranks of the adapters that each layer may have, by number; a layer without adapters is missing."""
+    if lora is None or lora.rank is None:
+        return {}
+    parts, encoders = lora.parts(model), model.encoder_layers
+    return {
+        number: tuple(
+            lora.rank_of(f"{ENCODER if number < encoders else ''}layers.{number}", site, part)
+            for site, names in parts.items()
+            for part in names
+        )
+        for number in range(model.num_layers + len(model.mtp_layers))
+        if lora.adapts_layer(number, model)
+    }
 
 
 def layers_of(model: ModelConfig, chunks: Iterable[Stage]) -> list[int]:
@@ -354,6 +387,7 @@ def flops_per_token(
             meta, seq_length, seq_length if decoder_length is None else decoder_length
         )
     weights = meta.in_layers(meta.layer_numbers, matrices=True)
+    active_adapters = weights["adapters"] - meta.idle_adapters()
     per_weight = (FORWARD_AND_BACKWARD - (weights["adapters"] > 0)) * MULTIPLY_ADD
     per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD  # of a product of activations, or of a trained weight
     values = model.v_head_dim if model.multi_latent_attention else model.head_dim
@@ -365,7 +399,7 @@ def flops_per_token(
         attention_matrix=per_pair * widths * pairs,
         mlp=per_weight * (weights["mlp"] + _active_experts(model, weights["experts"])),
         head=per_weight * meta.output_matrix * (1 + len(model.mtp_layers)),
-        adapters=per_pair * weights["adapters"],
+        adapters=per_pair * active_adapters,
         is_causal=model.causal,
     )
 

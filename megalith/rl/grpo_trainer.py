@@ -9,7 +9,6 @@ default becomes a setting, or has no effect for a printed reason, or is an error
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,16 @@ UNSUPPORTED = {
     "processing_class": ": the tokenizer is that of the weights; name another one by "
     'settings={"data.tokenizer_type": …, "data.tokenizer_model": …}',
 }
-LORA = {"r": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout"}
-PLAIN_LORA = {**ONLY, "init_lora_weights": True, "layers_to_transform": None}
+LORA = {
+    "r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "rank_pattern": "lora.rank_pattern",
+    "alpha_pattern": "lora.alpha_pattern",
+    "layers_to_transform": "lora.layers_to_transform",
+}
+PLAIN_LORA = {**ONLY, "init_lora_weights": True}
+TARGET_FIELDS = ("target_modules", "target_parameters")
 LORA_NO_EFFECT = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -151,7 +158,7 @@ def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, A
                 f"peft_config has {name} {fields[name]!r:.60}, which is more than plain LoRA; omit it "
                 "(docs/lora.md)"
             )
-    others = arguments.changed.keys() - {*LORA, *PLAIN_LORA, *LORA_NO_EFFECT, "use_rslora", "target_modules"}
+    others = arguments.changed.keys() - {*LORA, *PLAIN_LORA, *LORA_NO_EFFECT, "use_rslora", *TARGET_FIELDS}
     for name in sorted(others):
         if arguments.defaults or arguments.changed[name]:  # in a dict, an empty value is PEFT's default
             raise ConfigError(
@@ -159,14 +166,15 @@ def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, A
                 "(docs/lora.md)"
             )
     settings = {"lora.rank": 8, "lora.alpha": 8, "lora.dropout": 0.0}
-    settings |= {ours: fields[name] for name, ours in LORA.items() if name in fields}
+    settings |= {ours: fields[name] for name, ours in LORA.items() if fields.get(name) is not None}
     if fields.get("use_rslora"):
-        settings["lora.alpha"] *= math.sqrt(settings["lora.rank"])
-    targets = fields.get("target_modules")
-    if targets is None:
+        settings["lora.use_rslora"] = True
+    targets, parameters = fields.get("target_modules"), sorted(fields.get("target_parameters") or ())
+    if targets is None and not parameters:
         raise ConfigError(
             "peft_config has no target_modules; name them, such as q_proj and v_proj, or all-linear"
         )
     if targets != "all-linear":
-        settings["lora.targets"] = [targets] if isinstance(targets, str) else sorted(targets)
+        names = [targets] if isinstance(targets, str) else sorted(targets or ())
+        settings["lora.targets"] = [*names, *parameters]
     return settings

@@ -1,6 +1,7 @@
 """PEFT's LoRA written out for a model of transformers: y = x·Wᵀ + bias + (alpha / r) · x·Aᵀ·Bᵀ, folded into W."""
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -19,15 +20,34 @@ def modules_named(model: nn.Module, targets: list[str]) -> dict[str, nn.Module]:
     }
 
 
-def random_adapters(model: nn.Module, targets: list[str], rank: int) -> dict[str, torch.Tensor]:
-    """A and B of every target, by PEFT's names."""
+def random_adapters(
+    model: nn.Module, targets: list[str], rank: int, experts: bool = False
+) -> dict[str, torch.Tensor]:
+    """A and B of every target, by PEFT's names; with `experts`, those of the experts' two parameters too."""
     tensors = {}
     for name, module in modules_named(model, targets).items():
         conv1d = not isinstance(module, nn.Linear)  # GPT-2's, whose weight is [in, out]
         outputs, inputs = reversed(module.weight.shape) if conv1d else module.weight.shape
         tensors[f"{PREFIX}{name}.lora_A.weight"] = 0.2 * torch.randn(rank, inputs)
         tensors[f"{PREFIX}{name}.lora_B.weight"] = 0.2 * torch.randn(outputs, rank)
+    for name, _, weight, _ in expert_parameters(model) if experts else ():
+        count, outputs, inputs = weight.shape
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = 0.2 * torch.randn(rank * count, inputs)
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = 0.2 * torch.randn(outputs, rank * count)
     return tensors
+
+
+def expert_parameters(model: nn.Module) -> list[tuple[str, str, torch.Tensor, bool]]:
+    """PEFT's wrapper, the parameter's name, the experts' weights [experts, out, in], and True if they are stored
+    otherwise. The wrapper of the last parameter is the outermost."""
+    return [
+        (wrapper, f"{name}.{kind}", weight.mT if transposed else weight, transposed)
+        for name, module in model.named_modules()
+        if name.endswith("experts") and hasattr(module, "gate_up_proj")
+        for transposed in [bool(getattr(module, "is_transposed", False))]
+        for wrapper, kind in ((f"{name}.base_layer", "gate_up_proj"), (name, "down_proj"))
+        for weight in [getattr(module, kind).data]
+    ]
 
 
 def save(tensors: dict[str, torch.Tensor], folder: Path, alpha: float, **config) -> Path:
@@ -35,7 +55,10 @@ def save(tensors: dict[str, torch.Tensor], folder: Path, alpha: float, **config)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     rank = next(len(tensor) for name, tensor in tensors.items() if "lora_A" in name)
-    targets = sorted({name.removeprefix(PREFIX).split(".lora_")[0].rpartition(".")[2] for name in tensors})
+    modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in tensors}
+    targets = sorted({name.rpartition(".")[2] for name in modules if "experts" not in name.split(".")})
+    if any(name.endswith("experts") for name in modules):
+        config = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} | config
     content = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(content | config))
     return folder
@@ -47,12 +70,31 @@ def adapt(model: nn.Module, folder: Path) -> None:
     config = json.loads((folder / "adapter_config.json").read_bytes())
     tensors = load_file(folder / "adapter_model.safetensors")
     named = modules_named(model, config["target_modules"])
-    assert {f"{PREFIX}{name}.lora_{half}.weight" for name in named for half in "AB"} == tensors.keys()
+    layers = config.get("layers_to_transform")
+    if layers is not None:
+        named = {name: each for name, each in named.items() if int(name.split(".")[2]) in layers}
+    ends = [f".{end}" for end in config.get("target_parameters") or ()]
+    experts = [each for each in expert_parameters(model) if any(f".{each[1]}".endswith(end) for end in ends)]
+    wrappers = [*named, *(wrapper for wrapper, *_ in experts)]
+    assert {f"{PREFIX}{name}.lora_{half}.weight" for name in wrappers for half in "AB"} == tensors.keys()
+
+    def factors(wrapper: str, name: str) -> tuple[torch.Tensor, torch.Tensor, float, int]:
+        a, b = (tensors[f"{PREFIX}{wrapper}.lora_{half}.weight"] for half in "AB")
+
+        def of(pattern: str, default: float) -> float:
+            matching = [end for end in config.get(pattern, {}) if re.match(rf"(.*\.)?({end})$", name)]
+            return config[pattern][matching[0]] if matching else default
+
+        rank, alpha = of("rank_pattern", config["r"]), of("alpha_pattern", config["lora_alpha"])
+        return a, b, alpha / (rank**0.5 if config.get("use_rslora") else rank), rank
+
     for name, module in named.items():
-        a, b = (tensors[f"{PREFIX}{name}.lora_{half}.weight"] for half in "AB")
-        ends = [end for end in config.get("rank_pattern", {}) if name.endswith(f".{end}")]
-        rank = config["rank_pattern"][ends[0]] if ends else config["r"]
-        alpha = config["alpha_pattern"][ends[0]] if ends else config["lora_alpha"]
+        a, b, scale, rank = factors(name, name)
         assert len(a) == rank
-        delta = alpha / rank * b @ a
+        delta = scale * b @ a
         module.weight += delta if isinstance(module, nn.Linear) else delta.T
+    for wrapper, name, weight, _ in experts:
+        a, b, scale, rank = factors(wrapper, name)
+        assert len(a) == rank * len(weight)
+        by_expert = a.view(len(weight), rank, -1), b.view(len(b), rank, len(weight))
+        weight += scale * torch.einsum("eri,ore->eoi", *by_expert)

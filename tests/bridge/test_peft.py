@@ -31,7 +31,26 @@ TARGETS = {
     "gpt2": ["c_attn", "mlp.c_proj", "c_fc"],
     "gpt-j": ["q_proj", "k_proj", "v_proj"],  # rotary pairs are interleaved
     "gpt-neox": ["query_key_value"],  # queries, keys and values of each head in turn
+    # with the experts' parameters
+    "mixtral": ["q_proj"],
+    "gpt-oss": ["o_proj"],
+    "deepseek-v2, a latent for queries, groups": [
+        *(
+            "q_a_proj",
+            "q_b_proj",
+            "kv_a_proj_with_mqa",
+            "kv_b_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        )
+    ],
+    "qwen3-next, two heads of values to one of keys": [
+        *("q_proj", "k_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "gate_proj", "down_proj")
+    ],
 }
+WITH_EXPERTS = list(TARGETS)[7:]
 IDS = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
@@ -59,11 +78,12 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("name", by_default(TARGETS, *list(TARGETS)[::3]))
+@pytest.mark.parametrize("name", by_default(TARGETS, *list(TARGETS)[:7:3], WITH_EXPERTS[2]))
 def test_adapters_go_from_peft_to_a_run_and_back_bitwise_and_compute_the_same(
     hf_folder, tmp_path: Path, name: str
 ) -> None:
-    tensors = random_adapters(random_reference(CASES[name][0]()), TARGETS[name], rank=3)
+    reference = random_reference(CASES[name][0]())
+    tensors = random_adapters(reference, TARGETS[name], rank=3, experts=name in WITH_EXPERTS)
     given = save(tensors, tmp_path / "given", 5.0, target_modules=TARGETS[name])
     theirs = their_logits(name, given)
     assert (theirs - their_logits(name)).abs().max() > 1e-2 * theirs.abs().max()
@@ -181,9 +201,9 @@ def test_peft_adapters_merge_with_a_base_of_either_kind(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_dora": True}, "has use_dora True, but only plain LoRA is supported"),
-        ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 8.0}}, "has alpha_pattern"),
+        ({"use_dora": True}, "has use_dora True, but only LoRA is supported"),
+        ({"rank_pattern": {"q_proj": 8}}, r"has the shape \[3, 64\], but the model and r 8 give"),
+        ({"alpha_pattern": {"q_proj": -8.0}}, "lora_alpha -8.0, which is invalid"),
         ({"r": None}, "has no r;"),
         ({"r": 7}, r"lora_A.weight has the shape \[3, 64\], but the model and r 7 give \[7, 64\]"),
     ],
@@ -200,11 +220,9 @@ def test_a_peft_folder_that_is_more_or_less_than_lora_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"r": 0}, "r 0"),
-        in_full({"lora_alpha": 10**400}, "has rank_pattern"),
-        in_full({"use_rslora": True}, "has rank_pattern"),
-        ({"rank_pattern": {"qkv_proj": 4}}, "has rank_pattern"),
-        in_full({"alpha_pattern": {}}, "has rank_pattern"),
+        ({"rank_pattern": {"qkv_proj": 0}}, "r 0"),
+        in_full({"alpha_pattern": {"qkv_proj": 10**400}}, "which is invalid"),
+        ({"rank_pattern": {"qkv_proj": 4}}, "the model and r 4 give"),
     ],
 )
 def test_a_fused_export_whose_ranks_were_changed_is_refused(
@@ -222,9 +240,9 @@ def test_a_fused_export_whose_ranks_were_changed_is_refused(
 
 
 def test_adapters_of_another_model_or_of_some_layers_are_refused(hf_folder, tmp_path: Path) -> None:
-    tensors = random_adapters(random_reference(CASES["llama"][0]()), ["q_proj"], rank=3)
+    tensors = random_adapters(random_reference(CASES["llama"][0]()), ["q_proj", "o_proj"], rank=3)
     config = run_config(hf_folder("llama"), tmp_path / "run", lora={"load": str(tmp_path / "given")})
-    some = {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
+    some = {name: tensor for name, tensor in tensors.items() if "layers.1.self_attn.q_proj" not in name}
     for found, message in (
         (some, "has adapters on linear_qkv in some layers and none"),
         (
@@ -240,6 +258,34 @@ def test_adapters_of_another_model_or_of_some_layers_are_refused(hf_folder, tmp_
         with pytest.raises(CheckpointError, match=message):
             prepare(config, 1)
         shutil.rmtree(tmp_path / "given")
+
+
+def test_single_layers_ranks_and_scales_are_those_of_peft_and_are_written_back(
+    hf_folder, tmp_path: Path
+) -> None:
+    reference = random_reference(CASES["llama"][0]())
+    small, large = (random_adapters(reference, ["q_proj", "down_proj"], rank=rank) for rank in (2, 4))
+    tensors = {
+        name: (large if "layers.0.mlp" in name else small)[name] for name in small if "layers.1." not in name
+    }
+    patterns = {
+        "rank_pattern": {"layers.0.mlp.down_proj": 4, "down_proj": 2},
+        "alpha_pattern": {"q_proj": 7.0},
+    }
+    layers = [0, 2]
+    given = save(
+        tensors, tmp_path / "given", 5.0, r=2, layers_to_transform=layers, use_rslora=True, **patterns
+    )
+    theirs = their_logits("llama", given)
+    config = run_config(hf_folder("llama"), tmp_path / "run", lora={"load": str(given)}, optim={"lr": 0.0})
+    step = megalith.train(config.with_settings({"train.train_iters": 1})).checkpoint
+    export_adapters(step, tmp_path / "back")
+    with torch.no_grad():
+        assert close(megalith.load(step)(IDS), theirs)
+    assert (their_logits("llama", tmp_path / "back") - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (given, tmp_path / "back"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert json.loads((tmp_path / "back/adapter_config.json").read_bytes())["layers_to_transform"] == layers
 
 
 def test_rank_alpha_and_targets_beside_a_folder_have_to_be_its_own(hf_folder, tmp_path: Path) -> None:

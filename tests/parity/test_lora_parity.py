@@ -52,6 +52,59 @@ def test_gradients_of_both_halves_equal_one_process(pool, tree: dict, alone: Out
     assert all(gradient.norm() > 0 for gradient in alone.gradients.values())
 
 
+OF_EXPERTS = {
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "tp2-sp-ep2": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2},
+    ),
+    "tp2-etp2": (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+    "tp2-ep2-etp2": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+        },
+    ),
+    "pp2": (2, {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}),
+    "ep2-zero3": (4, {"expert_model_parallel_size": 2, **LAYOUTS["dp2-zero3"].parallel}),
+}
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def latent_tree(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """A run of DeepSeek-V2 (latent attention, a dense layer, experts and shared experts) with adapters on all of it."""
+    folder = tmp_path_factory.mktemp("latent")
+    reference = random_reference(CASES["deepseek-v2, a latent for queries, groups"][0]())
+    reference.save_pretrained(folder / "base")
+    adapters = save(random_adapters(reference, LATENT, 2, experts=True), folder / "adapters", 3.0)
+    return BASE | {
+        "model": {"init_from": str(folder / "base")},
+        "lora": {"load": str(adapters)},
+        "train": BASE["train"] | {"train_iters": 2},
+    }
+
+
+@pytest.fixture(scope="module")
+def latent_alone(latent_tree: dict) -> Outcome:
+    return run_job(RunConfig.from_tree(latent_tree))
+
+
+@pytest.mark.parametrize("layout", by_default(OF_EXPERTS, "tp2-sp-ep2", "tp2-etp2"))
+def test_adapters_of_experts_and_latents_equal_one_process(
+    pool, latent_tree: dict, latent_alone: Outcome, layout: str
+) -> None:
+    size, parallel = OF_EXPERTS[layout]
+    errors = compare(
+        pool.run(run_job, RunConfig.from_tree(latent_tree | {"parallel": parallel}), size=size), latent_alone
+    )
+    assert errors.within(), errors
+    assert sum(".experts.linear_fc" in name for name in latent_alone.gradients) == 2 * 2 * 2
+    assert all(gradient.norm() > 0 for gradient in latent_alone.gradients.values())
+
+
 def stored(config: RunConfig) -> tuple[Outcome, set[torch.dtype]]:
     """Of a run, and the types of its frozen matrices when it is through, after FSDP2 has sharded them again."""
     models, remember = [], resume._remember_base

@@ -373,7 +373,7 @@ def test_the_trainer_with_trls_signature(tmp_path):
         str(tmp_path / "run"), both, args, iter(records), peft_config=peft, settings=settings
     )
     lora = trainer.config.lora
-    assert (lora.rank, lora.alpha, lora.targets) == (4, 4.0, ["q_proj", "v_proj"])
+    assert (lora.rank, lora.alpha, lora.use_rslora) == (4, 2, True) and lora.targets == ["q_proj", "v_proj"]
     assert trainer.train().step == 1 and (tmp_path / "lora" / "checkpoints").is_dir()
     args |= dict(output_dir=str(tmp_path / "short"), reward_weights=None)
     for args["max_prompt_length"] in (None, 512):  # TRL's default, beyond the 25 positions of the model

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from megalith.config.base import NOT_YET
 from megalith.config.data import SPECIAL_COUNT, DataConfig
-from megalith.config.lora import WHOLE
+from megalith.config.lora import EXPERTS, QKV, WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
 from megalith.config.rl import DpoConfig, RlConfig
@@ -129,31 +129,16 @@ def _check_adapters(config: RunConfig) -> None:
     if lora.rank is None:
         return
     parts = lora.parts(model)
-    if model.num_experts is not None and parts.keys() & {"linear_fc1", "linear_fc2"}:
+    experts = [site for site in parts if site.startswith(EXPERTS)]
+    if experts and lora.dropout:
         raise ConfigError(
-            f"lora.targets {', '.join(lora.targets)} names the MLP, but model.num_experts is {model.num_experts} and "
-            "experts have no adapters; name linear_qkv and linear_proj alone"
+            f"lora.dropout {lora.dropout} with adapters on experts is not supported, as in PEFT: set it to 0, or name "
+            "targets other than the experts, such as linear_qkv and linear_proj"
         )
-    if model.multi_latent_attention and "linear_qkv" in parts:
+    stack = max(model.num_layers - model.encoder_layers, model.encoder_layers)
+    if beyond := [number for number in lora.layers_to_transform or () if number >= stack]:
         raise ConfigError(
-            f"lora.targets {', '.join(lora.targets)} names linear_qkv, but model.multi_latent_attention has other "
-            "matrices in its place, which have no adapters; name linear_proj, linear_fc1 and linear_fc2 alone"
-        )
-    if model.attention_output_gate and parts.keys() & {"linear_qkv", "linear_proj"}:
-        raise ConfigError(
-            f"lora.targets {', '.join(lora.targets)} names attention, but with model.attention_output_gate its "
-            "matrices differ and have no adapters; name linear_fc1 and linear_fc2 alone"
-        )
-    absent = {
-        "linear_qkv and linear_proj": parts.keys() & {"linear_qkv", "linear_proj"}
-        and not model.attention_layers,
-        "linear_fc1 and linear_fc2": parts.keys() & {"linear_fc1", "linear_fc2"}
-        and not any(map(model.has_mlp, range(model.num_layers))),
-    }
-    for names in (names for names, is_absent in absent.items() if is_absent):
-        raise ConfigError(
-            f"lora.targets {', '.join(lora.targets)} names {names}, which no layer of "
-            f"model.hybrid_layer_pattern {model.hybrid_layer_pattern} has; name linears that it has"
+            f"lora.layers_to_transform has {beyond[0]}, but the layers are numbered from 0 to {stack - 1}; correct it"
         )
     if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
         raise ConfigError(
@@ -166,7 +151,7 @@ def _check_adapters(config: RunConfig) -> None:
             "it off, and merge or export them afterwards with megalith lora"
         )
     size = config.parallel.tensor_model_parallel_size
-    if parts.get("linear_qkv") == (WHOLE,) and model.query_groups % size:
+    if parts.get(QKV) == (WHOLE,) and model.query_groups % size:
         raise ConfigError(
             f"lora.targets {', '.join(lora.targets)} has one adapter for all rows of linear_qkv, but "
             f"parallel.tensor_model_parallel_size {size} does not divide model.num_query_groups {model.query_groups}; "

@@ -17,7 +17,7 @@ to be reduced over edp.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from megalith.comm.collectives import (
     all_gather,
     all_gather_no_grad,
     all_gather_replicated,
+    all_reduce_gradient,
     begin_all_to_all,
     end_all_to_all,
     local_chunk,
@@ -33,7 +34,8 @@ from megalith.comm.collectives import (
 )
 from megalith.config import ModelConfig
 from megalith.local_shards import local_shape_and_offset
-from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared, bounded_rows
+from megalith.models.adapters import ADAPTER
+from megalith.models.moe import Dispatch, ExpertRows, Experts, GroupedLinear, Shared, bounded_rows
 from megalith.models.pass_context import PassLayout
 from megalith.models.router import Routing
 from megalith.models.transformer import Transformer, layers_of
@@ -60,10 +62,21 @@ from megalith.parallel.tensor.tensor_parallel import TensorParallel
 # The dimensions of weights [experts, out, in] and biases [experts, out] that are sharded over ep and etp: fc1 by
 # columns, fc2 by rows. Each rank adds some columns of the bias of fc2, so that the sum over ranks contains it once and
 # no two ranks have gradients of the same element.
+# An adapter's matrix without a dimension for etp is replicated over it: each rank has a part of its gradient.
 EXPERT_SHARDING = {
     "linear_fc1": {"weight": {"ep": 0, "etp": 1}, "bias": {"ep": 0, "etp": 1}},
     "linear_fc2": {"weight": {"ep": 0, "etp": 2}, "bias": {"ep": 0, "etp": 1}},
+    "linear_fc1.adapter.lora_A": {"weight": {"ep": 0}},
+    "linear_fc1.adapter.lora_B": {"weight": {"ep": 0, "etp": 1}},
+    "linear_fc2.adapter.lora_A": {"weight": {"ep": 0, "etp": 2}},
+    "linear_fc2.adapter.lora_B": {"weight": {"ep": 0}},
 }
+
+
+def expert_sharding(name: str) -> dict[str, dict[str, int]]:
+    """Return the sharding of a GroupedLinear by its name in the model, which may end with the part of an adapter."""
+    path = name.rpartition("experts.")[2]
+    return EXPERT_SHARDING[path.rpartition(".")[0] if ADAPTER in name else path]
 
 
 def apply_expert(
@@ -282,14 +295,19 @@ def max_micro_batches(ranks: int, sharing: int) -> int:
 
 def _shard_experts(experts: Experts, mesh: Mesh) -> None:
     """Replace the experts' parameters by DTensors over "ep" and "etp", or the one of them with more than one rank."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    for name, kinds in EXPERT_SHARDING.items():
-        linear = getattr(experts, name)
-        for kind, parameter in list(linear.named_parameters()):
-            placements = [Shard(kinds[kind][axis]) for axis in mesh.experts.mesh_dim_names]
+    for name, linear in experts.named_modules(prefix="experts"):
+        if not isinstance(linear, GroupedLinear):
+            continue
+        kinds = expert_sharding(name)
+        for kind, parameter in list(linear.named_parameters(recurse=False)):
+            dims = (kinds[kind].get(axis) for axis in mesh.experts.mesh_dim_names)
+            placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
             dtensor = distribute_tensor(parameter, mesh.experts, placements, src_data_rank=None)
             replace_parameter(linear, kind, nn.Parameter(dtensor, requires_grad=parameter.requires_grad))
+        if mesh.etp.size > 1 and "etp" not in kinds["weight"]:
+            plug(linear, "sum_gradient", partial(all_reduce_gradient, axis=mesh.etp))
     bias = experts.linear_fc2.bias
     if bias is not None:
         plug(experts.linear_fc2, "first_row", local_shape_and_offset(bias)[1][1])

@@ -7,20 +7,25 @@ the rank's inputs, x · Aᵀ is reduced as the linear's own output is, and B is 
     linear   A           B           between them              partial gradients
     column   Replicate   Shard(0)    gathered as x is          A under SP: of a rank's tokens
     row      Shard(1)    Replicate   reduced as the output is  B under SP: of a rank's tokens
+    none     Replicate   Replicate   nothing                   both under SP: of a rank's tokens (MLA's latents)
 
 Where ranks share a KV group, B of keys and values is replicated, and each rank uses the group's rows of it; its
 gradient is always partial.
+
+Experts are sharded by expert parallelism (shard_expert_adapters): A and B of an expert are on its ranks. Over etp, B of
+fc1 has the rank's rows and A of fc2 its columns. The other matrix is replicated, and its gradient is summed over etp.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from megalith.models.adapters import QKVAdapter, adapters
+from megalith.config.lora import WHOLE
+from megalith.models.adapters import GroupedAdapter, QKVAdapter, adapters
 from megalith.models.mixers.attention import Heads
 from megalith.models.transformer import Transformer
 from megalith.parallel.seams import plug
-from megalith.parallel.tensor.roles import ROLES
+from megalith.parallel.tensor.roles import ROLES, shared_modules
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
@@ -40,12 +45,18 @@ def shard_adapters(model: Transformer, tensor: TensorParallel) -> None:
     Call it after apply_tensor.
     """
     groups, axis = model.config.query_groups, tensor.axis
+    shared = shared_modules(model.config, axis.size)
     for name, adapter in adapters(model):
-        column = ROLES[name.rpartition(".")[2]].style == "column"
-        plug(adapter, "gather", tensor.gather if column else tensor.reduce)
-        if not column:
+        if isinstance(adapter, GroupedAdapter):
+            continue
+        style = ROLES[name.rpartition(".")[2]].style
+        if style is not None:
+            plug(adapter, "gather", tensor.gather if style == "column" else tensor.reduce)
+        if style == "row":
             columns = next(iter(adapter.lora_A.values())).weight.shape[1]
             plug(adapter, "first_column", axis.rank * columns // axis.size)
+        if not isinstance(adapter, QKVAdapter) and name.rpartition(".")[2] in shared:
+            plug(adapter.lora_B[WHOLE], "rows", model.get_submodule(name).rows)
         if isinstance(adapter, QKVAdapter) and groups < axis.size:
             plug(adapter, "heads", Heads(adapter.heads.in_group * groups // axis.size))
             for part, b in adapter.lora_B.items():

@@ -108,6 +108,8 @@ ADAPTER_ROLES = {
     ("column", "lora_B"): Role(ROWS),
     ("row", "lora_A"): Role(COLUMNS),
     ("row", "lora_B"): Role(REPLICATED, REPLICATED, None, UNDER_SP),
+    (None, "lora_A"): Role(REPLICATED, REPLICATED, None, UNDER_SP),  # MLA's latents of local tokens
+    (None, "lora_B"): Role(REPLICATED, REPLICATED, None, UNDER_SP),
 }
 SHARED_B = Role(REPLICATED, REPLICATED, None, ALWAYS)  # keys or values of a shared group
 
