@@ -48,7 +48,10 @@ def language_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def language_name(name: str) -> str | None:
-    """Return the name that a wrapper's tensor has in a language model of its own; None outside the language model."""
+    """Map a tensor name of a multimodal checkpoint to that of a checkpoint with the language model only.
+
+    None for tensors of other parts, such as the vision encoder.
+    """
     plain = name.removeprefix("model.")
     if plain.startswith("language_model."):
         inner = plain.removeprefix("language_model.")
@@ -57,5 +60,5 @@ def language_name(name: str) -> str | None:
 
 
 def language_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the tensors of the language model under the names that they have in a model of their own."""
+    """Return the tensors of the language model, under the names of `language_name`."""
     return {plain: tensor for name, tensor in tensors.items() if (plain := language_name(name)) is not None}

@@ -120,7 +120,7 @@ class MupModel(DenseModel):
         return self.residual_multiplier * (ratios.depth**-ratios.depth_alpha if ratios else 1.0)
 
     def without_mup(self) -> Self:
-        """Return the settings of the same function without µP, for formats that do not have it."""
+        """Return equivalent settings without µP: its factors become scales of logits, branches and attention scores."""
         if not self.use_mup:
             return self
         changes: dict[str, Any] = dict(

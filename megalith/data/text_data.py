@@ -105,7 +105,7 @@ def with_tokenized_text(
     may_write: bool = True,
     show_progress: bool = False,
 ) -> tuple[DataConfig, list[str]]:
-    """Return `data` with the prefixes of tokenized datasets in place of text that is not streamed, and notes.
+    """Tokenize the text of the data paths into the cache, except for streams.
 
     The first process of a machine tokenizes, the others wait.
 
@@ -116,6 +116,9 @@ def with_tokenized_text(
         folder: the cache.
         may_write: tokenize what the cache lacks; otherwise it is an error.
         show_progress: show a progress bar.
+
+    Returns:
+        `data` with the prefixes of the indexed datasets in place of the text, and notes for the log.
 
     Raises:
         ConfigError, DataError: the text cannot be read, or the cache cannot be written.

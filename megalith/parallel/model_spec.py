@@ -141,9 +141,15 @@ class ModelSpec:
         return {}
 
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
-        """Return the matrices in a parameter of this global shape, for Muon (`Placement.matrices`).
+        """Return the row counts of the matrices that Muon orthogonalizes in a parameter (`Placement.matrices`).
 
-        None for parameters that AdamW updates, such as all those outside of the layers.
+        Args:
+            name: the parameter's name.
+            shape: its global shape.
+
+        Returns:
+            One row count per matrix that the parameter stacks. None for parameters that AdamW updates, such as
+            embeddings.
         """
         return shape[-2:-1] if len(shape) == 2 and name.startswith("layers.") else None
 

@@ -120,7 +120,14 @@ class CollectedMatrices:
         return self._tensors
 
     def scatter(self, wholes: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return the float32 shards of tensors of the matrices' shapes, of which `wholes` has this rank's."""
+        """Send results back from the owners, and return this rank's shard of each, float32.
+
+        Args:
+            wholes: results of the matrices that this rank owns, by position, each of its matrix's shape.
+
+        Returns:
+            Shards in the order of `matrices`.
+        """
         tensors = dict(wholes)
         for level in reversed(range(len(self._axes))):
             tensors = self._return(level, tensors)

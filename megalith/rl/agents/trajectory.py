@@ -51,7 +51,7 @@ class Trajectory:
 
     @property
     def request(self) -> list[int]:
-        """Token ids that the next turn continues."""
+        """Token ids of prompt and turns so far, the prompt of the next turn."""
         return [*self.prompt_ids, *self.ids]
 
     @property
@@ -60,7 +60,7 @@ class Trajectory:
         return self.messages[self.prompt_messages :]
 
     def sample(self, completion: Completion) -> None:
-        """Append a sampled turn. The trajectory ends if it has no end of sequence."""
+        """Append a sampled turn. A truncated turn, without an end-of-sequence token, ends the trajectory."""
         ids, versions = list(completion.ids), list(map(int, completion.versions))
         self.routes += new_routes(completion.routes, self.routed_tokens)
         self.routed_tokens = len(self.request) + len(ids) - 1

@@ -70,7 +70,7 @@ class LiveRollouts:
                 self.notes.append(f"{repeats:,} of the held-out prompts are also training prompts")
 
     def files(self) -> dict[str, dict[str, int | str]]:
-        """Return the number and the hash of the prompts in the form of a DataRecord."""
+        """Return the fields of a DataRecord for the prompts: their number and SHA-256."""
         return {"prompts": {"rows": len(self._prompts), "samples_sha256": self._prompts.identity()}}
 
     def timed(self, phase: str) -> AbstractContextManager:

@@ -138,7 +138,11 @@ class RolloutSampler:
         timed: Callable,
         num_generations: int | None = None,
     ) -> list[Any]:
-        """Sample the next tokens of this rank's share of `records`; return pieces and logged values as JSON values."""
+        """Sample this rank's share of the groups, at most `sampling.max_new_tokens` per completion.
+
+        Returns:
+            New pieces of the groups and logged values by name, as JSON values.
+        """
         run, world, rl = self._run, self._run.mesh.world, self._rl
         local = records[world.rank // run.mesh.tp.size :: world.size // run.mesh.tp.size]
         rewards, engine = self._rewards if run.mesh.tp.rank == 0 else None, self._weights.engine
