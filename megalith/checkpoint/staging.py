@@ -24,23 +24,46 @@ class Staging:
     def __init__(self, slab: int = SLAB):
         self._slab = slab
         self._slabs: list[Tensor] = []
+        self._end = 0
+        self._devices: set[torch.device] = set()
 
     def copy(self, tensors: Iterable[Tensor]) -> list[HostBytes]:
         """Copy the tensors. The copies are valid until the next call, which reuses the memory."""
-        devices, copies, at = set(), [], 0
-        for tensor in tensors:  # one at a time: some are created on iteration
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-            source, parts = byte_view(tensor), []
-            while source.numel():
-                room = self._room(at, pinned=bool(devices))[: source.numel()]
-                room.copy_(source[: room.numel()], non_blocking=True)
-                parts.append(room)
-                source, at = source[room.numel() :], at + room.numel()
-            copies.append(HostBytes(tensor.dtype, tuple(tensor.shape), parts))
-        for device in devices:
+        self.begin()
+        copies = self.add(tensors)
+        for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
+
+    def begin(self) -> None:
+        """Reuse the memory for other tensors."""
+        self._end, self._devices = 0, set()
+
+    def add(self, tensors: Iterable[Tensor]) -> list[HostBytes]:
+        """Queue copies of the tensors, after those since `begin`. They are complete when the device's current stream
+        has reached this point."""
+        copies = []
+        for tensor in tensors:  # one at a time: some are created on iteration
+            if tensor.is_cuda:
+                self._devices.add(tensor.device)
+            source, parts = byte_view(tensor), []
+            while source.numel():
+                room = self._room(self._end, pinned=bool(self._devices))[: source.numel()]
+                room.copy_(source[: room.numel()], non_blocking=True)
+                parts.append(room)
+                source, self._end = source[room.numel() :], self._end + room.numel()
+            copies.append(HostBytes(tensor.dtype, tuple(tensor.shape), parts))
+        return copies
+
+    def buffers(self) -> list[Tensor]:
+        """Return the bytes of all tensors since `begin`, one after the other: uint8, one-dimensional."""
+        full, rest = divmod(self._end, self._slab)
+        return self._slabs[:full] + ([self._slabs[full][:rest]] if rest else [])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of host memory that the tensors since `begin` take."""
+        return self._end
 
     def _room(self, at: int, pinned: bool) -> Tensor:
         """Return the free bytes from position `at` to the end of its slab."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 
 class HookedAgent(LocalElasticAgent):
@@ -28,6 +32,28 @@ class HookedAgent(LocalElasticAgent):
     def worker_processes(self) -> dict[int, Popen]:
         """The processes of the current attempt, by local rank."""
         return {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+
+    def worker_failure(self, local_rank: int) -> ProcessFailure:
+        """Return the failure of a worker process that has exited."""
+        process = self.worker_processes[local_rank]
+        return ProcessFailure(local_rank, process.pid, process.returncode, self.error_files[local_rank])
+
+    def replace_worker(
+        self, worker_group: WorkerGroup, local_rank: int, environment: Mapping[str, str]
+    ) -> None:
+        """Start another process in the place of a worker that has exited, with these additional variables."""
+        context = self._pcontext
+        Path(context.error_files[local_rank]).unlink(missing_ok=True)
+        handler = context.subprocess_handlers[local_rank] = get_subprocess_handler(
+            entrypoint=context.entrypoint,
+            args=context.args[local_rank],
+            env={**context.envs[local_rank], **environment},
+            stdout=context.stdouts[local_rank],
+            stderr=context.stderrs[local_rank],
+            local_rank_id=local_rank,
+            numa_options=context._numa_options,
+        )
+        worker_group.workers[local_rank].id = handler.proc.pid
 
     @property
     def error_files(self) -> dict[int, str]:

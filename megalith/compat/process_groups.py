@@ -42,6 +42,13 @@ def flight_recorder() -> list[dict]:
     return sorted(entries, key=lambda entry: entry["time_created_ns"])
 
 
+def abort_nccl_groups() -> None:
+    """Abort the collectives of all NCCL groups, so that kernels and hosts no longer wait for them."""
+    groups = [group for group in process_groups() if "nccl" in distributed_c10d.get_backend_config(group)]
+    for group in reversed(groups):
+        group.abort()
+
+
 def fake_store() -> Store:
     """Return a store for the backend "fake", which simulates the other ranks, and register that backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

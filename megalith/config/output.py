@@ -15,6 +15,10 @@ class CheckpointConfig(Section):
     save_interval: PositiveInt | None = None
     """Steps between checkpoints."""
 
+    memory_interval: PositiveInt | None = None
+    """Steps between snapshots in host memory, from which ranks continue after another rank's failure without a restart
+    of all processes (with --max-restarts). They take four times the memory of a rank's state. Default: none."""
+
     save_at_end: bool = True
     """Save a checkpoint when the run finishes. For runs that stop early, see save_when_stopped."""
 

@@ -4,7 +4,8 @@ The agent starts this machine's processes, watches them, and after a failure mee
 rendezvous and restarts the processes, with the ranks that remain. This subclass also
 
 - passes stop signals on to its processes and gives them time to save;
-- kills the other ranks as soon as one has failed, because they could only wait for it;
+- replaces a failed rank if the others can restart in their processes (in_process.py);
+- kills the other ranks as soon as one has failed otherwise, because they could only wait for it;
 - kills its ranks if they are still connecting when another machine is lost;
 - does not restart a job that exited with a configuration, data or checkpoint error, which would recur;
 - keeps the first failure, which is more informative than those of later attempts.
@@ -30,7 +31,9 @@ from torch.distributed.launcher.api import LaunchConfig
 from megalith.compat.elastic import HookedAgent
 from megalith.errors import REFUSALS
 from megalith.launch.failure import CRASH_FILE, CRASHES, Failure, first_failure
+from megalith.launch.in_process import IN_PROCESS, open_restart_store
 from megalith.launch.peer_watch import CONNECTED_FILE, PeerWatch
+from megalith.launch.rank_replacement import RankReplacement, replacement_variables
 from megalith.launch.rendezvous import MultiNodeRendezvous, SingleNodeRendezvous, default_run_id
 from megalith.launch.signals import STOP_SIGNALS, handled_stop_signals
 from megalith.launch.stops import STOP_CODE_FILE
@@ -60,6 +63,7 @@ class Agent(HookedAgent):
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE):  # of the last attempt
             Path(os.environ[name]).unlink(missing_ok=True)
+        os.environ[IN_PROCESS] = str(int(self.remaining_restarts > 0))
         ids = super().start_workers(worker_group)
         for number in STOP_SIGNALS:  # elastic's handlers would override what `nohup` makes us ignore
             signal.signal(number, self._forward_signal if number in self._handled_signals else signal.SIG_IGN)
@@ -73,6 +77,10 @@ class Agent(HookedAgent):
             len(ids),
         )
         self.world_size = worker_group.workers[0].world_size
+        self._replacement = None
+        if self.remaining_restarts and self.world_size > 1:
+            address = worker_group.master_addr, worker_group.master_port
+            self._replacement = RankReplacement(open_restart_store(*address, self.world_size))
         return ids
 
     def stop_workers(self, *args: Any, **options: Any) -> None:
@@ -94,6 +102,8 @@ class Agent(HookedAgent):
         if not self._not_connected and (reason := self._peers.poll()):
             self._not_connected = reason
             self._kill_ranks(worker_group)
+        if self._replace_ranks(worker_group):
+            return RunResult(WorkerState.HEALTHY)
         self._kill_survivors(worker_group)
         result = super().monitor_workers(worker_group)
         waiting = worker_group.spec.rdzv_handler.num_nodes_waiting
@@ -103,13 +113,57 @@ class Agent(HookedAgent):
             )  # another launcher stopped the ranks because a machine joined
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             failures = {r: f for r, f in result.failures.items() if r not in self._killed_ranks}
-            ranks = [worker.global_rank for worker in worker_group.workers]
-            files = {rank: self.error_files[number] for number, rank in enumerate(ranks)}
-            failure = first_failure(failures or result.failures, files)
+            failure = first_failure(failures or result.failures, self._error_files_by_rank(worker_group))
             if self._not_connected and not failures:
                 failure = replace(failure, not_connected=self._not_connected)
             self._record_failure(failure, worker_group.group_world_size)
         return result
+
+    def _error_files_by_rank(self, worker_group: WorkerGroup) -> dict[int, str]:
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        return {rank: self.error_files[number] for number, rank in enumerate(ranks)}
+
+    def _replace_ranks(self, worker_group: WorkerGroup) -> bool:
+        """Replace the ranks that have failed. Return False if there are none or the job cannot go on without a restart
+        of all of them."""
+        if self._replacement is None or self._not_connected or self._stop_requested:
+            return False
+        try:
+            return self._replace_ranks_of(worker_group, self._replacement)
+        except RuntimeError:  # the ranks' store has ended with the launcher that served it
+            return False
+
+    def _replace_ranks_of(self, worker_group: WorkerGroup, replacement: RankReplacement) -> bool:
+        workers = worker_group.workers
+        for rank in replacement.requested():
+            self._kill([local for local, worker in enumerate(workers) if worker.global_rank == rank])
+        codes = [self.worker_processes[local].poll() for local in range(len(workers))]
+        failed = [local for local, code in enumerate(codes) if code]
+        if not failed:
+            if not replacement.follow():
+                print("the ranks did not restart in time; restarting all processes", file=sys.stderr)
+                self._kill_ranks(worker_group)
+            return False
+        failures = {workers[local].global_rank: self.worker_failure(local) for local in failed}
+        failure = first_failure(failures, self._error_files_by_rank(worker_group))
+        if not self.remaining_restarts or not replacement.is_possible(codes, failure):
+            return False
+        self.failures.append(failure)
+        self.remaining_restarts -= 1
+        count = len(self.failures)
+        replaced = ", ".join(map(str, failures))
+        limit = worker_group.spec.max_restarts
+        print(failure.message(), f"replacing rank {replaced} ({count} of {limit})", sep="\n", file=sys.stderr)
+        replacement.begin()
+        for local in failed:
+            self._kill([local])  # what is left of its process group
+            self.replace_worker(worker_group, local, replacement_variables(count))
+        return True
+
+    def _kill(self, local_ranks: Sequence[int]) -> None:
+        for local in local_ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.worker_processes[local].pid, signal.SIGKILL)
 
     def _kill_survivors(self, worker_group: WorkerGroup) -> None:
         processes = list(self.worker_processes.values())

@@ -77,7 +77,7 @@ def report_uncaught() -> None:
 
 
 def _write_error_file(path: str, error: BaseException, expected: bool, code: int) -> None:
-    now, collective = time.time_ns(), _is_collective(error)
+    now, collective = time.time_ns(), is_collective_error(error)
     text = str(error) if expected else _trace(error)
     extra = {
         "py_callstack": text,
@@ -112,7 +112,8 @@ def _trace(error: BaseException) -> str:
     return printable("".join(traceback.format_exception(error)), LINES)
 
 
-def _is_collective(error: BaseException) -> bool:
+def is_collective_error(error: BaseException) -> bool:
+    """Return True if the error comes from a collective whose other ranks failed first."""
     names = {kind.__name__ for kind in type(error).__mro__}
     words = isinstance(error, RuntimeError) and any(word in str(error) for word in COLLECTIVE_WORDS)
     return words or not names.isdisjoint(COLLECTIVE_ERRORS)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from megalith.errors import HangError, TrainingError
 from megalith.io import replace_file
 from megalith.launch.failure import CRASH_FILE, RankLost, report
 from megalith.launch.heartbeat import Heartbeat
+from megalith.launch.in_process import InProcessRestart
 from megalith.launch.last_collectives import flight_recorder, pending_collective
 from megalith.launch.launcher import Process
 from megalith.launch.restart import this_attempt
@@ -39,6 +41,7 @@ CHECKS_PER_TIMEOUT = 10
 LISTENING_CHECKS = 3  # checks without a new status after which a rank counts as silent
 VERDICT_CHECKS = 12  # checks for which a rank waits for another rank's verdict
 STORE_TIMEOUT = 30.0  # seconds
+REPLACEMENT_TIMEOUT = 30.0  # seconds in which the launcher replaces a rank that hangs
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class HangWatch:
         timeout: seconds without progress.
         store: a connection for this thread alone. None for a single rank, where only the launcher is watched.
         output: folder for a dump of the flight recorder.
+        restart: in-process restart of this rank; None if a hang always ends the job.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class HangWatch:
         timeout: float,
         store: Store | None,
         output: Path,
+        restart: InProcessRestart | None = None,
     ):
+        self._restart = restart if restart is not None and restart.is_active else None
         self._heartbeat, self._rank, self._world_size, self._timeout = heartbeat, rank, world_size, timeout
         self._store, self._output = store, output
         self._parent = os.getppid() if this_attempt().launcher else None
@@ -115,6 +121,10 @@ class HangWatch:
                 os._exit(RankLost.exit_code)
             if self._store is None:
                 continue
+            if (
+                self._restart is not None and self._restart.is_aborted()
+            ):  # until the main thread stops this watch
+                continue
             now = time.monotonic()
             try:
                 self._publish(check_count, interval)
@@ -152,6 +162,8 @@ class HangWatch:
         """Report the hang and exit. If several ranks detect it, one of them decides on the verdict for all."""
         self._dump()
         text = self._verdict(check_count, interval)
+        if self._restart is not None and self._stopped.wait(REPLACEMENT_TIMEOUT):
+            return
         report(HangError(text))
         os._exit(HangError.exit_code)
 
@@ -178,13 +190,33 @@ class HangWatch:
         statuses = {rank: _parse_status(text) for rank, text in enumerate(after) if text}
         silent = {rank for rank in range(self._world_size) if before[rank] == after[rank]}
         text = hang_message(statuses, silent, self._world_size, self._timeout)
-        return _text(self._store.compare_set("verdict", "", text))
+        verdict = _text(self._store.compare_set("verdict", "", text))
+        if self._restart is not None and verdict == text:
+            self._replace(silent or differing_ranks(statuses), text)
+        return verdict
+
+    def _replace(self, ranks: set[int], text: str) -> None:
+        """Request the replacement of ranks that hang. Ends the job if no rank differs from the others."""
+        if not ranks:
+            report(HangError(text))
+            os._exit(HangError.exit_code)
+        self._restart.request_replacement(sorted(ranks))
+        print(text, file=sys.stderr, flush=True)
 
     def _dump(self) -> None:
         if self._output.is_dir():
             path = self._output / f"flight_recorder_rank{self._rank}.json"
             with suppress(OSError):  # a full disk must not prevent the verdict
                 replace_file(path, json.dumps(flight_recorder()))
+
+
+def differing_ranks(statuses: Mapping[int, RankStatus | None]) -> set[int]:
+    """Return the ranks whose step, phase or pending collective differs from that of more than half of the ranks."""
+    ranks_by_text: dict[str, set[int]] = {}
+    for rank, status in statuses.items():
+        ranks_by_text.setdefault("" if status is None else status.text(), set()).add(rank)
+    usual = max(ranks_by_text.values(), key=len)
+    return set(statuses) - usual if 2 * len(usual) > len(statuses) else set()
 
 
 def _text(content: bytes) -> str:
@@ -251,7 +283,11 @@ def _store_error(error: RuntimeError) -> TrainingError:
 
 
 def open_hang_watch(
-    heartbeat: Heartbeat, process: Process, timeout: timedelta, output: Path
+    heartbeat: Heartbeat,
+    process: Process,
+    timeout: timedelta,
+    output: Path,
+    restart: InProcessRestart | None = None,
 ) -> AbstractContextManager:
     """Return a HangWatch; a null context for a single process without a launcher."""
     if process.world_size == 1 and this_attempt().launcher is None:
@@ -259,4 +295,5 @@ def open_hang_watch(
     store = None
     if process.world_size > 1:
         store = _clone_store()
-    return HangWatch(heartbeat, process.rank, process.world_size, timeout.total_seconds(), store, output)
+    seconds = timeout.total_seconds()
+    return HangWatch(heartbeat, process.rank, process.world_size, seconds, store, output, restart)

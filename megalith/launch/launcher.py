@@ -84,7 +84,10 @@ def _default_local_rank(rank: int) -> int:
 
 
 def init_distributed(
-    device: torch.device, timeout: timedelta = TIMEOUT, mute_other_ranks: bool = True
+    device: torch.device,
+    timeout: timedelta = TIMEOUT,
+    mute_other_ranks: bool = True,
+    store: dist.Store | None = None,
 ) -> Process:
     """Initialize the process group. A single process gets none.
 
@@ -92,6 +95,7 @@ def init_distributed(
         device: this process's device. CUDA gets NCCL and gloo, the CPU gloo alone.
         timeout: timeout of collectives.
         mute_other_ranks: discard the standard output of all ranks but 0.
+        store: store of the process group. None opens the job's, with keys of this start of the job.
 
     Returns:
         This process's ranks.
@@ -115,9 +119,8 @@ def init_distributed(
         use_loopback_interface()
     else:
         use_network_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    options = dict(
-        store=open_store(process, timeout), rank=process.rank, world_size=process.world_size, timeout=timeout
-    )
+    store = open_store(process, timeout) if store is None else store
+    options = dict(store=store, rank=process.rank, world_size=process.world_size, timeout=timeout)
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -129,9 +132,14 @@ def init_distributed(
     if path := os.environ.get(CONNECTED_FILE):
         with open(path, "ab", buffering=0) as file:
             file.write(b".")
-    if mute_other_ranks and not process.is_first:
+    if mute_other_ranks and not process.is_first and not _is_muted():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
     return process
+
+
+def _is_muted() -> bool:
+    """Return True if an earlier call in this process has discarded standard output."""
+    return getattr(sys.stdout, "name", None) == os.devnull
 
 
 def _unreachable(process: Process, error: RuntimeError) -> str:

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = ("lo", "lo0")
+Connections = set[tuple[int, int]]  # file descriptor and inode of each socket
 SIOCGIFADDR = 0x8915  # Linux: ioctl for an interface's address
 NAME_TIMEOUT = 600.0  # seconds
 
@@ -92,3 +93,26 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as route:
         route.connect(address)  # sends nothing
         return route.getsockname()[0]
+
+
+def open_connections() -> Connections:
+    """Return this process's sockets. Empty off Linux."""
+    sockets = set()
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed since
+                link = os.readlink(f"/proc/self/fd/{name}")
+                if link.startswith("socket:["):
+                    sockets.add((int(name), int(link[8:-1])))
+    return sockets
+
+
+def shut_down(sockets: Connections) -> None:
+    """Shut down those TCP connections among `sockets` that are still open, so that reads and writes fail at once."""
+    for descriptor, inode in sockets:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and (
+                os.fstat(connection.fileno()).st_ino == inode
+            ):
+                connection.getpeername()  # fails for a socket that listens
+                connection.shutdown(socket.SHUT_RDWR)

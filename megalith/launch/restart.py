@@ -69,9 +69,7 @@ def locked_output_dir(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
     output, saved = Path(config.train.output_dir), open_location(config.run_folder)
     with OutputLock(output):
         if _is_same_job(output, attempt):
-            with config_errors(saved):  # compares names, not times: a clock may have been set back
-                has_saved = not _saves(saved) <= set(_read_job_file(output)[1:])
-            yield has_saved
+            yield has_saved(config)
             return
         check_output_dir(output, config.checkpoint.load, config.checkpoint.save, config.model.init_from)
         if attempt.launcher is not None:
@@ -84,6 +82,17 @@ def locked_output_dir(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
         finally:
             if not _has_begun(output):  # the run was rejected: leave no file
                 (output / JOB_FILE).unlink(missing_ok=True)
+
+
+def has_saved(config: RunConfig) -> bool:
+    """Return True if this job has saved a checkpoint in its output folder. Rank 0 calls this, with the folder locked.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
+    output, saved = Path(config.train.output_dir), open_location(config.run_folder)
+    with config_errors(saved):  # compares names, not times: a clock may have been set back
+        return not _saves(saved) <= set(_read_job_file(output)[1:])
 
 
 def _is_same_job(output: Path, attempt: Attempt) -> bool:

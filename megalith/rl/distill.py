@@ -160,6 +160,8 @@ class DistillationBatch(Batch):
 class DistillationTask(Task):
     """Task of distillation: its data, loss and metrics."""
 
+    restarts_in_process = False
+
     console_metrics = ("divergence",)
 
     def build_data(self, run: Run) -> DistillationData:

@@ -49,6 +49,8 @@ def train_dpo(config: RunConfig) -> TrainingResult:
 class PreferenceTask(Task):
     """Task of DPO: its data, loss and metrics."""
 
+    restarts_in_process = False
+
     console_metrics = ("rewards/accuracies", "rewards/margins")
     loss_name = "preference loss"
 

@@ -148,6 +148,7 @@ def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = 
 class PolicyTask(Task):
     """Task of GRPO: its data, loss, metrics and evaluation."""
 
+    restarts_in_process = False
     console_metrics = ("rewards_mean", "entropy", "completion_length")
     loss_name = "policy loss"
 

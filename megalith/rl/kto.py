@@ -100,6 +100,8 @@ class KtoLoss(SummedLoss):
 class KtoTask(Task):
     """Task of KTO: its data, loss and metrics."""
 
+    restarts_in_process = False
+
     console_metrics = ("rewards/margins", "kl")
     loss_name = "preference loss"
 

@@ -43,6 +43,8 @@ def train_reward(config: RunConfig) -> TrainingResult:
 class RewardTask(Task):
     """Task of a reward model: its data, loss and metrics."""
 
+    restarts_in_process = False
+
     console_metrics = ("accuracy", "margin")
     loss_name = "preference loss"
 

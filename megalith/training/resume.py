@@ -30,27 +30,29 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.optim.schedule import build_schedule
 from megalith.remote import StorePath, is_inside, open_location
 from megalith.training.build import vocabulary_rows
+from megalith.training.run_snapshots import RunSnapshots
 from megalith.training.run_state import Run
-from megalith.training.skipped_steps import SkippedSteps
 
 
-def load_run(run: Run) -> Path | StorePath | None:
-    """Fill a new run from the checkpoint that `checkpoint.load` names.
+def load_run(run: Run, memory: RunSnapshots | None = None) -> Path | StorePath | None:
+    """Fill a new run from the newest snapshot in `memory`, or from the checkpoint that `checkpoint.load` names.
 
-    Without a checkpoint, load `model.init_from` if set, otherwise keep the initial weights, and load adapters from
+    Without either, load `model.init_from` if set, otherwise keep the initial weights, and load adapters from
     `lora.load`.
 
     Returns:
-        The checkpoint's folder, or None.
+        The checkpoint's folder, or None, also if a snapshot was restored.
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint is damaged or does not fit.
     """
-    checkpoint, config, world = _first_checkpoint(run), run.config, run.mesh.world
+    config, world = run.config, run.mesh.world
+    snapshot = memory and memory.newest()
+    checkpoint = None if snapshot else _first_checkpoint(run)
     identities = collectively(world, lambda: {} if world.rank else run.data.files())[0]
     run.data_files = {prefix: DataRecord(**files) for prefix, files in identities.items()}
     frozen = config.lora.rank is not None  # checkpoints then contain only the adapters
-    if config.model.init_from is not None and (frozen or checkpoint is None):
+    if config.model.init_from is not None and (frozen or (checkpoint is None and snapshot is None)):
         chunks, rows = run.model.chunks, vocabulary_rows(config)
         load_initial_weights(
             config.model.init_from, chunks, rows, config.train.seed, world, config.checkpoint.trust
@@ -58,6 +60,9 @@ def load_run(run: Run) -> Path | StorePath | None:
         if frozen:
             _remember_base(run, checkpoint)
             run.model.parameters.store_frozen(run.model.chunks[0].compute_dtype, world)
+    if snapshot:
+        memory.restore(snapshot)
+        return None
     if checkpoint is None:
         if config.lora.load is not None:
             load_peft_adapters(config.lora.load, config.model, run.model.chunks)
@@ -183,10 +188,7 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
         load_optimizer(checkpoint, run.optimizer, rows, run.model.chunks, world, is_first)
     load_amaxes(checkpoint, run.model.amaxes, world)
     run.task.load_parts(run, checkpoint, with_optimizer)
-    run.loss_scale.load_state(record.loss_scale)
-    run.step, run.consumed_samples = record.step, record.consumed_samples
-    run.skipped = SkippedSteps(record.skipped_steps, record.skipped_samples)
-    run.totals, run.left_out = dict(record.counters), record.left_out
+    run.restore_record(record)
     run.task.load_state(run, checkpoint.task_files)
     run.abandoned = _abandoned(run, checkpoint)
 

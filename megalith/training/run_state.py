@@ -53,6 +53,8 @@ class Task:
     loss: Loss | None = None
     """Training loss. None: the model's own."""
     evaluation_loss: Loss = CrossEntropy()
+    restarts_in_process: bool = True
+    """Another run can be built with the same task, so that ranks can restart in their processes."""
     console_metrics: tuple[str, ...] = ()
     """Names of the step metrics that the console shows."""
     loss_name: str = LM_LOSS
@@ -337,7 +339,7 @@ class Run:
         amaxes = amax_shards(self.model.amaxes, self.mesh.world)
         task_files = self.task.state_files(self)
         parts = {**amaxes, **self.task.parts(self)}
-        self.saver.save(self._record(), self.model.chunks, optimizer, parts, task_files)
+        self.saver.save(self.record(), self.model.chunks, optimizer, parts, task_files)
         self.log_saves()
 
     def save_last(self, also_new: bool = True) -> Path | StorePath | None:
@@ -373,7 +375,15 @@ class Run:
         last = self.saver.last
         return last is not None and last.error is None and last.moment == (self.step, self.consumed_samples)
 
-    def _record(self) -> RunRecord:
+    def restore_record(self, record: RunRecord) -> None:
+        """Restore the state besides tensors, the task's files and `abandoned`."""
+        self.loss_scale.load_state(record.loss_scale)
+        self.step, self.consumed_samples = record.step, record.consumed_samples
+        self.skipped = SkippedSteps(record.skipped_steps, record.skipped_samples)
+        self.totals, self.left_out = dict(record.counters), record.left_out
+
+    def record(self) -> RunRecord:
+        """Return the state besides tensors, for a checkpoint."""
         tokenizer = self.tokenizer
         return RunRecord(
             step=self.step,

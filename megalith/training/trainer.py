@@ -11,19 +11,32 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.load import tokenizer_notes
+from megalith.checkpoint import list_steps
+from megalith.checkpoint.memory_snapshots import MemorySnapshots
 from megalith.comm.collectives import any_rank
 from megalith.config import CheckpointConfig, RunConfig, require_run_config
 from megalith.config.rules.notes import host_notes, offload_notes, overlap_notes
 from megalith.config.rules.run_rules import check_base
+from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, printable
+from megalith.launch.failure import RankLost
 from megalith.launch.hang_watch import open_hang_watch
 from megalith.launch.heartbeat import Heartbeat, collective_timeout
-from megalith.launch.launcher import TIMEOUT, end_distributed, init_distributed, this_process
-from megalith.launch.restart import locked_output_dir, pause, record_failures, this_attempt
+from megalith.launch.in_process import InProcessRestart
+from megalith.launch.launcher import TIMEOUT, Process, end_distributed, init_distributed, this_process
+from megalith.launch.restart import (
+    has_saved,
+    locked_output_dir,
+    pause,
+    record_failures,
+    this_attempt,
+)
 from megalith.launch.signals import StopSignals
 from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
@@ -42,7 +55,10 @@ from megalith.training.build import prepare
 from megalith.training.process import detect_machine, prepare_process
 from megalith.training.recovery import FaultHandler
 from megalith.training.resume import load_run
+from megalith.training.run_snapshots import RunSnapshots, restarts_in_process
 from megalith.training.run_state import Run, Task
+
+ABANDON_TIMEOUT = 60.0  # seconds for the snapshots' thread to end after a failure
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,8 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     """
     require_run_config(config, "megalith.train")
     process, attempt, startup_timer = this_process(), this_attempt(), StartupTimer()
-    time.sleep(pause(attempt))
+    restart = InProcessRestart(process, restarts_in_process(config, task or Task()))
+    time.sleep(0 if restart.is_replacement else pause(attempt))
     startup_timer.mark("imports")
     check_base(config)
     config, tokenizer, notes = prepare(config, process.world_size)
@@ -84,47 +101,21 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     notes += offload_notes(config, device.type)
     if process.is_first:  # the rank that prints notes
         notes += tokenizer_notes(config.model, tokenizer)
-    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes, seconds=config.rl.server_timeout)
     output, writes = Path(config.train.output_dir), not config.train.skip_train
     with (
         guard_standard_streams() if process.is_first else nullcontext(),
         StopSignals(process.is_first, config.checkpoint.save_when_stopped == "always") as signals,
         locked_output_dir(config, attempt) if process.is_first and writes else nullcontext(False) as resuming,
         record_failures(output, attempt, process.rank),
+        restart,
     ):
-        with signals.during_rendezvous() if process.world_size > 1 else nullcontext():
-            init_distributed(device, collective_timeout(timeout))
-        machine = detect_machine(config, device)
-        if process.is_first and task is None:
-            notes += micro_batch_notes(config, process.world_size, machine)
-        config, chosen = with_auto(config, process.world_size, machine)
-        notes += chosen + overlap_notes(config, compiles(config, device)) + host_notes(config, machine)
-        if machine.memory and writes:
-            notes += memory_warnings(build_layout(config, process.world_size), machine.memory)
-        mesh = build_mesh(
-            config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
-        )
-        if any_rank(resuming, mesh.world):
-            resume_settings = {
-                "checkpoint.load": config.run_folder,
-                "checkpoint.load_optim": config.checkpoint.save_optim,
-            }
-            config = config.with_settings(resume_settings)
-        run, heartbeat = None, Heartbeat(mesh, timeout)
-        startup_timer.mark("settings and processes")
-        try:
-            with open_hang_watch(heartbeat, process, timeout, output):
-                run = Run(config, tokenizer, mesh, device, task)
-                trainer = Trainer(run, heartbeat, signals, startup_timer, notes)
-                result = trainer.train()
-        except torch.OutOfMemoryError as error:
-            components = (run.model.chunks, run.optimizer) if run else ()
-            raise out_of_memory(
-                error, config, process.world_size, process.rank, device, *components
-            ) from error
+        job = _Job(config, tokenizer, task, device, process, signals, restart, startup_timer, notes, resuming)
+        while (outcome := job.run()) is None:
+            restart.release()
+        result, loaded_from = outcome
         end_distributed()
         exported = output / "hf_model"
-        is_exported = result.checkpoint == trainer.loaded_from and exported.exists()
+        is_exported = result.checkpoint == loaded_from and exported.exists()
         if (
             process.is_first
             and writes
@@ -139,12 +130,96 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         return result
 
 
+@dataclass
+class _Job:
+    """Everything that a run keeps when its process groups, model and data loaders are built again."""
+
+    config: RunConfig
+    tokenizer: Tokenizer | None
+    task: Task | None
+    device: torch.device
+    process: Process
+    signals: StopSignals
+    restart: InProcessRestart
+    startup_timer: StartupTimer
+    notes: list[str]
+    resuming: bool
+    """True on rank 0 if an earlier attempt has saved a checkpoint."""
+
+    def __post_init__(self) -> None:
+        self.snapshots = MemorySnapshots(self.restart.is_aborted) if self.restart.is_active else None
+
+    def run(self) -> tuple[TrainingResult, Path | StorePath | None] | None:
+        """Connect the ranks and train. Return the result and the folder of the loaded checkpoint, or None to restart
+        in this process because another rank has failed."""
+        try:
+            return self._run()
+        except Exception as error:
+            if not self.restart.survives(error):
+                raise
+        # Only now, without the traceback's references to the run, can its memory be released.
+        if self.snapshots is not None and not self.snapshots.abandon(ABANDON_TIMEOUT):
+            raise RankLost("the snapshot's thread has not ended after another rank's failure")
+        self.startup_timer = StartupTimer()
+        return None
+
+    def _run(self) -> tuple[TrainingResult, Path | StorePath | None]:
+        config, process, device, restart = self.config, self.process, self.device, self.restart
+        timeout = timedelta(
+            minutes=config.runtime.distributed_timeout_minutes, seconds=config.rl.server_timeout
+        )
+        writes = not config.train.skip_train
+        with self.signals.during_rendezvous() if process.world_size > 1 else nullcontext():
+            store = restart.meet()
+            init_distributed(device, collective_timeout(timeout), store=store)
+        machine = detect_machine(config, device)
+        notes = [*self.notes]
+        if process.is_first and self.task is None:
+            notes += micro_batch_notes(config, process.world_size, machine)
+        config, chosen = with_auto(config, process.world_size, machine)
+        notes += chosen + overlap_notes(config, compiles(config, device)) + host_notes(config, machine)
+        if machine.memory and writes:
+            notes += memory_warnings(build_layout(config, process.world_size), machine.memory)
+        mesh = build_mesh(
+            config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
+        )
+        resuming = self.resuming or (restart.generation > 0 and process.is_first and has_saved(config))
+        if any_rank(resuming, mesh.world):
+            resume_settings = {
+                "checkpoint.load": config.run_folder,
+                "checkpoint.load_optim": config.checkpoint.save_optim,
+            }
+            config = config.with_settings(resume_settings)
+        if self.snapshots is not None:
+            self.snapshots.connect(mesh.world, machine.ranks_per_host)
+        run, heartbeat = None, Heartbeat(mesh, timeout)
+        self.startup_timer.mark("settings and processes")
+        try:
+            with open_hang_watch(heartbeat, process, timeout, Path(config.train.output_dir), restart):
+                run = Run(config, self.tokenizer, mesh, device, self.task)
+                restart.connected()
+                memory = RunSnapshots(run, self.snapshots) if self.snapshots is not None else None
+                notes = [] if restart.generation else notes
+                trainer = Trainer(run, heartbeat, self.signals, self.startup_timer, notes, memory, restart)
+                return trainer.train(), trainer.loaded_from
+        except torch.OutOfMemoryError as error:
+            components = (run.model.chunks, run.optimizer) if run else ()
+            raise out_of_memory(
+                error, config, process.world_size, process.rank, device, *components
+            ) from error
+
+
 def _saves_at_end(ended: str, checkpoint: CheckpointConfig) -> bool:
     """Return True if a run with this end, a key of EXIT_CODES, saves its last step."""
     if ended == "train_iters":
         return checkpoint.save_at_end
     when = checkpoint.save_when_stopped
     return when == "always" or (when == "at_exits" and not ended.startswith("SIG"))
+
+
+def _is_saved(run: Run) -> bool:
+    """Return True if the run's current step is complete in its folder."""
+    return run.saves.is_dir() and run.step in list_steps(run.saves)
 
 
 class Trainer:
@@ -157,8 +232,14 @@ class Trainer:
         signals: StopSignals | None = None,
         startup_timer: StartupTimer | None = None,
         notes: Sequence[str] = (),
+        memory: RunSnapshots | None = None,
+        restart: InProcessRestart | None = None,
     ):
-        """Prepare the training loop. `notes` appear at the start of the report."""
+        """Prepare the training loop. `notes` appear at the start of the report.
+
+        With `memory`, snapshots are taken, and after a `restart` the newest one is restored.
+        """
+        self.memory, self.restart = memory, restart
         self.run, self.config = run, run.config
         run.notes[:0] = notes
         self.heartbeat = heartbeat or Heartbeat(run.mesh, TIMEOUT)
@@ -166,7 +247,7 @@ class Trainer:
         self.validation_loss: float | None = None
         self.validation_figures: Mapping[str, float] | None = None
         self.test_loss: float | None = None
-        self.loaded_from = load_run(run)
+        self.loaded_from = load_run(run, memory)
         self.startup_timer = startup_timer or StartupTimer()
         self.startup_timer.mark("data and model")
 
@@ -201,9 +282,12 @@ class Trainer:
                 run.log(
                     f"resuming from {self.loaded_from}: step {run.step}, {run.consumed_samples} samples consumed"
                 )
+            self._continue_from_memory()
             ended = None
             while ended is None:  # repeats after a loss spike, from an earlier step
                 ended = self._train_steps()
+            if self.memory is not None:
+                self.memory.wait()
             self.report.end()
             self.report.flush()
             checkpoint = self._save_last(_saves_at_end(ended, config.checkpoint))
@@ -232,13 +316,16 @@ class Trainer:
         run, report = self.run, self.report
         with run.data.train_loader(run.step, run.consumed_samples, run.device, run.left_out) as batches:
             self.heartbeat.end_long("training")
+            if self.restart is not None:
+                self.restart.begin_training()
             while run.step < run.total_steps:
                 self.heartbeat.beat(run.step + 1, "training")
                 self.stops.before_work()
                 report.before_step(run.step + 1)
-                report.add(run.train_step(batches, self.faults.rerun_if_suspect))
+                report.add(run.train_step(batches, self._before_update))
                 stop = self.stops.after_step(run.step)
-                if stop or self._is_due(self.config.checkpoint.save_interval):
+                settings = self.config.checkpoint
+                if stop or self._is_due(settings.save_interval) or self._is_due(settings.memory_interval):
                     report.flush()  # so that faults are detected before the save
                 if self.faults.after_step():
                     return None
@@ -263,6 +350,25 @@ class Trainer:
             with self.heartbeat.long_work("saving"):
                 self.run.save()
         self.run.log_saves()
+        if self.memory is not None and self._is_due(self.config.checkpoint.memory_interval):
+            self.memory.take()
+
+    def _before_update(self, loss: Tensor, micro_batches: Sequence[Batch]) -> None:
+        self.faults.rerun_if_suspect(loss, micro_batches)
+        if self.memory is not None:
+            self.memory.before_update()
+
+    def _continue_from_memory(self) -> None:
+        """After a restart from memory, save the step if its save was due and is not complete; keep a new snapshot."""
+        if self.memory is None or self.memory.restored_step is None:
+            return
+        run = self.run
+        run.log(f"continuing from memory: step {run.step}, {run.consumed_samples} samples consumed")
+        if self._is_due(self.config.checkpoint.save_interval):
+            is_missing = run.mesh.world.rank == 0 and not _is_saved(run)
+            if any_rank(is_missing, run.mesh.world):
+                run.save()
+        self.memory.take()  # so that every rank has a partner's copy again
 
     def _save_last(self, also_new: bool) -> Path | StorePath | None:
         if also_new:

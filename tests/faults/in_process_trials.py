@@ -1,0 +1,150 @@
+"""Failures of ranks in a job that restarts in its processes: what it leaves has to be what it leaves without them.
+
+`python tests/faults/in_process_trials.py --trials 100 --seed 1` makes random plans of failures, prints a line for each
+and the sums. Each trial's job starts once; the launcher replaces the ranks that fail.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # of what all tests have, where this is run as a program
+from forked import Forked
+from in_process_job import MARKS, PLAN, POINTS
+from kill_trials import left_by
+from ranks import words
+
+JOB = Path(__file__).with_name("in_process_job.py")
+Failure = tuple[int, str, int, str]  # rank, point, number, how
+LAYOUTS = {
+    "data": {},
+    "sharded": {"parallel__data_parallel_sharding_strategy": "optim_grads_params"},
+    "tensor × data": {"parallel__tensor_model_parallel_size": 2},
+    "pipeline × data": {"parallel__pipeline_model_parallel_size": 2},
+    "pipeline × tensor": {
+        "parallel__tensor_model_parallel_size": 2,
+        "parallel__pipeline_model_parallel_size": 2,
+    },
+    "context × data": {"parallel__context_parallel_size": 2},
+}
+
+
+def job(output: Path, layout: str, steps: int, **settings: object) -> list[str]:
+    settings = {
+        "train__train_iters": steps,
+        "train__eval_interval": 4,
+        "train__eval_iters": 1,
+        "data__split": "80,20",
+        "model__hidden_dropout": 0.1,
+        "checkpoint__save_interval": 5,
+        "checkpoint__memory_interval": 2,
+        "runtime__distributed_timeout_minutes": 0.2,
+        "log__log_interval": 1,
+        **LAYOUTS[layout],
+        **settings,
+    }
+    return [*words(output, **settings), "--nproc", "4", "--max-restarts", "9"]
+
+
+def start(command: Sequence[str], output: Path, failures: Sequence[Failure]) -> Forked:
+    marks = output.with_suffix(".marks")
+    marks.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", PLAN: json.dumps(failures), MARKS: str(marks)}
+    return Forked([JOB, *command], output.with_suffix(".log"), env=environment)
+
+
+def run(output: Path, layout: str, steps: int, failures: Sequence[Failure], **settings: object) -> str:
+    """Run a job to its end. Return its output."""
+    running = start(job(output, layout, steps, **settings), output, failures)
+    try:
+        code = running.wait(240)
+    finally:
+        running.kill()
+    text = output.with_suffix(".log").read_text()
+    assert code == 0, f"exit code {code}\n{text}"
+    return text
+
+
+def happened(output: Path) -> int:
+    return len(list(output.with_suffix(".marks").iterdir()))
+
+
+def restarts(text: str) -> tuple[int, int]:
+    """Numbers of replaced ranks and of restarts of all processes."""
+    return len(re.findall("^replacing rank", text, re.M)), len(re.findall("^restarting ", text, re.M))
+
+
+def random_failures(chance: random.Random, steps: int) -> list[Failure]:
+    failures = []
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        point = chance.choice(["step", *POINTS])
+        how = chance.choices(["kill", "kill after", "raise", "abort", "stop", "sleep"], [8, 4, 2, 1, 1, 1])[0]
+        most = {
+            "build": 2,
+            "meeting": 2,
+            "connecting": 2,
+            "fetch": 1,
+            "restore": 1,
+            "save": 2,
+            "evaluation": 3,
+        }
+        number = chance.randint(1, most.get(point, steps if point == "step" else 6))
+        if point in ("build", "meeting", "connecting"):
+            number = 2  # 1 is before the first step, after which ranks can be replaced
+        if point == "step":
+            how = "kill" if how == "kill after" else how
+        failures.append((chance.randrange(4), point, number, how))
+    return failures
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="a file for the sums")
+    args = parser.parse_args(arguments)
+    chance = random.Random(args.seed)
+    folder = Path(tempfile.mkdtemp(prefix="in-process-trials-"))
+    wanted, sums = {}, Counter()
+    for trial in range(args.trials):
+        layout, background = chance.choice(list(LAYOUTS)), chance.random() < 0.5
+        kind = layout, background
+        if kind not in wanted:
+            output = folder / f"{'-'.join(map(str, kind)).replace(' × ', '-')}"
+            run(output, layout, args.steps, [], checkpoint__async_save=background)
+            wanted[kind] = left_by(output, args.steps)
+        failures, output = random_failures(chance, args.steps), folder / f"trial-{trial}"
+        try:
+            text = run(output, layout, args.steps, failures, checkpoint__async_save=background)
+            same, (replaced, restarted) = left_by(output, args.steps) == wanted[kind], restarts(text)
+        except (AssertionError, OSError) as error:
+            same, replaced, restarted = False, 0, 0
+            (folder / f"trial-{trial}.error").write_text(str(error))
+        sums.update(
+            trials=1, failures=happened(output), replaced=replaced, restarted=restarted, lost=not same
+        )
+        print(
+            f"trial {trial}: {layout}, {'background' if background else 'direct'} saves, {failures}: "
+            f"{happened(output)} failures, {replaced} replaced, {restarted} restarted, "
+            f"{'equal' if same else f'LOST {output}'}",
+            flush=True,
+        )
+        if same:
+            shutil.rmtree(output)
+    print(json.dumps(dict(sums)))
+    if args.json:
+        args.json.write_text(json.dumps(dict(sums), indent=1) + "\n")
+    return int(sums["lost"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
