@@ -34,7 +34,6 @@ from megalith.launch.heartbeat import BACKGROUND, PATIENCE
 from megalith.optim.moments import Moment
 from megalith.parallel.shards import LocalShard
 
-BUFFERS = 4  # states in a rank's memory: two of its own, two of another rank
 HASH_THREADS = 4
 
 Shards = Mapping[str, Mapping[str, LocalShard]]  # by part and name

@@ -41,6 +41,8 @@ from megalith.remote import StorePath, open_location
 PATIENCE = timedelta(hours=2)
 AFTER_AN_ERROR = 300.0  # seconds to wait for a save in progress after an error in training
 
+SAVER_THREAD = "checkpoint"  # name of the thread of a background save
+
 Share = Callable[[], list[WriteItem]]  # a rank's items; called when they are written
 
 
@@ -149,7 +151,7 @@ class Saver:
         else:
             staged = _staged(share, self._staging)
             work = (step, record, staged, files, world, begin, time.monotonic() - begin)
-            self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=self._write, args=work, name=SAVER_THREAD, daemon=True)
             self._thread.start()
 
     def completed_saves(self, wait: bool = False) -> list[SaveResult]:

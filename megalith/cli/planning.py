@@ -205,6 +205,24 @@ def _goodput_options(parser: Parser) -> None:
         "--store", type=float, default=Costs.store, help="total speed of the file system, GB/s"
     )
     parser.add_argument(
+        "--memory-restart",
+        type=float,
+        default=Costs.memory_restart,
+        help="seconds from a failure to the next step with checkpoint.memory_interval",
+    )
+    parser.add_argument(
+        "--memory-stall",
+        type=float,
+        default=Costs.memory_stall,
+        help="seconds that training waits per snapshot in memory",
+    )
+    parser.add_argument(
+        "--memory-share",
+        type=float,
+        default=Costs.memory_share,
+        help="fraction of failures that leave all machines running, 0 to 1",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print a list of JSON objects, in seconds and bytes"
     )
 
@@ -214,9 +232,12 @@ def run_goodput(args: Arguments) -> int:
     from megalith.planner.plan_text import goodput_table
 
     _refuse_nonsense(args, "gpus", "failures_per_gpu_hour", "disk", "store")
-    _refuse_nonsense(args, "stall", "notice", "start", minimum=0)
+    _refuse_nonsense(args, "stall", "notice", "start", "memory_restart", "memory_stall", minimum=0)
+    if not 0 <= args.memory_share <= 1:
+        raise ConfigError(f"--memory-share is {args.memory_share}; give a fraction from 0 to 1")
     config = _config(args, 8)
-    costs = Costs(args.stall, args.notice, args.start, args.disk, args.store)
+    memory = args.memory_restart, args.memory_stall, args.memory_share
+    costs = Costs(args.stall, args.notice, args.start, args.disk, args.store, *memory)
     results = [goodput(config, gpus, costs, args.failures_per_gpu_hour) for gpus in args.gpus or SIZES]
     print(json.dumps([asdict(each) for each in results]) if args.json else goodput_table(results))
     return 0

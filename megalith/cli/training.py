@@ -41,6 +41,7 @@ processes:
   --rdzv-endpoint HOST:PORT  rendezvous on one of the nodes (default with --nnodes: MASTER_ADDR:MASTER_PORT)
   --rdzv-id ID               name of the job, the same on all nodes (default: derived from the command)
   --max-restarts N           after a failure, restart up to N times from the newest complete checkpoint
+  --spares N                 with checkpoint.memory_interval: keep N processes ready to replace ranks that fail
 Environment variables of Kubeflow's operators (PET_*, RANK and WORLD_SIZE of pods) and of Slurm's srun are read first.
 
 dry run:
@@ -116,6 +117,7 @@ def train(arguments: list[str]) -> int:
             max_restarts=launcher.max_restarts or settings.max_restarts,
             rdzv_endpoint=launcher.rdzv_endpoint or (None if one_machine else settings.endpoint),
             rdzv_id=launcher.rdzv_id,
+            spares=launcher.spares if config.checkpoint.memory_interval else 0,
             check=lambda world_sizes: check_job(config, world_sizes, settings.nproc, one_machine, check_data),
         )
     from megalith.launch.stops import exit_code
@@ -220,6 +222,7 @@ def _launcher_options() -> Parser:
     parser.add_argument("--device-json")
     parser.add_argument("--nnodes")
     parser.add_argument("--max-restarts", type=int, default=0)
+    parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--rdzv-endpoint")
     parser.add_argument("--rdzv-id")
     parser.add_argument("--json", action="store_true")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import (
+    SubprocessHandler,
+    get_subprocess_handler,
+)
 
 
 class HookedAgent(LocalElasticAgent):
@@ -38,13 +40,14 @@ class HookedAgent(LocalElasticAgent):
         process = self.worker_processes[local_rank]
         return ProcessFailure(local_rank, process.pid, process.returncode, self.error_files[local_rank])
 
-    def replace_worker(
-        self, worker_group: WorkerGroup, local_rank: int, environment: Mapping[str, str]
-    ) -> None:
-        """Start another process in the place of a worker that has exited, with these additional variables."""
+    def worker_environment(self, local_rank: int) -> dict[str, str]:
+        """Return the environment variables of a worker that distinguish it from the agent."""
+        return dict(self._pcontext.envs[local_rank])
+
+    def start_process(self, local_rank: int, environment: Mapping[str, str]) -> SubprocessHandler:
+        """Start another process with a worker's command and variables, and these additional ones."""
         context = self._pcontext
-        Path(context.error_files[local_rank]).unlink(missing_ok=True)
-        handler = context.subprocess_handlers[local_rank] = get_subprocess_handler(
+        return get_subprocess_handler(
             entrypoint=context.entrypoint,
             args=context.args[local_rank],
             env={**context.envs[local_rank], **environment},
@@ -53,6 +56,10 @@ class HookedAgent(LocalElasticAgent):
             local_rank_id=local_rank,
             numa_options=context._numa_options,
         )
+
+    def replace_worker(self, worker_group: WorkerGroup, local_rank: int, handler: SubprocessHandler) -> None:
+        """Let the process of `handler` take the place of a worker that has exited."""
+        self._pcontext.subprocess_handlers[local_rank] = handler
         worker_group.workers[local_rank].id = handler.proc.pid
 
     @property

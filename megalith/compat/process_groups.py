@@ -7,7 +7,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
-from torch.distributed import ProcessGroup, Store, distributed_c10d
+from torch.distributed import (
+    ProcessGroup,
+    Store,
+    destroy_process_group,
+    distributed_c10d,
+    is_initialized,
+)
 
 
 def default_store() -> Store:
@@ -40,6 +46,17 @@ def flight_recorder() -> list[dict]:
         if (dump := getattr(c10d, name, None)) is not None:
             entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     return sorted(entries, key=lambda entry: entry["time_created_ns"])
+
+
+def destroy_groups() -> None:
+    """Destroy all process groups, also those of an initialization that has failed.
+
+    torch numbers the groups, and the numbers are part of the keys by which ranks connect. It does not reset them after
+    a failed initialization.
+    """
+    if is_initialized():
+        destroy_process_group()
+    distributed_c10d._world.group_count = 0
 
 
 def abort_nccl_groups() -> None:

@@ -18,7 +18,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
@@ -26,6 +27,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher.api import LaunchConfig
 
 from megalith.compat.elastic import HookedAgent
@@ -36,6 +38,7 @@ from megalith.launch.peer_watch import CONNECTED_FILE, PeerWatch
 from megalith.launch.rank_replacement import RankReplacement, replacement_variables
 from megalith.launch.rendezvous import MultiNodeRendezvous, SingleNodeRendezvous, default_run_id
 from megalith.launch.signals import STOP_SIGNALS, handled_stop_signals
+from megalith.launch.spare import SPARE, assign
 from megalith.launch.stops import STOP_CODE_FILE
 
 CRASH_REPORT_TIMEOUT = 3.0  # seconds for the other ranks to report their last collectives after a crash
@@ -51,7 +54,7 @@ class Agent(HookedAgent):
         job: unique name of this job, the same on all machines.
     """
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs):
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, num_spares: int = 0):
         super().__init__(spec, logs_specs)
         self.failures: list[Failure] = []
         self.world_size = spec.local_world_size
@@ -59,6 +62,8 @@ class Agent(HookedAgent):
         self._stop_requested = False
         self._handled_signals = handled_stop_signals()
         self._killed_ranks: set[int] = set()
+        self._num_spares = num_spares
+        self._spares: dict[Path, SubprocessHandler] = {}  # by the file that assigns a rank to each
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE):  # of the last attempt
@@ -81,6 +86,7 @@ class Agent(HookedAgent):
         if self.remaining_restarts and self.world_size > 1:
             address = worker_group.master_addr, worker_group.master_port
             self._replacement = RankReplacement(open_restart_store(*address, self.world_size))
+            self._start_spares()
         return ids
 
     def stop_workers(self, *args: Any, **options: Any) -> None:
@@ -157,8 +163,35 @@ class Agent(HookedAgent):
         replacement.begin()
         for local in failed:
             self._kill([local])  # what is left of its process group
-            self.replace_worker(worker_group, local, replacement_variables(count))
+            Path(self.error_files[local]).unlink(missing_ok=True)
+            self.replace_worker(worker_group, local, self._next_process(local, replacement_variables(count)))
+        self._start_spares()
         return True
+
+    def _next_process(self, local_rank: int, variables: Mapping[str, str]) -> SubprocessHandler:
+        """Return a spare that is assigned this rank, or a new process."""
+        while self._spares:
+            path, handler = self._spares.popitem()
+            if handler.proc.poll() is None:
+                assign(path, {**self.worker_environment(local_rank), **variables})
+                return handler
+        return self.start_process(local_rank, variables)
+
+    def _start_spares(self) -> None:
+        """Start processes until there are as many spares as requested."""
+        local_rank = len(self.worker_processes) - 1  # not that of rank 0, which prints while it starts
+        while len(self._spares) < self._num_spares:
+            path = Path(os.environ[CRASH_FILE]).with_name(f"spare_{uuid.uuid4().hex}")
+            self._spares[path] = self.start_process(local_rank, {SPARE: str(path)})
+
+    def stop_spares(self) -> None:
+        """Kill the spares, at the end of the job."""
+        for handler in self._spares.values():
+            if handler.proc.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
+            handler.proc.wait()
+        self._spares.clear()
 
     def _kill(self, local_ranks: Sequence[int]) -> None:
         for local in local_ranks:
@@ -212,6 +245,7 @@ def build_agent(
     rdzv_endpoint: str | None,
     rdzv_id: str | None,
     folder: str,
+    spares: int = 0,
 ) -> Agent:
     """Build an agent that runs `python *command` and keeps its files in `folder`. Arguments as in `launch`."""
     defaults = LaunchConfig(*nnodes, nproc)  # torch's, such as NUMA binding
@@ -230,4 +264,4 @@ def build_agent(
         monitor_interval=0.1,
         numa_options=defaults.numa_options,
     )
-    return Agent(spec, DefaultLogsSpecs(log_dir=folder))
+    return Agent(spec, DefaultLogsSpecs(log_dir=folder), spares)

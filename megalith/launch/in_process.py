@@ -24,14 +24,14 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from megalith.compat.process_groups import abort_nccl_groups
-from megalith.errors import MegalithError
+from megalith.compat.process_groups import abort_nccl_groups, destroy_groups
+from megalith.errors import MegalithError, TrainingError
 from megalith.launch.failure import RankLost, is_collective_error
 from megalith.launch.launcher import Process
 from megalith.launch.network import Connections, open_connections, shut_down
+from megalith.launch.parent import exit_with_launcher
 
 IN_PROCESS = "MEGALITH_IN_PROCESS"  # environment variable: the launcher replaces ranks
 REPLACEMENT = "MEGALITH_REPLACEMENT"  # environment variable: this process replaces a rank
@@ -42,6 +42,10 @@ ANNOUNCEMENT_TIMEOUT = (
 )
 LIMIT = 300.0  # seconds from an announcement until all ranks train again
 STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class MeetingError(TrainingError):
+    """The ranks of a restart did not all arrive in time. The launcher then restarts all processes."""
 
 
 class RestartStore:
@@ -119,10 +123,12 @@ class InProcessRestart:
 
     def __enter__(self) -> InProcessRestart:
         if self.is_active:
+            exit_with_launcher()
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = (
                 "0"  # torch would end the process instead of aborting
             )
             self._store, store = self._connect(), self._connect()
+            self._before = open_connections()
             self._thread = threading.Thread(
                 target=self._watch, args=(store,), name="in-process restart", daemon=True
             )
@@ -148,10 +154,20 @@ class InProcessRestart:
             in-process restarts.
 
         Raises:
-            RankLost: not all ranks arrive within LIMIT seconds.
+            MeetingError: not all ranks arrive within LIMIT seconds, or the launcher has ended.
         """
         if not self.is_active:
             return None
+        try:
+            newest = self._wait_for_arrivals()
+        except RuntimeError as error:  # torch's store errors
+            raise MeetingError(f"the job's store does not answer: {error}") from error
+        with self._lock:
+            self.generation, self._before, self._during = newest, open_connections(), None
+            self._aborted.clear()
+        return self._connect_groups() if newest else None
+
+    def _wait_for_arrivals(self) -> int:
         arrived, deadline = 0, time.monotonic() + LIMIT
         while (newest := self._store.generation()) and not (
             newest == arrived and self._store.all_arrived(newest)
@@ -160,12 +176,9 @@ class InProcessRestart:
                 self._store.arrive(newest)
                 arrived = newest
             if time.monotonic() > deadline:
-                raise RankLost(f"not all ranks have arrived within {LIMIT:g} s of the restart")
+                raise MeetingError(f"not all ranks have arrived within {LIMIT:g} s of the restart")
             time.sleep(0.02)
-        with self._lock:
-            self.generation, self._before, self._during = newest, open_connections(), None
-            self._aborted.clear()
-        return self._connect_groups() if newest else None
+        return newest
 
     def _connect_groups(self) -> Store:
         """Open a connection of the process groups' own, which an abort shuts down with theirs."""
@@ -190,16 +203,14 @@ class InProcessRestart:
         """Return True if `error` is the consequence of another rank's failure and the launcher replaces that rank."""
         if not self.is_active:
             return False
-        lost_connection = is_collective_error(error) and (
-            isinstance(error, RankLost) or not isinstance(error, MegalithError)
-        )
-        return self._aborted.wait(ANNOUNCEMENT_TIMEOUT if lost_connection else 0)
+        if isinstance(error, MegalithError) and not isinstance(error, RankLost):
+            return self._aborted.is_set() and not isinstance(error, MeetingError)
+        return self._aborted.wait(ANNOUNCEMENT_TIMEOUT if is_collective_error(error) else 0)
 
     def release(self) -> None:
         """Destroy the process groups, after the last reference to the run has been dropped."""
         gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        destroy_groups()
         gc.collect()
 
     def _watch(self, store: RestartStore) -> None:
@@ -216,7 +227,7 @@ class InProcessRestart:
     def _abort(self) -> None:
         """Make every collective of this rank end. gloo's groups have no abort, so their connections are shut down."""
         self._aborted.set()
-        if self._process.is_first:
+        if self._process.is_first and not self.is_replacement:
             print("a rank has failed; restarting in the same processes", file=sys.stderr, flush=True)
         abort_nccl_groups()
         during = open_connections() if self._during is None else self._during

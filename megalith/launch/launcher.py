@@ -222,6 +222,7 @@ def launch(
     max_restarts: int = 0,
     rdzv_endpoint: str | None = None,
     rdzv_id: str | None = None,
+    spares: int = 0,
     check: Callable[[Sequence[int]], None] | None = None,
 ) -> int:
     """Run `python *command` in `nproc` processes on this machine, as part of a job on `nnodes` machines.
@@ -237,6 +238,7 @@ def launch(
         max_restarts: number of failures after which the remaining machines restart the job.
         rdzv_endpoint: "host:port" on one of the machines, the same on all of them; required for several.
         rdzv_id: name of the job, the same on all machines; by default derived from the command.
+        spares: processes that wait, with everything imported, to replace a rank in an in-process restart.
         check: called before any process starts, with the world sizes that the job may have; its errors propagate.
 
     Returns:
@@ -252,6 +254,8 @@ def launch(
     from megalith.launch.agent import build_agent
 
     min_nodes, max_nodes = _parse_nnodes(nproc, nnodes, max_restarts, rdzv_endpoint)
+    if spares < 0:
+        raise ConfigError(f"--spares is {spares}; give 0 or more")
     if check is not None:
         check(range(min_nodes * nproc, max_nodes * nproc + 1, nproc))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
@@ -260,7 +264,7 @@ def launch(
         with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
             code_file = os.environ[STOP_CODE_FILE] = os.path.join(folder, "stop_code")
             nodes = min_nodes, max_nodes
-            agent = build_agent(nproc, command, nodes, max_restarts, rdzv_endpoint, rdzv_id, folder)
+            agent = build_agent(nproc, command, nodes, max_restarts, rdzv_endpoint, rdzv_id, folder, spares)
             crash_file = os.path.join(folder, "crashed")
             connected_file = os.path.join(folder, "connected")
             os.environ |= {LAUNCHER: str(os.getpid()), JOB: agent.job}
@@ -268,6 +272,7 @@ def launch(
             try:
                 result = agent.run()
             finally:
+                agent.stop_spares()
                 agent.get_worker_group().spec.rdzv_handler.shutdown()
             if result is None:  # the job already had the maximum number of machines
                 return 0

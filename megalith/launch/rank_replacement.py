@@ -19,11 +19,10 @@ class RankReplacement:
 
     Args:
         store: the restarts' keys in the ranks' store.
-        limit: seconds from the failure until all ranks train again.
     """
 
-    def __init__(self, store: RestartStore, limit: float = LIMIT):
-        self._store, self._limit = store, limit
+    def __init__(self, store: RestartStore):
+        self._store = store
         self._generation = 0
         self._has_trained = False
         self._began: float | None = None
@@ -59,7 +58,7 @@ class RankReplacement:
             self._began, self._has_trained = None, True
             print(f"all ranks train again after {seconds:.1f} s", file=sys.stderr, flush=True)
             return True
-        return seconds < self._limit
+        return seconds < LIMIT
 
 
 def _is_local(failure: Failure) -> bool:

@@ -5,6 +5,10 @@ average. A save stalls training for δ seconds after every τ seconds of work. A
 restart, loading) and the work since the last save. On average τ seconds of work then take M · e^(R/M) · (e^((τ+δ)/M) −
 1) (Daly, 2006). The best interval is about √(2δM) (Young, 1974), with Daly's correction √(2δM)·(1 + √(δ/2M)/3 + δ/18M)
 − δ, but not shorter than an asynchronous save takes.
+
+With snapshots in host memory (checkpoint.memory_interval), most failures cost a shorter restart and the work since the
+last snapshot. The rest, such as lost machines, still cost a restart from storage. The two kinds are independent, so the
+fractions of time that each leaves for training are multiplied.
 """
 
 from __future__ import annotations
@@ -40,6 +44,12 @@ class Costs:
     """GB/s per rank for writing and reading, with checksums."""
     store: float = 1000.0
     """GB/s of the file system."""
+    memory_restart: float = 15.0
+    """From a failure to the next step with snapshots in memory."""
+    memory_stall: float = 0.3
+    """Stall of training per snapshot in memory."""
+    memory_share: float = 0.8
+    """Fraction of failures from which snapshots in memory recover, 0 to 1: those that leave the machines running."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,10 @@ class Goodput:
     manifest_seconds: float
     connections: int
     """Connections of the rendezvous store, one per rank."""
+    memory_interval: float
+    """Best interval: seconds of work between two snapshots in memory."""
+    share_with_memory: float
+    """Fraction of time in which the job trains with snapshots in memory, 0 to 1."""
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
@@ -97,7 +111,31 @@ def goodput(
         manifest_bytes=MANIFEST_BYTES * shards,
         manifest_seconds=manifest,
         connections=gpus,
+        memory_interval=best_interval(costs.memory_stall, between / costs.memory_share)
+        if costs.memory_share
+        else 0.0,
+        share_with_memory=share_with_memory(costs, save, restart, between),
     )
+
+
+def share_with_memory(costs: Costs, save: float, restart: float, between: float) -> float:
+    """Return the fraction of time in which the job trains with snapshots in memory, with the best intervals.
+
+    Args:
+        costs: stalls and the restart from memory.
+        save: shortest interval between checkpoints, in seconds.
+        restart: seconds of a restart from storage.
+        between: mean seconds between failures of both kinds.
+    """
+    share = 1.0
+    if costs.memory_share > 0:
+        apart = between / costs.memory_share
+        interval = best_interval(costs.memory_stall, apart)
+        share *= training_share(interval, costs.memory_stall, costs.memory_restart, apart)
+    if costs.memory_share < 1:
+        apart = between / (1 - costs.memory_share)
+        share *= training_share(max(best_interval(costs.stall, apart), save), costs.stall, restart, apart)
+    return share
 
 
 def best_interval(stall: float, between: float) -> float:

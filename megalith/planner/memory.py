@@ -43,6 +43,7 @@ GRADIENT_BYTES = 4  # fp32 gradients
 INDEX_BYTES = 8  # int64
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LAYERS_GATHERED = 2  # with optim_grads_params: the current layer and the next
+SNAPSHOT_BUFFERS = 4  # states in a rank's host memory: two of its own, two of another rank
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class MemoryEstimate:
     def total(self) -> int:
         state = self.weights + self.compute_copy + self.gradients + self.optimizer
         return state + self.activations + self.loss
+
+    @property
+    def snapshots(self) -> int:
+        """Host memory per rank for snapshots (checkpoint.memory_interval), at most: frozen weights are not copied."""
+        return SNAPSHOT_BUFFERS * (self.weights + self.optimizer)
 
 
 class StageMemory:

@@ -14,6 +14,7 @@ from megalith.planner.step_time import PARTS, caution
 from megalith.tables import (
     columns,
     format_amount,
+    format_bytes,
     format_si,
     memory_unit,
     plain_table,
@@ -123,8 +124,17 @@ def layout_details(layout: PlannedLayout) -> str:
             wrap_paragraph("(tensor, context, expert, data: communication that is waited for)"),
             *([wrap_paragraph(f"note: {note}")] if note else []),
             render(memory),
+            *_snapshot_memory(layout),
         ]
     )
+
+
+def _snapshot_memory(layout: PlannedLayout) -> list[str]:
+    """Return a line about the host memory of snapshots, if the run takes any."""
+    if layout.config.checkpoint.memory_interval is None:
+        return []
+    most = max(stage.snapshots for stage in layout.memory)
+    return [f"host memory for snapshots (checkpoint.memory_interval): at most {format_bytes(most)} per rank"]
 
 
 def explanations(answer: PlanResult) -> Iterator[str]:
@@ -214,9 +224,9 @@ def goodput_table(estimates: Sequence[Goodput]) -> str:
         "failure every",
         "save every",
         "goodput",
+        "with memory",
         "restart",
         "checkpoint",
-        "files",
         "saved in",
         "manifest",
     )
@@ -227,9 +237,9 @@ def goodput_table(estimates: Sequence[Goodput]) -> str:
             _time(each.between_failures),
             _time(each.interval),
             f"{each.share:.2%}",
+            f"{each.share_with_memory:.2%}",
             _time(each.restart),
             f"{each.checkpoint_bytes / GB:,.0f} GB",
-            f"{each.files:,}",
             _time(each.save),
             f"{each.manifest_bytes / 1e6:.0f} MB",
         )

@@ -184,6 +184,11 @@ def _memory(layout: Layout, device: DeviceInfo) -> str:
     text = f"about {format_bytes(memory.total)} on {where}\n= {shown}"
     if device.memory_bytes is not None and memory.total > device.memory_bytes:
         text += f"\nmore than the device's {format_bytes(device.memory_bytes)}: lower train.micro_batch_size"
+    if interval := layout.config.checkpoint.memory_interval:
+        most = max(stage.memory.snapshots for stage in layout.stages)
+        text += (
+            f"\n+ at most {format_bytes(most)} of host memory per rank for a snapshot every {interval} steps"
+        )
     return text
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from megalith.bridge.exporter import export_hf
 from megalith.bridge.load import tokenizer_notes
 from megalith.checkpoint import list_steps
 from megalith.checkpoint.memory_snapshots import MemorySnapshots
+from megalith.checkpoint.saver import SAVER_THREAD
 from megalith.comm.collectives import any_rank
 from megalith.config import CheckpointConfig, RunConfig, require_run_config
 from megalith.config.rules.notes import host_notes, offload_notes, overlap_notes
@@ -38,6 +40,7 @@ from megalith.launch.restart import (
     this_attempt,
 )
 from megalith.launch.signals import StopSignals
+from megalith.launch.spare import wait_as_spare
 from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import build_mesh
@@ -91,6 +94,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         ConfigError, DataError, CheckpointError: the run is not possible. Nothing has been written.
     """
     require_run_config(config, "megalith.train")
+    wait_as_spare()
     process, attempt, startup_timer = this_process(), this_attempt(), StartupTimer()
     restart = InProcessRestart(process, restarts_in_process(config, task or Task()))
     time.sleep(0 if restart.is_replacement else pause(attempt))
@@ -157,6 +161,8 @@ class _Job:
         except Exception as error:
             if not self.restart.survives(error):
                 raise
+        if any(thread.name == SAVER_THREAD for thread in threading.enumerate()):
+            raise RankLost("a save in the background has not ended after another rank's failure")
         # Only now, without the traceback's references to the run, can its memory be released.
         if self.snapshots is not None and not self.snapshots.abandon(ABANDON_TIMEOUT):
             raise RankLost("the snapshot's thread has not ended after another rank's failure")
@@ -190,6 +196,11 @@ class _Job:
                 "checkpoint.load_optim": config.checkpoint.save_optim,
             }
             config = config.with_settings(resume_settings)
+        if (
+            restart.is_active and config.parallel.symmetric_memory_groups
+        ):  # buffers outlive their process groups
+            notes.append("a failure restarts all processes, because parallel.symmetric_memory_groups is set")
+            restart = None
         if self.snapshots is not None:
             self.snapshots.connect(mesh.world, machine.ranks_per_host)
         run, heartbeat = None, Heartbeat(mesh, timeout)
@@ -197,9 +208,9 @@ class _Job:
         try:
             with open_hang_watch(heartbeat, process, timeout, Path(config.train.output_dir), restart):
                 run = Run(config, self.tokenizer, mesh, device, self.task)
-                restart.connected()
+                self.restart.connected()
                 memory = RunSnapshots(run, self.snapshots) if self.snapshots is not None else None
-                notes = [] if restart.generation else notes
+                notes = [] if self.restart.generation else notes
                 trainer = Trainer(run, heartbeat, self.signals, self.startup_timer, notes, memory, restart)
                 return trainer.train(), trainer.loaded_from
         except torch.OutOfMemoryError as error:

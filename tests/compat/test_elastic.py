@@ -72,3 +72,18 @@ def test_hooks_have_names_that_torchs_agent_does_not_use():
     agent = SimpleNamespace(**dict.fromkeys(dir(HookedAgent.__mro__[1])))
     names = ("start_workers", "stop_workers", "monitor_workers", "worker_processes", "error_files")
     assert not [name for name in names if hasattr(agent, name)]
+
+
+def test_a_worker_that_has_failed_is_replaced(tmp_path, monkeypatch):
+    """The first process fails; its replacement has another variable and succeeds."""
+    monitor = Recorded.monitor_workers
+
+    def replace(self, worker_group) -> RunResult:
+        if self.worker_processes[0].poll():
+            assert self.worker_failure(0).exitcode == 3 and self.worker_environment(0)["RANK"] == "0"
+            self.replace_worker(worker_group, 0, self.start_process(0, {"REPLACED": "1"}))
+        return monitor(self, worker_group)
+
+    monkeypatch.setattr(Recorded, "monitor_workers", replace)
+    agent, result = run("import os; raise SystemExit(0 if 'REPLACED' in os.environ else 3)", tmp_path)
+    assert result.state is WorkerState.SUCCEEDED and agent.calls.count("start") == 1

@@ -47,3 +47,15 @@ def test_a_fake_store_makes_a_job_of_one_process():
         assert dist.get_world_size() == 4
     finally:
         dist.destroy_process_group()
+
+
+def test_groups_after_a_failed_initialization_have_the_names_of_the_first_ones():
+    names = []
+    for _ in range(2):
+        dist.distributed_c10d._world.group_count += 1  # as after an initialization that has failed
+        process_groups.destroy_groups()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        names.append((dist.group.WORLD.group_name, dist.new_group([0]).group_name))
+        process_groups.abort_nccl_groups()  # there are none
+        process_groups.destroy_groups()
+    assert names[0] == names[1] and not dist.is_initialized()

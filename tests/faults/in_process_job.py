@@ -20,7 +20,7 @@ from megalith.training import trainer
 from megalith.training.run_snapshots import RunSnapshots
 from megalith.training.run_state import Run
 
-PLAN, MARKS = "TEST_FAILURES", "TEST_FAILURE_MARKS"
+PLAN, MARKS, RESTART_LIMIT = "TEST_FAILURES", "TEST_FAILURE_MARKS", "TEST_RESTART_LIMIT"
 POINTS = {
     "build": (Run, "__init__"),
     "evaluation": (Run, "mean_loss"),
@@ -83,7 +83,7 @@ def main() -> None:
     Run.train_step = train_step
     for point, (owner, name) in POINTS.items():
         wrap(point, owner, name)
-    rank_replacement.LIMIT = in_process.LIMIT = float(os.environ.get("TEST_LIMIT", in_process.LIMIT))
+    rank_replacement.LIMIT = float(os.environ.get(RESTART_LIMIT, rank_replacement.LIMIT))
     from megalith.cli.main import main
 
     sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # of what all tests have, where this is run as a program
 from forked import Forked
-from in_process_job import MARKS, PLAN, POINTS
+from in_process_job import MARKS, PLAN, POINTS, RESTART_LIMIT
 from kill_trials import left_by
 from ranks import words
 
@@ -37,7 +37,7 @@ LAYOUTS = {
 }
 
 
-def job(output: Path, layout: str, steps: int, **settings: object) -> list[str]:
+def job(output: Path, layout: str, steps: int, max_restarts: int = 9, **settings: object) -> list[str]:
     settings = {
         "train__train_iters": steps,
         "train__eval_interval": 4,
@@ -51,19 +51,28 @@ def job(output: Path, layout: str, steps: int, **settings: object) -> list[str]:
         **LAYOUTS[layout],
         **settings,
     }
-    return [*words(output, **settings), "--nproc", "4", "--max-restarts", "9"]
+    return [*words(output, **settings), "--nproc", "4", "--max-restarts", str(max_restarts)]
 
 
-def start(command: Sequence[str], output: Path, failures: Sequence[Failure]) -> Forked:
+def start(command: Sequence[str], output: Path, failures: Sequence[Failure], limit: float | None) -> Forked:
     marks = output.with_suffix(".marks")
     marks.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", PLAN: json.dumps(failures), MARKS: str(marks)}
+    if limit is not None:
+        environment[RESTART_LIMIT] = str(limit)
     return Forked([JOB, *command], output.with_suffix(".log"), env=environment)
 
 
-def run(output: Path, layout: str, steps: int, failures: Sequence[Failure], **settings: object) -> str:
-    """Run a job to its end. Return its output."""
-    running = start(job(output, layout, steps, **settings), output, failures)
+def run(
+    output: Path,
+    layout: str,
+    steps: int,
+    failures: Sequence[Failure],
+    limit: float | None = None,
+    **settings: object,
+) -> str:
+    """Run a job to its end. Return its output. `limit` is that of an in-process restart in seconds."""
+    running = start(job(output, layout, steps, **settings), output, failures, limit)
     try:
         code = running.wait(240)
     finally:
@@ -124,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
             wanted[kind] = left_by(output, args.steps)
         failures, output = random_failures(chance, args.steps), folder / f"trial-{trial}"
         try:
-            text = run(output, layout, args.steps, failures, checkpoint__async_save=background)
+            text = run(output, layout, args.steps, failures, limit=40.0, checkpoint__async_save=background)
             same, (replaced, restarted) = left_by(output, args.steps) == wanted[kind], restarts(text)
         except (AssertionError, OSError) as error:
             same, replaced, restarted = False, 0, 0

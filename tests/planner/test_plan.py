@@ -32,7 +32,7 @@ from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.planner import search as search_module
 from megalith.planner.calibrate import calibrate
 from megalith.planner.counts import MetaModel
-from megalith.planner.goodput import SIZES, best_interval, goodput, training_share
+from megalith.planner.goodput import SIZES, Costs, best_interval, goodput, training_share
 from megalith.planner.layout import build_layout, fullest, with_auto
 from megalith.planner.rates import rates_of, read_rates
 from megalith.planner.search import plan, planned, preset_config
@@ -455,6 +455,49 @@ def test_random_failures_give_the_share_that_the_formula_says(gpus):
     found = goodput(preset_config("llama3-405b", 8, 8192, 64), gpus)
     simulated = simulated_share(found.interval, 0.8, found.restart, found.between_failures)
     assert simulated == pytest.approx(found.share, abs=0.003)
+
+
+def simulated_share_with_memory(
+    costs: Costs, save: float, restart: float, between: float, segments=20_000
+) -> float:
+    """Draw failures of two kinds: a part goes back to the last snapshot, the rest to the last save."""
+    draw = random.Random(7)
+    apart, rest = between / costs.memory_share, between / (1 - costs.memory_share)
+    snapshot = best_interval(costs.memory_stall, apart)
+    per_save = max(
+        1, round(max(best_interval(costs.stall, rest), save) / snapshot)
+    )  # snapshots between saves
+    now, since_save, done = 0.0, 0, 0
+    failure = draw.expovariate(1 / between)
+    while done < segments:
+        length = snapshot + costs.memory_stall + (costs.stall if since_save + 1 == per_save else 0)
+        if failure >= now + length:
+            now, done, since_save = now + length, done + 1, (since_save + 1) % per_save
+            continue
+        pause = 0.0
+        while failure < now + max(length, pause):
+            now = failure
+            if draw.random() < costs.memory_share:
+                pause = max(pause, costs.memory_restart)
+            else:
+                pause, done, since_save = restart, done - since_save, 0
+            length, failure = 0.0, now + draw.expovariate(1 / between)
+        now += pause
+    return done * snapshot / now
+
+
+@pytest.mark.parametrize("gpus", [1024, 16384, 100_000])
+def test_random_failures_of_two_kinds_give_the_share_with_memory(gpus):
+    costs = Costs()
+    plan = goodput(preset_config("llama3-405b", 8, 8192, 64), gpus, costs)
+    simulated = simulated_share_with_memory(costs, plan.save, plan.restart, plan.between_failures)
+    assert simulated == pytest.approx(plan.share_with_memory, abs=0.003)
+    assert plan.share_with_memory > plan.share
+
+
+def test_without_failures_that_memory_recovers_from_the_share_is_that_of_checkpoints():
+    plan = goodput(preset_config("llama3-405b", 8, 8192, 64), 4096, Costs(memory_share=0.0))
+    assert plan.share_with_memory == plan.share and plan.memory_interval == 0
 
 
 def test_the_best_interval_is_better_than_others():
