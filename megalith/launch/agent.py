@@ -148,6 +148,7 @@ class Agent(HookedAgent):
         if not failed:
             if not replacement.follow():
                 print("the ranks did not restart in time; restarting all processes", file=sys.stderr)
+                self._replacement = None  # until all processes have started again
                 self._kill_ranks(worker_group)
             return False
         failures = {workers[local].global_rank: self.worker_failure(local) for local in failed}

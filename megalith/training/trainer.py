@@ -196,9 +196,8 @@ class _Job:
                 "checkpoint.load_optim": config.checkpoint.save_optim,
             }
             config = config.with_settings(resume_settings)
-        if (
-            restart.is_active and config.parallel.symmetric_memory_groups
-        ):  # buffers outlive their process groups
+        if restart.is_active and config.parallel.symmetric_memory_groups:
+            # Their buffers outlive their process groups.
             notes.append("a failure restarts all processes, because parallel.symmetric_memory_groups is set")
             restart = None
         if self.snapshots is not None:
