@@ -18,6 +18,7 @@
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
 #   make accelerate-example EXAMPLE=FILE  installs transformers 4.56 beside .venv, runs Accelerate's example for Megatron-LM
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
+#   make faults-1000  makes a thousand random failures in jobs that restart in their processes; resumable, hours
 #   make mutants  plants the one-line faults of tests/mutants.toml in a copy, checks that the tests notice them: an hour on two cores
 PYTHON ?= python3
 VENV := .venv
@@ -31,7 +32,7 @@ PYTEST := $(BIN)/python -m pytest tests $(SPREAD)
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults mutants sizes accuracy pictures llms recipes lint dist workflows clean
+.PHONY: setup lock train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults faults-1000 mutants sizes accuracy pictures llms recipes lint dist workflows clean
 
 setup: $(READY)
 
@@ -201,6 +202,10 @@ accelerate-example: $(TRANSFORMERS_4)/transformers
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults
 	$(BIN)/python tests/faults/kill_trials.py --trials $(or $(TRIALS),100)
+
+faults-1000: $(READY)
+	mkdir -p runs
+	$(BIN)/python tests/faults/in_process_trials.py --trials $(or $(TRIALS),1000) --seed $(or $(SEED),1) --results runs/faults-1000.jsonl
 
 mutants: $(READY)
 	$(BIN)/python tests/mutation_trials.py --resume $(MUTANTS)

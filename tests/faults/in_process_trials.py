@@ -1,7 +1,8 @@
 """Failures of ranks in a job that restarts in its processes: what it leaves has to be what it leaves without them.
 
 `python tests/faults/in_process_trials.py --trials 100 --seed 1` makes random plans of failures, prints a line for each
-and the sums. Each trial's job starts once; the launcher replaces the ranks that fail.
+and a table. With `--results FILE` an interrupted campaign goes on. Each trial's job starts once; the launcher replaces
+the ranks that fail.
 """
 
 import argparse
@@ -10,9 +11,9 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -114,45 +115,68 @@ def random_failures(chance: random.Random, steps: int) -> list[Failure]:
     return failures
 
 
+def trial_of(seed: int, number: int, steps: int) -> tuple[str, bool, list[Failure]]:
+    """Layout, background saves and failures of one trial, the same in each campaign with this seed."""
+    chance = random.Random(f"{seed} {number}")
+    return chance.choice(list(LAYOUTS)), chance.random() < 0.5, random_failures(chance, steps)
+
+
+def finished(results: Path | None, seed: int) -> dict[int, dict]:
+    """The trials of this seed that an earlier campaign has written to `results`."""
+    lines = results.read_text().splitlines() if results and results.exists() else []
+    return {each["trial"]: each for each in map(json.loads, lines) if each["seed"] == seed}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="a file for the sums")
+    parser.add_argument("--results", type=Path, help="JSONL file; trials that it contains are not repeated")
     args = parser.parse_args(arguments)
-    chance = random.Random(args.seed)
     folder = Path(tempfile.mkdtemp(prefix="in-process-trials-"))
-    wanted, sums = {}, Counter()
-    for trial in range(args.trials):
-        layout, background = chance.choice(list(LAYOUTS)), chance.random() < 0.5
+    done, wanted = finished(args.results, args.seed), {}
+    for number in range(args.trials):
+        if number in done:
+            continue
+        layout, background, failures = trial_of(args.seed, number, args.steps)
         kind = layout, background
         if kind not in wanted:
             output = folder / f"{'-'.join(map(str, kind)).replace(' × ', '-')}"
             run(output, layout, args.steps, [], checkpoint__async_save=background)
             wanted[kind] = left_by(output, args.steps)
-        failures, output = random_failures(chance, args.steps), folder / f"trial-{trial}"
+        output = folder / f"trial-{number}"
         try:
             text = run(output, layout, args.steps, failures, limit=40.0, checkpoint__async_save=background)
             same, (replaced, restarted) = left_by(output, args.steps) == wanted[kind], restarts(text)
-        except (AssertionError, OSError) as error:
+        except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
             same, replaced, restarted = False, 0, 0
-            (folder / f"trial-{trial}.error").write_text(str(error))
-        sums.update(
-            trials=1, failures=happened(output), replaced=replaced, restarted=restarted, lost=not same
-        )
-        print(
-            f"trial {trial}: {layout}, {'background' if background else 'direct'} saves, {failures}: "
-            f"{happened(output)} failures, {replaced} replaced, {restarted} restarted, "
-            f"{'equal' if same else f'LOST {output}'}",
-            flush=True,
-        )
+            output.with_suffix(".error").write_text(str(error))
+        result = {"seed": args.seed, "trial": number, "layout": layout, "background": background}
+        result |= {"failures": failures, "happened": happened(output)}
+        result |= {"replaced": replaced, "restarted": restarted, "equal": same}
+        done[number] = result
+        print(json.dumps(result), flush=True)
+        if args.results:
+            with open(args.results, "a") as file:
+                file.write(json.dumps(result) + "\n")
         if same:
             shutil.rmtree(output)
-    print(json.dumps(dict(sums)))
-    if args.json:
-        args.json.write_text(json.dumps(dict(sums), indent=1) + "\n")
-    return int(sums["lost"] > 0)
+    print(table(list(done.values())))
+    return int(not all(each["equal"] for each in done.values()))
+
+
+def table(results: Sequence[dict]) -> str:
+    """Sums of a campaign, by layout."""
+    rows = [
+        f"{'layout':20} {'trials':>7} {'failures':>9} {'replaced':>9} {'restarts of all':>16} {'differ':>7}"
+    ]
+    for layout in (*LAYOUTS, "all"):
+        chosen = [each for each in results if layout in ("all", each["layout"])]
+        sums = [sum(each[name] for each in chosen) for name in ("happened", "replaced", "restarted")]
+        differ = sum(not each["equal"] for each in chosen)
+        rows.append(f"{layout:20} {len(chosen):7} {sums[0]:9} {sums[1]:9} {sums[2]:16} {differ:7}")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":
