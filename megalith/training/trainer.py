@@ -334,8 +334,7 @@ class Trainer:
                 report.before_step(run.step + 1)
                 report.add(run.train_step(batches, self._before_update))
                 stop = self.stops.after_step(run.step)
-                settings = self.config.checkpoint
-                if stop or self._is_due(settings.save_interval) or self._is_due(settings.memory_interval):
+                if stop or self._is_due(self.config.checkpoint.save_interval) or self._takes_snapshot():
                     report.flush()  # so that faults are detected before the save
                 if self.faults.after_step():
                     return None
@@ -360,8 +359,12 @@ class Trainer:
             with self.heartbeat.long_work("saving"):
                 self.run.save()
         self.run.log_saves()
-        if self.memory is not None and self._is_due(self.config.checkpoint.memory_interval):
+        if self._takes_snapshot():
             self.memory.take()
+
+    def _takes_snapshot(self) -> bool:
+        """Return True if a snapshot is due after this step."""
+        return self.memory is not None and self._is_due(self.config.checkpoint.memory_interval)
 
     def _before_update(self, loss: Tensor, micro_batches: Sequence[Batch]) -> None:
         self.faults.rerun_if_suspect(loss, micro_batches)

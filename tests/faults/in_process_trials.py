@@ -38,7 +38,9 @@ LAYOUTS = {
 }
 
 
-def job(output: Path, layout: str, steps: int, max_restarts: int = 9, **settings: object) -> list[str]:
+def job(
+    output: Path, layout: str, steps: int, max_restarts: int = 9, spares: int = 0, **settings: object
+) -> list[str]:
     settings = {
         "train__train_iters": steps,
         "train__eval_interval": 4,
@@ -52,7 +54,15 @@ def job(output: Path, layout: str, steps: int, max_restarts: int = 9, **settings
         **LAYOUTS[layout],
         **settings,
     }
-    return [*words(output, **settings), "--nproc", "4", "--max-restarts", str(max_restarts)]
+    return [
+        *words(output, **settings),
+        "--nproc",
+        "4",
+        "--max-restarts",
+        str(max_restarts),
+        "--spares",
+        str(spares),
+    ]
 
 
 def start(command: Sequence[str], output: Path, failures: Sequence[Failure], limit: float | None) -> Forked:

@@ -85,6 +85,12 @@ def test_a_rank_killed_during_a_background_save_changes_nothing(tmp_path, undist
 
 
 @pytest.mark.full
+def test_spares_replace_the_ranks_and_end_with_the_job(tmp_path, undisturbed):
+    failures = [(2, "step", 6, "kill"), (0, "step", 9, "kill")]
+    assert check(tmp_path / "run", "data", failures, undisturbed, spares=1) == (2, 0)
+
+
+@pytest.mark.full
 def test_without_restarts_left_a_failure_ends_the_job(tmp_path):
     with pytest.raises(AssertionError, match="exit code 137"):
         run(tmp_path / "run", "data", STEPS, [(1, "step", 8, "kill")], max_restarts=0)
