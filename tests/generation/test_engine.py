@@ -13,7 +13,7 @@ from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
 from megalith.generation.requests import Sampling
 from megalith.generation.sampling import complete
-from megalith.generation.static_cache import LinearStates
+from megalith.generation.static_cache import LayerState, RecurrentStates
 from megalith.generation.sync import engine_for
 from megalith.models.init import initialize
 from megalith.models.model_types import make_model
@@ -258,8 +258,11 @@ def test_an_engine_has_a_trainers_weights_to_the_bit_whatever_its_layout(pool, n
 
 
 def test_a_sequence_that_moves_to_another_row_keeps_its_state():
-    states = LinearStates([0, 2], torch.randn(2, 4, 3, 5), torch.randn(2, 4, 2, 3, 3))
-    before = states.tokens.clone(), states.matrices.clone()
-    states.move(3, 1)
-    for moved, old in zip((states.tokens, states.matrices), before):
-        assert torch.equal(moved, old[:, [0, 3, 2, 3]])
+    layers = {
+        0: LayerState(torch.randn(4, 3, 5), torch.randn(4, 2, 3, 3)),
+        2: LayerState(torch.randn(4, 3, 5), None),
+    }
+    before = [x.clone() for layer in layers.values() for x in (layer.tokens, layer.matrices) if x is not None]
+    RecurrentStates(layers).move(3, 1)
+    moved = [x for layer in layers.values() for x in (layer.tokens, layer.matrices) if x is not None]
+    assert len(moved) == 3 and all(torch.equal(x, old[[0, 3, 2, 3]]) for x, old in zip(moved, before))
