@@ -326,7 +326,7 @@ def test_requests_to_show_data_that_cannot_be(refused):
     show = ["data", "show", "data", "--seq-length", 16, "--num-samples", 5]
     refused([*show, "--index", 10**6], DATA, "sample 1000000 is not one of the", "train samples; choose 0 to")
     refused([*show, "--index", "-1"], DATA, "sample -1")
-    refused([*show, "--position", "-1"], DATA, "position -1 is before the first one, 0")
+    refused([*show, "--position", "-1"], DATA, "position -1 is before the first one; give")
     refused([*show, "--position", "x"], CONFIG, "--position is 'x'")
     refused([*show, "--index", "x"], CONFIG, "--index is 'x'")
     refused([*show, "--split", "1,1,1,1"], CONFIG, "split '1,1,1,1'")

@@ -157,7 +157,9 @@ def _settings(args: Arguments) -> RlConfig:
         settings["agent_timeout" if args.agent else "tool_timeout"] = args.tool_timeout
     rl = RlConfig(**settings)
     if not rl.rewards and not rl.environment and not rl.agent:
-        raise ConfigError("--reward is not set; say how completions are judged")
+        raise ConfigError(
+            "--reward is not set; give a reward function, or an --environment or --agent with rewards"
+        )
     if rl.agent and rl.tools_or_environment:
         raise ConfigError("--agent runs its own tools and environments; leave out --tool and --environment")
     return rl

@@ -241,7 +241,7 @@ class _Reader:
             )
         if header.get("version") != VERSION or isinstance(header["version"], bool):
             raise DataError(
-                f"{where} says format version {header.get('version')!r}, but this Megalith reads {VERSION}; write the "
+                f"{where} has format version {header.get('version')!r}, but this Megalith reads {VERSION}; write the "
                 "file again, or read it with the version that wrote it"
             )
         names, made_by = header.get("rewards"), header.get("tokenizer")
@@ -257,7 +257,7 @@ class _Reader:
         prompt = self._ids(where, "prompt_ids", record.get("prompt_ids"))
         samples = record.get("samples")
         if not isinstance(samples, list) or not samples:
-            raise DataError(f"{where} has no list of samples; a group has one completion at least")
+            raise DataError(f"{where} has no list of samples; give at least one completion per group")
         if self.num_generations not in (None, len(samples)):
             raise DataError(
                 f"{where} has {len(samples)} samples, but rl.num_generations is {self.num_generations}: the group is "
@@ -267,7 +267,9 @@ class _Reader:
         for number, sample in enumerate(samples):
             at = f"{where}, sample {number}"
             if not isinstance(sample, dict):
-                raise DataError(f"{at} is {_short(sample)}, not an object")
+                raise DataError(
+                    f"{at} is {_short(sample)}, not an object; give a file that save_rollouts wrote"
+                )
             completions.append(self._completion(at, sample, kinds, len(prompt)))
         id = record.get("prompt_id")
         if id is not None and type(id) not in (int, str):
@@ -370,7 +372,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         for number, line in enumerate(block.data.split(b"\n"), block.first_line):
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
-                    f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes; split the group"
+                    f"{path}, line {number} is longer than {MAX_LINE_BYTES:,} bytes; write smaller groups"
                 )
             if line.strip():
                 yield number, line
@@ -380,9 +382,11 @@ def _object(where: str, line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON ({error}); it is damaged or cut short") from None
+        raise DataError(
+            f"{where} is not JSON ({error}); the file is damaged or truncated: write it again"
+        ) from None
     if not isinstance(value, dict):
-        raise DataError(f"{where} is {_short(value)}, not an object")
+        raise DataError(f"{where} is {_short(value)}, not an object; give a file that save_rollouts wrote")
     return value
 
 

@@ -61,11 +61,13 @@ def decode_routes(where: str, value: Any) -> np.ndarray | None:
         )
     if len(content) != shape[0] * shape[1] * shape[2] * dtype.itemsize:
         raise DataError(
-            f"{where} has routes of the shape {shape}, but {len(content)} bytes of data; they are damaged or cut short"
+            f"{where} has routes of the shape {shape}, but {len(content)} bytes of data; sample again"
         )
     routes = np.frombuffer(content, dtype).reshape(shape)
     if routes.size and routes.max() >= 2**15:
-        raise DataError(f"{where} has a route to expert {routes.max()}; at most {2**15 - 1} are supported")
+        raise DataError(
+            f"{where} has a route to expert {routes.max()}; experts up to {2**15 - 1} are supported: sample again"
+        )
     return routes.astype(np.int16)
 
 
@@ -122,7 +124,7 @@ def _server_array(where: str, piece: Any) -> np.ndarray:
     except (ValueError, TypeError, OSError, EOFError):
         array = None
     if array is None or array.dtype.kind not in "iu":
-        raise DataError(f"{where} has routes {piece!r:.60}, which are no integers; look at the server's log")
+        raise DataError(f"{where} has routes {piece!r:.60}, which are not integers; see the server's log")
     return array
 
 
@@ -155,6 +157,4 @@ def check_routes(where: str, routes: np.ndarray, tokens: int, model: ModelConfig
         )
     in_order = np.sort(routes, -1)
     if (in_order[..., 1:] == in_order[..., :-1]).any():
-        raise DataError(
-            f"{where} has a token that is routed to the same expert twice; its routes are damaged"
-        )
+        raise DataError(f"{where} has a token that is routed to the same expert twice; sample again")

@@ -72,7 +72,9 @@ class _TuningTrainer:
                 "they are loaded"
             )
         if train_dataset is None:
-            raise ConfigError(f"train_dataset is not set; {name} needs records")
+            raise ConfigError(
+                f"train_dataset is not set, but {name} trains on it; pass a Dataset or a list of records"
+            )
         records = list(train_dataset)
         translated = tuning_settings(self.section, args, len(records), this_process().world_size)
         translated |= {**lora_settings(peft_config), **(settings or {})}

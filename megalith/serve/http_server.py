@@ -276,18 +276,18 @@ def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
     line, *lines = head.decode("latin-1").split("\r\n")
     parts = line.split(" ")
     if len(parts) != 3 or parts[2] != "HTTP/1.1":
-        raise HttpError(400, "the request line is not that of HTTP/1.1")
+        raise HttpError(400, f"the request line is {line!r:.60}; send METHOD PATH HTTP/1.1")
     headers: dict[str, str] = {}
     for each in lines:
         name, colon, value = each.partition(":")
         name = name.lower()
         if not colon or not name or name != name.strip() or (name in headers and name == "content-length"):
-            raise HttpError(400, f"the header {each!r:.60} is malformed or repeated")
+            raise HttpError(400, f"the header {each!r:.60} is malformed or repeated; send NAME: VALUE once")
         headers[name] = value.strip()
     try:
         path = urlsplit(parts[1]).path
     except ValueError:
-        raise HttpError(400, "the path is not valid") from None
+        raise HttpError(400, f"the path {parts[1]!r:.60} is not valid; correct it") from None
     return parts[0], path, headers
 
 
@@ -296,7 +296,10 @@ def _content_length(headers: dict[str, str]) -> int:
         raise HttpError(411, "the body has no Content-Length; send it in one piece")
     value = headers.get("content-length", "0")
     if not (value.isascii() and value.isdigit() and len(value) < 19):
-        raise HttpError(400, f"Content-Length is {value!r:.40}, which is no number")
+        raise HttpError(
+            400,
+            f"Content-Length is {value!r:.40}, which is not a number; send the length of the body in bytes",
+        )
     return int(value)
 
 

@@ -58,9 +58,9 @@ def read_json(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise HttpError(400, f"the body is no JSON ({type(error).__name__})") from None
+        raise HttpError(400, f"the body is not JSON ({type(error).__name__}); send an object") from None
     if not isinstance(value, dict):
-        raise HttpError(400, "the body is no JSON object")
+        raise HttpError(400, f"the body is a JSON {type(value).__name__}; send an object")
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -71,7 +71,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         ]
         if not level:
             return value
-    raise HttpError(400, f"the body has more than {MAX_DEPTH} nested lists and objects")
+    raise HttpError(400, f"the body has more than {MAX_DEPTH} levels of nested lists and objects; send fewer")
 
 
 def _is_int(value: Any) -> bool:
@@ -169,18 +169,18 @@ def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
                 raise HttpError(400, f"{name} {_short(value)} is not supported; leave it out")
             continue
         if name not in rules:
-            raise HttpError(400, f"{name!r:.60} is no field of this request; leave it out")
+            raise HttpError(400, f"{name!r:.60} is not a field of this request; leave it out")
         is_valid, rule = rules[name]
         if not is_valid(value):
             raise HttpError(400, f"{name} is {_short(value)}; it must be {rule}")
         values[name] = value
     needed = "messages" if is_chat else "prompt"
     if needed not in values:
-        raise HttpError(400, f"{needed} is absent; a request needs it")
+        raise HttpError(400, f"{needed} is absent; add it")
     try:
         unicode_text(json.dumps(values, ensure_ascii=False))
     except ValueError as error:
-        raise HttpError(400, f"the request is no text: {error}") from None
+        raise HttpError(400, f"the request is not Unicode text: {error}") from None
     temperature = float(values.get("temperature", 1.0))
     stop, tools = values.get("stop", ()), values.get("tools", [])
     return CompletionRequest(
@@ -230,7 +230,9 @@ def _message(number: int, value: Message) -> Message:
             for one in content
         ]
         if None in parts:
-            raise HttpError(400, f"{where}.content has a part that is not text, which the model cannot read")
+            raise HttpError(
+                400, f"{where}.content has a part that is not text, which the model cannot read; send text"
+            )
         content = "".join(parts)
     if not isinstance(content, str | None):
         raise HttpError(400, f"{where}.content is {_short(content)}; it must be text")
@@ -259,7 +261,7 @@ def _tool_call(where: str, value: Any) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             raise HttpError(
-                400, f"{where}.tool_calls has arguments that are no JSON: {_short(arguments)}"
+                400, f"{where}.tool_calls has arguments that are not JSON: {_short(arguments)}"
             ) from None
     return {
         "id": value.get("id"),

@@ -86,7 +86,7 @@ class RunData:
         """Return the samples at positions of the run's stream, which count consumed samples, as `samples_of_next_step`
         does."""
         if negative := [position for position in positions if position < 0]:
-            raise DataError(f"position {negative[0]} is before the first one, 0")
+            raise DataError(f"position {negative[0]} is before the first one; give positions of at least 0")
         samples = []
         for position in positions:
             with self._loader(0, position) as batches:

@@ -198,12 +198,12 @@ def test_missing_and_damaged_files_are_refused(dump, damaged, tmp_path):
     ("change", "words"),
     [
         (lambda header: [], "is not a file of audit_hook.py"),
-        (lambda header: header | {"rank": 7}, "unlike its name"),
+        (lambda header: header | {"rank": 7}, "but others in its name"),
         (lambda header: header | {"extra": 1}, "is not a file of audit_hook.py"),
-        (lambda header: header | {"mesh": {"dp": 10**6}}, "says mesh {'dp': 1000000} of 1 ranks"),
+        (lambda header: header | {"mesh": {"dp": 10**6}}, "has mesh {'dp': 1000000}, but the job has 1 ranks"),
         (lambda header: with_layout(header, shape=[2**31, 2**31]), "of the"),
-        (lambda header: with_layout(header, shards=[[2, 5, 0, 1]]), "an impossible layout"),
-        (lambda header: with_layout(header, shards=[[2, 0, 7, 1]]), "an impossible layout"),
+        (lambda header: with_layout(header, shards=[[2, 5, 0, 1]]), "that do not fit its shape"),
+        (lambda header: with_layout(header, shards=[[2, 0, 7, 1]]), "that do not fit its shape"),
         (lambda header: with_layout(header, shards=[[2, 0, 0, 1]]), "of the 3,104 elements"),
     ],
 )  # fmt: skip

@@ -286,7 +286,7 @@ def test_limits_of_turns_and_tokens_are_said_to_the_agent(tmp_path):
             messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "and?"}]
 
     one = sessions(tmp_path, endless, lambda text: "yes", max_turns=3).groups[0].completions[0]
-    assert len(one.segments) == 5 and "the session has had its 3 turns (rl.max_turns)" in errors.pop()
+    assert len(one.segments) == 5 and "rl.max_turns is 3, and the agent has sampled 3 turns" in errors.pop()
     one = sessions(tmp_path, endless, lambda text: "yes", max_tokens=20).groups[0].completions[0]
     assert len(one.ids) <= 20 and ("rl.max_completion_length is 20" in errors[0] or one.truncated)
 
@@ -317,4 +317,4 @@ def test_sessions_end_with_their_agents(tmp_path):
         return 1.0
 
     sessions(tmp_path, leaks, lambda text: "x", generations=2, agent_workers=0)
-    assert refusals == [(400, "the session has ended")]
+    assert [(status, text[:21]) for status, text in refusals] == [(400, "the session has ended")]

@@ -316,7 +316,7 @@ def _failing(folder: str) -> str:
 @pytest.mark.parametrize(
     ("rl", "said"),
     [
-        (dict(reward_funcs=None), "rl.reward_funcs is not"),
+        (dict(reward_funcs=None), "rl.reward_funcs is not, and neither is rl.reward_models; set one"),
         (dict(top_p=0.9), "rl.top_p is 0.9"),
         (dict(top_k=5), "rl.top_k is 5"),
         (dict(min_p=0.1), "rl.min_p is 0.1"),

@@ -211,7 +211,7 @@ BAD = [  # body, status, message
     (GOOD | {"presence_penalty": 0.5}, 400, "presence_penalty 0.5 is not supported"),
     (GOOD | {"top_logprobs": 5}, 400, "top_logprobs 5 is not supported"),
     (GOOD | {"tool_choice": "required"}, 400, "tool_choice is 'required'; it must be auto or none"),
-    (GOOD | {"temprature": 1}, 400, "'temprature' is no field of this request"),
+    (GOOD | {"temprature": 1}, 400, "'temprature' is not a field of this request"),
     (GOOD | {"model": "other"}, 404, "there is no model 'other'; the server has tiny"),
     (GOOD | {"stop": [""]}, 400, "none of them empty"),
 ]
@@ -225,10 +225,10 @@ def test_bad_requests_are_refused_with_a_sentence(serve, tokenizer):
         assert message in value["error"]["message"], value
     deep = b'{"messages": ' + b"[" * 70 + b"]" * 70 + b"}"
     for body, expected, message in (
-        (deep, 400, "more than 64 nested"),
-        (b"[" * 4000, 400, "no JSON"),
-        (b"{", 400, "no JSON"),
-        (b"[]", 400, "no JSON object"),
+        (deep, 400, "more than 64 levels"),
+        (b"[" * 4000, 400, "not JSON"),
+        (b"{", 400, "not JSON"),
+        (b"[]", 400, "a JSON list; send an object"),
         (b"x" * 5001, 413, "5,001 bytes"),
         (json.dumps({"messages": [USER | {"content": "\ud800"}]}).encode(), 400, "surrogate"),
     ):

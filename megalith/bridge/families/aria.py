@@ -26,7 +26,10 @@ class SharedWidth:
     def write(self, model: ModelConfig) -> Tree:
         width, size = model.moe_shared_expert_intermediate_size or 0, model.expert_size
         if width % size:
-            raise ConfigError(f"a shared expert of {width} is not a multiple of an expert's {size}")
+            raise ConfigError(
+                f"model.moe_shared_expert_intermediate_size is {width}, but Aria has shared experts of the size "
+                f"{size} of an expert; such a model cannot be exported as Aria"
+            )
         return {"moe_num_shared_experts": width // size}
 
 

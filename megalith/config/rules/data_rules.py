@@ -27,7 +27,7 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
         )
     if rl.prompts_or_rollouts and any(sources):
         raise ConfigError(
-            f"rl.{'prompts' if rl.prompts else 'rollouts'} is what is trained on, but data.mock is {data.mock}, "
+            f"rl.{'prompts' if rl.prompts else 'rollouts'} is the training data, but data.mock is {data.mock}, "
             f"data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} has a path of its own; "
             "leave these out"
         )

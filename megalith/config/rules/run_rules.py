@@ -246,12 +246,12 @@ def check_score_head(config: RunConfig) -> None:
     if config.model.score_head and not config.reward.enabled:
         raise ConfigError(
             "model.score_head is on, so the model gives scores in place of tokens, and only `megalith reward` trains "
-            "such a model; use that, or omit the setting"
+            "such a model; use that, or omit model.score_head"
         )
     if not config.reward.enabled:
         return
     if not config.model.score_head:
-        raise ConfigError("reward.enabled trains a score, but model.score_head is off; omit the setting")
+        raise ConfigError("reward.enabled trains a score, but model.score_head is off; omit model.score_head")
     if config.lora.rank is not None:
         raise ConfigError(
             f"lora.rank is {config.lora.rank}, with which only adapters are trained, but a reward model's score needs "
@@ -382,8 +382,8 @@ def _check_prompts(config: RunConfig) -> None:
         )
     if not rl.rewards and not rl.environment and not rl.agent and not rl.reward_models:
         raise ConfigError(
-            "rl.prompts is set but rl.reward_funcs is not, and neither is rl.reward_models; say how completions are "
-            "judged"
+            "rl.prompts is set, but rl.reward_funcs is not, and neither is rl.reward_models; set one of them, to give "
+            "completions a reward"
         )
     if rl.uses_turns and rl.max_staleness:
         raise ConfigError(

@@ -75,7 +75,7 @@ def _conversations(record: Record, chat: ChatConfig) -> list[ParsedSample]:
 def _weighted_pairs(record: Record, chat: ChatConfig) -> list[ParsedSample]:
     value = _number(record, "weight") if record.get("weight") is not None else None
     if value is not None and value < 0:
-        raise ValueError(f"its weight is {value:g}, but weights are at least 0")
+        raise ValueError(f"its weight is {value:g}, but a weight is at least 0; correct it")
     return [ParsedSample(parse_preference(_without(record, "weight")), value)]
 
 
@@ -114,9 +114,12 @@ def _steps(record: Record, separator: str) -> ParsedSample:
     """Return the sample of a prompt with steps (TRL's stepwise supervision)."""
     prompt, steps, labels = (record.get(key) for key in ("prompt", "completions", "labels"))
     if not isinstance(prompt, str) or not isinstance(steps, Sequence) or isinstance(steps, str) or not steps:
-        raise ValueError("its prompt is not text, or its completions are not a list of texts")
-    if not all(isinstance(step, str) and step for step in steps):
-        raise ValueError("one of its completions is empty or not text")
+        raise ValueError(
+            f"its prompt is {prompt!r:.60} and its completions are {steps!r:.60}; for labels per step, give text and a "
+            "list of texts"
+        )
+    if wrong := [number for number, step in enumerate(steps) if not isinstance(step, str) or not step]:
+        raise ValueError(f"completion {wrong[0]} is {steps[wrong[0]]!r:.60}; a step is text and not empty")
     if not isinstance(labels, Sequence) or len(labels) != len(steps):
         raise ValueError(
             f"it has {len(steps)} completions, but its labels are {labels!r:.60}; give one for each"
@@ -151,7 +154,7 @@ def _answer(record: Record) -> ParsedSequence:
 def _number(record: Record, key: str) -> float:
     value = record.get(key)
     if not isinstance(value, bool | int | float) or not math.isfinite(value):
-        raise ValueError(f"its {key} is {value!r:.60}, not a number")
+        raise ValueError(f"its {key} is {value!r:.60}; give a finite number")
     return float(value)
 
 

@@ -98,7 +98,7 @@ class ShardReader:
                     raise
                 if failures == RETRIES:
                     raise DataError(
-                        f"{error} ({RETRIES} retries failed, in block {at} of {shard})"
+                        f"{error} ({RETRIES} retries failed, in block {at} of {shard}); resume the run later"
                     ) from error
                 self._pause(2.0**failures)
                 failures += 1

@@ -90,7 +90,9 @@ def audit(folder: str | Path, hf_config: Mapping[str, Any], precision: str | Non
     model = family.read_config(hf_config)
     check_model(model)
     if model.model_type != "gpt":
-        raise ConfigError(f"--model is {family.architecture}; the audit computes only decoders")
+        raise ConfigError(
+            f"--model is {family.architecture}, but only decoders can be audited; give a decoder's config.json"
+        )
     steps = read_dump(Path(folder))
     precision = precision or _precision(steps[0])
     reports, previous = [], None

@@ -122,16 +122,21 @@ def _read_rank(path: Path, folder: Path, step: int, rank: int) -> RankDump:
             f"{path} is not a file of audit_hook.py (header{' ' * bool(where)}{where}: {first['msg']}); {WAY_OUT}"
         ) from None
     if any(at >= header.ranks for at in header.mesh.values()):
-        raise CheckpointError(f"{path} says mesh {header.mesh} of {header.ranks} ranks; {WAY_OUT}")
+        raise CheckpointError(
+            f"{path} has mesh {header.mesh}, but the job has {header.ranks} ranks; {WAY_OUT}"
+        )
     if (header.rank, header.step) != (rank, step) or header.ranks <= rank:
         raise CheckpointError(
-            f"{path} says rank {header.rank} of {header.ranks} and step {header.step}, unlike its name; {WAY_OUT}"
+            f"{path} has rank {header.rank} of {header.ranks} and step {header.step} in its header, but others in its "
+            f"name; {WAY_OUT}"
         )
     for name, layout in header.parameters.items():
         if any(at >= size or factor < 1 for size, at, _, factor in layout.shards) or any(
             dim is not None and dim >= len(layout.shape) for _, _, dim, _ in layout.shards
         ):
-            raise CheckpointError(f"{path} has an impossible layout of {name}: {layout.shards}; {WAY_OUT}")
+            raise CheckpointError(
+                f"{path} has shards of {name} that do not fit its shape {layout.shape}: {layout.shards}; {WAY_OUT}"
+            )
     sketches = [name for name in tensors if name.startswith(("gradient.", "sketch."))]
     wrong = [n for n in sketches if (tensors[n].dtype, tensors[n].shape) != ("F32", (BUCKETS + 1,))]
     if wrong:

@@ -87,7 +87,9 @@ class AgentSession:
         with self._lock:
             try:
                 if self.is_closed:
-                    raise ValueError("the session has ended")
+                    raise ValueError(
+                        "the session has ended, because its agent returned or failed; send no more requests"
+                    )
                 prompts = (
                     [self._chat_prompt(request)] if request.is_chat else [*map(self._prompt, request.prompts)]
                 )
@@ -174,7 +176,8 @@ class AgentSession:
         if entries is not None and not 0 <= min(ids, default=0) <= max(ids, default=0) < entries:
             outside = next(one for one in ids if not 0 <= one < entries)
             raise ValueError(
-                f"the prompt has token {outside}, but the policy's vocabulary has {entries:,} entries"
+                f"the prompt has token {outside}, but the policy's vocabulary has {entries:,} entries; use its "
+                "tokenizer"
             )
         branch = self._longest(lambda one: ids[: len(one.request)] == one.request)
         added = [] if branch is None else ids[len(branch.request) :]
@@ -211,13 +214,15 @@ class AgentSession:
         if self._room(prompt) < 1:
             raise ValueError(
                 "the conversation has no room for another token (rl.max_completion_length is "
-                f"{self._rules.sampling.max_new_tokens:,})"
+                f"{self._rules.sampling.max_new_tokens:,}); end it, or raise that setting"
             )
 
     def _count_turns(self, turns: int) -> None:
         limit = self._rules.rl.max_turns
         if limit is not None and self.turns + turns > limit:
-            raise ValueError(f"the session has had its {limit} turns (rl.max_turns)")
+            raise ValueError(
+                f"rl.max_turns is {limit}, and the agent has sampled {self.turns} turns; end here, or raise it"
+            )
         self.turns += turns
 
     # Result
