@@ -1,4 +1,4 @@
-"""What the site has besides docs/: the README as its first page, the benchmarks, the API, and the files that pages
+"""What the site has besides docs/: its first page, the README, the benchmarks, the API, and the files that pages
 name.
 
 Pages link to each other and to the repository as they lie there, so that they can be read there too; the site gives
@@ -36,6 +36,7 @@ OPTION = re.compile(r"(?<![\w-])--\w[\w.-]*")
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 TEXT = re.compile(r">[^<]+<")
 JOINT = re.compile(r"(?<=\w[_|])(?=\w)")
+ALERT = re.compile(r"> \[!(NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]$")
 FENCE = re.compile(r"^\s*```")
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 API = """# API
@@ -76,7 +77,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
-    text = spaced_lists(LINK.sub(lambda match: f"]({place_of(match[1], here)}", markdown))
+    if here == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+    text = spaced_lists(LINK.sub(lambda match: f"]({place_of(match[1], here)}", admonitions(markdown)))
     return text if here == GLOSSARY else text + abbreviations()
 
 
@@ -89,6 +92,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def repository_path(uri: str) -> str:
     """Where the source of a page of the site lies in the repository."""
+    if uri == "index.md":
+        return "home.md"  # links from the root
     return next((source for source, page in PAGES.items() if page == uri), f"docs/{uri}")
 
 
@@ -118,6 +123,22 @@ def linked_files(files: Files) -> set[str]:
     }
     outside = (name for name in found if name not in PAGES and not name.startswith(("docs/", "..")))
     return {name for name in outside if (ROOT / name).is_file()}
+
+
+def admonitions(markdown: str) -> str:
+    """Turn GitHub's alerts (`> [!NOTE]` and the quoted lines after it) into admonitions."""
+    lines: list[str] = []
+    inside = False
+    for line in markdown.split("\n"):
+        if alert := ALERT.match(line):
+            inside = True
+            lines += [f"!!! {alert[1].lower()}", ""]
+        elif inside and line.startswith(">"):
+            lines.append(f"    {line[1:].strip()}")
+        else:
+            inside = False
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def spaced_lists(markdown: str) -> str:

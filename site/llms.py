@@ -26,6 +26,7 @@ class _Loader(yaml.SafeLoader):
     """Loader that reads mkdocs.yml without resolving its Python names."""
 
 
+_Loader.add_multi_constructor("!ENV", lambda loader, suffix, node: None)
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
 
 

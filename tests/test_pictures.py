@@ -24,7 +24,7 @@ def test_the_pictures_are_what_the_program_draws_today(monkeypatch):
 
 def test_every_picture_stands_on_a_page_with_a_description():
     shown = set()
-    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "RESULTS.md"]:
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"]:
         for words, target in SHOWN.findall(page.read_text(encoding="utf-8")):
             assert len(words) > 40, (page, target)
             shown.add((page.parent / target).resolve())

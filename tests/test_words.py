@@ -124,6 +124,7 @@ def test_every_page_stands_in_the_sites_navigation():
     listed = re.findall(r"^ +- ([\w/]+\.md)$", text_of(ROOT / "site" / "mkdocs.yml"), re.MULTILINE)
     made = {
         "index.md",
+        "readme.md",
         "benchmarks.md",
         "examples.md",
         "api.md",

@@ -6,6 +6,7 @@
 from pictures.holdings import checkpoint, context, data, expert, pipeline, ranks, tensor
 from pictures.loops import fp8, grpo
 from pictures.order import moves
+from pictures.terminals import plan, run
 from pictures.times import axes, schedules, step, zero
 
 PICTURES = {
@@ -23,5 +24,7 @@ PICTURES = {
     "fp8": fp8,
     "grpo": grpo,
     "checkpoint": checkpoint,
+    "terminal_run": run,
+    "terminal_plan": plan,
 }
 """By the file's name in docs/images/."""
