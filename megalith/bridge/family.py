@@ -303,7 +303,7 @@ class Group:
 
     @cached_property
     def runs(self) -> list[RowRun]:
-        """Runs of rows of the tensor, or of one expert's part."""
+        """Blocks of rows to copy to or from Hugging Face tensors, for the tensor or one expert's part."""
         return self.rule.runs(self.model, self.matrix_shape[0])
 
     def names(self, expert: int | None = None) -> list[str]:

@@ -23,7 +23,15 @@ class PassLayout:
 
 
 def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
-    """Return the layout of one device. `trains`: there are labels; `has_position_ids`: there is a token_index."""
+    """Return the layout of a forward pass on one device, which does not depend on the arguments.
+
+    Parallel axes replace this function.
+
+    Args:
+        tokens: length of the sequences.
+        trains: the pass has labels.
+        has_position_ids: the pass has a token_index.
+    """
     return PassLayout()
 
 

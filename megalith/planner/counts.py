@@ -151,7 +151,11 @@ class MetaModel:
         return self._kinds[key]
 
     def outside(self, chunks: Sequence[Stage] | None = None) -> Counter[str]:
-        """Return the parameters outside of layers by part: of the model, or of a pipeline rank with these chunks."""
+        """Return the number of parameters outside of layers, by part of the model.
+
+        Args:
+            chunks: count only those of a pipeline rank with these chunks.
+        """
         if chunks is None:
             return self._count(self._model)
         # The encoder's norm follows this layer. Each stage of an encoder-decoder has relative positions.

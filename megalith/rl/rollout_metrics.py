@@ -21,7 +21,10 @@ def batch_advantages(rl: RlConfig, groups: Sequence[PromptGroup]) -> Advantages:
 def batch_token_advantages(
     rl: RlConfig, groups: Sequence[PromptGroup], advantages: Advantages
 ) -> list[list[float | np.ndarray]]:
-    """Return each completion's advantage, by group: of all its tokens, or float64 [tokens] by turn."""
+    """Return the advantages of the completions, by group and completion.
+
+    A number is the advantage of all tokens. With rl.advantage_level turn, it is an array, float64 [tokens].
+    """
     values: list[list[float | np.ndarray]] = advantages.values.tolist()
     if rl.advantage_level == "trajectory":
         return values

@@ -35,7 +35,12 @@ class ResponseWriter:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def whole(self, choices: Sequence[ChoiceText], turns: Sequence[ParsedTurn]) -> dict[str, Any]:
-        """Return the object of complete choices. Chat completions have their parsed turns."""
+        """Return the response to a request without streaming, as a JSON object.
+
+        Args:
+            choices: complete choices.
+            turns: their parsed turns, for chat completions.
+        """
         listed = []
         for index, choice in enumerate(choices):
             one: dict[str, Any] = {"index": index, "finish_reason": choice.reason}

@@ -107,7 +107,7 @@ class AgentSession:
     def live_request(
         self, request: CompletionRequest, prompt: SessionPrompt, choice: int, limit: int
     ) -> LiveRequest:
-        """Return the request, with the run's sampling."""
+        """Translate the request for the engine. The run's sampling parameters replace those of the request."""
         sampling = self._rules.sampling
         limit = min(limit, self._room(prompt))
         digest = hashlib.blake2b(json.dumps([prompt.ids, prompt.repeat, choice]).encode(), digest_size=5)
