@@ -28,7 +28,7 @@ def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayo
     Parallel axes replace this function.
 
     Args:
-        tokens: length of the sequences.
+        tokens: number of tokens in the micro-batch.
         trains: the pass has labels.
         has_position_ids: the pass has a token_index.
     """
