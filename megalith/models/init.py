@@ -30,7 +30,8 @@ VALUES_PER_DRAW = (
 def initialize(model: nn.Module, config: ModelConfig, seed: int, show_progress: bool = False) -> None:
     """Fill every parameter and buffer, in place.
 
-    Matrices are N(0, init_method_std), divided by √(2 · layers) if their output is added to the residual stream. Norms
+    Matrices are N(0, init_method_std), divided by the root of the number of branches (2 per layer, or 1 with
+    hybrid_layer_pattern) if their output is added to the residual stream. Norms
     are 1, or 0 if zero-centered. Biases, buffers and the rows of the padded vocabulary are 0. In adapters B is 0 and A
     is N(0, 1 / (3 · in)), which is PEFT's variance; a convolution's taps have it too. In a gated delta net e^weight of
     the decays is uniform between 0 and 16, and their bias is 1. In Mamba-2 it is uniform between 1 and 16, softplus of
@@ -93,7 +94,8 @@ def initial_value(
     if ".lora_A." in name or name.endswith(("conv.weight", "conv_xbc.weight")):
         std = 1 / math.sqrt(3 * shape[-1])
     if name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight")):
-        std /= math.sqrt(2 * config.depth(name) / (1.0 if ratios is None else ratios.depth))
+        branches = config.depth(name) * (2 if config.pattern_layers is None else 1)  # of the residual stream
+        std /= math.sqrt(branches / (1.0 if ratios is None else ratios.depth))
     value = normal_rows(name, shape, std, seed, slice_first[0], slice_shape[0])
     for dim in range(1, len(shape)):
         value = value.narrow(dim, slice_first[dim], slice_shape[dim])

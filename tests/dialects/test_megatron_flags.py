@@ -100,12 +100,9 @@ def test_of_the_uses_in_known_scripts_at_least_98_percent_are_not_refused():
     assert 1 - refused / sum(uses.values()) > 0.98
 
 
-def test_what_20_scripts_use_is_had_but_for_two_flags_that_the_note_names():
+def test_no_flag_that_20_scripts_use_is_refused():
     often = [flag for flag, row in PARSER.items() if int(row["uses"] or 0) >= 20]
-    refused = {flag for flag in often if isinstance(FLAGS[flag], Refused)}
-    assert refused == {"--hybrid-layer-pattern", "--spec"}
-    note = (Path(__file__).parents[2] / "docs" / "from_megatron.md").read_text()
-    assert all(f"`{flag}`" in note for flag in refused)
+    assert [flag for flag in often if isinstance(FLAGS[flag], Refused)] == []
 
 
 def test_of_296_training_scripts_at_least_200_have_no_refused_flag():
@@ -249,6 +246,11 @@ CASES = [
      "--linear-num-value-heads 8 --attention-output-gate",
      {"model.experimental_attention_variant": "gated_delta_net", "model.linear_attention_freq": [1, 1, 1, 0] * 3,
       "model.linear_num_key_heads": 4, "model.linear_value_head_dim": 128, "model.attention_output_gate": True}, ""),
+    ("--num-layers 9 --hybrid-override-pattern M-*M --is-hybrid-model --mamba-num-heads 4 --mamba-num-groups 2 "
+     "--position-embedding-type none --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+     {"model.hybrid_layer_pattern": "M-*M", "model.num_layers": 4, "model.mamba_num_heads": 4,
+      "model.mamba_num_groups": 2, "model.mamba_state_dim": 128, "model.position_embedding_type": "none"},
+     "--num-layers 9 has no effect with --hybrid-override-pattern, which has 4 layers"),
     ("--num-experts 4 --quick-geglu --softmax-type learnable --activation-func-clamp-value 7 --glu-linear-offset 1",
      {"model.softmax_type": "learnable", "model.activation_func_clamp_value": 7.0, "model.glu_linear_offset": 1.0,
       "model.add_router_bias": True}, "has no attention dropout here"),

@@ -144,9 +144,12 @@ def positions(flags: ParsedFlags) -> None:
     if kind == "relative" and flags.program == "pretrain-t5":
         flags.set("model.position_embedding_type", kind)
         return
+    if kind == "none":
+        flags.set("model.position_embedding_type", "none")
+        return
     if kind not in ("learned_absolute", "rope", "yarn"):
         flags.problems.append(
-            f"--position-embedding-type {kind} is refused: there are learned_absolute, rope and yarn"
+            f"--position-embedding-type {kind} is refused: there are learned_absolute, rope, yarn and none"
         )
         return
     if kind == "learned_absolute" and latent:
@@ -367,7 +370,8 @@ def tokenizer(flags: ParsedFlags) -> None:
 
 
 def lengths(flags: ParsedFlags) -> None:
-    """Set data.seq_length and model.num_layers, also from the encoder's flags."""
+    """Set data.seq_length and model.num_layers, also from the encoder's flags. A hybrid pattern has its own number."""
+    is_hybrid = any(flags[f"--hybrid-{name}-pattern"] is not None for name in ("layer", "override"))
     for flag, older, path in (
         ("--seq-length", "--encoder-seq-length", "data.seq_length"),
         ("--num-layers", "--encoder-num-layers", "model.num_layers"),
@@ -377,7 +381,9 @@ def lengths(flags: ParsedFlags) -> None:
             flags.problems.append(
                 f"{flag} {flags[flag]} and {older} {flags[older]} contradict each other; leave one"
             )
-        for value in values if path != "model.num_layers" or flags.program != "pretrain-t5" else ():
+        if path == "model.num_layers" and (is_hybrid or flags.program == "pretrain-t5"):
+            continue
+        for value in values:
             flags.set(path, value)
 
 

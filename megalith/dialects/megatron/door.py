@@ -33,6 +33,8 @@ MARK = "# Written by `megalith megatron install`: hands Megatron-LM's command li
 FILES = {  # file in Megatron-LM's checkout → Megalith's command
     "pretrain_gpt.py": "pretrain-gpt",
     "examples/classes/pretrain_gpt.py": "pretrain-gpt",  # path in newer scripts
+    "pretrain_mamba.py": "pretrain-gpt",
+    "pretrain_hybrid.py": "pretrain-gpt",
     "pretrain_bert.py": "pretrain-bert",
     "pretrain_t5.py": "pretrain-t5",
     "tools/preprocess_data.py": "preprocess",

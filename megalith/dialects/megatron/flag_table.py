@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from megalith.dialects.megatron import derive
 from megalith.dialects.megatron.flag_kinds import Derives, Flag, NoEffect, Refused, Sets
+from megalith.dialects.megatron.hybrid_flags import hybrid_layers
 from megalith.dialects.megatron.no_effect_flags import KERNELS, NO_EFFECT, OVERLAP
 
 # Reasons for refusing a flag, with the way out. They complete "is refused: …".
 FP8_OTHER = "--fp8-recipe and --first-last-layers-bf16 determine which matmuls are in FP8; remove it"
 FP4 = "FP4 matmuls are not supported; remove it to train in bf16"
-HYBRID = "state-space layers are not supported; train a transformer without it"
+HYBRID = "hybrid models support neither this nor multi-token prediction; remove it"
 SPEC = "layers are built from the settings, not from a custom spec; remove it if it names the GPT layer"
 FORMULA = "it changes the model's or the optimizer's formula, which is not supported; remove it"
 INIT = "weights are initialized as N(0, --init-method-std); remove it, or load weights with --load and --finetune"
@@ -268,6 +269,14 @@ FLAGS: dict[str, Flag] = {
     "--linear-value-head-dim":                 Derives("int", derive.linear_attention, default=128),
     "--linear-num-key-heads":                  Derives("int", derive.linear_attention, default=16),
     "--linear-num-value-heads":                Derives("int", derive.linear_attention, default=32),
+    "--hybrid-layer-pattern":                  Derives("text", hybrid_layers),
+    "--hybrid-override-pattern":               Derives("text", hybrid_layers),
+    "--is-hybrid-model":                       Derives("switch", hybrid_layers),
+    "--spec":                                  Derives("text*", hybrid_layers),
+    "--mamba-num-heads":                       Derives("int", hybrid_layers),
+    "--mamba-head-dim":                        Derives("int", hybrid_layers, default=64),
+    "--mamba-state-dim":                       Derives("int", hybrid_layers, default=128),
+    "--mamba-num-groups":                      Derives("int", hybrid_layers, default=8),
     "--window-size":                           Derives("text", derive.window),
     "--window-attn-skip-freq":                 Derives("text", derive.window),
     "--vocab-size":                            Derives("int", derive.vocabulary),
@@ -331,11 +340,7 @@ FLAGS: dict[str, Flag] = {
     "--short-seq-prob":                       Derives("float", derive.masked_words, default=0.1),
     **NO_EFFECT,
     # refused
-    "--hybrid-layer-pattern":                     Refused("text", HYBRID),
-    "--is-hybrid-model":                          Refused("switch", HYBRID),
-    "--hybrid-override-pattern":                  Refused("text", HYBRID),
     "--mtp-hybrid-override-pattern":              Refused("text", HYBRID),
-    "--spec":                                     Refused("text*", SPEC),
     "--heterogeneous-layers-config-encoded-json": Refused("text", SPEC),
     "--heterogeneous-layers-config-path":         Refused("text", SPEC),
     "--fp8-output-proj":                          Refused("switch", FP8_OTHER),

@@ -181,14 +181,16 @@ BY_REASON = {
     "it is read only with --fp4-format, which is refused": """
         --fp4-param-gather --fp4-quantizer-factory=text --fp4-recipe=nvfp4|custom
     """,
-    "it is read only with state-space layers or sparse attention, whose flags are refused": """
-        --mamba-num-heads=int --mamba-head-dim=int --mamba-state-dim=int --mamba-num-groups=int
+    "Mamba-2 has one implementation, in fp32": """
+        --disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype=fp32|bf16
+    """,
+    "it is read only with sparse attention, whose flags are refused": """
         --dsa-indexer-head-dim=int --dsa-indexer-loss-coeff=float --dsa-indexer-n-heads=int --dsa-indexer-topk=int
-        --disable-dsa-indexer-rotate-activation --disable-dsa-indexer-scoring-relu --disable-mamba-mem-eff-path
+        --disable-dsa-indexer-rotate-activation --disable-dsa-indexer-scoring-relu
         --dsa-indexer-k-norm-epsilon=float --dsa-indexer-k-norm-fp32 --dsa-indexer-rope-interleaved
         --dsa-indexer-skip-topk-offset=int --dsa-indexer-topk-freq=int --dsa-indexer-use-sparse-loss
         --dsa-kernel-backend=none|tilelang|cudnn --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute=int
-        --gdp-num-householder=int --mamba-training-ssm-states-dtype=fp32|bf16 --no-dsa-indexer-rotate-activation
+        --gdp-num-householder=int --no-dsa-indexer-rotate-activation
         --no-dsa-indexer-scoring-relu
     """,
     "the launcher, the hang watch and restarts from the newest complete checkpoint are always on": """

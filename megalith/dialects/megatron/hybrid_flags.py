@@ -1,0 +1,71 @@
+"""Settings of Megatron's hybrid models: layers with a single branch, given by a pattern of letters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalith.config.hybrid import PATTERN_LAYERS
+
+if TYPE_CHECKING:
+    from megalith.dialects.megatron.flag_kinds import ParsedFlags
+
+PATTERN = "--hybrid-layer-pattern"
+STACK_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")  # the specs of Megatron's own hybrid layers
+UNSUPPORTED = {
+    "/": "begins layers of multi-token prediction, which hybrid models do not support here",
+    "|": "sets the boundaries of pipeline stages, which are chosen from the number of layers here",
+    "D": "is sparse attention (DSA), which is not supported",
+    "+": "is latent attention, which is not supported in a pattern",
+}
+
+
+def hybrid_layers(flags: ParsedFlags) -> None:
+    """Set model.hybrid_layer_pattern, and with it model.num_layers and the sizes of Mamba-2 and gated delta nets.
+
+    --spec may name Megatron's own hybrid stack. --is-hybrid-model has no effect beside a pattern.
+    """
+    older, pattern = flags["--hybrid-override-pattern"], flags[PATTERN]
+    if older is not None and pattern is not None:
+        flags.problems.append(f"--hybrid-override-pattern is an older name of {PATTERN}; leave one")
+        return
+    flag, pattern = (PATTERN, pattern) if older is None else ("--hybrid-override-pattern", older)
+    _check_spec(flags, pattern)
+    if pattern is None:
+        if flags["--is-hybrid-model"]:
+            flags.problems.append(
+                f"--is-hybrid-model is refused without {PATTERN}, which describes the layers; give it, as M-M*-"
+            )
+        return
+    for letter in sorted(set(pattern)):
+        if letter in UNSUPPORTED:
+            flags.problems.append(f"{flag} {pattern} is refused: {letter!r} {UNSUPPORTED[letter]}; remove it")
+        elif letter not in PATTERN_LAYERS:
+            flags.problems.append(f"{flag} {pattern} has {letter!r}, which is no layer; correct it")
+    if flags["--num-layers"] not in (None, len(pattern)):
+        flags.notes.append(
+            f"--num-layers {flags['--num-layers']} has no effect with {flag}, which has {len(pattern)} layers, as in "
+            "Megatron"
+        )
+    flags.set("model.hybrid_layer_pattern", pattern)
+    flags.set("model.num_layers", len(pattern))
+    if "M" in pattern:
+        for name in ("num_heads", "head_dim", "state_dim", "num_groups"):
+            if (size := flags[f"--mamba-{name.replace('_', '-')}"]) is not None:
+                flags.set(f"model.mamba_{name}", size)
+    if "G" in pattern:
+        for name in ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"):
+            flags.set(f"model.linear_{name}", flags[f"--linear-{name.replace('_', '-')}"])
+
+
+def _check_spec(flags: ParsedFlags, pattern: str | None) -> None:
+    spec = flags["--spec"]
+    if spec is None:
+        return
+    names = spec if isinstance(spec, list) else str(spec).split()
+    if names[-1] not in STACK_SPECS:
+        flags.problems.append(
+            f"--spec {' '.join(names)} is refused: layers are built from the settings, not from a custom spec; remove "
+            "it if it names the GPT layer"
+        )
+    elif pattern is None:
+        flags.problems.append(f"--spec {' '.join(names)} is refused without {PATTERN}; give it, as M-M*-")
