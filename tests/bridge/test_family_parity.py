@@ -70,6 +70,8 @@ IDS = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0
 
 WITHOUT_ADAPTERS = (
     "qwen3-next, two heads of values to one of keys",
+    "qwen3.5",
+    "qwen3.5-moe",
     "afmoe",
 )  # rejected: experts, gates in attention
 
@@ -99,4 +101,10 @@ def lora_targets(family: str) -> list[str]:
     """Return the linear layers of a family that can have adapters."""
     model = CASES[family][1]
     attention = ["linear_proj"] if model.get("multi_latent_attention") else ["linear_qkv", "linear_proj"]
+    if "mamba_num_heads" in model:
+        attention += ["linear_zxbcdt", "linear_out"]
+    if model.get("experimental_attention_variant") == "short_conv":
+        attention += ["linear_bcx", "linear_out"]
+    if family == "mamba2":
+        return attention[2:]
     return attention if model.get("num_experts") else [*attention, "linear_fc1", "linear_fc2"]

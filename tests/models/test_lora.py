@@ -16,6 +16,15 @@ SMALL = dict(vocab_size=101, max_position_embeddings=64)
 MODELS = {
     "gpt": ModelConfig(**PRESETS["tiny-gpt"], **SMALL),
     "llama": ModelConfig(**{**PRESETS["tiny-llama"], "ffn_hidden_size": 96}, **SMALL),
+    "mamba2": ModelConfig(
+        **{**PRESETS["tiny-llama"], "ffn_hidden_size": 96},
+        **SMALL,
+        experimental_attention_variant="mamba2",
+        linear_attention_freq=2,
+        mamba_num_groups=2,
+        mamba_head_dim=8,
+        mamba_state_dim=8,
+    ),
 }
 IDS = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(0))
 
@@ -61,6 +70,7 @@ def test_new_adapters_change_nothing_and_are_all_that_is_trained(name):
         ("llama", ["k_proj", "gate_proj", "down_proj"]),
         ("llama", ["qkv_proj", "gate_up_proj"]),
         ("gpt", ["linear_qkv", "c_proj", "c_fc"]),
+        ("mamba2", ["in_proj", "linear_out", "q_proj"]),
     ],
 )
 def test_what_adapters_compute_is_what_their_delta_adds_to_the_weight(name, targets):
