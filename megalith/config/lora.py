@@ -135,6 +135,9 @@ class LoraConfig(Section):
     )
     """Numbers of the layers with adapters, from 0 in each stack. Default: all."""
 
+    loraplus_lr_ratio: Annotated[PositiveFloat | None, Decides.UPDATES] = None
+    """Learning rate of B relative to A's, which is optim.lr (LoRA+, Hayou et al. 2024). Default: 1."""
+
     load: str | None = None
     """Folder with adapters in PEFT's format to start from. Sets rank, alpha, targets and the settings of single
     adapters."""

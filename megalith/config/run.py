@@ -26,7 +26,7 @@ from megalith.config.base import Section, as_config_error
 from megalith.config.data import DataConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
-from megalith.config.optim import OptimConfig
+from megalith.config.optim import OptimConfig, ParamGroup
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.preferences import KtoConfig, RewardConfig
@@ -94,6 +94,14 @@ class RunConfig(Section):
         has_kl = self.rl.prompts_or_rollouts is not None and self.rl.beta > 0
         tunes = (self.dpo.enabled and self.dpo.needs_reference) or self.kto.enabled
         return (tunes or has_kl) and self.lora.rank is None
+
+    @property
+    def adapter_optim(self) -> OptimConfig:
+        """Settings of the optimizer, with LoRA+'s rate of the adapters' B. Groups of optim.param_groups come first."""
+        if self.lora.rank is None or self.lora.loraplus_lr_ratio is None:
+            return self.optim
+        group = ParamGroup(pattern=r"re:\.lora_B\.", lr_mult=self.lora.loraplus_lr_ratio)
+        return self.optim.model_copy(update={"param_groups": [*self.optim.param_groups, group]})
 
     @property
     def run_folder(self) -> str:

@@ -147,7 +147,7 @@ class Run:
         self.notes: list[str] = list(self.data.notes)
         """Notes at the start of the report."""
         self.model = build_model(config, mesh, device)
-        self.updates = Optimizer(self.model, config.optim, config.train.precision)
+        self.updates = Optimizer(self.model, config.adapter_optim, config.train.precision)
         self.optimizer, self.loss_scale = self.updates.optimizer, self.updates.loss_scale
         self.schedule = build_schedule(config.optim, config.train)
         self.saver = Saver(

@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalith.config import LoraConfig, ModelConfig
+from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.config.presets import PRESETS
 from megalith.models.adapters import ADAPTER, adapters, add_adapters
 from megalith.models.init import initialize
 from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
+from megalith.optim import build_optimizer
 from megalith.planner.counts import count_parameters, flops_per_token
 
 SMALL = dict(vocab_size=101, max_position_embeddings=64)
@@ -107,6 +108,15 @@ def test_flops_are_those_that_pytorch_counts():
     cost = flops_per_token(config, IDS.shape[1], lora)
     padding = 4 * hidden * (config.padded_vocab_size - config.vocab_size)
     assert counter.get_total_flops() == IDS.numel() * (cost.full - cost.attention_matrix - first - padding)
+
+
+def test_the_rate_of_b_is_a_multiple_of_the_rate_of_a():
+    lora, optim = {"rank": 2, "loraplus_lr_ratio": 16.0}, {"lr": 1e-3}
+    config = RunConfig.from_tree({"model": {"init_from": "base"}, "lora": lora, "optim": optim})
+    optimizer = build_optimizer(build("llama", config.lora).named_parameters(), config.adapter_optim)
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert {rate for name, rate in rates.items() if "lora_A" in name} == {1e-3}
+    assert {rate for name, rate in rates.items() if "lora_B" in name} == {16e-3}
 
 
 @pytest.mark.full
