@@ -1,0 +1,133 @@
+"""Parts of the in-process restart, each in one process; tests/faults/test_in_process_restart.py kills ranks."""
+
+import os
+import signal
+import socket
+import threading
+
+import pytest
+from torch.distributed import HashStore
+
+from megalith.errors import CheckpointError
+from megalith.launch.failure import Failure, RankLost
+from megalith.launch.hang_watch import RankStatus, differing_ranks
+from megalith.launch.in_process import IN_PROCESS, InProcessRestart, MeetingError, RestartStore
+from megalith.launch.launcher import Process
+from megalith.launch.network import open_connections, shut_down
+from megalith.launch.rank_replacement import RankReplacement
+from megalith.launch.spare import SPARE, assign, wait_as_spare
+
+
+def connect(server: socket.socket) -> tuple[socket.socket, socket.socket]:
+    client = socket.create_connection(server.getsockname())
+    return client, server.accept()[0]
+
+
+def test_only_connections_opened_since_are_shut_down():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        old, old_peer = connect(server)
+        before = open_connections()
+        new, new_peer = connect(server)
+        late = open_connections() - before
+        new_peer.close()
+        other, other_peer = connect(server)  # may have the descriptor that was closed
+        received = []
+        thread = threading.Thread(target=lambda: received.append(new.recv(1)))
+        thread.start()
+        shut_down(late)
+        thread.join(10)
+        assert received == [b""]
+        for client, peer in ((old, old_peer), (other, other_peer), connect(server)):
+            peer.sendall(b"x")
+            assert client.recv(1) == b"x"
+            client.close(), peer.close()
+        new.close()
+
+
+def test_the_store_counts_arrivals_and_starts_of_each_generation():
+    store = RestartStore(HashStore(), world_size=2)
+    assert store.generation() == 0 and store.requested(0) == []
+    assert store.announce() == 1 == store.generation()
+    store.arrive(1)
+    assert not store.all_arrived(1)
+    store.arrive(1)
+    assert store.all_arrived(1) and not store.all_arrived(2) and not store.all_train(1)
+    store.request_replacement(1, [3, 1])
+    assert store.requested(1) == [1, 3] and store.requested(2) == []
+
+
+KILLED = Failure(1, -signal.SIGKILL)
+BUG = Failure(1, 1, {"exit_code": 1, "collective": False})
+REFUSAL = Failure(1, 2, {"exit_code": 2, "collective": False})
+
+
+@pytest.mark.parametrize(
+    "codes, failure, possible",
+    [
+        ([None, -9], KILLED, True),
+        ([None, -6], Failure(1, -signal.SIGABRT), True),
+        ([None, 1], BUG, True),
+        ([None, -15], Failure(1, -signal.SIGTERM), False),
+        ([None, 2], REFUSAL, False),
+        ([None, 6], Failure(1, 6, {"exit_code": 6, "collective": False}), False),
+        ([-9, -9], KILLED, False),  # nobody is left
+        ([None, -9, 0], KILLED, False),  # a rank has ended the run
+    ],
+)
+def test_a_rank_is_replaced_if_others_train_on(codes, failure, possible):
+    store = RestartStore(HashStore(), world_size=1)
+    replacement = RankReplacement(store)
+    assert not replacement.is_possible(codes, failure)  # before the first step
+    store.begin_training(0)
+    assert replacement.is_possible(codes, failure) == possible
+
+
+def test_a_restart_is_followed_until_all_ranks_train(monkeypatch, capfd):
+    store = RestartStore(HashStore(), world_size=1)
+    replacement = RankReplacement(store)
+    assert replacement.follow()
+    assert replacement.begin() == 1 and replacement.follow()
+    monkeypatch.setattr("megalith.launch.rank_replacement.LIMIT", 0.0)
+    assert not replacement.follow()
+    store.begin_training(1)
+    assert replacement.follow() and "all ranks train again" in capfd.readouterr().err
+
+
+def restart(monkeypatch, aborted: bool) -> InProcessRestart:
+    monkeypatch.setenv(IN_PROCESS, "1")
+    monkeypatch.setattr("megalith.launch.in_process.ANNOUNCEMENT_TIMEOUT", 0.01)
+    made = InProcessRestart(Process(0, 2), is_wanted=True)
+    if aborted:
+        made._aborted.set()
+    return made
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_rank_survives_the_failures_of_others_only(monkeypatch, aborted):
+    made = restart(monkeypatch, aborted)
+    errors = [RankLost("gone"), RuntimeError("Connection closed by peer"), ValueError("after an abort")]
+    assert [made.survives(error) for error in (*errors, CheckpointError("lost its ranks"))] == [aborted] * 4
+    assert not made.survives(MeetingError("too late"))
+    monkeypatch.delenv(IN_PROCESS)
+    assert not InProcessRestart(Process(0, 2), is_wanted=True).survives(RankLost("gone"))
+    assert not restart(monkeypatch, False).__class__(Process(0, 2), is_wanted=False).is_active
+
+
+def test_the_minority_hangs():
+    training, waiting = RankStatus(9, 4, "training"), RankStatus(9, 4, "training", "all_reduce number 3")
+    assert differing_ranks(
+        {0: waiting, 1: training, 2: RankStatus(8, 4, "training", "all_reduce number 3")}
+    ) == {1}
+    assert differing_ranks({0: waiting, 1: training}) == set()  # which of the two is unknown
+    assert differing_ranks({0: waiting, 1: None, 2: waiting}) == {1}
+
+
+def test_a_spare_waits_for_its_rank(monkeypatch, tmp_path):
+    wait_as_spare()  # returns at once in a process that is none
+    path = tmp_path / "spare"
+    monkeypatch.setenv(SPARE, str(path))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("megalith.launch.spare.exit_with_launcher", lambda: None)
+    threading.Timer(0.1, assign, (path, {"RANK": "1"})).start()
+    wait_as_spare()
+    assert os.environ["RANK"] == "1" and SPARE not in os.environ
