@@ -1,0 +1,46 @@
+"""Mixers with a state: gradients equal transformers', and packed documents equal documents by themselves."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from models.reference import VOCAB, reference_and_ours
+
+from megalith.bridge.families import family_of
+from megalith.bridge.transfer import to_theirs
+from megalith.models.inputs import TokenInputs
+
+HYBRIDS = ("bamba, biases, limits, one group", "falcon-h1", "nemotron-h", "lfm2, biases", "qwen3.5")
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_gradients_equal_those_of_transformers(name: str) -> None:
+    reference, model = reference_and_ours(name)
+    ids = torch.randint(0, VOCAB, (2, 72), generator=torch.Generator().manual_seed(5))
+    reference(ids, labels=ids).loss.backward()
+    (model(ids[:, :-1].contiguous(), labels=ids[:, 1:].contiguous()) / (2 * 71)).backward()
+    expected = dict(reference.named_parameters())
+    compared = 0
+    for group in family_of(reference.config.to_dict(), name).groups(model.config):
+        gradient = model.get_parameter(group.name).grad[: group.shape[0]]
+        dtypes = dict.fromkeys(group.sources, torch.float32)
+        for theirs, value in to_theirs(group, gradient, dtypes):
+            parameter = expected.get(theirs, expected.get(theirs.replace("backbone.", "model.")))
+            error = (value - parameter.grad).norm() / parameter.grad.norm()
+            assert error <= 1e-5, (theirs, error)
+            compared += 1
+    assert compared == len(expected)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_packed_documents_equal_documents_by_themselves(name: str) -> None:
+    _, model = reference_and_ours(name)
+    ids = torch.randint(0, VOCAB, (1, 80), generator=torch.Generator().manual_seed(6))
+    bounds = (0, 3, 67, 80)
+    ends = torch.tensor([bounds[1:]], dtype=torch.int32)
+    positions = torch.cat([torch.arange(last - first) for first, last in pairwise(bounds)])[None]
+    with torch.no_grad():
+        packed = model(ids, token_inputs=TokenInputs(position_ids=positions, document_ends=ends))
+        alone = [model(ids[:, first:last]) for first, last in pairwise(bounds)]
+    expected = torch.cat(alone, dim=1)
+    assert (packed - expected).abs().max() <= 1e-5 * expected.abs().max()
