@@ -5,7 +5,7 @@ run in a fork of this process, which has torch loaded. A test that noticed a fau
 to pass. Results are appended to build/mutants.jsonl, from which --resume continues. --store writes tests/mutants.json,
 from which `python -m megalith.parity.ledger --write` takes the score in docs/correctness.md.
 
-    python tests/mutation_trials.py [--only TEXT …] [--sample N --seed S] [--resume | --survivors] [--jobs 2] [--store]
+    python tests/mutation_trials.py [--ledger] [--only TEXT …] [--sample N --seed S] [--resume | --survivors] [--store]
 """
 
 import argparse
@@ -24,13 +24,14 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "mutants.toml"
+LEDGER = ROOT / "tests" / "ledger.toml"
 SCORE = ROOT / "tests" / "mutants.json"
 RESULTS = ROOT / "build" / "mutants.jsonl"
 COPIED = "megalith", "tests", "examples", "benchmarks", "deploy", "docs", "pyproject.toml", "README.md"
@@ -41,11 +42,11 @@ PRELOADED = (
     "torch.distributed.fsdp",
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "llama", "mixtral")),
 )
-LIMIT = 600.0  # seconds of a fault's tests
+LIMIT = 240.0  # seconds of a fault's tests
 TIME_LIMIT = "time limit"
 NOTHING_RUN = 4, 5  # exit codes of pytest: a test does not exist, or none is selected
 PR_SET_CHILD_SUBREAPER = 36
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::\w+(?:\[.*?\])?|\S+)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::\w+(?:\[.*?\](?= - |$))?|\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,25 @@ def read_table(path: Path = TABLE) -> list[Mutant]:
     """Return the faults of the table."""
     rows = tomllib.loads(path.read_text("utf-8"))["mutant"]
     return [Mutant(**row | {"tests": tuple(row["tests"])}) for row in rows]
+
+
+def read_ledger_faults(path: Path = LEDGER) -> dict[str, Mutant]:
+    """Return the fault of each report of the correctness ledger that has one, by `owner/name#number`.
+
+    A row names a fault of the table, or has its own `file`, `old` and `new`. The report's case is its only test.
+    """
+    named = {each.name: each for each in read_table()}
+    faults = {}
+    for row in tomllib.loads(path.read_text("utf-8"))["report"]:
+        if not (fault := row.get("fault")):
+            continue
+        report = f"{row['repository']}#{row['number']}" + (f" ({row['part']})" if "part" in row else "")
+        if isinstance(fault, str):
+            if fault not in named:
+                raise ValueError(f"{report}: no row of {TABLE.name} is {fault}; adapt {LEDGER.name}")
+            fault = {name: getattr(named[fault], name) for name in ("file", "old", "new")}
+        faults[report] = Mutant(**fault, fault=f"{row['planted']} ({report})", tests=(row["case"],))
+    return faults
 
 
 def read_results(path: Path = RESULTS) -> dict[str, Result]:
@@ -168,11 +188,10 @@ class Trial:
                 os.kill(pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
-    def failed_test(self) -> str:
-        """Return the first test that failed, or the end of the output."""
-        text = self._log.read_text(errors="replace")
-        match = FAILED.search(text)
-        return match[1] if match else "\n".join(text.splitlines()[-20:])
+    def failed_test(self, code: int) -> str:
+        """Return the first test that failed, or the exit code if the process ended without naming one."""
+        match = FAILED.search(self._log.read_text(errors="replace"))
+        return match[1] if match else f"exit code {code}"
 
 
 def descendants(pid: int) -> list[int]:
@@ -258,6 +277,13 @@ class Planted:
         os.utime(self._path, ns=(self._stat.st_atime_ns, self._stat.st_mtime_ns))
 
 
+def noticing(mutant: Mutant, result: Result) -> Sequence[str]:
+    """Return the test that noticed a fault, all its tests if the process ended or hung without naming one."""
+    if not result.noticed_by or "::" in result.noticed_by:
+        return [result.noticed_by] if result.noticed_by else []
+    return mutant.tests
+
+
 def failing_without_fault(tree: Path, tests: Sequence[str]) -> str:
     """Run tests without a fault and return the first that fails, "" if all pass."""
     if not tests:
@@ -269,7 +295,7 @@ def failing_without_fault(tree: Path, tests: Sequence[str]) -> str:
     except BaseException:
         trial.kill()
         raise
-    return trial.failed_test() if code else ""
+    return trial.failed_test(code) if code else ""
 
 
 def run_mutants(
@@ -297,7 +323,7 @@ def run_mutants(
                     raise SystemExit(
                         f"error: pytest ran none of the tests {' '.join(mutant.tests)}; correct them in {TABLE.name}"
                     )
-                noticed_by = TIME_LIMIT if code is None else trial.failed_test() if code else ""
+                noticed_by = TIME_LIMIT if code is None else trial.failed_test(code) if code else ""
                 planted.__exit__()
                 del running[tree]
                 yield mutant, Result(mutant.name, mutant.key, noticed_by, round(trial.cpu_seconds, 1))
@@ -339,8 +365,10 @@ def run_in_copies(
             print(f"{count:3}/{len(mutants)} {outcome:8} {result.seconds:5.1f} s  {mutant.name}", flush=True)
             if not result.noticed_by and not mutant.survives:
                 survived.append(mutant)
-        checked = list(results.values()) if checks_all else [results[each.key] for each in mutants]
-        tests = {each.noticed_by for each in checked} - {"", TIME_LIMIT}
+        checked = [*read_table(), *read_ledger_faults().values()] if checks_all else mutants
+        tests = {
+            test for each in checked if each.key in results for test in noticing(each, results[each.key])
+        }
         if broken := failing_without_fault(trees[0], sorted(tests)):
             raise SystemExit(
                 f"error: {broken} noticed a fault, but also fails without one. Mend it and plant its faults again."
@@ -348,10 +376,22 @@ def run_in_copies(
     return survived
 
 
-def store_score(mutants: Sequence[Mutant], results: dict[str, Result], path: Path = SCORE) -> None:
-    """Write the score: the date, and the test that noticed each fault."""
-    noticed = {each.name: results[each.key].noticed_by for each in mutants if each.key in results}
-    score = {"date": datetime.date.today().isoformat(), "noticed_by": noticed}
+def store_score(
+    mutants: Sequence[Mutant],
+    results: dict[str, Result],
+    path: Path = SCORE,
+    ledger: Mapping[str, Mutant] | None = None,
+) -> None:
+    """Write the score: the date, and the test that noticed each fault, of the table and of the ledger's reports."""
+    score = {
+        "date": datetime.date.today().isoformat(),
+        "noticed_by": {each.name: results[each.key].noticed_by for each in mutants if each.key in results},
+        "ledger": {
+            report: results[each.key].noticed_by
+            for report, each in (ledger or {}).items()
+            if each.key in results
+        },
+    }
     path.write_text(json.dumps(score, indent=1) + "\n", "utf-8")
 
 
@@ -360,6 +400,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--only", nargs="+", metavar="TEXT", default=[], help="faults whose name contains a text"
+    )
+    parser.add_argument(
+        "--ledger",
+        action="store_true",
+        help="the faults of the correctness ledger's reports, each with its case",
     )
     parser.add_argument("--sample", type=int, metavar="N", help="N faults chosen at random")
     parser.add_argument("--seed", type=int, default=0, help="seed of --sample")
@@ -373,7 +418,7 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # ends the tests and removes the copies
-    table = read_table()
+    table = list(read_ledger_faults().values()) if options.ledger else read_table()
     mutants = select(table, options.only, options.sample, options.seed)
     results = read_results()
     if options.survivors:
@@ -387,7 +432,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if mutants or options.store:
         survived = run_in_copies(mutants, results, options.jobs, options.limit, options.store)
     if options.store:
-        store_score(table, results)
+        store_score(read_table(), results, ledger=read_ledger_faults())
     ran = [each for each in table if each.key in results]
     noticed = sum(bool(results[each.key].noticed_by) for each in ran)
     print(f"{len(table)} faults, {len(ran)} with a result, {noticed} noticed, {len(ran) - noticed} survived")

@@ -41,7 +41,9 @@ class PublicReport:
         case: pytest node, from the root of the checkout. Without a parameter, every parameter of the function.
         bound: tolerance of the test.
         part: number of the finding, if a report lists several.
-        planted: the fault that was planted and that the case noticed; empty if none was.
+        planted: the fault that was planted and that the case noticed.
+        fault: what `make mutants` plants: a row of tests/mutants.toml, or `file`, `old` and `new`. Empty if the test
+            plants the fault itself.
     """
 
     repository: str
@@ -50,8 +52,9 @@ class PublicReport:
     area: str
     case: str
     bound: str
+    planted: str
+    fault: str | Mapping[str, str] = ""
     part: int | None = None
-    planted: str = ""
 
     @property
     def name(self) -> str:
@@ -203,7 +206,7 @@ def format_results(reports: Sequence[PublicReport], results: Mapping[str, CaseRe
 def page(ledger: Ledger, root: Path = ROOT) -> str:
     """Return docs/correctness.md."""
     reports = ledger.reports
-    planted = sum(bool(report.planted) for report in reports)
+    by_runner = sum(bool(report.fault) for report in reports)
     lines = [
         "# Correctness ledger",
         "",
@@ -215,9 +218,11 @@ def page(ledger: Ledger, root: Path = ROOT) -> str:
         ),
         "",
         *_wrapped(
-            f"{len(reports)} reports have a case. {len(ledger.uncovered)} have none and are listed with the reason. To "
-            f"check {planted} of the cases, the fault was planted, in the code or by the test itself, and was detected."
-            " Such a row names the fault after `planted:`."
+            f"{len(reports)} reports have a case. {len(ledger.uncovered)} have none and are listed with the reason. "
+            "Each case is shown to fail: a fault of its kind was planted, and the case noticed it. A row names the "
+            f"fault after `planted:`. {by_runner} of the faults are changes of one line, which "
+            "`python tests/mutation_trials.py --ledger` plants in a copy of the tree. The tests plant the other "
+            f"{len(reports) - by_runner} themselves."
         ),
         "",
         "## Run the cases",
@@ -278,7 +283,7 @@ def mutant_section(root: Path) -> list[str]:
         *_wrapped(
             f"`tests/mutants.toml` lists {len(rows)} one-line faults of the kinds that engineers make: a missing "
             "all-reduce, a wrong group, an index off by one, a dropped mask, a wrong sign, a stale cache. Each row "
-            "names the tests of the neighbourhood that have to notice it, all part of `make test`. `make mutants` "
+            "names the tests of the neighbourhood that have to notice it. `make mutants` "
             "plants the faults one by one in a copy of the tree and runs those tests. It continues an interrupted run; "
             "remove `build/mutants.jsonl` to begin again."
         ),
@@ -315,10 +320,9 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _row(report: PublicReport) -> list[str]:
-    planted = f" · planted: {report.planted}" if report.planted else ""
     return [
         f"- [{report.name}]({report.url}): {report.symptom}",
-        f"  `{report.case}` · {report.bound}{planted}",
+        f"  `{report.case}` · {report.bound} · planted: {report.planted}",
     ]
 
 

@@ -3,8 +3,18 @@
 import torch
 from parity_cases import run_config
 
+from megalith.config import RunConfig
 from megalith.parity.differences import compare
 from megalith.parity.job import run_job, start
+
+
+def square_of_sinks(config: RunConfig) -> float:
+    """The square of the gradient's norm if the gradients of the sinks are 1 and there are no others."""
+    run = start(config)
+    sinks = [parameter for name, parameter in run.model.parameters.named if "softmax_offset" in name]
+    for parameter in sinks:
+        parameter.grad = torch.ones_like(parameter)
+    return run.updates.gradient_squares(sinks).item()
 
 
 def test_experts_and_attention_sinks_under_tensor_parallelism_alone_equal_one_process(pool):
@@ -16,6 +26,9 @@ def test_experts_and_attention_sinks_under_tensor_parallelism_alone_equal_one_pr
     assert errors.within(), errors
     assert sum("sink" in name or "softmax_offset" in name for name in one.gradients) == 2
     assert all(gradient.any() for name, gradient in one.gradients.items() if "router" in name)
+    config = run_config("gpt-oss documents", "tp2", "", **small)
+    heads = config.model.num_layers * config.model.num_attention_heads
+    assert pool.run(square_of_sinks, config, size=2) == [heads, heads]
 
 
 def test_each_step_counts_its_own_tokens_and_moves_expert_biases_once():

@@ -210,3 +210,12 @@ def test_the_estimates_are_those_of_known_noise():
             norm + estimate["gradient_noise/squared_norm"] / 4000,
         )
     assert trace == pytest.approx(50 * 0.7**2, rel=0.05) and norm == pytest.approx(50 * 0.2**2, rel=0.05)
+
+
+def test_norms_per_layer_are_without_the_loss_scale(tmp_path):
+    tree = with_layout("replicated", untied=False)
+    settings = {"train": {"precision": "fp16"}, "optim": {"loss_scale": 64.0}}
+    tree |= {name: tree.get(name, {}) | changes for name, changes in settings.items()}
+    _, second, _ = layer_norms(tree, str(tmp_path))
+    squares = (value**2 for name, value in second.items() if name.startswith("gradient_norm/"))
+    assert sum(squares) ** 0.5 == pytest.approx(second["grad_norm"], rel=1e-5)
