@@ -156,6 +156,21 @@ class StandIn:
                 rows = torch.cat([rows, new], 1)
         return found
 
+    most = None  # entries that it returns per token at most
+
+    @torch.no_grad()
+    def scored(self, ids, k):
+        """Each token's log-probability and those of the k most likely ones in its place; None for the first token."""
+        with self._lock:
+            logprobs = self.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        k = k if self.most is None else min(k, self.most)
+        found = [None]
+        for position, token in enumerate(ids[1:]):
+            top = logprobs[position].topk(k)
+            pairs = list(zip(top.indices.tolist(), top.values.tolist()))
+            found.append((logprobs[position, token].item(), pairs))
+        return found
+
     def load(self, tensors):
         """By the names of the checkpoint, as the engine's load_weights does."""
         own = self.model.state_dict()
@@ -274,6 +289,8 @@ class VllmStandIn(StandIn):
         self.load(load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors").items())
 
     def complete(self, body, query):
+        if "prompt_logprobs" in body:
+            return self.prompt_logprobs(body)
         self.bodies.append(body)
         self.need(body["model"] == "policy" and isinstance(body["prompt"][0], int), "model and prompt")
         found = self.sample(
@@ -286,6 +303,14 @@ class VllmStandIn(StandIn):
             choice = {"index": index, "text": "", "finish_reason": why, "logprobs": said}
             choices.append(choice | ({"token_ids": ids} if body.get("return_token_ids") else {}))
         return {"choices": choices[::-1]}  # in the order in which they ended
+
+    def prompt_logprobs(self, body):
+        """A token that is not among the most likely ones is returned with them."""
+        positions = [None]
+        for token, found in zip(body["prompt"][1:], self.scored(body["prompt"], body["prompt_logprobs"])[1:]):
+            values = {token: found[0]} | dict(found[1])
+            positions.append({str(name): {"logprob": value, "rank": 1} for name, value in values.items()})
+        return {"choices": [{"index": 0, "text": "", "prompt_logprobs": positions}]}
 
 
 class SglangStandIn(StandIn):
@@ -348,6 +373,8 @@ class SglangStandIn(StandIn):
     def generate(self, body, query):
         self.bodies.append(body)
         self.need(body["return_logprob"] is True, "no log-probabilities are asked for")
+        if "logprob_start_len" in body:
+            return self.input_logprobs(body)
         how = body["sampling_params"]
         stop = how["stop_token_ids"]
         found = self.sample(
@@ -362,6 +389,13 @@ class SglangStandIn(StandIn):
                 {"output_ids": ids, "meta_info": meta | {"weight_version": self.version or "default"}}
             )
         return answers if len(answers) > 1 else answers[0]
+
+    def input_logprobs(self, body):
+        ids = body["input_ids"]
+        found = self.scored(ids, body["top_logprobs_num"])[1:]
+        tokens = [[None, ids[0], None], *([one[0], token, None] for one, token in zip(found, ids[1:]))]
+        top = [None, *([[value, token, None] for token, value in one[1]] for one in found)]
+        return {"text": "", "meta_info": {"input_token_logprobs": tokens, "input_top_logprobs": top}}
 
 
 KINDS = ("vllm 0.24", "vllm 0.29", "sglang")

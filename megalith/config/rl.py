@@ -1,4 +1,4 @@
-"""Settings of post-training: SFT, DPO, distillation and GRPO.
+"""Settings of post-training: SFT, DPO and GRPO.
 
 Names and defaults are TRL's where TRL has the setting.
 """
@@ -141,53 +141,6 @@ class DpoConfig(ChatConfig):
     def uses_mean_rewards(self) -> bool:
         """True if rewards are β times the mean log-probability over an answer's tokens, as in SimPO and ORPO."""
         return not self.needs_reference and not self.losses.keys().isdisjoint({"simpo", "orpo"})
-
-
-class DistillConfig(Section):
-    """Distillation from a larger model (`megalith distill`; docs/distillation.md)."""
-
-    decides: ClassVar[Decides] = Decides.UPDATES
-    requires: ClassVar[RequiresSetting] = RequiresSetting("teacher_or_logits")
-
-    teacher: str | None = None
-    """A run, a Hugging Face folder or a Megatron-LM checkpoint with the same vocabulary. It is frozen."""
-
-    logits_dir: str | None = None
-    """Folder of the teacher's stored predictions. `megalith teacher-logits` writes it; `distill` then reads
-    it and loads no teacher."""
-
-    logits_top_k: Annotated[PositiveInt, RequiresSetting("logits_dir")] = 64
-    """Most likely vocabulary entries stored per token; all others count as one."""
-
-    kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """α in the loss of a token: (1 − α) · cross-entropy + α · T² · divergence."""
-
-    temperature: Annotated[float, Field(ge=0.05, le=100)] = 1.0
-    """T: both models' logits are divided by it. Above 100, T² amplifies fp32 rounding beyond the divergence."""
-
-    divergence: Literal[
-        "forward_kl", "reverse_kl", "generalized_jsd", "skewed_forward_kl", "skewed_reverse_kl"
-    ] = "forward_kl"
-    """forward_kl averages over the teacher's distribution, reverse_kl over the student's. generalized_jsd
-    compares both with their mixture by beta (GKD), the skewed ones one with a mixture by skew (DistiLLM)."""
-
-    beta: Annotated[float, Field(gt=0, lt=1), RequiresSetting("divergence", "generalized_jsd")] = 0.5
-    """Share of the teacher in generalized_jsd: towards 0 forward_kl, towards 1 reverse_kl."""
-
-    skew: Annotated[
-        float, Field(gt=0, lt=1), RequiresSetting("divergence", "skewed_forward_kl", "skewed_reverse_kl")
-    ] = 0.1
-    """Share that the averaging distribution itself has in the mixture of the skewed divergences."""
-
-    @property
-    def mixture(self) -> float:
-        """Share in the mixture that the divergence compares with."""
-        return self.beta if self.divergence == "generalized_jsd" else self.skew
-
-    @property
-    def teacher_or_logits(self) -> str | None:
-        """Source of the teacher's predictions: distill.logits_dir if set, otherwise distill.teacher."""
-        return self.logits_dir or self.teacher
 
 
 MISMATCH_BOUNDS: dict[str, tuple[float | None, float]] = {

@@ -1,8 +1,8 @@
-"""Settings of GRPO's and PPO's other models: reward models and the critic."""
+"""Settings of GRPO's and PPO's other models: reward models, a teacher and the critic."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -12,13 +12,27 @@ GAE = RequiresSetting("advantage_estimator", "gae", strict=True)
 
 
 class OtherModels(Section):
-    """Reward models that score completions, and the critic that estimates advantages. Part of section `rl`."""
+    """Reward models that score completions, a teacher, and the critic that estimates advantages. Part of section
+    `rl`."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
 
     reward_models: Annotated[str | list[str] | None, RequiresSetting("prompts", strict=True)] = None
     """Reward models: runs of `megalith reward`, or Hugging Face folders of a …ForSequenceClassification with one
     label. They have the policy's layout and may have another tokenizer. In reward_weights they follow reward_funcs."""
+
+    teacher: str | None = None
+    """Model that the policy learns from: teacher_coef × (log π_teacher − log π) of each token is added to its
+    advantage. A run, a Hugging Face folder, the address of a server (teacher_engine), or without_adapters."""
+
+    teacher_coef: Annotated[PositiveFloat, RequiresSetting("teacher")] = 1.0
+    """Weight of the teacher in the advantages."""
+
+    teacher_engine: Annotated[Literal["vllm", "sglang"], RequiresSetting("teacher"), Decides.NOTHING] = "vllm"
+    """Program that serves a teacher whose name is an address, such as http://host:8000."""
+
+    teacher_timeout: Annotated[PositiveFloat, RequiresSetting("teacher"), Decides.NOTHING] = 600.0
+    """Time limit of a served teacher for the log-probabilities of a rollout batch, in seconds."""
 
     critic: Annotated[str | None, GAE] = None
     """Initial weights of the critic: a run or Hugging Face folder of a language model or reward model. Default: the

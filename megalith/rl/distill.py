@@ -1,11 +1,11 @@
-"""Distillation (`megalith distill`): training on the predictions of a larger model.
+"""Distillation (`megalith distill`): training on the predictions of a larger model, or of several.
 
-The teacher is a second model in the run's layout and precision, frozen. The micro-batches of a step go through it
-first, without its output matrix. The student's pass then computes the logits of both models chunk by chunk
-(ops/distillation_loss.py), so that neither's full logits exist. Data are those of `megalith train` or `megalith sft`.
+Data are those of `megalith train` or `megalith sft`. In a fraction of the samples the student's own answers replace
+those of the data (on_policy.py). Before a step, the teacher predicts its micro-batches (teachers/); the student's pass
+then computes the divergence chunk by chunk (ops/distillation_loss.py).
 
-Alternatively, `megalith teacher-logits` stores the teacher's predictions for every sample (data/stored_logits.py).
-The student then reads them in any layout, without a second model.
+`megalith teacher-logits` stores the predictions of a teacher for every sample (data/stored_logits.py). The student then
+reads them in any layout, without a second model.
 """
 
 from __future__ import annotations
@@ -19,31 +19,34 @@ from torch import Tensor
 
 from megalith.comm.collectives import all_gather_replicated, gather_json
 from megalith.config import RunConfig, require_run_config
-from megalith.config.rl import DistillConfig
+from megalith.config.distillation import WITHOUT_ADAPTERS, is_served
 from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.loader import Loader
-from megalith.data.stored_logits import LogitsRecord, StoredLogits, digests_of
+from megalith.data.stored_logits import StoredLogits
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.launch.launcher import end_distributed, init_distributed, this_process
-from megalith.models.loss import FusedHeadLoss, Loss
+from megalith.models.loss import FusedHeadLoss
 from megalith.ops.distillation_loss import (
     TeacherOutput,
     TeacherTargets,
     TopLogProbs,
     linear_distillation,
-    linear_top_logprobs,
 )
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.model_spec import LOSSES
-from megalith.parallel.parallel_model import ParallelModel
-from megalith.planner.counts import count_parameters
 from megalith.planner.layout import with_auto
-from megalith.rl.frozen_model import frozen_config, load_frozen
+from megalith.report.report import TokenCounts
+from megalith.rl.on_policy import StudentSamples
 from megalith.rl.reference import StepData
 from megalith.rl.summed_loss import SummedLoss
+from megalith.rl.teachers.model_teacher import AdapterFreeTeacher, ModelTeacher
+from megalith.rl.teachers.served_teacher import ServedTeacher
+from megalith.rl.teachers.several_teachers import SeveralTeachers
+from megalith.rl.teachers.stored_teacher import StoredTeacher, logits_record
+from megalith.rl.teachers.teacher import Teacher
 from megalith.training.build import prepare
 from megalith.training.process import detect_machine, prepare_process
 from megalith.training.run_datasets import Data
@@ -105,11 +108,13 @@ def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, dev
     """Store predictions like `store_logits`, in a process group that is already initialized."""
     sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
     steps = sizes.iterations(config.train)
-    data, teacher = Data(config, sizes, steps, tokenizer, mesh.dp), Teacher(config, mesh, device)
+    data, teacher = Data(config, sizes, steps, tokenizer, mesh.dp), ModelTeacher(config, mesh, device)
     is_first = mesh.tp.rank == mesh.cp.rank == mesh.dp.rank == 0
     writes = is_first and mesh.pp.rank == mesh.pp.size - 1
     local = (
-        StoredLogits.create(config.distill.logits_dir, _record(config)).samples if mesh.world.rank == 0 else 0
+        StoredLogits.create(config.distill.logits_dir, logits_record(config)).samples
+        if mesh.world.rank == 0
+        else 0
     )
     existing, total = gather_json(local, mesh.world)[0], sizes.samples_for_iterations(steps)
     step = next((step for step in range(steps + 1) if sizes.samples_for_iterations(step) >= existing), steps)
@@ -126,7 +131,7 @@ def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, dev
         for number in range(step, steps):
             micro_batches = [next(batches) for _ in range(data.micro_batches(consumed))]
             consumed = sizes.samples_for_iterations(number + 1)
-            predictions = teacher.predictions(micro_batches)
+            predictions = teacher.stored_predictions(micro_batches)
             gathered = [
                 torch.cat([all_gather_replicated(x, mesh.dp) for x in each]) for each in zip(*predictions)
             ]
@@ -134,18 +139,6 @@ def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, dev
                 folder.append(*gathered)
                 if (number + 1) % config.log.log_interval == 0 or number + 1 == steps:
                     print(f"predictions of {consumed:,} of {total:,} samples in {folder.folder}", flush=True)
-
-
-def _record(config: RunConfig) -> LogitsRecord:
-    """Return the description of this run's folder of predictions."""
-    distill = config.distill
-    return LogitsRecord(
-        teacher=distill.teacher,
-        vocab_size=config.model.vocab_size,
-        seq_length=config.data.seq_length,
-        top_k=min(distill.logits_top_k, config.model.vocab_size),
-        temperature=distill.temperature,
-    )
 
 
 @dataclass
@@ -165,178 +158,31 @@ class DistillationTask(Task):
     console_metrics = ("divergence",)
 
     def build_data(self, run: Run) -> DistillationData:
-        stored = run.config.distill.logits_dir is not None
-        teacher = StoredTeacher(run) if stored else Teacher(run.config, run.mesh, run.device)
+        teacher = open_teacher(run)
         self.loss = DistillationLoss(run.config, teacher)
         return DistillationData(run, teacher)
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
-        sums = self.loss.reduce_sums(run.mesh, run.device)
-        return lambda: self.loss.means(sums)
+        sums, sampling = self.loss.reduce_sums(run.mesh, run.device), run.data.sampling_metrics()
+        return lambda: {**self.loss.means(sums), **sampling}
 
 
-class Teacher:
-    """The teacher as a model in memory."""
-
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device):
-        self.run, self._distill = teacher_config(config), config.distill
-        self._mesh, self._device = mesh, device
-        self._model: ParallelModel | None = None  # loaded at the first use
-        self._recorder = _HiddenRecorder()
-
-    @property
-    def note(self) -> str:
-        count = count_parameters(self.run.model).total
-        return f"the memory estimate excludes the teacher ({count:,} parameters, fp32)"
-
-    def targets(self, batches: Sequence[Batch]) -> list[tuple]:
-        """Return the teacher's hidden states of each micro-batch; None except on the last pipeline stage."""
-        self._model = self._model or self._load()
-        self._model.evaluate(batches, self._recorder)
-        return [(end,) for end in self._recorder.take() or [None] * len(batches)]
-
-    def predictions(self, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return the top-k entries, their log-probabilities and digests of the samples per micro-batch, as they are
-        stored.
-
-        Empty except on the last pipeline stage.
-        """
-        self._model, recorder = self._model or self._load(), _TopKRecorder(self._distill)
-        self._model.evaluate(batches, recorder)
-        return [
-            (*each, digests_of(batch).to(self._device)) for each, batch in zip(recorder.predictions, batches)
-        ]
-
-    @property
-    def output(self) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's shard of the output matrix and its bias after the first pass; on the last stage."""
-        return self._recorder.output
-
-    @property
-    def softcap(self) -> float | None:
-        return self.run.model.final_logit_softcapping
-
-    def _load(self) -> ParallelModel:
-        return load_frozen(self.run, self._mesh, self._device)
+def open_teacher(run: Run) -> Teacher:
+    """Return the run's teacher, or its teachers. Raise ConfigError if one is unusable."""
+    distill = run.config.distill
+    if distill.logits_dir is not None:
+        return StoredTeacher(run)
+    teachers = [_open_one(run, name) for name in distill.teachers]
+    return SeveralTeachers(run, teachers) if distill.teacher_data else teachers[0]
 
 
-class StoredTeacher:
-    """The teacher as stored predictions."""
-
-    def __init__(self, run: Run):
-        config, self._stored = run.config, StoredLogits(run.config.distill.logits_dir)
-        self._reads = run.mesh.pp.rank == run.mesh.pp.size - 1
-        stored, record = self._stored.record, _record(config)
-        for name, setting in (
-            ("vocab_size", "the model's vocabulary"),
-            ("seq_length", "data.seq_length"),
-            ("temperature", "distill.temperature"),
-        ):
-            theirs, ours = getattr(stored, name), getattr(record, name)
-            if theirs != ours:
-                raise ConfigError(
-                    f"distill.logits_dir {config.distill.logits_dir} was written with {name} {theirs}, but {setting} "
-                    f"is {ours}; use the value of the predictions, or store others"
-                )
-        self.note = (
-            f"predictions of {stored.teacher} for {self._stored.samples:,} samples: top {stored.top_k:,} entries per "
-            "token, and the sum of the others"
-        )
-
-    def targets(self, batches: Sequence[Batch]) -> list[tuple]:
-        """Return (None, top-k indices, log-probabilities) of each micro-batch; () except on the last stage."""
-        return [(None, *self._stored.read(batch)) if self._reads else () for batch in batches]
-
-
-def teacher_config(config: RunConfig) -> RunConfig:
-    """Return the run configuration of the teacher, in the student's layout. Raise ConfigError if it is incompatible."""
-    path = config.distill.teacher
-    teacher = frozen_config(config, path, "distill.teacher")
-    model, student = teacher.model, config.model
-    if model.model_type != "gpt":
-        raise ConfigError(
-            f"distill.teacher {path} has model_type {model.model_type}, which does not predict next tokens as the "
-            "student does; use a decoder-only teacher"
-        )
-    if (model.vocab_size, model.padded_vocab_size) != (student.vocab_size, student.padded_vocab_size):
-        raise ConfigError(
-            f"distill.teacher {path} has a vocabulary of {model.vocab_size} and the student one of "
-            f"{student.vocab_size}, but their predictions are compared entry by entry; use a teacher with the same "
-            "tokenizer"
-        )
-    max_positions = model.max_position_embeddings
-    if model.learns_positions and max_positions < config.data.seq_length:
-        raise ConfigError(
-            f"distill.teacher {path} has {max_positions} learned positions, but data.seq_length is "
-            f"{config.data.seq_length}; reduce data.seq_length to the teacher's"
-        )
-    return teacher
-
-
-class _HiddenRecorder(Loss):
-    """A Loss that only records: the final hidden states of each pass, in order, and one copy of the output layer."""
-
-    def __init__(self) -> None:
-        self.output: tuple[Tensor, Tensor | None] | None = None
-        self._hidden: list[Tensor] = []
-
-    def take(self) -> list[Tensor]:
-        hidden, self._hidden = self._hidden, []
-        return hidden
-
-    def weights(self, batch: Batch) -> Tensor:
-        return batch.loss_mask
-
-    def tokens(self, batch: Batch) -> dict[str, Tensor]:
-        return {}
-
-    def fused_head_loss(self, batch: Batch) -> FusedHeadLoss:
-        return self._record
-
-    def _record(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, *_args, bias: Tensor | None = None, **_shard
-    ) -> tuple[Tensor, None, Tensor]:
-        self._hidden.append(hidden)
-        if self.output is None:  # copied because a sharded matrix is freed after the pass
-            self.output = tuple(
-                x if x is None else x.detach().to(hidden.dtype, copy=True) for x in (weight, bias)
-            )
-        zeros = torch.zeros(labels.shape, device=labels.device)
-        return zeros, None, zeros.sum()
-
-
-class _TopKRecorder(Loss):
-    """Records the top-k entries after each token of full micro-batches and their log-probabilities, in order."""
-
-    def __init__(self, distill: DistillConfig) -> None:
-        self._distill, self.predictions = distill, []
-
-    def weights(self, batch: Batch) -> Tensor:
-        return batch.loss_mask
-
-    def tokens(self, batch: Batch) -> dict[str, Tensor]:
-        return {}
-
-    def fused_head_loss(self, batch: Batch) -> FusedHeadLoss:
-        return self._top_k
-
-    def observe(self, logprobs: Tensor, indices: Tensor, batch: Batch) -> None:
-        self.predictions.append((indices, logprobs))
-
-    def _top_k(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        tokens: Mapping[str, Tensor],
-        vocab_size: int,
-        softcap: float | None,
-        scale: Tensor | None,
-        **shard,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        k, temperature = min(self._distill.logits_top_k, vocab_size), self._distill.temperature
-        top_k = linear_top_logprobs(hidden, weight, k, vocab_size, softcap, temperature, **shard)
-        return *top_k, torch.zeros((), device=hidden.device)
+def _open_one(run: Run, name: str) -> Teacher:
+    distill = run.config.distill
+    if name == WITHOUT_ADAPTERS:
+        return AdapterFreeTeacher(run)
+    if is_served(name):
+        return ServedTeacher(run, name, distill.teacher_engine, distill.teacher_timeout, "distill.teacher")
+    return ModelTeacher(run.config, run.mesh, run.device, name)
 
 
 class DistillationLoss(SummedLoss):
@@ -344,7 +190,7 @@ class DistillationLoss(SummedLoss):
 
     METRICS = ("tokens", "lm_loss", "divergence")
 
-    def __init__(self, config: RunConfig, teacher: Teacher | StoredTeacher):
+    def __init__(self, config: RunConfig, teacher: Teacher):
         self.distill, self._teacher = config.distill, teacher
         self._cross_entropy = LOSSES["gpt", config.train.calculate_per_token_loss]()
 
@@ -391,9 +237,10 @@ class DistillationLoss(SummedLoss):
 class DistillationData(StepData):
     """A run's data, in micro-batches with the teacher's outputs."""
 
-    def __init__(self, run: Run, teacher: Teacher | StoredTeacher):
+    def __init__(self, run: Run, teacher: Teacher):
         super().__init__(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
         self._teacher = teacher
+        self._samples = StudentSamples(run) if run.config.distill.on_policy_fraction else None
         self.notes.append(teacher.note)
 
     def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
@@ -401,13 +248,24 @@ class DistillationData(StepData):
         return Data.evaluation_loader(self, dataset, device)
 
     def augment(self, batches: Sequence[Batch]) -> list[DistillationBatch]:
-        outputs = self._teacher.targets(batches)
-        names = [
-            item.name for item in fields(DistillationBatch) if item.name not in Batch.__dataclass_fields__
-        ]
+        if self._samples is not None:
+            batches = self._samples.replace(batches)
         return [
             DistillationBatch(
-                **{item.name: batch[item.name] for item in fields(Batch)}, **dict(zip(names, predictions))
+                **{item.name: batch[item.name] for item in fields(Batch)},
+                teacher_hidden=prediction.teacher_hidden,
+                indices=prediction.indices,
+                logprobs=prediction.logprobs,
             )
-            for batch, predictions in zip(batches, outputs, strict=True)
+            for batch, prediction in zip(batches, self._teacher.predict(batches), strict=True)
         ]
+
+    def work(self, consumed_samples: int, batch_size: int) -> TokenCounts | None:
+        """Return the work of the current step: with the student's answers, if it samples."""
+        if self._samples is not None and self._samples.work is not None:
+            return self._samples.work
+        return super().work(consumed_samples, batch_size)
+
+    def sampling_metrics(self) -> dict[str, float]:
+        """Return the metrics of the student's answers in the current step; none without any."""
+        return {} if self._samples is None else dict(self._samples.metrics)

@@ -7,7 +7,7 @@ policy, whose weights are loaded at the first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -37,7 +37,12 @@ def reference_logprobs(run: Run, temperature: float = 1.0, vocab_size: int | Non
         vocab_size: number of vocabulary entries in the softmax; None: all.
     """
     if run.config.lora.rank is not None:
-        return lambda batches: _without_adapters(run.model, batches, temperature, vocab_size)
+
+        def own_logprobs(batches: Sequence[Batch]) -> list[Tensor]:
+            with without_adapters(run.model) as model:
+                return model.all_logprobs(batches, temperature, vocab_size)
+
+        return own_logprobs
     models: list[ParallelModel] = []
 
     def logprobs(batches: Sequence[Batch]) -> list[Tensor]:
@@ -60,15 +65,15 @@ def _load_initial_model(run: Run) -> ParallelModel:
     return model
 
 
-def _without_adapters(
-    model: ParallelModel, batches: Sequence[Batch], temperature: float, vocab_size: int | None
-) -> list[Tensor]:
+@contextmanager
+def without_adapters(model: ParallelModel) -> Iterator[ParallelModel]:
+    """Switch a model's adapters off within the context."""
     lora_adapters = [adapter for chunk in model.chunks for _, adapter in adapters(chunk)]
     scalings = [adapter.scaling for adapter in lora_adapters]
     for adapter in lora_adapters:
         plug(adapter, "scaling", 0.0)
     try:
-        return model.all_logprobs(batches, temperature, vocab_size)
+        yield model
     finally:
         for adapter, scaling in zip(lora_adapters, scalings):
             plug(adapter, "scaling", scaling)

@@ -150,6 +150,10 @@ READ_WITH = {
         ("distill.skew=0.3", "distill.divergence=skewed_reverse_kl"),
     "distill.logits_dir":
         ("distill.logits_top_k=8", "distill.logits_dir=logits"),
+    "distill.on_policy_fraction above 0":
+        ("distill.sampling_temperature=0.5", "distill.on_policy_fraction=0.5"),
+    "rl.teacher":
+        ("rl.teacher_coef=0.5", "rl.teacher=runs/large"),
     "kto.enabled true":
         ("kto.beta=0.2", "kto.enabled=true"),
     "reward.enabled true":
@@ -256,7 +260,7 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["dpo.enabled=true", "dpo.loss_type=ipo"]
     if need.startswith("reward.loss_type"):
         off = ["reward.enabled=true", f"reward.loss_type={'mse' if 'bradley' in need else 'bradley_terry'}"]
-    if need == "distill.logits_dir" or need.startswith("distill.divergence"):
+    if need == "distill.logits_dir" or need.startswith(("distill.divergence", "distill.on_policy")):
         off = ["distill.teacher=runs/large"]
     if need.startswith("rl.") and need != "rl.prompts_or_rollouts":
         off = ["rl.rollouts=a", "rl.vllm_importance_sampling_correction=false"]

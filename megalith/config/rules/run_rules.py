@@ -16,6 +16,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
 from megalith.config.rl import DpoConfig, RlConfig
 from megalith.config.rules.data_rules import check_data
+from megalith.config.rules.distill_rules import check_distillation
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
@@ -39,7 +40,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_fine_tuning(config)
     check_score_head(config)
     _check_encoder(config)
-    _check_distillation(config)
+    check_distillation(config)
     BatchSizeSchedule.from_config(
         config.train, data_parallel_size=data_parallel_size(config.parallel, world_size)
     )
@@ -227,17 +228,6 @@ def _check_encoder(config: RunConfig) -> None:
         raise ConfigError(
             f"data.mask_prob {data.mask_prob} of data.seq_length {data.seq_length} without its {SPECIAL_COUNT} special "
             "tokens is less than one token, so that none would ever be masked; raise one of the two"
-        )
-
-
-def _check_distillation(config: RunConfig) -> None:
-    if config.distill.teacher_or_logits is None:
-        return
-    chat = None if config.sft.enabled else config.chat
-    other = f"{chat.name}.enabled" if chat else "rl.prompts or rl.rollouts"
-    if chat or config.rl.prompts_or_rollouts:
-        raise ConfigError(
-            f"distill.teacher and {other} are both set, and a run learns by one; leave out the other"
         )
 
 

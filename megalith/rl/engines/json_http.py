@@ -22,7 +22,7 @@ MAX_BYTES = 64 << 20  # of a response without completions
 TOKEN_BYTES = 1 << 10  # per completion token: id, text and log-probability
 POLL_SECONDS = 0.2  # between requests to a server that is starting
 SHOWN = 300  # characters of a server's error message
-NO_ENGINE = ", which no engine does; rl.engine_url may be the address of another program"
+NO_ENGINE = ", which no engine does; {} may be the address of another program"
 NOT_UP = (
     502,
     503,
@@ -47,11 +47,11 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class JsonServer:
-    """An HTTP server at `url`. `name` is the program's, for errors."""
+    """An HTTP server at `url`. `name` is the program's and `setting` has its address, for errors."""
 
-    def __init__(self, url: str, name: str):
+    def __init__(self, url: str, name: str, setting: str = "rl.engine_url"):
         parts = urlsplit(url)
-        self.url, self.host, self.name = url.rstrip("/"), parts.hostname, name
+        self.url, self.host, self.name, self.setting = url.rstrip("/"), parts.hostname, name, setting
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
 
@@ -93,7 +93,7 @@ class JsonServer:
             return json.loads(content)
         except RecursionError:
             raise TrainingError(
-                f"{self} answers {request} with JSON nested too deeply to read{NO_ENGINE}"
+                f"{self} answers {request} with JSON nested too deeply to read{NO_ENGINE.format(self.setting)}"
             ) from None
         except ValueError:
             return content.decode("utf-8", errors="replace")
@@ -117,7 +117,7 @@ class JsonServer:
                 raise self._late(request, deadline) from None
             raise ServerLost(
                 f"{self} cannot be reached for {request} ({error.reason}): it is not running, or not yet; start it, or "
-                "correct rl.engine_url"
+                f"correct {self.setting}"
             ) from None
         except (OSError, HTTPException) as error:
             raise ServerLost(
@@ -133,7 +133,9 @@ class JsonServer:
             if deadline.is_over:
                 raise self._late(request, deadline)
             if size > max_bytes:
-                raise TrainingError(f"{self} answers {request} with more than {max_bytes:,} bytes{NO_ENGINE}")
+                raise TrainingError(
+                    f"{self} answers {request} with more than {max_bytes:,} bytes{NO_ENGINE.format(self.setting)}"
+                )
         if answer.length:  # bytes missing, by its Content-Length
             raise IncompleteRead(b"".join(pieces), answer.length)
         return b"".join(pieces)
@@ -148,7 +150,7 @@ class JsonServer:
         if 300 <= error.code < 400:
             target = f"{error.headers.get('Location')}"[:SHOWN]
             return TrainingError(
-                f"{self} redirects {request} to {target}, but redirects are not followed; set rl.engine_url to the "
+                f"{self} redirects {request} to {target}, but redirects are not followed; set {self.setting} to the "
                 "engine's own address"
             )
         try:

@@ -1,0 +1,100 @@
+"""Settings of distillation (`megalith distill`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from megalith.config.base import Decides, RequiresSetting, Section
+
+WITHOUT_ADAPTERS = "without_adapters"
+"""Value of distill.teacher and rl.teacher: the run's own model without its LoRA adapters."""
+
+
+class DistillConfig(Section):
+    """Distillation from a larger model (`megalith distill`; docs/distillation.md)."""
+
+    decides: ClassVar[Decides] = Decides.UPDATES
+    requires: ClassVar[RequiresSetting] = RequiresSetting("teacher_or_logits")
+
+    teacher: str | list[str] | None = None
+    """A run, a Hugging Face folder or a Megatron-LM checkpoint with the same vocabulary, which is frozen; the address
+    of a server (teacher_engine); or without_adapters, the run's own model without its LoRA adapters. Several teach
+    different data (teacher_data)."""
+
+    teacher_data: list[str] | None = None
+    """For each of several teachers, the data that it teaches: a file of data's paths, or its name."""
+
+    teacher_engine: Annotated[Literal["vllm", "sglang"], Decides.NOTHING] = "vllm"
+    """Program that serves a teacher whose name is an address, such as http://host:8000."""
+
+    teacher_timeout: Annotated[PositiveFloat, Decides.NOTHING] = 600.0
+    """Time limit of a served teacher for the predictions of a step, in seconds."""
+
+    top_k: PositiveInt | None = None
+    """Compare the teacher's most likely vocabulary entries, and all others as one. A served teacher and several
+    teachers require it. Default: all entries."""
+
+    logits_dir: str | None = None
+    """Folder of the teacher's stored predictions. `megalith teacher-logits` writes it; `distill` then reads
+    it and loads no teacher."""
+
+    logits_top_k: Annotated[PositiveInt, RequiresSetting("logits_dir")] = 64
+    """Most likely vocabulary entries stored per token; all others count as one."""
+
+    kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """α in the loss of a token: (1 − α) · cross-entropy + α · T² · divergence."""
+
+    temperature: Annotated[float, Field(ge=0.05, le=100)] = 1.0
+    """T: both models' logits are divided by it. Above 100, T² amplifies fp32 rounding beyond the divergence."""
+
+    divergence: Literal[
+        "forward_kl", "reverse_kl", "generalized_jsd", "skewed_forward_kl", "skewed_reverse_kl"
+    ] = "forward_kl"
+    """forward_kl averages over the teacher's distribution, reverse_kl over the student's. generalized_jsd
+    compares both with their mixture by beta (GKD), the skewed ones one with a mixture by skew (DistiLLM)."""
+
+    beta: Annotated[float, Field(gt=0, lt=1), RequiresSetting("divergence", "generalized_jsd")] = 0.5
+    """Share of the teacher in generalized_jsd: towards 0 forward_kl, towards 1 reverse_kl."""
+
+    skew: Annotated[
+        float, Field(gt=0, lt=1), RequiresSetting("divergence", "skewed_forward_kl", "skewed_reverse_kl")
+    ] = 0.1
+    """Share that the averaging distribution itself has in the mixture of the skewed divergences."""
+
+    on_policy_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of the samples whose last answer is replaced by one that the student samples (GKD's λ)."""
+
+    max_completion_length: Annotated[PositiveInt, RequiresSetting("on_policy_fraction", greater_than=0)] = 128
+    """Maximum number of tokens that the student samples per answer."""
+
+    sampling_temperature: Annotated[PositiveFloat, RequiresSetting("on_policy_fraction", greater_than=0)] = (
+        1.0
+    )
+    """Temperature at which the student samples."""
+
+    generation_rows: Annotated[
+        PositiveInt, RequiresSetting("on_policy_fraction", greater_than=0), Decides.NOTHING
+    ] = 256
+    """Maximum number of answers that a rank samples at a time: the rows of its KV cache."""
+
+    @property
+    def mixture(self) -> float:
+        """Share in the mixture that the divergence compares with."""
+        return self.beta if self.divergence == "generalized_jsd" else self.skew
+
+    @property
+    def teachers(self) -> list[str]:
+        """The teachers."""
+        return [self.teacher] if isinstance(self.teacher, str) else list(self.teacher or ())
+
+    @property
+    def teacher_or_logits(self) -> str | list[str] | None:
+        """Source of the teacher's predictions: distill.logits_dir if set, otherwise distill.teacher."""
+        return self.logits_dir or self.teacher
+
+
+def is_served(teacher: str) -> bool:
+    """Return True if a teacher's name is the address of a server."""
+    return teacher.startswith(("http://", "https://"))

@@ -1,0 +1,107 @@
+"""Rules on distillation, and on a teacher in GRPO."""
+
+from __future__ import annotations
+
+from megalith.config.distillation import WITHOUT_ADAPTERS, DistillConfig, is_served
+from megalith.config.run import RunConfig
+from megalith.errors import ConfigError
+
+
+def check_distillation(config: RunConfig) -> None:
+    """Raise ConfigError for settings of teachers that contradict each other or the rest of the run."""
+    if config.rl.teacher is not None:
+        _check_adapters(config, "rl.teacher")
+        if is_served(config.rl.teacher) and config.rl.temperature != 1:
+            raise ConfigError(
+                f"rl.temperature is {config.rl.temperature:g}, but the server {config.rl.teacher} returns "
+                "log-probabilities at temperature 1; set it to 1, or name the teacher's folder"
+            )
+    distill = config.distill
+    if distill.teacher_or_logits is None:
+        return
+    chat = None if config.sft.enabled else config.chat
+    other = f"{chat.name}.enabled" if chat else "rl.prompts or rl.rollouts"
+    if chat or config.rl.prompts_or_rollouts:
+        raise ConfigError(
+            f"distill.teacher and {other} are both set, and a run learns by one; leave out the other"
+        )
+    _check_teachers(config)
+    if distill.on_policy_fraction:
+        _check_on_policy(config)
+
+
+def _check_teachers(config: RunConfig) -> None:
+    distill, teachers = config.distill, config.distill.teachers
+    if isinstance(distill.teacher, list) and not teachers:
+        raise ConfigError("distill.teacher is an empty list; name a teacher, or leave it out")
+    if WITHOUT_ADAPTERS in teachers:
+        _check_adapters(config, "distill.teacher")
+    if len(teachers) != len(distill.teacher_data or teachers[:1]) and (teachers or distill.teacher_data):
+        raise ConfigError(
+            f"distill.teacher names {len(teachers)} teachers and distill.teacher_data "
+            f"{len(distill.teacher_data or ())} files; give one file for each teacher, or name a single teacher alone"
+        )
+    if distill.logits_dir is not None:
+        _check_stored(distill)
+        return
+    reason = "several teachers" if len(teachers) > 1 else "a served teacher"
+    if (len(teachers) > 1 or any(map(is_served, teachers))) and distill.top_k is None:
+        raise ConfigError(
+            f"distill.top_k is not set, but {reason} can only be compared on its most likely vocabulary entries; set "
+            "it, such as to 20, the most that a vLLM server returns by default"
+        )
+    if distill.temperature != 1 and (served := [name for name in teachers if is_served(name)]):
+        raise ConfigError(
+            f"distill.temperature is {distill.temperature:g}, but the server {served[0]} returns log-probabilities at "
+            "temperature 1; set it to 1, or name the teacher's folder"
+        )
+    if distill.teacher_data and config.sft.enabled and config.sft.packing:
+        raise ConfigError(
+            "sft.packing is on, which puts samples of several files into a row, but distill.teacher_data chooses a "
+            "teacher for a row; set sft.packing to false"
+        )
+
+
+def _check_stored(distill: DistillConfig) -> None:
+    special = [name for name in distill.teachers if is_served(name) or name == WITHOUT_ADAPTERS]
+    if special or len(distill.teachers) > 1 or distill.top_k is not None:
+        setting = "distill.top_k" if distill.top_k is not None else f"distill.teacher {distill.teacher}"
+        raise ConfigError(
+            f"{setting} and distill.logits_dir are both set, but stored predictions are those of one model in a "
+            "folder, with logits_top_k entries; leave out one"
+        )
+
+
+def _check_adapters(config: RunConfig, setting: str) -> None:
+    section = config.rl if setting == "rl.teacher" else config.distill
+    if section.teacher != WITHOUT_ADAPTERS and WITHOUT_ADAPTERS not in (section.teacher or ()):
+        return
+    if config.lora.rank is None and config.lora.load is None:
+        raise ConfigError(
+            f"{setting} is {WITHOUT_ADAPTERS}, but the run trains no adapters; set lora.rank, or name a model's folder"
+        )
+    if config.train.fp8_format is not None:
+        raise ConfigError(
+            f"{setting} is {WITHOUT_ADAPTERS}, but train.fp8_format is {config.train.fp8_format}, whose scales come "
+            "from the model with adapters; leave out fp8_format, or name a model's folder"
+        )
+
+
+def _check_on_policy(config: RunConfig) -> None:
+    distill = config.distill
+    if distill.logits_dir is not None:
+        raise ConfigError(
+            f"distill.on_policy_fraction is {distill.on_policy_fraction:g}, but distill.logits_dir has predictions for "
+            "the samples of the data alone; leave out logits_dir and name the teacher"
+        )
+    if not config.sft.enabled or config.sft.packing:
+        state = "sft.packing is on" if config.sft.enabled else "sft.enabled is off"
+        raise ConfigError(
+            f"distill.on_policy_fraction is {distill.on_policy_fraction:g}, but {state}: the student answers the "
+            "prompts of conversations, one per row; set sft.enabled to true and sft.packing to false"
+        )
+    if distill.kd_ratio != 1:
+        raise ConfigError(
+            f"distill.kd_ratio is {distill.kd_ratio:g}, but the student learns nothing from the cross-entropy of "
+            "tokens that it sampled itself; set it to 1"
+        )
