@@ -1,4 +1,4 @@
-"""SFT and preferences beside TRL's own trainers: the same tiny Llama, tokenizer and records.
+"""SFT, preferences and reward models beside TRL's own trainers: the same tiny Llama, tokenizer and records.
 
     python -m benchmarks.trl_objective --make /tmp/trl     # makes an environment there, of this one and TRL, once
     /tmp/trl/bin/python -m benchmarks.trl_losses           # compares; a line for each case
@@ -10,6 +10,7 @@ and every gradient, within 1e-4, relative, in fp32 on a CPU.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -50,6 +51,7 @@ PAIRS = [
 ]
 WHOLE_PAIRS = [{"chosen": said(q, right), "rejected": said(q, wrong)} for q, right, wrong in TEXTS]
 PLAIN_PAIRS = [{"prompt": f"{q} ", "chosen": right, "rejected": wrong} for q, right, wrong in TEXTS]
+MARGINS = [pair | {"margin": 0.25 * number} for number, pair in enumerate(PAIRS)]
 CUT = {"max_length": 52, "truncation_mode": "keep_start"}
 # Records; settings that both have; and ours alone.
 CASES = {
@@ -66,6 +68,9 @@ CASES = {
     "dpo robust": (PLAIN_PAIRS, {"loss_type": "robust", "label_smoothing": 0.1}, {}),
     "dpo sigmoid_norm": (PLAIN_PAIRS, {"loss_type": "sigmoid_norm"}, {}),
     "dpo cut": (PAIRS, {"loss_type": "sigmoid", **CUT}, {}),
+    "reward": (PAIRS, {}, {}),
+    "reward packed": (WHOLE_PAIRS, {"center_rewards_coefficient": 0.1}, {"packing": True}),
+    "reward margin": (MARGINS, {}, {}),
 }  # fmt: skip
 Sequence = tuple[list[int], list[bool]]  # token ids, and which are learned
 
@@ -84,7 +89,7 @@ def main() -> int:
 
 def make(folder: Path) -> None:
     """Two models of one shape, and a tokenizer with a chat template in the first one's folder."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
     from megalith.data.tokenizers.train_tokenizer import train_tokenizer
@@ -99,6 +104,13 @@ def make(folder: Path) -> None:
         shape = LlamaConfig(vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                             num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)  # fmt: skip
         LlamaForCausalLM(shape).save_pretrained(folder / name)
+        if name == "model":
+            shape.num_labels = 1
+            LlamaForSequenceClassification(shape).save_pretrained(folder / "scorer")
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                if (folder / name / file).exists():
+                    shutil.copy(folder / name / file, folder / "scorer")
+            (folder / "scorer" / "chat_template.jinja").write_text(TEMPLATE)
         (folder / name / "chat_template.jinja").write_text(TEMPLATE)
 
 
@@ -106,7 +118,9 @@ def compare(folder: Path, kind: str, records: list, both: dict, own: dict) -> tu
     """The relative errors of loss and of the worst gradient."""
     from megalith.parity.differences import gradient_errors
 
-    sequences, loss, model = {"sft": their_sft, "dpo": their_dpo}[kind](folder, records, both)
+    sequences, loss, model = {"sft": their_sft, "dpo": their_dpo, "reward": their_reward}[kind](
+        folder, records, both
+    )
     mine, my_loss, gradients = ours(folder, kind, records, both | own)
     assert sorted(mine) == sorted(sequences), (mine, sequences)
     errors = gradient_errors(gradients, in_our_names(model, folder))
@@ -168,35 +182,60 @@ def their_dpo(folder: Path, records: list, settings: dict) -> tuple[list[Sequenc
     return result, loss.item(), model
 
 
+def their_reward(
+    folder: Path, records: list, settings: dict
+) -> tuple[list[Sequence], float, torch.nn.Module]:
+    from transformers import LlamaForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    parts = their_parts(folder, records)
+    parts["model"] = LlamaForSequenceClassification.from_pretrained(folder / "scorer")
+    # transformers takes the score before the first padding token, which therefore ends no text.
+    pad = parts["processing_class"].convert_ids_to_tokens(1)
+    trainer = RewardTrainer(args=RewardConfig(**common(folder), pad_token=pad, **settings), **parts)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    model = trainer.model.train()
+    loss = trainer.compute_loss(model, batch)
+    loss.backward()
+    ids = [row[attended > 0].tolist() for row, attended in zip(batch["input_ids"], batch["attention_mask"])]
+    return [(each, []) for each in ids], loss.item(), model
+
+
 def ours(folder: Path, kind: str, records: list, settings: dict) -> tuple[list[Sequence], float, dict]:
     from megalith.bridge.load import load_initial_weights
     from megalith.config import RunConfig
     from megalith.parallel.gather import ALONE
     from megalith.parity.job import start
     from megalith.rl.dpo import PreferenceTask
+    from megalith.rl.reward_model import RewardTask
     from megalith.training.build import vocabulary_rows
 
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tree = {
-        "model": {"init_from": str(folder / ("model" if kind == "sft" else "reference"))},
-        "data": {"data_path": str(folder / "records.jsonl"), "split": "1,0,0", "num_workers": 0},
-        kind: {"enabled": True} | ({"max_length": SEQ} | settings),
+        "model": {"init_from": str(folder / {"sft": "model", "dpo": "reference", "reward": "scorer"}[kind])},
+        "data": {"data_path": str(folder / "records.jsonl"), "split": "1,0,0", "num_workers": 0}
+        | ({"seq_length": SEQ} if kind == "reward" else {}),
+        kind: {"enabled": True} | ({} if kind == "reward" else {"max_length": SEQ}) | settings,
         "optim": {"lr": 1e-3},
         "train": {"train_iters": 1, "global_batch_size": 1, "output_dir": str(folder / "ours")},
         "runtime": {"device": "cpu", "compile": False},
     }
     config = RunConfig.from_tree(tree)
-    task = PreferenceTask if kind == "dpo" else lambda: None
+    task = {"dpo": PreferenceTask, "reward": RewardTask, "sft": lambda: None}[kind]
     rows = len(start(config, task()).data.train)
     run = start(
         config.with_settings({"train.global_batch_size": rows, "train.micro_batch_size": rows}), task()
     )
-    load_initial_weights(str(folder / "model"), run.model.chunks, vocabulary_rows(run.config), 0, ALONE)
+    weights = folder / ("scorer" if kind == "reward" else "model")
+    load_initial_weights(str(weights), run.model.chunks, vocabulary_rows(run.config), 0, ALONE)
     with run.data.train_loader(0, 0, run.device) as batches:
         loss = run.gradients([next(batches)]).item()
     samples = run.data.train.samples
     result = [
-        (samples.tokens[first:last].tolist(), samples.learned[first:last].tolist())
+        (
+            samples.tokens[first:last].tolist(),
+            [] if kind == "reward" else samples.learned[first:last].tolist(),
+        )
         for first, last in zip(samples.starts, samples.starts[1:])
     ]
     return result, loss, {name: plain.grad for name, plain in run.model.parameters.named}
