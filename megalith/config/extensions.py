@@ -21,6 +21,7 @@ LOSSES: dict[str, str] = {  # rl.loss_type
     "kl_cov": "megalith.rl.losses.kl_cov:KlCov",
     "clip_cov": "megalith.rl.losses.clip_cov:ClipCov",
     "token_sum": "megalith.rl.losses.token_sum:TokenSum",
+    "rloo": "megalith.rl.losses.rloo_loss:RlooLoss",
 }
 ADVANTAGE_ESTIMATORS: dict[str, str] = {  # rl.advantage_estimator
     "group": "megalith.rl.advantage_estimators.group:group_relative",

@@ -358,6 +358,17 @@ class RlConfig(ToolSettings, OtherModels):
     """Maximum number of completion tokens. It is also the divisor of dr_grpo and the length with the full
     overlong penalty."""
 
+    reward_clip_range: list[float] | None = None
+    """Minimum and maximum of a completion's weighted sum of rewards. Default: no bounds."""
+
+    whiten_advantages: bool = False
+    """Subtract the rollout batch's mean from the advantages and divide them by its standard deviation plus
+    advantage_epsilon."""
+
+    use_kl_in_reward: Annotated[bool, RequiresSetting("beta", greater_than=0, strict=True)] = False
+    """Subtract beta times a completion's sum of log π_old − log π_ref from its reward, instead of adding a KL to the
+    loss (RLOO, verl)."""
+
     overlong_buffer_len: NonNegativeInt = 0
     """DAPO: number of tokens before max_completion_length over which a length penalty grows from 0. 0: no penalty."""
 
@@ -526,6 +537,13 @@ class RlConfig(ToolSettings, OtherModels):
             raise PydanticCustomError("bnpo", text)
         return value
 
+    @field_validator("reward_clip_range")
+    @classmethod
+    def _check_range(cls, value: list[float] | None) -> list[float] | None:
+        if value is not None and (len(value) != 2 or value[0] > value[1]):
+            raise PydanticCustomError("range", "write a minimum and a maximum, such as [-1, 1]")
+        return value
+
     @field_validator("loss_type", "advantage_estimator")
     @classmethod
     def _check_extension(cls, value: str, info: ValidationInfo) -> str:
@@ -595,6 +613,11 @@ class RlConfig(ToolSettings, OtherModels):
         return self.num_iterations * self.mini_batches
 
     @property
+    def loss_beta(self) -> float:
+        """Weight of the KL in the loss."""
+        return 0.0 if self.use_kl_in_reward else self.beta
+
+    @property
     def upper_epsilon(self) -> float:
         """Distance above 1 at which the ratio is clipped; with cispo, the cap itself."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
@@ -638,5 +661,7 @@ class RlConfig(ToolSettings, OtherModels):
     def needs_old_logprobs_pass(self) -> bool:
         """True if the old log-probabilities need forward passes of their own."""
         return (
-            self.old_logprobs == "policy" and self.steps_per_batch > 1 and not self.interpolates_old_logprobs
+            self.old_logprobs == "policy"
+            and (self.steps_per_batch > 1 or self.use_kl_in_reward)
+            and not self.interpolates_old_logprobs
         )

@@ -34,7 +34,7 @@ class Advantages:
 
 
 def total_rewards(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the weighted sum of each completion's rewards, minus the overlong penalty.
+    """Return the weighted sum of each completion's rewards, within rl.reward_clip_range, minus the overlong penalty.
 
     Args:
         rl: section `rl` of the configuration.
@@ -47,7 +47,10 @@ def total_rewards(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> np.
     Raises:
         ConfigError: if `rl.reward_weights` does not have one weight per kind of reward.
     """
-    return weighted_sum(rl, rewards) - overlong_penalty(rl, lengths)
+    total = weighted_sum(rl, rewards)
+    if rl.reward_clip_range is not None:
+        total = np.clip(total, *rl.reward_clip_range)
+    return total - overlong_penalty(rl, lengths)
 
 
 def weighted_sum(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
@@ -123,7 +126,17 @@ def apply_estimator(
             f"rl.advantage_estimator {rl.advantage_estimator} returned {list(values.shape)} values for "
             f"{list(total.shape)} completions, or values that are not finite; return one finite number per completion"
         )
-    return values
+    return whitened(rl, values, ~np.isnan(total)) if rl.whiten_advantages else values
+
+
+def whitened(rl: RlConfig, advantages: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """Return the advantages minus their mean over the rollout batch, divided by their standard deviation (n − 1) plus
+    rl.advantage_epsilon; 0 where there is no reward."""
+    values = advantages[present]
+    if len(values) < 2:
+        return np.zeros_like(advantages)
+    scale = values.std(ddof=1) + rl.advantage_epsilon
+    return np.where(present, (advantages - values.mean()) / scale, 0.0)
 
 
 @functools.cache

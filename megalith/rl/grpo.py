@@ -17,6 +17,7 @@ from torch import Tensor
 from megalith.checkpoint.read import Checkpoint
 from megalith.comm.collectives import Axis
 from megalith.config import RlConfig, RunConfig, require_run_config
+from megalith.config.distillation import WITHOUT_ADAPTERS, is_served
 from megalith.config.rl_tools import FACTORY, FUNCTION
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
@@ -36,6 +37,8 @@ from megalith.rl.rollout_reader import RolloutFiles
 from megalith.rl.rollout_source import FileRollouts, RolloutSource
 from megalith.rl.sampling.live_rollouts import LiveRollouts
 from megalith.rl.sampling.scored_groups import prefixed
+from megalith.rl.teachers.model_teacher import teacher_config
+from megalith.rl.teachers.teacher_advantages import TeacherAdvantages
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
 
@@ -115,6 +118,8 @@ def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
             reward_model_config(config, path)
     else:
         open_rollouts(config, tokenizer)
+    if config.rl.teacher and not (is_served(config.rl.teacher) or config.rl.teacher == WITHOUT_ADAPTERS):
+        teacher_config(config, config.rl.teacher, "rl.teacher")
 
 
 def open_agent(
@@ -167,6 +172,7 @@ class PolicyTask(Task):
         self._reward_funcs, self._records, self._held_out = reward_funcs, records, held_out
         self._live: LiveRollouts | None = None
         self._critic: Critic | None = None
+        self._teacher: TeacherAdvantages | None = None
         self._metric_names = {one.name for one in fields(ExpertStepMetrics)}  # the run's, not the rewards'
         self._renamed: set[str] = set()  # metrics of rewards that had such a name
 
@@ -177,6 +183,7 @@ class PolicyTask(Task):
             reference_logprobs(run, config.rl.temperature, self.loss.vocab_size) if config.rl.beta else None
         )
         self._critic = Critic(run) if config.rl.uses_critic else None
+        self._teacher = TeacherAdvantages(run, self.loss.vocab_size) if config.rl.teacher else None
         if not config.rl.prompts:
             source = FileRollouts(run, open_rollouts(config, run.tokenizer, run.mesh.world))
             return self._rollout_data(run, source, reference)
@@ -202,7 +209,7 @@ class PolicyTask(Task):
 
     def _rollout_data(self, run: Run, source: RolloutSource, reference: LogProbs | None) -> RolloutData:
         if self._critic is None:
-            return RolloutData(run, source, reference)
+            return RolloutData(run, source, reference, self._teacher)
         return CriticRolloutData(run, source, reference, self._critic)
 
     def parts(self, run: Run) -> dict[str, Mapping[str, LocalShard]]:
@@ -240,6 +247,10 @@ class PolicyTask(Task):
         largest_drift = largest_drift_of_step(run, self.loss.take_largest_drifts())
         step = run.data.step(run.step)
         metrics = step.metrics | ({"drift_largest": largest_drift.size} if largest_drift else {})
+        if run.config.rl.use_kl_in_reward:
+            metrics["reward_kl"] = run.data.reward_kl
+        if self._teacher is not None:
+            metrics["teacher_kl"] = self._teacher.mean_divergence.item()
         if self._live is None:
             return lambda: {**self._read(sums), **critic(), **metrics}
         ratio = self._read(sums)["mismatch"]
@@ -315,7 +326,7 @@ class PolicyTask(Task):
 
     def _read(self, sums: Tensor) -> dict[str, float | None]:
         means = self.loss.means(sums)
-        means["kl"] = means["kl"] if self.loss.rl.beta else None
+        means["kl"] = means["kl"] if self.loss.rl.loss_beta else None
         means["entropy"] = means["entropy"] if self.loss.needs_entropy else None
         return means
 

@@ -202,8 +202,8 @@ class PolicyLoss(SummedLoss):
             )
         if "high_entropy" in tokens:
             losses = losses * tokens["high_entropy"]
-        if rl.beta:
-            losses = losses + rl.beta * kl_losses(rl, logprobs, tokens["reference"], ratio)
+        if rl.loss_beta:
+            losses = losses + rl.loss_beta * kl_losses(rl, logprobs, tokens["reference"], ratio)
         losses = losses * tokens["weights"]
         if rl.entropy_coef:
             bonus = rl.entropy_coef * entropy * tokens["entropy_weights"]
@@ -225,7 +225,7 @@ class PolicyLoss(SummedLoss):
         old, rollout = batch.old_logprobs, batch.rollout_logprobs
         if old is None and rl.old_logprobs == "rollout":
             old = rollout
-        terms = {"old": old, "reference": batch.reference_logprobs if rl.beta else None}
+        terms = {"old": old, "reference": batch.reference_logprobs if rl.loss_beta else None}
         terms["rollout"] = rollout if rl.mismatch_mode else None
         terms["proximal_weight"] = batch.proximal_weight
         terms["sampling"] = rollout if rl.off_policy_mask_threshold is not None else None
@@ -275,7 +275,7 @@ class PolicyLoss(SummedLoss):
         old = _old_logprobs(logprobs, terms)
         ratio = log_ratio(rl, logprobs, old, sequences).exp()
         zero = torch.zeros_like(ratio)
-        kl = kl_losses(rl, logprobs, terms["reference"], ratio) if rl.beta else zero
+        kl = kl_losses(rl, logprobs, terms["reference"], ratio) if rl.loss_beta else zero
         drift = (1 + len(self.DRIFT)) * [zero]
         if rollout is not None:
             trainer = logprobs if batch.old_logprobs is None else old

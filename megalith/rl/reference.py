@@ -37,18 +37,23 @@ def reference_logprobs(run: Run, temperature: float = 1.0, vocab_size: int | Non
         vocab_size: number of vocabulary entries in the softmax; None: all.
     """
     if run.config.lora.rank is not None:
-
-        def own_logprobs(batches: Sequence[Batch]) -> list[Tensor]:
-            with without_adapters(run.model) as model:
-                return model.all_logprobs(batches, temperature, vocab_size)
-
-        return own_logprobs
+        return adapter_free_logprobs(run, temperature, vocab_size)
     models: list[ParallelModel] = []
 
     def logprobs(batches: Sequence[Batch]) -> list[Tensor]:
         if not models:
             models.append(_load_initial_model(run))
         return models[0].all_logprobs(batches, temperature, vocab_size)
+
+    return logprobs
+
+
+def adapter_free_logprobs(run: Run, temperature: float, vocab_size: int | None) -> LogProbs:
+    """Return a function that computes the log-probabilities of the run's model without its adapters."""
+
+    def logprobs(batches: Sequence[Batch]) -> list[Tensor]:
+        with without_adapters(run.model) as model:
+            return model.all_logprobs(batches, temperature, vocab_size)
 
     return logprobs
 

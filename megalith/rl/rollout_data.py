@@ -31,6 +31,7 @@ from megalith.rl.advantages import ZERO_STD
 from megalith.rl.objective import RolloutBatch, entropy_weight, without_routes
 from megalith.rl.prompts import policy_vocab_size
 from megalith.rl.reference import LogProbs
+from megalith.rl.reward_kl import BatchRewards, with_reward_kl
 from megalith.rl.rollout_metrics import (
     absent_message,
     absent_rewards,
@@ -49,6 +50,7 @@ from megalith.rl.row_logprobs import (
     encode_row_logprobs,
     restore_row_logprobs,
 )
+from megalith.rl.teachers.teacher_advantages import TeacherAdvantages
 from megalith.rl.token_selection import select_tokens, selects_tokens
 from megalith.training.run_state import Run
 
@@ -64,6 +66,7 @@ class Sample:
     advantage: float | np.ndarray  # of all tokens, or float64 [tokens of the completion]
     in_loss: bool | np.ndarray  # for all tokens, or bool [tokens]
     where: str = ""  # prompt and completion number, for errors
+    number: int = 0  # of the completion within the rollout batch
 
     @property
     def tokens(self) -> int:
@@ -81,6 +84,7 @@ class RolloutStep:
 
     rows: list[list[Sample]]
     metrics: dict[str, float]
+    rewards: BatchRewards  # of the rollout batch
 
 
 class RolloutData:
@@ -88,10 +92,18 @@ class RolloutData:
 
     train = valid = test = None
 
-    def __init__(self, run: Run, source: RolloutSource, reference: LogProbs | None):
-        """Prepare the stream. `reference` computes reference log-probabilities of micro-batches; None: none are
-        needed."""
+    def __init__(
+        self,
+        run: Run,
+        source: RolloutSource,
+        reference: LogProbs | None,
+        teacher: TeacherAdvantages | None = None,
+    ):
+        """Prepare the stream. `reference` computes reference log-probabilities of micro-batches, and `teacher` adds to
+        their advantages; None: none are needed."""
         config = run.config
+        self._teacher = teacher
+        self.reward_kl = 0.0  # mean over the tokens of the rollout batch
         self._run, self._rl, self._reference = run, config.rl, reference
         self._size = config.train.global_batch_size
         self._steps: dict[int, list[RolloutStep]] = {}  # of the most recent rollout batches, by number
@@ -146,6 +158,8 @@ class RolloutData:
         self._log_absent(number * rl.steps_per_batch + 1, groups)
         samples: list[list[Sample]] = []  # of each completion: one, and one for each of its branches
         values_of_groups = batch_token_advantages(rl, groups, advantages)
+        lengths = np.array([[len(one.ids) for one in group.completions] for group in groups])
+        rewards = BatchRewards(advantages.rewards, lengths)
         for group, values, std in zip(groups, values_of_groups, advantages.group_std.tolist()):
             is_used = std > ZERO_STD or not (rl.filter_zero_std and rl.prompts)
             name = group.where if group.id is None else f"prompt {group.id}"
@@ -158,6 +172,7 @@ class RolloutData:
                             advantage,
                             is_used and self._tokens_in_loss(part, first_step),
                             f"{name}, completion {n}" + (f", branch {at}" if at else ""),
+                            len(samples),
                         )
                         for at, part in enumerate([one, *one.branches])
                     ]
@@ -168,7 +183,7 @@ class RolloutData:
             pack_rows([one for parts in samples[cut : cut + self._size] for one in parts], row_length)
             for cut in cuts
         ]
-        return [RolloutStep(rows, metrics | _packing_metrics(rows, row_length)) for rows in packed]
+        return [RolloutStep(rows, metrics | _packing_metrics(rows, row_length), rewards) for rows in packed]
 
     def _tokens_in_loss(self, one: RatedCompletion, first_step: int) -> bool | np.ndarray:
         """Return the tokens of a completion that are in the loss, for all of them or bool [tokens]."""
@@ -255,6 +270,17 @@ class RolloutData:
             replace(batch, **{name: values[index] for name, values in logprobs.items()})
             for index, batch in enumerate(flat)
         ]
+        if self._rl.use_kl_in_reward:
+            first = number * self._rl.steps_per_batch
+            owners = [
+                [sample.number for row in rows for sample in row]
+                for mini_batch in range(self._rl.mini_batches)
+                for _, rows in self.local_rows(first + mini_batch)
+            ]
+            flat, self.reward_kl = with_reward_kl(self._run, flat, owners, self.step(first).rewards)
+        if self._teacher is not None:
+            with self.source.timed("teacher_logprobs"):
+                flat = self._teacher.add(flat)
         batches = iter(flat)
         return [[next(batches) for _ in step] for step in steps]
 

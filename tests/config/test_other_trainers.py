@@ -30,7 +30,6 @@ rl.kl_beta                               0.001                  rl.beta         
 rl.reference_policy_kl_penalty           0.01                   rl.beta                                0.01
 rl.reference_policy_kl_penalty           0.01                   rl.kl_score_gradient                   true
 rl.reference_policy_kl_penalty           0.01                   rl.kl_input_clamp_value                20.0
-rl.use_kl_in_reward                      false                  rl.beta                                0.0
 rl.disable_ppo_ratio                     false                  rl.epsilon                             0.2
 rl.use_on_policy_kl_approximation        false                  rl.kl_score_gradient                   false
 rl.positive_example_nll_weight           0.0                    rl.loss_type                           dapo
@@ -187,7 +186,6 @@ REFUSED = [
     ("loss_mode", "dro", "'dro': one of vanilla, gspo, cispo, sapo, .* is needed"),
     ("policy_loss", "dro", "'dro': one of vanilla, gspo, cispo, sapo, .* is needed"),
     ("policy_loss", {"loss_mode": "gspo", "dro_beta": 2.0}, "rl.policy_loss.dro_beta is 2.0, which only"),
-    ("use_kl_in_reward", True, "rl.use_kl_in_reward is True, which is not supported: the KL is a part of the loss"),
     ("disable_ppo_ratio", True, "there is no loss without the ratio"),
     ("use_on_policy_kl_approximation", True, "the KL is not weighed"),
     ("positive_example_nll_weight", 0.1, "there is no further loss"),

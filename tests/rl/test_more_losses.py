@@ -73,6 +73,16 @@ def off_policy(batch: Padded, threshold: float) -> Tensor:
     return by_tokens(losses * keeps, batch.mask)
 
 
+def rloo(batch: Padded) -> Tensor:
+    """TRL's RLOOTrainer._compute_loss: PPO's clip of the product of a sequence's ratios. For a sequence without a token
+    in the loss, TRL adds −A, which has no gradient and is left out here."""
+    log_ratio = (batch.logprobs * batch.mask).sum(1) - (batch.old * batch.mask).sum(1)
+    ratio, advantages = log_ratio.exp(), batch.advantages[:, 0]
+    return (
+        -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).where(batch.mask.any(1), 0).mean()
+    )
+
+
 MISMATCH = {"rollout_is": "token", "rollout_is_threshold": 1.5}
 CASES = {
     "TRL sapo": (sapo, {}, {"loss_type": "sapo"}),
@@ -84,6 +94,7 @@ CASES = {
     "TRL vespo": (vespo, {}, {"loss_type": "vespo"}),
     "TRL vespo corrected": (vespo, {"weighted": True}, {"loss_type": "vespo"} | MISMATCH),
     "TRL off_policy_mask_threshold": (off_policy, {"threshold": 0.1}, {"off_policy_mask_threshold": 0.1}),
+    "TRL rloo": (rloo, {}, {"loss_type": "rloo"}),
     "verl token-sum": (token_sum, {}, {"loss_agg_mode": "token-sum", "entropy_coef": 0.1}),
 }  # fmt: skip
 
@@ -92,6 +103,7 @@ RECORDED = {  # loss, and sum of the gradient's magnitudes, of the code of TRL 1
     "TRL vespo": (1.948095313185, 0.782279842732),
     "TRL vespo corrected": (2.143515235019, 0.71713989656),
     "TRL off_policy_mask_threshold": (-0.28988210033, 0.697385564168),
+    "TRL rloo": (0.593575466644 + 0.6 / 4, 3.404984942490),
     "verl sapo": (-0.289395631941, 0.706985249124),
     "verl gpg": (-0.086360452474, 1.166666666667),
     "verl geo_mean": (0.354031574146, 0.684240220516),

@@ -11,6 +11,11 @@ def check_distillation(config: RunConfig) -> None:
     """Raise ConfigError for settings of teachers that contradict each other or the rest of the run."""
     if config.rl.teacher is not None:
         _check_adapters(config, "rl.teacher")
+        if config.rl.uses_critic:
+            raise ConfigError(
+                "rl.teacher is set, but rl.advantage_estimator gae computes advantages from the critic's values; "
+                "choose another estimator, or leave the teacher out"
+            )
         if is_served(config.rl.teacher) and config.rl.temperature != 1:
             raise ConfigError(
                 f"rl.temperature is {config.rl.temperature:g}, but the server {config.rl.teacher} returns "

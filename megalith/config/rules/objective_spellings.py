@@ -415,7 +415,6 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     "rl.normalize_rewards":                       ObjectiveSpelling("rl.scale_rewards", bool, _scale, _advantage_epsilon, note="true: group, with rl.advantage_epsilon 1e-6; false: none"),
     "rl.use_leave_one_out_baseline":              ObjectiveSpelling("rl.advantage_baseline", bool, _baseline, _deviation, note="true: leave_one_out, with rl.advantage_deviation others; false: group"),
     # spellings with one supported value
-    "rl.use_kl_in_reward":                        _must_be("use_kl_in_reward", False, "the KL is a part of the loss, not of the reward"),
     "rl.disable_ppo_ratio":                       _must_be("disable_ppo_ratio", False, "there is no loss without the ratio to the old policy"),
     "rl.use_on_policy_kl_approximation":          _must_be("use_on_policy_kl_approximation", False, "the KL is not weighed by the ratio to the engine's policy"),
     "rl.positive_example_nll_weight":             _must_be("positive_example_nll_weight", 0.0, "there is no further loss on the completions with a reward"),

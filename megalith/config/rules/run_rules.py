@@ -307,7 +307,14 @@ def check_rollouts(config: RunConfig) -> None:
             f"runtime.loss_spike_threshold is {config.runtime.loss_spike_threshold}, but a policy's loss is around 0 "
             "and no measure of its health; leave it out"
         )
-    if rl.num_generations == 1 and not rl.uses_critic:
+    if rl.use_kl_in_reward and (
+        rl.advantage_estimator in ("gdpo", "gae") or rl.advantage_level != "trajectory"
+    ):
+        raise ConfigError(
+            f"rl.use_kl_in_reward is on, but rl.advantage_estimator {rl.advantage_estimator} with rl.advantage_level "
+            f"{rl.advantage_level} does not take one reward per completion; choose another estimator, or leave it out"
+        )
+    if rl.num_generations == 1 and not rl.uses_critic and rl.teacher is None:
         raise ConfigError(
             "rl.num_generations is 1, but an advantage is over the other completions of a prompt, so all would be 0; "
             "choose at least 2"
