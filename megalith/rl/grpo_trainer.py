@@ -1,4 +1,4 @@
-"""GRPOTrainer with TRL's signature, for scripts written for TRL.
+"""GRPOTrainer and RLOOTrainer with TRL's signatures, for scripts written for TRL.
 
     from megalith.rl import GRPOTrainer
     GRPOTrainer(model="models/Qwen2.5-0.5B", reward_funcs=f, args={"max_steps": 100, …}, train_dataset=records).train()
@@ -83,10 +83,11 @@ class GRPOTrainer:
         Raises:
             ConfigError: for `others` and unsupported values of the arguments.
         """
-        unsupported = [name for name, value in others.items() if value not in (None, (None, None))]
+        name = type(self).__name__
+        unsupported = [key for key, value in others.items() if value not in (None, (None, None))]
         if unsupported:
             remedy = UNSUPPORTED.get(unsupported[0], "; omit it")
-            raise ConfigError(f"GRPOTrainer takes no {unsupported[0]}{remedy}")
+            raise ConfigError(f"{name} takes no {unsupported[0]}{remedy}")
         if not isinstance(model, str | Path):
             raise ConfigError(
                 f"model is a {type(model).__name__}; pass the folder of its weights, because the layout is chosen when "
@@ -98,12 +99,12 @@ class GRPOTrainer:
                 "run have the same kind; pass one class, which can choose by its record's columns in reset"
             )
         if train_dataset is None:
-            raise ConfigError("train_dataset is not set; GRPOTrainer needs records with prompts")
+            raise ConfigError(f"train_dataset is not set; {name} needs records with prompts")
         self.reward_funcs, self.train_dataset = reward_funcs, list(train_dataset)
         self.tools, self.environment_factory = list(tools or ()), environment_factory
         self.eval_dataset = None if eval_dataset is None else list(eval_dataset)
         tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
-        translated = settings_of(args, len(self.train_dataset), this_process().world_size)
+        translated = settings_of(args, len(self.train_dataset), this_process().world_size, name)
         translated |= {**lora_settings(peft_config), **(settings or {})}
         for path, value in translated.items():
             section, _, key = path.partition(".")
@@ -133,6 +134,11 @@ class GRPOTrainer:
             self.tools,
             self.environment_factory,
         )
+
+
+class RLOOTrainer(GRPOTrainer):
+    """Trains the policy with RLOO (Ahmadian et al. 2024) as TRL does: a leave-one-out baseline, the KL in the reward,
+    and PPO's clip of the ratio of whole sequences."""
 
 
 def limit_to_positions(config: RunConfig) -> RunConfig:

@@ -1,4 +1,4 @@
-"""SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer with TRL's signatures, for scripts written for TRL.
+"""SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer and GKDTrainer with TRL's signatures, for scripts written for TRL.
 
     from megalith.rl import DPOTrainer
     DPOTrainer(model="models/Qwen2.5-0.5B", args={"max_steps": 100, …}, train_dataset=records).train()
@@ -20,6 +20,7 @@ from megalith.config import RunConfig
 from megalith.errors import ConfigError
 from megalith.io import atomic_path
 from megalith.launch.launcher import this_process
+from megalith.rl.distill import require_teacher, train_distilled
 from megalith.rl.dpo import train_dpo
 from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
 from megalith.rl.grpo_trainer import UNSUPPORTED, lora_settings
@@ -32,7 +33,7 @@ class _TuningTrainer:
     """Trains the model in `model`, a Hugging Face folder or a Megalith run, on `train_dataset`."""
 
     section: ClassVar[str]
-    """Section of the method's settings."""
+    """The method's name in from_trl/tuning_settings.py."""
     run: ClassVar[Callable[[RunConfig], TrainingResult]]
 
     def __init__(
@@ -75,13 +76,14 @@ class _TuningTrainer:
             raise ConfigError(
                 f"train_dataset is not set, but {name} trains on it; pass a Dataset or a list of records"
             )
-        records = list(train_dataset)
+        records = [self._record(record) for record in train_dataset]
         translated = tuning_settings(self.section, args, len(records), this_process().world_size)
         translated |= {**lora_settings(peft_config), **(settings or {})}
         output = Path(translated["train.output_dir"])
         translated["data.train_data_path"] = str(_write_records(records, output))
         if eval_dataset is not None:
-            translated["data.valid_data_path"] = str(_write_records(eval_dataset, output))
+            held_out = map(self._record, eval_dataset)
+            translated["data.valid_data_path"] = str(_write_records(held_out, output))
         tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
         for path, value in translated.items():
             section, _, key = path.partition(".")
@@ -90,6 +92,11 @@ class _TuningTrainer:
         if "data.seq_length" not in (settings or {}):
             config = _limit_to_positions(config)
         self.config = config.with_notes(no_effect_notes(self.section, args))
+
+    @staticmethod
+    def _record(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a record in the form that the data reads."""
+        return record
 
     def train(self) -> TrainingResult:
         """Train to the end and return the result. Raises like `megalith.train`."""
@@ -118,6 +125,55 @@ class RewardTrainer(_TuningTrainer):
     """Trains a reward model on pairs (`megalith reward`)."""
 
     section, run = "reward", staticmethod(train_reward)
+
+
+class GKDTrainer(_TuningTrainer):
+    """Distills a teacher into the model, in part on answers that the model samples itself (`megalith distill`)."""
+
+    section, run = "gkd", staticmethod(train_distilled)
+
+    def __init__(
+        self,
+        model: str | Path,
+        teacher_model: str | Path | None = None,
+        args: Mapping[str, Any] | object | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        **others: Any,
+    ):
+        """Build the run configuration.
+
+        Args:
+            model: folder of the student's weights.
+            teacher_model: folder of the teacher's weights. Default: args.teacher_model_name_or_path.
+            args: TRL's GKDConfig or a dict of its fields.
+            train_dataset: records with `messages`, or with `prompt` and `completion`.
+            eval_dataset: records for evaluation, at the end and by `eval_strategy`.
+            settings: Megalith settings, such as {"parallel.tensor_model_parallel_size": 2}.
+            others: peft_config, and further arguments of TRL's GKDTrainer.
+
+        Raises:
+            ConfigError: if there is no teacher, and as for the other trainers.
+        """
+        if teacher_model is not None and not isinstance(teacher_model, str | Path):
+            raise ConfigError(
+                f"teacher_model is a {type(teacher_model).__name__}; pass the folder of its weights, because the "
+                "layout is chosen when they are loaded"
+            )
+        named = {} if teacher_model is None else {"distill.teacher": str(teacher_model)}
+        settings = named | dict(settings or {})
+        super().__init__(model, args, train_dataset, eval_dataset, settings=settings, **others)
+        require_teacher(self.config)
+
+    @staticmethod
+    def _record(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a record whose last message is the completion, as TRL's DataCollatorForChatML reads it."""
+        messages = record.get("messages")
+        if not messages or "prompt" in record:
+            return record
+        return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
 def _write_records(records: Iterable[Mapping[str, Any]], output: Path) -> Path:

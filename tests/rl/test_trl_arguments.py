@@ -10,8 +10,9 @@ import pytest
 from transformers import TrainingArguments
 
 from megalith.errors import ConfigError
+from megalith.rl.from_trl.grpo_arguments import NOT_RLOO
 from megalith.rl.from_trl.grpo_settings import no_effect_notes, settings_of
-from megalith.rl.grpo_trainer import GRPOTrainer, lora_settings
+from megalith.rl.grpo_trainer import GRPOTrainer, RLOOTrainer, lora_settings
 
 OF_TRL = dict(
     learning_rate=1e-6, logging_steps=10, gradient_checkpointing=True, model_init_kwargs=None,
@@ -265,3 +266,64 @@ def test_lora_arguments_beyond_plain_lora_are_refused_by_name():
         ):
             lora_settings(config)
     assert "lora.targets" not in lora_settings(dict(target_modules="all-linear", exclude_modules=None))
+
+
+RLOO_OWN = dict(normalize_advantages=False, reward_clip_range=None, beta=0.05, num_generations=2, log_multimodal=True,
+                log_unique_prompts=False, use_transformers_paged=False)  # fmt: skip
+try:
+    from trl import RLOOConfig
+except ImportError:
+    kept = {name: value for name, value in OF_TRL.items() if name not in NOT_RLOO} | RLOO_OWN
+    kept |= {"transformers_continuous_batching_config": None, "trust_remote_code": False}
+    for absent in ("use_adaptive_entropy", "entropy_target", "cast_lm_head_to_fp32", "log_completions_hub_repo",
+                   "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos"):  # fmt: skip
+        del kept[absent]
+    RLOOConfig = dataclasses.make_dataclass(
+        "RLOOConfig",
+        [(name, Any, field(default=value)) for name, value in kept.items()],
+        bases=(TrainingArguments,),
+    )
+
+
+def rloo_of(**given):
+    args = RLOOConfig(output_dir="o", use_cpu=True, bf16=False, **given)
+    return settings_of(args, 16, 1, "RLOOTrainer")
+
+
+def test_every_argument_of_rloo_is_honoured_or_explained_or_refused_by_name():
+    plain, expected = RLOOConfig(output_dir="o", use_cpu=True, bf16=False), rloo_of()
+    other = OTHER | {"reward_clip_range": [-1.0, 1.0], "beta": 0.1, "num_generations": 4}
+    dropped = []
+    for name in sorted(
+        {f.name for f in dataclasses.fields(RLOOConfig)} - {"use_cpu", "bf16", "eval_strategy"}
+    ):
+        args = RLOOConfig(output_dir="o", use_cpu=True, bf16=False)
+        object.__setattr__(args, name, other.get(name, another(name, getattr(plain, name))))
+        try:
+            found = settings_of(args, 16, 1, "RLOOTrainer")
+        except ConfigError as error:
+            assert name in str(error)
+            continue
+        notes = [note for note in no_effect_notes(args) if note.startswith(f"args.{name} has no effect: ")]
+        if found == expected and not notes:
+            dropped.append(name)
+    assert dropped == []
+
+
+def test_what_rloo_means():
+    usual = {"rl.loss_type": "rloo", "rl.advantage_estimator": "rloo", "rl.use_kl_in_reward": True, "rl.beta": 0.05,
+             "rl.num_generations": 2, "rl.whiten_advantages": False,
+             "rl.vllm_importance_sampling_correction": False}  # fmt: skip
+    assert (
+        rloo_of().items() >= usual.items() and settings_of({}, 16, 1, "RLOOTrainer").items() >= usual.items()
+    )
+    assert rloo_of(beta=0.0)["rl.use_kl_in_reward"] is False
+    assert rloo_of(normalize_advantages=True)["rl.whiten_advantages"] is True
+    with pytest.raises(ConfigError, match="RLOOTrainer has no argument 'loss_type'"):
+        settings_of({"loss_type": "grpo"}, 16, 1, "RLOOTrainer")
+    sizes = {"data.seq_length": 768}
+    args = {"max_steps": 2, "num_generations": 4}
+    trainer = RLOOTrainer("m", "length", args, [{"prompt": "a"}] * 2, settings=sizes)
+    assert trainer.config.rl.use_kl_in_reward and trainer.config.rl.loss_type == "rloo"
+    with pytest.raises(ConfigError, match="RLOOTrainer takes no quantization_config"):
+        RLOOTrainer("m", "length", args, [{"prompt": "a"}], settings=sizes, quantization_config=1)

@@ -1,6 +1,6 @@
-"""TRL's SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer: whatever differs from the class's default is a setting,
-has no effect for a reason, or is refused by name; and they train. The classes are TRL's where TRL is installed, else
-transformers' with the fields that TRL 1.16 adds."""
+"""TRL's SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer and GKDTrainer: whatever differs from the class's default is
+a setting, has no effect for a reason, or is refused by name; and they train. The classes are TRL's where TRL is
+installed, else transformers' with the fields that TRL 1.16 adds."""
 
 import dataclasses
 from dataclasses import field
@@ -13,7 +13,7 @@ from test_trl_arguments import another
 from transformers import TrainingArguments
 
 from megalith.errors import ConfigError
-from megalith.rl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from megalith.rl import DPOTrainer, GKDTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
 
 COMMON = dict(
@@ -40,27 +40,33 @@ OF_TRL: dict[str, dict[str, Any]] = {
         learning_rate=1e-4, chat_template_path=None, disable_dropout=True, eos_token=None,
         center_rewards_coefficient=None, pad_token=None),
 }  # fmt: skip
+OF_TRL["GKDConfig"] = OF_TRL["SFTConfig"] | dict(
+    temperature=0.9, lmbda=0.5, beta=0.5, max_new_tokens=128, teacher_model_name_or_path=None,
+    teacher_model_init_kwargs=None, disable_dropout=True, seq_kd=False,
+)  # fmt: skip
 OTHER = {"packing_strategy": "wrapped", "truncation_mode": "keep_end", "max_length": 64, "max_steps": 7, "beta": 0.3,
-         "f_alpha_divergence_coef": 0.7}  # fmt: skip
-LOSSES = {"sft": "dft", "dpo": "ipo", "kto": "apo_zero_unpaired"}
+         "f_alpha_divergence_coef": 0.7, "lmbda": 0.25, "teacher_model_init_kwargs": {"dtype": "bfloat16"}}  # fmt: skip
+LOSSES = {"sft": "dft", "gkd": "dft", "dpo": "ipo", "kto": "apo_zero_unpaired"}
 
 
 def config_class(name: str) -> type:
     try:
         import trl
 
+        if name == "GKDConfig":
+            from trl.experimental.gkd import GKDConfig
+
+            return GKDConfig
         return getattr(trl, name)
     except ImportError:
         made = [(key, Any, field(default=value)) for key, value in OF_TRL[name].items()]
         return dataclasses.make_dataclass(name, made, bases=(TrainingArguments,))
 
 
-@pytest.mark.parametrize("section", ["sft", "dpo", "kto", "reward"])
+@pytest.mark.parametrize("section", ["sft", "dpo", "kto", "reward", "gkd"])
 def test_every_argument_is_honoured_or_explained_or_refused_by_name(section: str):
     """The value is set on a finished object, whose class does not check it."""
-    kind = config_class(
-        "SFTConfig" if section == "sft" else f"{section.upper()}Config".replace("REWARD", "Reward")
-    )
+    kind = config_class(f"{section.upper()}Config".replace("REWARD", "Reward"))
     make = lambda: kind(output_dir="o", use_cpu=True, bf16=False)  # noqa: E731
     plain = make()
     expected = tuning_settings(section, plain, 16, 1)
@@ -83,6 +89,15 @@ def test_every_argument_is_honoured_or_explained_or_refused_by_name(section: str
     assert dropped == []
 
 
+def made_by_gkd(**args) -> dict:
+    """The distillation's settings that differ from those of GKDConfig's defaults."""
+    usual, other = tuning_settings("gkd", {}, 16, 1), tuning_settings("gkd", args, 16, 1)
+    assert usual.items() >= {"distill.kd_ratio": 1.0, "distill.divergence": "generalized_jsd", "distill.beta": 0.5,
+                             "distill.sampling_temperature": 0.9, "distill.on_policy_fraction": 0.5,
+                             "distill.max_completion_length": 128, "model.hidden_dropout": 0.0}.items()  # fmt: skip
+    return {path: value for path, value in other.items() if value != usual.get(path)}
+
+
 def test_what_they_mean():
     made = tuning_settings(
         "dpo", dict(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5], max_length=64, num_train_epochs=2,
@@ -95,6 +110,14 @@ def test_what_they_mean():
     made = tuning_settings("sft", dict(packing=True, num_train_epochs=3), 16, 1)
     assert made["sft.num_train_epochs"] == 3 and "train.train_iters" not in made
     assert tuning_settings("reward", {}, 16, 1)["reward.truncation_mode"] == "drop"
+    assert made_by_gkd(beta=0.0) == {"distill.divergence": "forward_kl"}
+    assert made_by_gkd(beta=1, lmbda=1.0, seq_kd=True) == {
+        "distill.divergence": "reverse_kl",
+        "distill.on_policy_fraction": 1.0,
+    }
+    assert made_by_gkd(temperature=0.7) == {"distill.sampling_temperature": 0.7}
+    with pytest.raises(ConfigError, match=r"args\.seq_kd is True, .* sampled before the run"):
+        made_by_gkd(seq_kd=True)
     with pytest.raises(ConfigError, match="TRL ignores it with loss_type sigmoid"):
         tuning_settings("dpo", dict(label_smoothing=0.1), 16, 1)
     with pytest.raises(ConfigError, match="DPOTrainer has no argument 'betta'; did you mean 'beta'"):
@@ -118,6 +141,14 @@ def test_they_train(tmp_path: Path, monkeypatch):
         result = trainer(tmp_path / "base", args, records, records, settings=settings).train()
         losses[trainer.section] = result.loss
         assert result.step == 2 and result.validation_loss is not None
+    output = str(tmp_path / "gkd")
+    args = dict(
+        max_steps=2, per_device_train_batch_size=2, max_length=16, output_dir=output, max_new_tokens=4
+    )
+    result = GKDTrainer(tmp_path / "base", tmp_path / "base", args, learned, settings=settings).train()
+    assert result.step == 2 and abs(result.loss) < 1e-3
+    with pytest.raises(ConfigError, match=r"distill\.teacher is not set"):
+        GKDTrainer(tmp_path / "base", None, args, learned, settings=settings)
     assert losses["dpo"] == pytest.approx(0.693, abs=0.01) and losses["reward"] == pytest.approx(
         0.693, abs=0.2
     )

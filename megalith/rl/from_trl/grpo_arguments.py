@@ -1,4 +1,4 @@
-"""Arguments of TRL's GRPOConfig: those that are settings here, and those that have no effect.
+"""Arguments of TRL's GRPOConfig and RLOOConfig: those that are settings here, and those that have no effect.
 
 Any other argument that differs from its default is an error. The tables are from TRL 1.16.0 and transformers 5.24.0;
 for other versions the defaults of the installed class count.
@@ -27,6 +27,18 @@ OURS = [  # settings of `rl`, most of which have TRL's name
     for name in RlConfig.model_fields
     if name not in ("prompts", "eval_prompts", "rollouts", "reward_funcs")
 ]
+NOT_RLOO = {  # settings and arguments of GRPO that would make RLOO another method; RLOOConfig has none of them
+    "advantage_baseline", "advantage_deviation", "advantage_epsilon", "advantage_estimator", "clip_ratio_c",
+    "delta", "entropy_coef", "importance_sampling_level", "kl_estimator", "kl_score_gradient", "loss_type",
+    "multi_objective_aggregation", "off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile",
+    "use_bias_correction_kl", "use_decoupled_loss", "use_kl_in_reward", "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "max_tool_calling_iterations", "whiten_advantages",
+}  # fmt: skip
+RLOO: dict[str, object] = {  # of TRL: ratios of sequences, and no weights for the engine's mismatch
+    "rl.loss_type": "rloo", "rl.advantage_estimator": "rloo", "rl.kl_estimator": "k1",
+    "rl.vllm_importance_sampling_correction": False,
+}  # fmt: skip
 TRANSLATED = (  # translated in grpo_settings.py
     "bf16", "ddp_timeout", "disable_dropout", "eval_steps", "eval_strategy", "fp16", "generation_batch_size",
     "gradient_accumulation_steps", "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "lr_scheduler_type",

@@ -1,4 +1,4 @@
-"""Translation of TRL's GRPOConfig, or a dict with its names, to settings.
+"""Translation of TRL's GRPOConfig and RLOOConfig, or a dict with their names, to settings.
 
 A value that differs from the class's default becomes a setting, or has no effect for a printed reason, or is an
 error.
@@ -12,13 +12,15 @@ from typing import Any
 
 from megalith.config import RlConfig
 from megalith.config.extensions import LOSSES, is_extension
-from megalith.errors import ConfigError, nearest_of
+from megalith.rl.from_trl.argument_checks import notes_without_effect, reject_unsupported, unread_arguments
 from megalith.rl.from_trl.arguments import Arguments, read_arguments
 from megalith.rl.from_trl.grpo_arguments import (
     NO_EFFECT,
+    NOT_RLOO,
     OURS,
     REMEDIES,
     RENAMED,
+    RLOO,
     TRANSLATED,
     UNSUPPORTED_DEFAULTS,
 )
@@ -37,23 +39,35 @@ DEFAULTS = {  # for a dict
     "max_prompt_length": 512,
     "output_dir": "runs/grpo",
 }
+RLOO_DEFAULTS = {"output_dir": "runs/rloo", "beta": 0.05, "num_generations": 2}
 SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
 
 
-def settings_of(args: Mapping[str, Any] | object | None, prompts: int, world_size: int) -> Settings:
+def settings_of(
+    args: Mapping[str, Any] | object | None, prompts: int, world_size: int, trainer: str = "GRPOTrainer"
+) -> Settings:
     """Translate TRL's arguments to settings, "section.field" → value.
 
     Args:
         args: a dict of TRL's names and of settings of `rl`, a GRPOConfig, or an object with such attributes.
         prompts: number of training prompts, which determines the length of an epoch.
         world_size: number of processes, by which TRL multiplies its batch.
+        trainer: GRPOTrainer or RLOOTrainer.
 
     Raises:
         ConfigError: for an unsupported argument.
     """
     arguments = read_arguments(args)
-    _reject_unsupported(arguments)
-    values = DEFAULTS | {name: value for name, value in arguments.values.items() if value is not None}
+    is_rloo = trainer == "RLOOTrainer"
+    supported = {*RENAMED, *OURS, *TRANSLATED, *NO_EFFECT, *_unread(arguments)}
+    if is_rloo:
+        supported = (supported - NOT_RLOO) | {"normalize_advantages"}
+    reject_unsupported(trainer, arguments, supported, UNSUPPORTED_DEFAULTS, REMEDIES)
+    values = (
+        DEFAULTS
+        | (RLOO_DEFAULTS if is_rloo else {})
+        | {name: value for name, value in arguments.values.items() if value is not None}
+    )
     if values.get("max_steps", 0) <= 0:  # TRL's default is −1: by epochs
         values.pop("max_steps", None)
     settings = {path: values[name] for name, path in RENAMED.items() if name in values}
@@ -66,6 +80,11 @@ def settings_of(args: Mapping[str, Any] | object | None, prompts: int, world_siz
         | precision_settings(values, arguments)
     )
     settings |= _objective(values, arguments) | _engine(values) | other_settings(values, arguments)
+    if is_rloo:
+        settings |= RLOO | {
+            "rl.use_kl_in_reward": values["beta"] > 0,
+            "rl.whiten_advantages": bool(values.get("normalize_advantages")),
+        }
     if values.get("max_tool_calling_iterations") is not None:  # calls of tools between two turns
         settings["rl.max_turns"] = values["max_tool_calling_iterations"] + 1
     return settings
@@ -74,18 +93,13 @@ def settings_of(args: Mapping[str, Any] | object | None, prompts: int, world_siz
 def no_effect_notes(args: Mapping[str, Any] | object | None) -> list[str]:
     """Return a note for each changed argument that has no effect, with the reason."""
     arguments = read_arguments(args)
-    reasons = NO_EFFECT | _unread(arguments)
-    return [
-        f"args.{name} has no effect: {reason}"
-        for name, reason in reasons.items()
-        if name in arguments.changed
-    ]
+    return notes_without_effect(arguments, NO_EFFECT | _unread(arguments))
 
 
 def _unread(arguments: Arguments) -> dict[str, str]:
     """Return the arguments that TRL and transformers ignore because of other arguments, with reasons."""
     values = {name: value for name, value in arguments.values.items() if value is not None}
-    reasons: dict[str, str] = {}
+    reasons = unread_arguments(arguments)
     if not values.get("use_vllm"):
         reasons |= dict.fromkeys(("vllm_mode", "vllm_enable_sleep_mode", *SERVER), "use_vllm is off")
     elif values.get("vllm_mode", "colocate") == "server":
@@ -94,40 +108,7 @@ def _unread(arguments: Arguments) -> dict[str, str]:
         reasons |= dict.fromkeys(SERVER, "vllm_mode is colocate")
     if not values.get("sync_ref_model"):
         reasons |= dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), "sync_ref_model is off")
-    if not values.get("load_best_model_at_end") and values.get("save_strategy") != "best":
-        reasons |= dict.fromkeys(
-            ("metric_for_best_model", "greater_is_better"), "load_best_model_at_end is off"
-        )
-    if values.get("tf32") is False or values.get("bf16") or values.get("fp16"):
-        reasons["tf32"] = "matmuls have the run's precision, without TF32"
-    for kind, strategy in {"logging": "steps", "save": "steps", "eval": "no"}.items():
-        if (chosen := values.get(f"{kind}_strategy", strategy)) != "steps":
-            reasons[f"{kind}_steps"] = f"{kind}_strategy is {chosen}"
-    if "wandb" not in (values.get("report_to") or ()):
-        reasons["run_name"] = "it is a name for Weights & Biases, which is not in report_to"
-    if values.get("lr_scheduler_type") == "constant":
-        reasons |= dict.fromkeys(
-            ("warmup_steps", "warmup_ratio"), "lr_scheduler_type is constant, without a warm-up"
-        )
     return reasons
-
-
-def _reject_unsupported(arguments: Arguments) -> None:
-    supported = {*RENAMED, *OURS, *TRANSLATED, *NO_EFFECT, *_unread(arguments)}
-    defaults = UNSUPPORTED_DEFAULTS | arguments.defaults
-    for name, value in arguments.changed.items():
-        if name in supported or (name in defaults and not arguments.defaults and value == defaults[name]):
-            continue
-        if name in defaults or name in REMEDIES:
-            default = f", {defaults[name]!r:.40}" if name in defaults else ""
-            raise ConfigError(
-                f"args.{name} is {arguments.changed[name]!r:.80}, which GRPOTrainer does not support"
-                f"{REMEDIES.get(name, '')}; keep its default{default}"
-            )
-        raise ConfigError(
-            f"GRPOTrainer has no argument {name!r}{nearest_of(name, supported)}; omit it, or pass "
-            "Megalith's settings as `settings`"
-        )
 
 
 # Batches and steps

@@ -120,14 +120,14 @@ def other_settings(values: dict[str, Any], arguments: Arguments) -> Settings:
     if "ddp_timeout" in arguments.changed:
         settings["runtime.distributed_timeout_minutes"] = values["ddp_timeout"] / 60
     for key, value in (values.get("model_init_kwargs") or {}).items():
-        is_fp32 = key in ("dtype", "torch_dtype") and str(value) in FP32
-        if key not in MODEL_KWARGS and not is_fp32:
-            reject(
-                f"model_init_kwargs[{key!r}]",
-                value,
-                "weights are fp32, and the folder determines the model; omit it",
-            )
+        check_model_argument("model_init_kwargs", key, value)
     return settings | _trackers(values)
+
+
+def check_model_argument(name: str, key: str, value: Any) -> None:
+    """Raise ConfigError for an entry of the argument `name`, a dict for from_pretrained, that would change results."""
+    if key not in MODEL_KWARGS and not (key in ("dtype", "torch_dtype") and str(value) in FP32):
+        reject(f"{name}[{key!r}]", value, "weights are fp32, and the folder determines the model; omit it")
 
 
 def _trackers(values: dict[str, Any]) -> Settings:

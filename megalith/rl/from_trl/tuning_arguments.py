@@ -1,5 +1,5 @@
-"""Arguments of TRL's SFTConfig, DPOConfig, KTOConfig and RewardConfig: those that are settings here, and those without
-effect.
+"""Arguments of TRL's SFTConfig, DPOConfig, KTOConfig, RewardConfig and GKDConfig: those that are settings here, and
+those without effect.
 
 Any other argument that differs from its default is an error. The tables are from TRL 1.16.0.
 """
@@ -24,13 +24,19 @@ OURS: dict[str, dict[str, str]] = {  # settings by the section's trainer, with t
     "kto": {"loss_type": "kto.loss_type", "beta": "kto.beta", "desirable_weight": "kto.desirable_weight",
             "undesirable_weight": "kto.undesirable_weight"},
     "reward": {"center_rewards_coefficient": "reward.center_rewards_coefficient"},
+    "gkd": {"packing": "sft.packing", "truncation_mode": "sft.truncation_mode", "lmbda": "distill.on_policy_fraction",
+            "temperature": "distill.sampling_temperature", "max_new_tokens": "distill.max_completion_length"},
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, object]] = {  # of a dict: TRL's, where Megalith's differ or have none
     "sft": {"learning_rate": 2e-5, "assistant_only_loss": False, "packing": False, "truncation_mode": "keep_start"},
     "dpo": {"learning_rate": 1e-6, "truncation_mode": "keep_start"},
     "kto": {"learning_rate": 1e-6},
     "reward": {"learning_rate": 1e-4},
+    "gkd": {"learning_rate": 2e-5, "packing": False, "truncation_mode": "keep_start", "lmbda": 0.5, "beta": 0.5,
+            "temperature": 0.9, "max_new_tokens": 128, "disable_dropout": True},
 }  # fmt: skip
+
+GKD_TRANSLATED = {"beta", "seq_kd", "teacher_model_name_or_path", "teacher_model_init_kwargs"}
 
 _ORDER = "samples are in memory, and their order follows from the seed alone"
 _PADDING = "rows have data.seq_length tokens"

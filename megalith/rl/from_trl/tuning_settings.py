@@ -1,4 +1,5 @@
-"""Translation of TRL's SFTConfig, DPOConfig, KTOConfig and RewardConfig, or a dict with their names, to settings.
+"""Translation of TRL's SFTConfig, DPOConfig, KTOConfig, RewardConfig and GKDConfig, or a dict with their names, to
+settings.
 
 A value that differs from the class's default becomes a setting, or has no effect for a printed reason, or is an
 error.
@@ -10,10 +11,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.errors import ConfigError, nearest_of
+from megalith.rl.from_trl.argument_checks import notes_without_effect, reject_unsupported, unread_arguments
 from megalith.rl.from_trl.arguments import Arguments, read_arguments
 from megalith.rl.from_trl.training_settings import (
     Settings,
+    check_model_argument,
     intervals,
     optimizer_settings,
     other_settings,
@@ -22,6 +24,7 @@ from megalith.rl.from_trl.training_settings import (
 )
 from megalith.rl.from_trl.tuning_arguments import (
     DEFAULTS,
+    GKD_TRANSLATED,
     NO_EFFECT,
     OURS,
     REMEDIES,
@@ -30,16 +33,23 @@ from megalith.rl.from_trl.tuning_arguments import (
     UNSUPPORTED_DEFAULTS,
 )
 
-TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer"}
+TRAINERS = {
+    "sft": "SFTTrainer",
+    "dpo": "DPOTrainer",
+    "kto": "KTOTrainer",
+    "reward": "RewardTrainer",
+    "gkd": "GKDTrainer",
+}
+SECTIONS = {"gkd": "sft"}  # of a method's data, where it has another name
 
 
 def tuning_settings(
-    section: str, args: Mapping[str, Any] | object | None, samples: int, world_size: int
+    method: str, args: Mapping[str, Any] | object | None, samples: int, world_size: int
 ) -> Settings:
     """Translate TRL's arguments to settings, "section.field" → value.
 
     Args:
-        section: sft, dpo, kto or reward.
+        method: sft, dpo, kto, reward or gkd.
         args: a dict of TRL's names, a config object of TRL, or an object with such attributes.
         samples: number of training samples, which determines the length of an epoch.
         world_size: number of processes, by which TRL multiplies its batch.
@@ -48,13 +58,15 @@ def tuning_settings(
         ConfigError: for an unsupported argument.
     """
     arguments = read_arguments(args)
-    _reject_unsupported(section, arguments)
-    defaults = {"per_device_train_batch_size": 8, "max_length": 1024, "output_dir": f"runs/{section}"}
-    values = defaults | DEFAULTS[section]
+    section = SECTIONS.get(method, method)
+    supported = _supported(method, arguments)
+    reject_unsupported(TRAINERS[method], arguments, supported, UNSUPPORTED_DEFAULTS, REMEDIES)
+    defaults = {"per_device_train_batch_size": 8, "max_length": 1024, "output_dir": f"runs/{method}"}
+    values = defaults | DEFAULTS[method]
     values |= {name: value for name, value in arguments.values.items() if value is not None}
     if values.get("max_steps", 0) <= 0:  # TRL's default is −1: by epochs
         values.pop("max_steps", None)
-    settings = {path: values[name] for name, path in (RENAMED | OURS[section]).items() if name in values}
+    settings = {path: values[name] for name, path in (RENAMED | OURS[method]).items() if name in values}
     accumulation = values.get("gradient_accumulation_steps", 1)
     size = values["per_device_train_batch_size"] * world_size
     epoch = max(1, math.ceil(math.ceil(samples / size) / accumulation))
@@ -65,19 +77,17 @@ def tuning_settings(
     settings |= precision_settings(values, arguments) | other_settings(values, arguments)
     if "chat_template_path" in values:
         settings[f"{section}.chat_template_path"] = values["chat_template_path"]
-    return settings | {f"{section}.enabled": True} | _objective(section, values)
+    settings |= {f"{section}.enabled": True} | _objective(section, values)
+    return settings | _distillation(values) if method == "gkd" else settings
 
 
-def no_effect_notes(section: str, args: Mapping[str, Any] | object | None) -> list[str]:
+def no_effect_notes(method: str, args: Mapping[str, Any] | object | None) -> list[str]:
     """Return a note for each changed argument that has no effect, with the reason."""
     arguments = read_arguments(args)
-    reasons = NO_EFFECT | _unread(arguments)
-    supported = {*RENAMED, *TRANSLATED, *OURS[section]} - _unread(arguments).keys()
-    return [
-        f"args.{name} has no effect: {reasons[name]}"
-        for name in arguments.changed
-        if name in reasons and name not in supported
-    ]
+    unread = _unread(method, arguments)
+    read = {*RENAMED, *TRANSLATED, *OURS[method]} - unread.keys()
+    reasons = {name: reason for name, reason in (NO_EFFECT | unread).items() if name not in read}
+    return notes_without_effect(arguments, reasons)
 
 
 def _length(section: str, values: dict[str, Any], arguments: Arguments, epoch: int) -> Settings:
@@ -109,46 +119,48 @@ def _objective(section: str, values: dict[str, Any]) -> Settings:
     return {}
 
 
-def _unread(arguments: Arguments) -> dict[str, str]:
+def _distillation(values: dict[str, Any]) -> Settings:
+    """Return the settings of GKD's divergence. Its loss is at temperature 1: `temperature` is that of sampling."""
+    beta = values["beta"]
+    divergence = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "generalized_jsd")
+    settings: Settings = {"distill.kd_ratio": 1.0, "distill.divergence": divergence}
+    if divergence == "generalized_jsd":
+        settings["distill.beta"] = beta
+    if values.get("seq_kd") and values["lmbda"] != 1:
+        reason = "the teacher's answers are sampled before the run (docs/distillation.md); set it to False"
+        reject("seq_kd", True, reason)
+    for key, value in (values.get("teacher_model_init_kwargs") or {}).items():
+        check_model_argument("teacher_model_init_kwargs", key, value)
+    if "teacher_model_name_or_path" in values:
+        settings["distill.teacher"] = str(values["teacher_model_name_or_path"])
+    return settings
+
+
+def _unread(method: str, arguments: Arguments) -> dict[str, str]:
     """Return the arguments that TRL and transformers ignore because of other arguments, with reasons."""
     values = {name: value for name, value in arguments.values.items() if value is not None}
-    reasons: dict[str, str] = {}
-    if not values.get("load_best_model_at_end") and values.get("save_strategy") != "best":
-        reasons |= dict.fromkeys(
-            ("metric_for_best_model", "greater_is_better"), "load_best_model_at_end is off"
-        )
-    if values.get("tf32") is False or values.get("bf16") or values.get("fp16"):
-        reasons["tf32"] = "matmuls have the run's precision, without TF32"
-    for kind, strategy in {"logging": "steps", "save": "steps", "eval": "no"}.items():
-        if (chosen := values.get(f"{kind}_strategy", strategy)) != "steps":
-            reasons[f"{kind}_steps"] = f"{kind}_strategy is {chosen}"
-    if "wandb" not in (values.get("report_to") or ()):
-        reasons["run_name"] = "it is a name for Weights & Biases, which is not in report_to"
-    if values.get("lr_scheduler_type") == "constant":
-        reasons |= dict.fromkeys(
-            ("warmup_steps", "warmup_ratio"), "lr_scheduler_type is constant, without a warm-up"
-        )
+    reasons = unread_arguments(arguments)
     if values.get("max_steps", 0) > 0:
         reasons["num_train_epochs"] = "max_steps is set"
     if "discopop" not in (values.get("loss_type") or ()):
         reasons["discopop_tau"] = "loss_type has no discopop"
+    if method == "gkd":
+        last = "the last message of the assistant is learned"
+        reasons |= {"assistant_only_loss": last, "completion_only_loss": last}
+        if values.get("lmbda") == 1:
+            reasons["seq_kd"] = "lmbda is 1"
     return reasons
 
 
-def _reject_unsupported(section: str, arguments: Arguments) -> None:
-    trainer = TRAINERS[section]
-    supported = {*RENAMED, *OURS[section], *TRANSLATED, *NO_EFFECT, *_unread(arguments), "loss_type"}
-    defaults = UNSUPPORTED_DEFAULTS | arguments.defaults
-    for name, value in arguments.changed.items():
-        if name in supported or (name in defaults and not arguments.defaults and value == defaults[name]):
-            continue
-        if name in defaults or name in REMEDIES:
-            default = f", {defaults[name]!r:.40}" if name in defaults else ""
-            raise ConfigError(
-                f"args.{name} is {value!r:.80}, which {trainer} does not support{REMEDIES.get(name, '')}; keep its "
-                f"default{default}"
-            )
-        raise ConfigError(
-            f"{trainer} has no argument {name!r}{nearest_of(name, supported)}; omit it, or pass Megalith's settings as "
-            "`settings`"
-        )
+def _supported(method: str, arguments: Arguments) -> set[str]:
+    """Return the names of the arguments that are settings, or have no effect."""
+    translated = GKD_TRANSLATED if method == "gkd" else set()
+    return {
+        *RENAMED,
+        *OURS[method],
+        *TRANSLATED,
+        *translated,
+        *NO_EFFECT,
+        *_unread(method, arguments),
+        "loss_type",
+    }
