@@ -474,7 +474,23 @@ class RlConfig(ToolSettings, OtherModels):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, subtracted from the loss."""
 
-    entropy_aggregation: Annotated[Literal["tokens", "loss"], RequiresSetting("entropy_coef", unless=0)] = (
+    use_adaptive_entropy: bool = False
+    """Change the weight of the entropy bonus by entropy_coef_delta per step, from entropy_coef on: up if the mean
+    entropy is at most entropy_target, otherwise down. A step after a higher entropy has no bonus."""
+
+    entropy_coef_min: Annotated[float, RequiresSetting("use_adaptive_entropy", True)] = 0.0
+    """Lower bound of the adaptive weight."""
+
+    entropy_coef_max: Annotated[float, RequiresSetting("use_adaptive_entropy", True)] = 1.0
+    """Upper bound of the adaptive weight."""
+
+    entropy_coef_delta: Annotated[NonNegativeFloat, RequiresSetting("use_adaptive_entropy", True)] = 0.005
+    """Change of the adaptive weight per step."""
+
+    entropy_target: Annotated[NonNegativeFloat, RequiresSetting("use_adaptive_entropy", True)] = 0.2
+    """Mean entropy per token below which the adaptive weight grows."""
+
+    entropy_aggregation: Annotated[Literal["tokens", "loss"], RequiresSetting("has_entropy_bonus", True)] = (
         "tokens"
     )
     """Average the entropy over the step's tokens for every loss_type (TRL), or aggregate it like the loss (verl)."""
@@ -611,6 +627,11 @@ class RlConfig(ToolSettings, OtherModels):
     def steps_per_batch(self) -> int:
         """Optimizer steps per rollout batch."""
         return self.num_iterations * self.mini_batches
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """True if the loss has an entropy bonus."""
+        return self.entropy_coef != 0 or self.use_adaptive_entropy
 
     @property
     def loss_beta(self) -> float:

@@ -23,6 +23,7 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.parallel.shards import LocalShard
 from megalith.report.metrics import ExpertStepMetrics
+from megalith.rl.adaptive_entropy import EntropyController
 from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.critic import Critic, CriticRolloutData
@@ -182,6 +183,8 @@ class PolicyTask(Task):
         reference = (
             reference_logprobs(run, config.rl.temperature, self.loss.vocab_size) if config.rl.beta else None
         )
+        if config.rl.use_adaptive_entropy:
+            self.loss.entropy_coef = 0.0  # no entropy is known before the first step
         self._critic = Critic(run) if config.rl.uses_critic else None
         self._teacher = TeacherAdvantages(run, self.loss.vocab_size) if config.rl.teacher else None
         if not config.rl.prompts:
@@ -224,6 +227,8 @@ class PolicyTask(Task):
 
     def load_state(self, run: Run, files: Mapping[str, Path]) -> None:
         run.data.load_state(files)
+        if run.config.rl.use_adaptive_entropy:
+            self.loss.entropy_coef = EntropyController(run.config.rl, run.totals).coefficient
         if self._live is not None:
             self._live.load_state(run.step, files)
 
@@ -243,10 +248,13 @@ class PolicyTask(Task):
         if self._live is not None and (run.step + 1) % run.config.rl.steps_per_batch == 0:
             self._live.settle()
         sums = self.loss.reduce_sums(run.mesh, run.device)
+        entropy_metrics = self._adapt_entropy(run, sums)
         critic = dict if self._critic is None else self._critic.train_step(run.data.ready_batches(run.step))
         largest_drift = largest_drift_of_step(run, self.loss.take_largest_drifts())
         step = run.data.step(run.step)
-        metrics = step.metrics | ({"drift_largest": largest_drift.size} if largest_drift else {})
+        metrics = (
+            step.metrics | entropy_metrics | ({"drift_largest": largest_drift.size} if largest_drift else {})
+        )
         if run.config.rl.use_kl_in_reward:
             metrics["reward_kl"] = run.data.reward_kl
         if self._teacher is not None:
@@ -265,6 +273,15 @@ class PolicyTask(Task):
             return self._with_reward_metrics(run, {**self._read(sums), **critic(), **metrics}, logged)
 
         return read
+
+    def _adapt_entropy(self, run: Run, sums: Tensor) -> dict[str, float]:
+        """Set the coefficient of the next step's entropy bonus; return that of this step, if it is adaptive."""
+        if not run.config.rl.use_adaptive_entropy:
+            return {}
+        controller, used = EntropyController(run.config.rl, run.totals), self.loss.entropy_coef
+        controller.update(self.loss.means(sums)["entropy"])
+        self.loss.entropy_coef = controller.coefficient
+        return {"entropy_coef": used}
 
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]

@@ -153,7 +153,9 @@ class PolicyLoss(SummedLoss):
     def __init__(self, rl: RlConfig, vocab_size: int | None = None):
         self.rl, self.vocab_size, self._loss = rl, vocab_size, load_loss(rl.loss_type)
         self.temperature = rl.temperature
-        self.needs_entropy = rl.entropy_coef != 0 or rl.log_entropy
+        self.needs_entropy = rl.has_entropy_bonus or rl.log_entropy
+        self.entropy_coef = rl.entropy_coef
+        """Weight of the entropy bonus, which adaptive_entropy.py may change between steps."""
         self._largest_drifts: list[Tensor] = []
 
     def denominator(self, batch: RolloutBatch) -> Tensor:
@@ -205,8 +207,8 @@ class PolicyLoss(SummedLoss):
         if rl.loss_beta:
             losses = losses + rl.loss_beta * kl_losses(rl, logprobs, tokens["reference"], ratio)
         losses = losses * tokens["weights"]
-        if rl.entropy_coef:
-            bonus = rl.entropy_coef * entropy * tokens["entropy_weights"]
+        if "entropy_weights" in tokens:
+            bonus = entropy * tokens["entropy_weights"]
             losses = losses - (bonus * tokens["high_entropy"] if "high_entropy" in tokens else bonus)
         return torch.where(tokens["mask"], losses, 0.0)
 
@@ -235,8 +237,8 @@ class PolicyLoss(SummedLoss):
         for name in ("high_entropy", "selected"):
             if (tokens := getattr(batch, name)) is not None:
                 terms[name] = tokens & sequences.mask
-        if rl.entropy_coef:
-            terms["entropy_weights"] = self._entropy_weights(batch, weights)
+        if rl.has_entropy_bonus:  # a tensor, so that a coefficient that changes compiles nothing again
+            terms["entropy_weights"] = self.entropy_coef * self._entropy_weights(batch, weights)
         return {"mask": sequences.mask, "weights": weights, "advantages": batch.advantages, **terms}
 
     def _check_selection(self, batch: RolloutBatch) -> None:

@@ -234,7 +234,7 @@ class RolloutData:
         """Return this data-parallel rank's micro-batches of a step."""
         config, rows = self._run.config, self.local_rows(step)
         batches = [make_batch(config, chunk, step * self._size + first) for first, chunk in rows]
-        if not self._rl.entropy_coef or self._rl.entropy_aggregation == "loss":
+        if not self._rl.has_entropy_bonus or self._rl.entropy_aggregation == "loss":
             return batches
         samples = [sample for row in self.step(step).rows for sample in row]
         weight = entropy_weight(

@@ -152,6 +152,8 @@ READ_WITH = {
         ("distill.logits_top_k=8", "distill.logits_dir=logits"),
     "distill.on_policy_fraction above 0":
         ("distill.sampling_temperature=0.5", "distill.on_policy_fraction=0.5"),
+    "rl.use_adaptive_entropy true":
+        ("rl.entropy_target=0.5", "rl.use_adaptive_entropy=true"),
     "rl.teacher":
         ("rl.teacher_coef=0.5", "rl.teacher=runs/large"),
     "kto.enabled true":
@@ -200,7 +202,7 @@ READ_WITH = {
         ("rl.epsilon_high=0.28", "rl.rollouts=a"),
     "rl.beta above 0":
         ("rl.kl_estimator=k1", "rl.beta=0.1 rl.rollouts=a"),
-    "rl.entropy_coef other than 0":
+    "rl.has_entropy_bonus true":
         ("rl.entropy_aggregation=loss", "rl.entropy_coef=0.1 rl.rollouts=a"),
     "rl.overlong_buffer_len above 0":
         ("rl.overlong_penalty_factor=2", "rl.overlong_buffer_len=9 rl.rollouts=a"),

@@ -275,8 +275,8 @@ try:
 except ImportError:
     kept = {name: value for name, value in OF_TRL.items() if name not in NOT_RLOO} | RLOO_OWN
     kept |= {"transformers_continuous_batching_config": None, "trust_remote_code": False}
-    for absent in ("use_adaptive_entropy", "entropy_target", "cast_lm_head_to_fp32", "log_completions_hub_repo",
-                   "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos"):  # fmt: skip
+    for absent in ("cast_lm_head_to_fp32", "log_completions_hub_repo", "sapo_temperature_neg", "sapo_temperature_pos",
+                   "vespo_k_pos", "vespo_lambda_pos"):  # fmt: skip
         del kept[absent]
     RLOOConfig = dataclasses.make_dataclass(
         "RLOOConfig",

@@ -307,6 +307,11 @@ def check_rollouts(config: RunConfig) -> None:
             f"runtime.loss_spike_threshold is {config.runtime.loss_spike_threshold}, but a policy's loss is around 0 "
             "and no measure of its health; leave it out"
         )
+    if rl.use_adaptive_entropy and rl.top_entropy_quantile < 1:
+        raise ConfigError(
+            f"rl.use_adaptive_entropy follows the mean entropy of all tokens, but rl.top_entropy_quantile is "
+            f"{rl.top_entropy_quantile:g}; leave out one"
+        )
     if rl.use_kl_in_reward and (
         rl.advantage_estimator in ("gdpo", "gae") or rl.advantage_level != "trajectory"
     ):

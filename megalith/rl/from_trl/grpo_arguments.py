@@ -29,7 +29,8 @@ OURS = [  # settings of `rl`, most of which have TRL's name
 ]
 NOT_RLOO = {  # settings and arguments of GRPO that would make RLOO another method; RLOOConfig has none of them
     "advantage_baseline", "advantage_deviation", "advantage_epsilon", "advantage_estimator", "clip_ratio_c",
-    "delta", "entropy_coef", "importance_sampling_level", "kl_estimator", "kl_score_gradient", "loss_type",
+    "delta", "entropy_coef", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target",
+    "use_adaptive_entropy", "importance_sampling_level", "kl_estimator", "kl_score_gradient", "loss_type",
     "multi_objective_aggregation", "off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile",
     "use_bias_correction_kl", "use_decoupled_loss", "use_kl_in_reward", "vllm_importance_sampling_cap",
     "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
@@ -132,7 +133,7 @@ UNSUPPORTED_DEFAULTS: dict[str, object] = {  # unsupported arguments: only these
     "optim_args": None, "optim_target_modules": None, "parallelism_config": None, "prediction_loss_only": False,
     "push_to_hub": False, "remove_unused_columns": False, "repetition_penalty": 1.0,
     "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "router_aux_loss_coef": None,
-    "sync_ref_model": False, "tf32": None, "use_adaptive_entropy": False,
+    "sync_ref_model": False, "tf32": None,
     "vllm_model_impl": "vllm", "vllm_structured_outputs_regex": None, "vllm_tensor_parallel_size": 1,
 }  # fmt: skip
 REMEDIES: dict[str, str] = {  # what to do instead of an unsupported argument

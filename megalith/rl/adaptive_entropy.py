@@ -1,0 +1,41 @@
+"""A coefficient of the entropy bonus that follows the entropy (`rl.use_adaptive_entropy`), as in TRL (Skywork-OR1).
+
+After each step, the coefficient grows by rl.entropy_coef_delta if the mean entropy over the step's tokens is at most
+rl.entropy_target, and falls by it otherwise, between rl.entropy_coef_min and rl.entropy_coef_max. The next step has the
+bonus only if the entropy was at most the target; the first step has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+
+from megalith.config.rl import RlConfig
+
+COEFFICIENT, LAST = "entropy_coef", "entropy_last"  # counters of a checkpoint
+
+
+class EntropyController:
+    """The coefficient of a run, whose state is among the counters of its checkpoints."""
+
+    def __init__(self, rl: RlConfig, totals: MutableMapping[str, int | float]):
+        self._rl, self._totals = rl, totals
+
+    @property
+    def coefficient(self) -> float:
+        """Coefficient of the bonus in the next step."""
+        is_low = self._totals.get(LAST, math.inf) <= self._rl.entropy_target
+        return self._value if is_low else 0.0
+
+    @property
+    def _value(self) -> float:
+        return self._totals.get(COEFFICIENT, self._rl.entropy_coef)
+
+    def update(self, entropy: float) -> None:
+        """Take the mean entropy over a step's tokens."""
+        rl = self._rl
+        if entropy <= rl.entropy_target:
+            self._totals[COEFFICIENT] = min(self._value + rl.entropy_coef_delta, rl.entropy_coef_max)
+        else:
+            self._totals[COEFFICIENT] = max(self._value - rl.entropy_coef_delta, rl.entropy_coef_min)
+        self._totals[LAST] = entropy
