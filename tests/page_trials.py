@@ -70,6 +70,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # in a page's commands and 
     ),
     "docs/from_megatron.md": (("iters 100", "iters 4"), ("iters 10 ", "iters 0 "), ("iters 120", "iters 6")),
     "docs/first_hour/oumi_verl.md": (SUMS,),
+    "docs/distillation.md": (SUMS,),
     "docs/grpo.md": (SUMS,),
     "docs/plan.md": (("--nproc 8", "--nproc 2"),),
     "docs/ppo.md": (SUMS,),
