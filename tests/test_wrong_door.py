@@ -155,8 +155,6 @@ def test_a_run_file_that_is_not_there_names_the_nearest_one(refused, words, name
         ("--lora.lora_dropout", "here it is lora.dropout"),
         ("--lora.target_modules", "here it is lora.targets"),
         ("--target_modules", "here it is lora.targets"),
-        ("--lora.use_rslora", "for rsLoRA set lora.alpha"),
-        ("--lora.use_dora", "DoRA is not supported"),
         ("--lora.modules_to_save", "every other weight stays frozen"),
         ("--lora.bias", "biases stay frozen"),
         ("--lr", "did you mean optim.lr?"),

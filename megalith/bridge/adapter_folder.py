@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.families import family_for, family_named, family_of
-from megalith.bridge.family import Family
+from megalith.bridge.family import Family, build_on_meta
 from megalith.bridge.folder import read_config_json, read_json, resolve_folder
 from megalith.bridge.importer import Change, check_absent, import_hf, new_run
-from megalith.bridge.load import check_base, config_of, is_foreign_weights, model_of
+from megalith.bridge.load import check_base, config_of, is_foreign_weights, model_of, open_weights
 from megalith.bridge.megatron.megatron_importer import is_megatron_folder
 from megalith.bridge.partial import new_folder
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
@@ -29,13 +29,14 @@ from megalith.checkpoint.rewrite import part_bytes
 from megalith.checkpoint.state import MODEL, Model, checkpoint_shards
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.adapters import adapters, add_adapters
+from megalith.models.adapters import ADAPTER, adapters, add_adapters
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 from megalith.remote import open_location, remove_all
 
+MAGNITUDE = f"{ADAPTER}lora_magnitude."
 STORED_SETTINGS = (
     "rank",
     "alpha",
@@ -44,6 +45,7 @@ STORED_SETTINGS = (
     "alpha_pattern",
     "layers_to_transform",
     "use_rslora",
+    "use_dora",
 )
 """Settings of `lora` that a PEFT folder determines."""
 
@@ -75,6 +77,37 @@ def with_lora_load(config: RunConfig) -> RunConfig:
 def load_peft_adapters(path: str, config: ModelConfig, model: Model) -> None:
     """Load this rank's shards of the adapters in a folder in PEFT's format."""
     _copy_shards(model, _open_peft(path, config).read)
+
+
+def initialize_from_base(config: RunConfig, model: Model) -> None:
+    """Set this rank's shards of DoRA's magnitudes to the lengths of the base's rows, as at B = 0."""
+    shards = {name: shard for name, shard in checkpoint_shards(model).items() if MAGNITUDE in name}
+    if not shards:
+        return
+    full = dict(adapters(build_on_meta(config.model, config.lora)))
+    read = _base_reader(config.model.init_from, config)
+
+    @lru_cache(maxsize=1)
+    def lengths(linear: str) -> dict[str, Tensor]:
+        return full[linear].row_lengths(read(f"{linear}.weight"))
+
+    for name, shard in shards.items():
+        linear, part = name.removesuffix(".weight").split(MAGNITUDE)
+        shard.values.copy_(shard.slice_of(lengths(linear)[part]))
+
+
+def _base_reader(path: str, config: RunConfig) -> Callable[[str], Tensor]:
+    """Return a function that reads a tensor of the weights that `model.init_from` names."""
+    if not is_foreign_weights(path):
+        return _reader(open_existing(path, show_progress=False))
+    matched = open_weights(path, config.checkpoint.trust, config.model.vocab_size)
+    groups = {group.name: group for group in matched.groups}
+
+    def read(name: str) -> Tensor:
+        group = groups[name]
+        return matched.read(group, config.train.seed, (0,) * len(group.shape), group.shape)
+
+    return read
 
 
 def export_adapters(
@@ -140,7 +173,13 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
 
     def change(name: str, shard: LocalShard) -> Tensor:
         samples.setdefault(name, {}).update(sample(shard))
-        return shard.values + shard.slice_of(delta(name)) if name in changes else shard.values
+        if name not in changes:
+            return shard.values
+        values = shard.values + shard.slice_of(delta(name))
+        if not changes[name].rescales:
+            return values
+        with torch.no_grad():  # DoRA; a shard has whole rows
+            return values * changes[name].factors_of(values.norm(dim=1), shard.offset[0])[:, None]
 
     if is_foreign_weights(base):
         merged = import_hf(base, out, show_progress=show_progress, change=change)

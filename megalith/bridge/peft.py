@@ -46,9 +46,10 @@ ADAPTED = re.compile(rf"((?:encoder\.)?layers\.(\d+))\.({'|'.join(map(re.escape,
 TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}  # PEFT has no name for BERT's task
 # Keys of adapter_config.json that select other methods than LoRA, with the only supported value.
 ONLY = {
-    "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False,
+    "peft_type": "LORA", "bias": "none", "lora_bias": False, "use_qalora": False,
     "modules_to_save": None, "trainable_token_indices": None, "layer_replication": None,
 }  # fmt: skip
+MAGNITUDE = "lora_magnitude_vector"
 PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 """Parameters of the module of all experts in transformers 5."""
 
@@ -160,6 +161,7 @@ class PeftPair:
     b: Tensor
     rank: int
     alpha: float
+    magnitude: Tensor | None = None  # DoRA's, [out]
 
 
 def save_peft(
@@ -181,11 +183,16 @@ def save_peft(
             )
             for part in parts
         }
-        pairs |= _peft_pairs(target, stored, lora)
+        lengths = {}
+        if lora.use_dora:
+            lengths = {part: read(f"{target.name}{ADAPTER}lora_magnitude.{part}.weight") for part in parts}
+        pairs |= _peft_pairs(target, stored, lora, lengths)
     nested, tensors = _nested(pairs), {}
     for module, pair in pairs.items():
         prefix = _prefix(pair.target, module, module in nested)
         tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = pair.a, pair.b
+        if pair.magnitude is not None:
+            tensors[f"{prefix}.{MAGNITUDE}"] = pair.magnitude
     make_folder(folder)
     write_safetensors(folder / TENSORS_FILE, tensors)
     config = json.dumps(_peft_config(family, model, lora, pairs, base), indent=2)
@@ -206,12 +213,14 @@ def _prefix(target: AdapterTarget, module: str, nested: bool) -> str:
     return f"{PREFIX}{module.rpartition('.')[0]}{'.base_layer' if nested else ''}"
 
 
-def _peft_pairs(target: AdapterTarget, pairs: Mapping[str, Pair], lora: LoraConfig) -> dict[str, PeftPair]:
-    """Return PEFT's A and B for each Hugging Face module with adapters."""
+def _peft_pairs(
+    target: AdapterTarget, pairs: Mapping[str, Pair], lora: LoraConfig, lengths: Mapping[str, Tensor]
+) -> dict[str, PeftPair]:
+    """Return PEFT's A, B and magnitudes for each Hugging Face module with adapters."""
     modules, at = target.modules, (target.layer, target.site)
 
-    def of_part(part: str, a: Tensor, b: Tensor) -> PeftPair:
-        return PeftPair(target, a, b, lora.rank_of(*at, part), lora.alpha_of(*at, part))
+    def of_part(part: str, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> PeftPair:
+        return PeftPair(target, a, b, lora.rank_of(*at, part), lora.alpha_of(*at, part), magnitude)
 
     if target.of_experts and pairs:
         [(module, rows)] = target.rows_of_modules().items()
@@ -219,17 +228,25 @@ def _peft_pairs(target: AdapterTarget, pairs: Mapping[str, Pair], lora: LoraConf
         b = b[:, rows].permute(1, 2, 0)  # [out, rank, experts]
         return {module: of_part(WHOLE, a.flatten(0, 1), b.flatten(1))}
     if WHOLE in pairs:
-        a, b = pairs[WHOLE]
-        return {module: of_part(WHOLE, a, b[rows]) for module, rows in target.rows_of_modules().items()}
+        (a, b), length = pairs[WHOLE], lengths.get(WHOLE)
+        return {
+            module: of_part(WHOLE, a, b[rows], None if length is None else length[rows])
+            for module, rows in target.rows_of_modules().items()
+        }
     if pairs and not modules:
         raise CheckpointError(
-            f"{target.name} has other parts in this family's models than its adapters; "
-            f"train one adapter for all its rows, {target.site}.{WHOLE} in lora.targets, or merge them"
+            f"{target.name} has other parts in this family's models than its adapters; train one adapter for all its "
+            f"rows, {target.site}.{WHOLE} in lora.targets, or merge them"
         )
     if WHOLE in modules and pairs:
-        return {modules[WHOLE]: _fused_pair(target, pairs, lora)}
+        return {modules[WHOLE]: _fused_pair(target, pairs, lora, lengths)}
     return {
-        modules[part]: of_part(part, a, _their_rows(target, modules[part], part, b))
+        modules[part]: of_part(
+            part,
+            a,
+            _their_rows(target, modules[part], part, b),
+            _their_rows(target, modules[part], part, lengths[part][:, None]).flatten() if lengths else None,
+        )
         for part, (a, b) in pairs.items()
     }
 
@@ -242,8 +259,15 @@ def _their_rows(target: AdapterTarget, module: str, part: str, b: Tensor) -> Ten
     return rows
 
 
-def _fused_pair(target: AdapterTarget, pairs: Mapping[str, Pair], lora: LoraConfig) -> PeftPair:
+def _fused_pair(
+    target: AdapterTarget, pairs: Mapping[str, Pair], lora: LoraConfig, lengths: Mapping[str, Tensor]
+) -> PeftPair:
     """Return one pair for a module that fuses all parts, scaled as its first part."""
+    if lengths and lengths.keys() != set(SITES[target.site]):
+        raise CheckpointError(
+            f"{target.name} has DoRA's magnitudes for some of its rows, but PEFT needs those of all; adapt all "
+            "its parts, or merge them"
+        )
     module, at = target.modules[WHOLE], (target.layer, target.site)
     ordered = [part for part in SITES[target.site] if part in pairs]
     scales = [lora.scaling_of(*at, part) for part in ordered]
@@ -253,7 +277,8 @@ def _fused_pair(target: AdapterTarget, pairs: Mapping[str, Pair], lora: LoraConf
     alpha = lora.alpha_of(*at, ordered[0])
     alpha = alpha * (rank / first) ** 0.5 if lora.use_rslora else alpha * rank / first
     a = torch.cat([pairs[part][0] for part in ordered])
-    return PeftPair(target, a, torch.cat(blocks, dim=1), rank, alpha)
+    rows = [_their_rows(target, module, part, length[:, None]) for part, length in lengths.items()]
+    return PeftPair(target, a, torch.cat(blocks, dim=1), rank, alpha, sum(rows).flatten() if rows else None)
 
 
 def _peft_config(
@@ -289,6 +314,7 @@ def _peft_config(
         "alpha_pattern": _pattern(names, {name: pair.alpha for name, pair in pairs.items()}, lora.alpha),
         "fan_in_fan_out": any(rule.transposed for rule in family.tensors.values()),
         "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
         "init_lora_weights": True,
     }
 
@@ -336,7 +362,12 @@ def _suffixes(name: str) -> list[str]:
 
 def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     """Return the value of the first pattern that matches a module's name, as PEFT does."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+    try:
+        return next(
+            (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default
+        )
+    except re.error as error:
+        raise CheckpointError(f"a pattern of {list(patterns)} is not a regular expression: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -372,6 +403,9 @@ class PeftFolder:
         target = self._targets[matrix]
         fused = self._fused.get(target.site)
         stored = self._adapters[matrix, WHOLE if fused else part]
+        if half == "lora_magnitude":
+            value = self._tensors[f"{stored.prefix}.{MAGNITUDE}"].read().float().flatten()
+            return value[target.rows_of_module(target.modules[stored.part], part)]
         value = self._tensors[f"{stored.prefix}.{half}.weight"].read().float()
         if target.of_experts:
             return self._of_experts(target, half, value)
@@ -448,6 +482,8 @@ class PeftFolder:
             for stored in self._adapters.values()
             for half in ("lora_A", "lora_B")
         }
+        if self._config.get("use_dora"):
+            expected |= {f"{stored.prefix}.{MAGNITUDE}" for stored in self._adapters.values()}
         missing, extra = expected - self._tensors.keys(), self._tensors.keys() - expected
         if missing or extra or not expected:
             messages = [
@@ -537,6 +573,7 @@ class PeftFolder:
             rank_pattern=patterns[0],
             alpha_pattern=patterns[1],
             layers_to_transform=layers,
+            use_dora=bool(self._config.get("use_dora")),
         )
 
     def _layers(self, by_site: Mapping[str, Mapping[str, set[str]]]) -> list[int] | None:
@@ -564,6 +601,13 @@ class PeftFolder:
                 raise CheckpointError(
                     f"{self.path / CONFIG_FILE} has {key} {value!r}, but only LoRA is supported "
                     f"({key} {only!r}); merge them with PEFT, or train others"
+                )
+        for key, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("target_parameters", list)):
+            value = self._config.get(key) or kind()
+            if not isinstance(value, kind) or not all(isinstance(each, str) for each in value):
+                raise CheckpointError(
+                    f"{self.path / CONFIG_FILE} has {key} {value!r:.80}, which PEFT does not write; give a folder that "
+                    "PEFT has saved"
                 )
         for key, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
             if type(self._config.get(key)) not in kinds:

@@ -135,6 +135,9 @@ class LoraConfig(Section):
     )
     """Numbers of the layers with adapters, from 0 in each stack. Default: all."""
 
+    use_dora: Annotated[bool, Decides.FUNCTION] = False
+    """Train the length of each row of the adapted matrices too, apart from its direction (DoRA, Liu et al. 2024)."""
+
     loraplus_lr_ratio: Annotated[PositiveFloat | None, Decides.UPDATES] = None
     """Learning rate of B relative to A's, which is optim.lr (LoRA+, Hayou et al. 2024). Default: 1."""
 

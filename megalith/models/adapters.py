@@ -9,6 +9,10 @@ values, or for gate and up. The rows of each B are ordered as in the separate ma
 A part `whole` is one pair for all fused rows, for models whose matrices are fused elsewhere too (GPT-2, Phi-3).
 
 Experts have a pair each, in two tensors of all experts.
+
+DoRA (Liu et al. 2024) also trains the length m of each row of the adapted matrix, which is the row's length at first:
+
+    y = (x · Wᵀ + x · ΔWᵀ) · m / ‖W + ΔW‖ + bias        no gradient flows through the norms of the rows
 """
 
 from __future__ import annotations
@@ -53,6 +57,10 @@ class Adapter(nn.Module):
         """Return the matrix that merging adds to the weight, of its shape: under tensor parallelism, the shard's."""
         raise NotImplementedError(f"{type(self).__name__} has no delta")
 
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the merged weight in float32; adapter and weight are unsharded."""
+        return weight.float() + self.delta()
+
     def scaled(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the parts' outputs, each multiplied by its factor relative to `scaling`."""
         if not self.factors:
@@ -60,8 +68,17 @@ class Adapter(nn.Module):
         return {part: x * self.factors[part] if part in self.factors else x for part, x in parts.items()}
 
 
+class Magnitude(nn.Module):
+    """Trained lengths of the rows of a part, [rows]. `rows` is a seam, as Linear's."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, device="meta"))
+        self.rows = identity
+
+
 class LinearAdapter(Adapter):
-    """The adapters of a Linear. `gather` and `first_column` are seams of tensor parallelism."""
+    """The adapters of a Linear. `gather`, `first_column` and `sum_columns` are seams of tensor parallelism."""
 
     def __init__(self, lora: LoraConfig, layer: str, site: str, inputs: int, rows: Mapping[str, int]):
         """Create the adapters of a linear on the meta device.
@@ -85,6 +102,50 @@ class LinearAdapter(Adapter):
         self.lora_B = nn.ModuleDict(
             {part: Linear(self.ranks[part], count, bias=False, device="meta") for part, count in rows.items()}
         )
+        self.sum_columns: Callable[[Tensor], Tensor] = identity
+        self.lora_magnitude: nn.ModuleDict | None = None
+        if lora.use_dora:
+            self.lora_magnitude = nn.ModuleDict({part: Magnitude(count) for part, count in rows.items()})
+
+    @property
+    def rescales(self) -> bool:
+        """True if the linear's output is multiplied by `row_factors`."""
+        return self.lora_magnitude is not None and self.scaling != 0
+
+    def row_factors(self, weight: Tensor) -> Tensor:
+        """Return the factors of the linear's outputs, float32 [out]; `weight` [out, in] are the rows of this rank."""
+        with torch.no_grad():
+            squares = (weight.float() + self.delta().float()).square().sum(1)
+            norms = self.sum_columns(squares).sqrt()
+        return self.factors_of(norms)
+
+    def factors_of(self, norms: Tensor, first_row: int = 0) -> Tensor:
+        """Return the trained lengths of rows from `first_row` on, divided by their norms; 1 without an adapter."""
+        lengths = {part: each.rows(local(each.weight)).float() for part, each in self.lora_magnitude.items()}
+        adapted = self.join({part: torch.ones_like(each) for part, each in lengths.items()})
+        lengths, adapted = (x.narrow(0, first_row, len(norms)) for x in (self.join(lengths), adapted))
+        return torch.where(adapted > 0, lengths / norms, 1.0)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        weight = weight.float()
+        total = weight + self.delta()
+        return total if not self.rescales else total * self.row_factors(weight)[:, None]
+
+    def row_lengths(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the initial lengths of each part's rows, from the full weight; the adapter is unsharded."""
+        norms, lengths = weight.float().norm(dim=1), {}
+        for part, each in self.lora_magnitude.items():
+            count = each.weight.shape[0]
+            row_indices = {
+                other: torch.arange(1, count + 1)
+                if other == part
+                else torch.zeros(len(m.weight), dtype=torch.int64)
+                for other, m in self.lora_magnitude.items()
+            }
+            order = self.join(row_indices)
+            lengths[part] = torch.empty(count)
+            lengths[part][order[order > 0] - 1] = norms[order > 0]
+        return lengths
 
     def forward(self, x: Tensor, context: Context | None) -> Tensor:  # [..., in] -> [..., out]
         if self.dropout and context is not None and context.dropout is not None:

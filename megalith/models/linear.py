@@ -49,6 +49,10 @@ class Linear(nn.Module):
         weight = self.rows(local(self.weight)).to(x.dtype)
         bias = None if self.bias is None else self.rows(local(self.bias))
         added = None if bias is None else bias.detach().to(x.dtype)
+        if self.adapter is not None and self.adapter.rescales:
+            y = self.style(x, weight, None, self.gemm, context) + self.adapter(x, context)
+            y = y * self.adapter.row_factors(weight).to(y.dtype)
+            return then(y if added is None else y + added, bias)
         y = self.style(x, weight, added, self.gemm, context)
         if self.adapter is not None:
             y = y + self.adapter(x, context)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from megalith.errors import SeamError
-from megalith.models.adapters import Adapter, LinearAdapter, QKVAdapter
+from megalith.models.adapters import Adapter, LinearAdapter, Magnitude, QKVAdapter
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention, RelativeBias
 from megalith.models.mixers.mamba2 import GatedGroupNorm, Mamba2
@@ -78,7 +78,9 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     LinearAdapter: {
         "gather": "gathers or reduces the output of A for B: (low, context) → low",
         "first_column": "index of the first local column of A in the global A",
+        "sum_columns": "sums over the ranks with other columns of the matrix: (squares [rows]) → squares",
     },
+    Magnitude: {"rows": "as Linear's"},
     QKVAdapter: {"heads": "as Attention's"},
 }
 

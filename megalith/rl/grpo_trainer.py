@@ -36,6 +36,7 @@ LORA = {
     "rank_pattern": "lora.rank_pattern",
     "alpha_pattern": "lora.alpha_pattern",
     "layers_to_transform": "lora.layers_to_transform",
+    "use_dora": "lora.use_dora",
 }
 PLAIN_LORA = {**ONLY, "init_lora_weights": True}
 TARGET_FIELDS = ("target_modules", "target_parameters")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megalith.bridge.adapter_folder import load_peft_adapters
+from megalith.bridge.adapter_folder import initialize_from_base, load_peft_adapters
 from megalith.bridge.load import check_base, config_of, load_initial_weights
 from megalith.bridge.settings import changed_settings
 from megalith.checkpoint import (
@@ -66,6 +66,8 @@ def load_run(run: Run, memory: RunSnapshots | None = None) -> Path | StorePath |
     if checkpoint is None:
         if config.lora.load is not None:
             load_peft_adapters(config.lora.load, config.model, run.model.chunks)
+        elif frozen:
+            initialize_from_base(config, run.model.chunks)
         return None
     restore(run, checkpoint, config.checkpoint.load_optim)
     run.notes += _notes_on_change(run, checkpoint)

@@ -76,7 +76,12 @@ def adapt(model: nn.Module, folder: Path) -> None:
     ends = [f".{end}" for end in config.get("target_parameters") or ()]
     experts = [each for each in expert_parameters(model) if any(f".{each[1]}".endswith(end) for end in ends)]
     wrappers = [*named, *(wrapper for wrapper, *_ in experts)]
-    assert {f"{PREFIX}{name}.lora_{half}.weight" for name in wrappers for half in "AB"} == tensors.keys()
+    lengths = {name: x for name, x in tensors.items() if name.endswith(".lora_magnitude_vector")}
+    assert {f"{PREFIX}{name}.lora_magnitude_vector" for name in wrappers} == lengths.keys() or not lengths
+    assert bool(lengths) == bool(config.get("use_dora"))
+    assert {f"{PREFIX}{name}.lora_{half}.weight" for name in wrappers for half in "AB"} == (
+        tensors.keys() - lengths.keys()
+    )
 
     def factors(wrapper: str, name: str) -> tuple[torch.Tensor, torch.Tensor, float, int]:
         a, b = (tensors[f"{PREFIX}{wrapper}.lora_{half}.weight"] for half in "AB")
@@ -93,6 +98,9 @@ def adapt(model: nn.Module, folder: Path) -> None:
         assert len(a) == rank
         delta = scale * b @ a
         module.weight += delta if isinstance(module, nn.Linear) else delta.T
+        if lengths:  # DoRA
+            length = lengths[f"{PREFIX}{name}.lora_magnitude_vector"] / module.weight.norm(dim=1)
+            module.weight *= length[:, None]
     for wrapper, name, weight, _ in experts:
         a, b, scale, rank = factors(wrapper, name)
         assert len(a) == rank * len(weight)

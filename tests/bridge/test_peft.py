@@ -201,7 +201,8 @@ def test_peft_adapters_merge_with_a_base_of_either_kind(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_dora": True}, "has use_dora True, but only LoRA is supported"),
+        ({"use_dora": True}, "it lacks base_model.model.*lora_magnitude_vector"),
+        ({"bias": "all"}, "has bias 'all', but only LoRA is supported"),
         ({"rank_pattern": {"q_proj": 8}}, r"has the shape \[3, 64\], but the model and r 8 give"),
         ({"alpha_pattern": {"q_proj": -8.0}}, "lora_alpha -8.0, which is invalid"),
         ({"r": None}, "has no r;"),
@@ -286,6 +287,24 @@ def test_single_layers_ranks_and_scales_are_those_of_peft_and_are_written_back(
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (given, tmp_path / "back"))
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     assert json.loads((tmp_path / "back/adapter_config.json").read_bytes())["layers_to_transform"] == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("llama", ["q_proj", "o_proj", "up_proj"]), in_full("phi3, window", ["linear_qkv"])]
+)
+def test_the_lengths_of_rows_are_trained_and_are_those_of_dora(
+    hf_folder, tmp_path: Path, name: str, targets: list
+) -> None:
+    lora = {"rank": 2, "targets": targets, "use_dora": True}
+    step = megalith.train(run_config(hf_folder(name), tmp_path / "run", lora=lora)).checkpoint
+    export_adapters(step, tmp_path / "peft")
+    theirs = their_logits(name, tmp_path / "peft")
+    assert (theirs - their_logits(name)).abs().max() > 1e-3 * theirs.abs().max()
+    merge(tmp_path / "run", tmp_path / "merged", show_progress=False)
+    loaded = run_config(hf_folder(name), tmp_path / "again", lora={"load": str(tmp_path / "peft")})
+    again = megalith.train(loaded.with_settings({"train.train_iters": 1, "optim.lr": 0.0})).checkpoint
+    with torch.no_grad():
+        assert all(close(megalith.load(run)(IDS), theirs) for run in (step, tmp_path / "merged", again))
 
 
 def test_rank_alpha_and_targets_beside_a_folder_have_to_be_its_own(hf_folder, tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ IMPOSSIBLE = [
     ({"model": {"linear_key_head_dim": 64}}, "requires model.experimental_attention_variant gated_delta_net, "),
     ({"model": {"num_experts": 4}, "lora": {"rank": 2, "dropout": 0.1}}, "dropout 0.1 with adapters on experts"),
     ({"model": {"num_experts": 4}, "lora": {"rank": 2, "targets": ["router"]}}, "names router: a router has"),
+    ({"lora": {"rank": 2, "dropout": 0.1, "use_dora": True}}, "use_dora with lora.dropout 0.1 is not supported"),
+    ({"model": {"num_experts": 4}, "lora": {"rank": 2, "use_dora": True}}, "use_dora with adapters on experts is not"),
     ({"lora": {"rank": 2, "targets": ["experts"]}}, "names experts, which this model does not have; name"),
     ({"lora": {"rank": 2, "layers_to_transform": [99]}}, "layers_to_transform has 99, but the layers are numbered"),
     ({"model": {"qk_layernorm_full_width": True}}, "requires model.qk_layernorm true, which is False"),

@@ -52,6 +52,17 @@ def test_gradients_of_both_halves_equal_one_process(pool, tree: dict, alone: Out
     assert all(gradient.norm() > 0 for gradient in alone.gradients.values())
 
 
+@pytest.mark.parametrize("layout", by_default(["tp2-sp", "tp2", "tp4", "dp2-zero3"], "tp2-sp"))
+def test_dora_equals_one_process_in_any_layout(pool, tree: dict, layout: str) -> None:
+    lora = {"rank": 3, "targets": TARGETS, "use_dora": True}
+    config = RunConfig.from_tree(tree | {"lora": lora, "parallel": LAYOUTS[layout].parallel})
+    alone = run_job(RunConfig.from_tree(tree | {"lora": lora}))
+    errors = compare(pool.run(run_job, config, size=LAYOUTS[layout].processes), alone)
+    assert errors.within(), errors
+    lengths = [gradient for name, gradient in alone.gradients.items() if "lora_magnitude" in name]
+    assert len(lengths) == 3 * 7 and all(gradient.norm() > 0 for gradient in lengths)
+
+
 OF_EXPERTS = {
     "ep2": (2, {"expert_model_parallel_size": 2}),
     "tp2-sp-ep2": (

@@ -357,8 +357,8 @@ def test_the_trainer_with_trls_signature(tmp_path):
         (dict(processing_class="x"), "takes no processing_class: the tokenizer is that of the weights"),
         (dict(callbacks=[1]), "takes no callbacks; omit it"),
         (
-            dict(peft_config=dict(r=2, target_modules=["q_proj"], use_dora=True)),
-            "use_dora True, which is more",
+            dict(peft_config=dict(r=2, target_modules=["q_proj"], bias="all")),
+            "bias 'all', which is more",
         ),
         (dict(peft_config=dict(r=2)), "has no target_modules"),
     ):

@@ -136,6 +136,12 @@ def _check_adapters(config: RunConfig) -> None:
             f"lora.dropout {lora.dropout} with adapters on experts is not supported, as in PEFT: set it to 0, or name "
             "targets other than the experts, such as linear_qkv and linear_proj"
         )
+    if lora.use_dora and (experts or lora.dropout):
+        raise ConfigError(
+            "lora.use_dora with "
+            f"{'adapters on experts' if experts else f'lora.dropout {lora.dropout}'} is not supported; "
+            f"{'name other targets' if experts else 'set dropout to 0'}, or turn use_dora off"
+        )
     stack = max(model.num_layers - model.encoder_layers, model.encoder_layers)
     if beyond := [number for number in lora.layers_to_transform or () if number >= stack]:
         raise ConfigError(

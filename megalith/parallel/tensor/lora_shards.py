@@ -18,10 +18,13 @@ fc1 has the rank's rows and A of fc2 its columns. The other matrix is replicated
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
+from torch import Tensor, nn
+
+from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config.lora import WHOLE
-from megalith.models.adapters import GroupedAdapter, QKVAdapter, adapters
+from megalith.models.adapters import GroupedAdapter, LinearAdapter, QKVAdapter, adapters
 from megalith.models.mixers.attention import Heads
 from megalith.models.transformer import Transformer
 from megalith.parallel.seams import plug
@@ -55,10 +58,18 @@ def shard_adapters(model: Transformer, tensor: TensorParallel) -> None:
         if style == "row":
             columns = next(iter(adapter.lora_A.values())).weight.shape[1]
             plug(adapter, "first_column", axis.rank * columns // axis.size)
+            plug(adapter, "sum_columns", partial(all_reduce_no_grad, axis=axis))
         if not isinstance(adapter, QKVAdapter) and name.rpartition(".")[2] in shared:
-            plug(adapter.lora_B[WHOLE], "rows", model.get_submodule(name).rows)
+            for each in _by_row(adapter, WHOLE):
+                plug(each, "rows", model.get_submodule(name).rows)
         if isinstance(adapter, QKVAdapter) and groups < axis.size:
             plug(adapter, "heads", Heads(adapter.heads.in_group * groups // axis.size))
-            for part, b in adapter.lora_B.items():
-                if part != "q":
-                    plug(b, "rows", SharedKVRows(axis.rank * groups // axis.size, adapter.head_dim).rows)
+            rows = SharedKVRows(axis.rank * groups // axis.size, adapter.head_dim).rows
+            for each in (each for part in adapter.ranks if part != "q" for each in _by_row(adapter, part)):
+                plug(each, "rows", rows)
+
+
+def _by_row(adapter: LinearAdapter, part: str) -> list[nn.Module]:
+    """Return the modules of a part with a row per row of the matrix."""
+    magnitudes = adapter.lora_magnitude
+    return [adapter.lora_B[part], *([] if magnitudes is None else [magnitudes[part]])]

@@ -110,6 +110,9 @@ ADAPTER_ROLES = {
     ("row", "lora_B"): Role(REPLICATED, REPLICATED, None, UNDER_SP),
     (None, "lora_A"): Role(REPLICATED, REPLICATED, None, UNDER_SP),  # MLA's latents of local tokens
     (None, "lora_B"): Role(REPLICATED, REPLICATED, None, UNDER_SP),
+    ("column", "lora_magnitude"): Role(ROWS),  # DoRA: one value per row
+    ("row", "lora_magnitude"): Role(REPLICATED, REPLICATED, None, UNDER_SP),
+    (None, "lora_magnitude"): Role(REPLICATED, REPLICATED, None, UNDER_SP),
 }
 SHARED_B = Role(REPLICATED, REPLICATED, None, ALWAYS)  # keys or values of a shared group
 
@@ -144,7 +147,7 @@ def role_of(
         kind, part = matrix.split(".")
         return (
             SHARED_B
-            if linear in shared and kind == "lora_B" and part != "q"
+            if linear in shared and kind != "lora_A" and part != "q"
             else ADAPTER_ROLES[ROLES[linear].style, kind]
         )
     if isinstance(module, HeadsNorm | HeadNorms):

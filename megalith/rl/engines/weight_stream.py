@@ -111,7 +111,7 @@ class WeightStream:
         merged = deepcopy(adapter).to_empty(device=device)
         for kind, parameter in merged.named_parameters():
             parameter.copy_(values[kind])
-        return tensor.float() + merged.delta()
+        return merged.merged(tensor)
 
     def _convert(self, group: Group, full_tensor: Tensor) -> list[Tensor]:
         # Exports lack the padding rows of an embedding.
