@@ -76,12 +76,12 @@ def train(arguments: list[str]) -> int:
             f"`megalith {typed}` has neither a run file nor settings; give a run file (examples/quickstart.yaml is "
             "one), or settings such as --model.preset gpt2; `megalith train --help` lists them"
         )
-    from megalith.config import RunConfig
-    from megalith.config.run import begins_override
-
     launcher, arguments = _launcher_options().parse_known_args(arguments)
     with text_on_stderr(launcher.json):
         _say_that_it_starts(typed, arguments)
+    from megalith.config import RunConfig
+    from megalith.config.run import begins_override
+
     settings = read_launch_settings(os.environ, launcher.nproc, launcher.nnodes)
     os.environ |= settings.variables
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
