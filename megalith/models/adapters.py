@@ -61,6 +61,11 @@ class Adapter(nn.Module):
         """Return the merged weight in float32; adapter and weight are unsharded."""
         return weight.float() + self.delta()
 
+    @property
+    def rescales(self) -> bool:
+        """True if the matrix's output is also multiplied by factors of its rows (DoRA)."""
+        return False
+
     def scaled(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the parts' outputs, each multiplied by its factor relative to `scaling`."""
         if not self.factors:
