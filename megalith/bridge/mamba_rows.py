@@ -104,7 +104,10 @@ class MambaHeads:
         heads = hf_config.get("mamba_n_heads", self._heads) or self._heads
         width = hf_config.get(self._width_key, self._width) if self._width_key else None
         if width is None:
-            width = hf_config.get("mamba_expand", 2) * hf_config["hidden_size"]
+            expand = hf_config.get("mamba_expand", 2)
+            if type(expand) is not int:
+                raise ConfigError(f"config.json has mamba_expand {expand!r}; it must be a whole number")
+            width = expand * hf_config["hidden_size"]
         size = hf_config.get("mamba_d_head", "auto")
         size = width // heads if size == "auto" else size
         if type(size) is not int or heads * size != width:
