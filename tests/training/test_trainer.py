@@ -214,10 +214,11 @@ def test_a_checkpoint_is_evaluated_alone_in_any_layout_and_nothing_is_written(ru
         for found in pool.run(evaluated_alone, tree | {"parallel": parallel}, size=2):
             assert found == expected
     assert main(["evaluate", str(folder), "--json", "--train.micro_batch_size", "2"]) == 0
-    *_, valid, test, figures = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    *_, valid, test = (line for line in printed.err.splitlines() if "lm loss" in line)
     assert valid.startswith(" validation loss at iteration 4 on validation set | lm loss value: ")
     assert " on test set | lm loss value: " in test and "lm loss PPL: " in test
-    figures = json.loads(figures)
+    figures = json.loads(printed.out)
     assert (figures["validation_loss"], figures["test_loss"]) == expected and figures["step"] == 4
     assert figures["test_perplexity"] == pytest.approx(math.exp(figures["test_loss"]))
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
