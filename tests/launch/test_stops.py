@@ -163,6 +163,7 @@ def test_a_launcher_hands_on_the_signals_that_it_heeds_though_elastic_takes_them
             before.enter_context(handled(number, signal.getsignal(number)))
         signal.signal(signal.SIGHUP, signal.SIG_DFL if heeds else signal.SIG_IGN)
         agent = Agent(SimpleNamespace(local_world_size=1, rdzv_handler=SimpleNamespace(job="job")), None)
+        agent._remaining_restarts = 0  # of torch's agent, whose constructor the test replaces
         alone = dict(store=None, group_rank=0, group_world_size=1)
         agent._start_workers(SimpleNamespace(workers=[SimpleNamespace(world_size=1)], **alone))
         assert signal.getsignal(signal.SIGHUP) == (agent._forward_signal if heeds else signal.SIG_IGN)

@@ -344,9 +344,9 @@ def test_routes_of_servers_are_read_in_each_of_their_forms(tmp_path):
         ([base64_of(routes[1:], is_file=False)], "but \\[7, 2, 2\\] is needed"),
         ([base64_of(routes[1:], is_file=True)], "but \\[7, 2, 2\\] is needed"),
         ([routes[:3].tolist(), routes[3:, :1].tolist()], "but \\[7, 2, 2\\] is needed"),
-        ([[[1], [1, 2]]], "are no integers"),
-        (["$"], "are no integers"),
-        ([base64_of(routes * 0.5, is_file=True)], "are no integers"),
+        ([[[1], [1, 2]]], "are not integers"),
+        (["$"], "are not integers"),
+        ([base64_of(routes * 0.5, is_file=True)], "are not integers"),
         ([base64_of(routes + 1, is_file=False)], "the model has the experts 0 to 3"),
     ):
         with pytest.raises(DataError, match=said):

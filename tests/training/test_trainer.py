@@ -213,6 +213,7 @@ def test_a_checkpoint_is_evaluated_alone_in_any_layout_and_nothing_is_written(ru
     for parallel in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}):
         for found in pool.run(evaluated_alone, tree | {"parallel": parallel}, size=2):
             assert found == expected
+    capsys.readouterr()
     assert main(["evaluate", str(folder), "--json", "--train.micro_batch_size", "2"]) == 0
     printed = capsys.readouterr()
     *_, valid, test = (line for line in printed.err.splitlines() if "lm loss" in line)
