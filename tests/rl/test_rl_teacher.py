@@ -15,6 +15,9 @@ from megalith.config.rules.distill_rules import check_distillation
 from megalith.errors import ConfigError
 from megalith.parity.check import LAYOUTS
 
+# Compared for three steps: see test_layouts_change_rloo_less_than_weights_that_differ_by_rounding.
+RLOO = dict(teacher=None, loss_type="rloo", advantage_estimator="rloo", beta=0.2, use_kl_in_reward=True,
+            whiten_advantages=True, reward_clip_range=[0.1, 1.5])  # fmt: skip
 ONE_STEP = dict(vllm_importance_sampling_correction=False, log_entropy=False)
 
 
@@ -22,7 +25,10 @@ ONE_STEP = dict(vllm_importance_sampling_correction=False, log_entropy=False)
 def models(tmp_path_factory) -> dict:
     """The policy and a teacher of another shape."""
     folder, made = tmp_path_factory.mktemp("teacher"), {}
-    for name, more in (("policy", {}), ("teacher", {"hidden_size": 96, "num_hidden_layers": 4})):
+    for name, more in (
+        ("policy", {"num_hidden_layers": 2}),
+        ("teacher", {"hidden_size": 96, "num_hidden_layers": 4}),
+    ):
         made[name] = random_reference(transformers.LlamaConfig(**LLAMA | more))
         made[name].save_pretrained(folder / name)
     return made | {"folder": folder}
@@ -74,20 +80,40 @@ def test_loss_and_gradients_are_the_published_formulas(models):
     "layouts", [("tp2-sp",), in_full(("pp2", "cp2", "dp2", "rloo"))], ids=["some", "more"]
 )
 def test_every_layout_is_one_process(pool, models, layouts):
-    # Three steps: RLOO's ratio is the exponential of a sum over tokens, and its loss nearly cancels. Weights that
-    # differ by 1e-7 change the loss of the fourth step by 2e-5 of the largest one.
     more = {"mini_batches": 2, "packing": True}
-    rloo = dict(teacher=None, loss_type="rloo", advantage_estimator="rloo", beta=0.2, use_kl_in_reward=True,
-                whiten_advantages=True, reward_clip_range=[0.1, 1.5])  # fmt: skip
-    ones = {"": outcome(teacher_run(models, **more)), "rloo": outcome(teacher_run(models, **more | rloo))}
+    ones = {"": outcome(teacher_run(models, **more)), "rloo": outcome(teacher_run(models, **more | RLOO))}
     assert ones["rloo"]["figures"][0]["reward_kl"] == 0 != ones["rloo"]["figures"][-1]["reward_kl"]
     cases = {
         name: (teacher_run(models, LAYOUTS[name].parallel, **more),) for name in layouts if name != "rloo"
     }
     if "rloo" in layouts:
-        cases["rloo"] = (teacher_run(models, LAYOUTS["dp2"].parallel, **more | rloo),)
+        cases["rloo"] = (teacher_run(models, LAYOUTS["dp2"].parallel, **more | RLOO),)
     for name, ranks in pool.run_cases(outcome, cases, size=2).items():
         assert_same(ranks[0], ones.get(name, ones[""]), name)
+
+
+def losses(config: RunConfig, moved: float = 0.0) -> list[float]:
+    """Return the losses of a run's steps from weights that are multiplied by 1 + `moved` · noise."""
+    run, generator = run_of(config), torch.Generator().manual_seed(1)
+    for _, parameter in run.model.parameters.named:
+        parameter.data.mul_(1 + moved * torch.randn(parameter.shape, generator=generator))
+    with run.data.train_loader(0, 0, run.device) as batches:
+        return [run.train_step(batches).loss.item() for _ in range(run.total_steps)]
+
+
+@pytest.mark.full
+def test_layouts_change_rloo_less_than_weights_that_differ_by_rounding(pool, models):
+    """Later steps of RLOO amplify rounding, because its loss nearly cancels."""
+    longer = {"train.train_iters": 8}
+    more = {"mini_batches": 2, "packing": True} | RLOO
+    config = teacher_run(models, **more).with_settings(longer)
+    one, moved = losses(config), losses(config, 1e-7)
+    in_two = teacher_run(models, LAYOUTS["dp2"].parallel, **more).with_settings(longer)
+    dp2 = pool.run(losses, in_two, size=2)[0]
+    largest = max(map(abs, one))
+    of_layout, of_rounding = (max(abs(a - b) for a, b in zip(one, each)) / largest for each in (dp2, moved))
+    print(f"differences of the largest loss: DP2 {of_layout:.1e}, weights moved by 1e-7 {of_rounding:.1e}")
+    assert 0 < of_layout < of_rounding
 
 
 def test_adapters_off_and_servers_teach_like_a_folder(models):
