@@ -36,6 +36,7 @@ from megalith.models.transformer import Stack
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import relative_error
 from megalith.rl.agents.trajectory import Trajectory
+from megalith.rl.critic import Critic
 from megalith.rl.engines.server_engine import ServerEngine
 from megalith.rl.engines.sglang_server import SglangServer
 from megalith.rl.engines.vllm_server import VllmServer
@@ -45,6 +46,7 @@ from megalith.rl.rollouts import Rollouts, save_rollouts
 from megalith.rl.routes import decode_routes, encode_routes, server_routes
 from megalith.rl.sampling import scored_groups
 from megalith.rl.sampling.scored_groups import Sampled
+from megalith.rl.teachers.teacher_advantages import TeacherAdvantages
 
 EXPERTS = dict(num_experts=4, moe_router_topk=2, num_layers=2)
 REPLAY = dict(router_replay="policy")
@@ -217,6 +219,24 @@ def test_the_reference_replays_if_all_passes_do(tmp_path, passes):
     assert all((batch.routes is not None) == (passes == "all") for batch in batches)
     assert batches and first.routes.dtype == torch.int16 and (first.routes >= 0).any()
     assert (first.routes[first.all_padding] == -1).all() and (first.routes[~first.all_padding] >= 0).all()
+
+
+def test_a_teacher_and_a_critic_choose_experts_by_themselves(tmp_path):
+    routed(tmp_path)
+    run, scored = run_of(file_configuration(tmp_path, model=EXPERTS, router_replay="all")), []
+    with run.data.train_loader(0, 0, run.device) as micro_batches:
+        batches = [next(micro_batches)]
+
+    def score(flat: list) -> list[torch.Tensor]:
+        scored.extend(flat)
+        return [torch.zeros(batch.labels.shape) for batch in flat]
+
+    teacher, critic = object.__new__(TeacherAdvantages), object.__new__(Critic)
+    teacher._run, teacher._rl, teacher._teacher = run, run.config.rl, score
+    critic._run, critic._rl, critic.model = run, run.config.rl, SimpleNamespace(all_logprobs=score)
+    results = [*teacher.add(batches), *critic.with_advantages([batches])[0]]
+    assert len(scored) == 2 and all(batch.routes is None for batch in scored)
+    assert all(batch.routes is not None for batch in results)  # the policy's passes replay
 
 
 def chosen_routes(model, ids: torch.Tensor) -> np.ndarray:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalith.comm.collectives import all_reduce_no_grad, any_rank
 from megalith.config.distillation import WITHOUT_ADAPTERS, is_served
 from megalith.rl.frozen_model import load_frozen
-from megalith.rl.objective import RolloutBatch
+from megalith.rl.objective import RolloutBatch, without_routes
 from megalith.rl.reference import LogProbs, adapter_free_logprobs
 from megalith.rl.teachers.model_teacher import teacher_config
 from megalith.rl.teachers.served_teacher import ServedTeacher
@@ -57,7 +57,7 @@ class TeacherAdvantages:
 
     def add(self, batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
         """Return the micro-batches of a rollout batch with the teacher's part. Every rank calls it."""
-        teacher, student = self._teacher(batches), self._student(batches)
+        teacher, student = self._teacher(without_routes(batches)), self._student(batches)
         sums = torch.zeros(2, dtype=torch.float64, device=self._run.device)
         results = []
         for batch, theirs, ours in zip(batches, teacher, student, strict=True):
