@@ -1,5 +1,6 @@
 """The record of the GPU tests in git is of a whole run without a failure, recent, and the one that the README names."""
 
+import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -41,3 +42,26 @@ def test_code_for_gpus_has_changed_in_few_commits_since():
         f"{changed} commits have changed {', '.join(CODE_FOR_GPUS)} since the GPU tests ran whole at "
         f"{RECORD['commit'][:8]}; run tests/gpu/run.py with --record tests/gpu/record.json on a machine with GPUs"
     )
+
+
+def test_a_resumed_run_of_the_gpu_tests_runs_what_was_not_reached(tmp_path):
+    spec = importlib.util.spec_from_file_location("gpu_run", ROOT / "tests" / "gpu" / "run.py")
+    runner = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(runner)
+    run = {"commit": "abc", "date": "2026-01-01", "gpus": ["X"], "torch": "2.11", "python": "3.12"}
+    with pytest.raises(ValueError, match="no logs of a run to resume"):
+        runner.prepare_logs(tmp_path, run, resume=True)
+    runner.prepare_logs(tmp_path, run, resume=False)
+    assert (tmp_path / "done.txt").read_text() == ""
+    entries = [
+        {"collected": ["a.py::passes", "a.py::fails", "a.py::late"]},
+        {"test": "a.py::passes", "outcome": "passed", "seconds": 1.0},
+        {"test": "a.py::fails", "outcome": "failed", "seconds": 1.0},
+    ]
+    (tmp_path / "one_gpu.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    runner.prepare_logs(tmp_path, run | {"date": "2026-01-02"}, resume=True)
+    assert (tmp_path / "done.txt").read_text().split() == ["a.py::passes", "a.py::fails"]
+    with pytest.raises(ValueError, match="had commit abc, this one has def"):
+        runner.prepare_logs(tmp_path, run | {"commit": "def"}, resume=True)
+    runner.prepare_logs(tmp_path, run, resume=False)
+    assert runner.outcomes(tmp_path) == ({}, [])

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 # Before torch is imported: each worker sees one of the groups of GPUs that run.py gives its session. Workers of a group
 # see them in different orders, because tests of a single process take the first.
@@ -21,8 +22,15 @@ NEEDED = {"two_gpus": 2, "four_gpus": 4}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
-def pytest_collection_modifyitems(items):
-    """Mark every test of this folder as one for a CUDA device, and skip those that need more GPUs than there are."""
+def pytest_collection_modifyitems(config, items):
+    """Mark every test of this folder as one for a CUDA device, and skip those that need more GPUs than there are.
+
+    A resumed run leaves out the tests that have run.
+    """
+    if path := os.environ.get("MEGALITH_TEST_DONE"):
+        done = set(Path(path).read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+        items[:] = [item for item in items if item.nodeid not in done]
     available = torch.cuda.device_count()
     for item in items:
         if "gpu" not in item.path.parts:

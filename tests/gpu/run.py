@@ -1,10 +1,13 @@
 """Run the tests of this folder on a machine with GPUs, within a time limit, and write a record of the result.
 
-    python tests/gpu/run.py --seconds 560 --logs build/gpu [--record tests/gpu/record.json]
+    python tests/gpu/run.py --seconds 560 --logs build/gpu [--record tests/gpu/record.json] [--resume]
 
 Tests that measure time run first and alone. Then pytest-xdist sessions for one, two and four GPUs share the GPUs: each
 worker sees as many as its tests need. The record has the commit, the GPUs, the versions, and for each file how many
 tests passed, failed, were skipped and were not reached. The exit status is 0 if every test was reached and none failed.
+
+Where the time limit cut a run short, --resume runs the tests that it did not reach. It needs the logs of that run, of
+the same commit on the same kind of GPUs. A test that failed is not run again: the record keeps its failure.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ FOLDER = Path(__file__).parent
 LEAST = 20.0  # seconds without which a job is not started
 ENDING = 15.0  # seconds that an interrupted job has to report what it did
 OUTCOMES = "passed", "failed", "skipped", "not_reached"
+RUN_FILE = "run.json"  # in the folder of logs: the commit, the GPUs and the version of torch of the run
+DONE_FILE = "done.txt"  # beside it: the tests that a resumed run leaves out
 
 
 class Job(NamedTuple):
@@ -100,6 +105,7 @@ class Runner:
             "CUDA_VISIBLE_DEVICES": ",".join(job.gpus),
             "MEGALITH_TEST_GPUS": ";".join(",".join(group) for group in job.groups),
             "MEGALITH_TEST_LOG": str(self._logs / f"{job.name}.jsonl"),
+            "MEGALITH_TEST_DONE": str(self._logs / DONE_FILE),
             "TORCHINDUCTOR_COMPILE_THREADS": "4",
         }
         with open(self._logs / f"{job.name}.log", "w") as output:
@@ -116,8 +122,8 @@ class Runner:
                 return 2
 
 
-def outcomes(logs: Path) -> tuple[dict[str, Counter[str]], list[str]]:
-    """Read what conftest.py logged: the outcomes of each file's tests, and the names of the tests that failed."""
+def outcome_of_each_test(logs: Path) -> tuple[dict[str, str], Counter[str]]:
+    """Read what conftest.py logged: the outcome of each collected test, and the seconds of each file's tests."""
     found: dict[str, str] = {}
     seconds: Counter[str] = Counter()
     for path in sorted(logs.glob("*.jsonl")):
@@ -128,6 +134,12 @@ def outcomes(logs: Path) -> tuple[dict[str, Counter[str]], list[str]]:
             if "test" in entry:
                 found[entry["test"]] = entry["outcome"]
                 seconds[file_of(entry["test"])] += entry["seconds"]
+    return found, seconds
+
+
+def outcomes(logs: Path) -> tuple[dict[str, Counter[str]], list[str]]:
+    """Count the outcomes of each file's tests, and name the tests that failed."""
+    found, seconds = outcome_of_each_test(logs)
     files: dict[str, Counter[str]] = {}
     for name, outcome in found.items():
         files.setdefault(file_of(name), Counter())[outcome] += 1
@@ -140,9 +152,8 @@ def file_of(test: str) -> str:
     return Path(test.split("::")[0]).name
 
 
-def record_of(
-    files: dict[str, Counter[str]], failed: list[str], complete: bool, commit: str | None
-) -> dict[str, Any]:
+def described_run(commit: str | None) -> dict[str, Any]:
+    """Describe this run: the commit (git's HEAD by default), the day, the GPUs and the versions."""
     import torch
 
     if commit is None:
@@ -154,6 +165,40 @@ def record_of(
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "torch": torch.__version__,
         "python": sys.version.split()[0],
+    }
+
+
+def prepare_logs(logs: Path, run: dict[str, Any], resume: bool) -> None:
+    """Empty the folder of logs, or, to resume, list the tests that have run.
+
+    Raises:
+        ValueError: The logs are of another commit, other GPUs or another version, or there are none.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    done: list[str] = []
+    if resume:
+        if not (logs / RUN_FILE).is_file():
+            raise ValueError(f"{logs} has no logs of a run to resume; run without --resume.")
+        earlier = json.loads((logs / RUN_FILE).read_text())
+        for key in ("commit", "gpus", "torch", "python"):
+            if earlier[key] != run[key]:
+                raise ValueError(
+                    f"the run in {logs} had {key} {earlier[key]}, this one has {run[key]}: a record is of one commit "
+                    "on one kind of machine. Run without --resume."
+                )
+        done = [name for name, outcome in outcome_of_each_test(logs)[0].items() if outcome != "not_reached"]
+    else:
+        for old in logs.glob("*.jsonl"):
+            old.unlink()
+    (logs / DONE_FILE).write_text("".join(f"{name}\n" for name in done))
+    (logs / RUN_FILE).write_text(json.dumps(run))
+
+
+def record_of(
+    files: dict[str, Counter[str]], failed: list[str], complete: bool, run: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        **run,
         "whole": complete and not failed and not any(counts["not_reached"] for counts in files.values()),
         "files": {
             name: {key: counts[key] for key in (*OUTCOMES, "seconds")}
@@ -184,10 +229,15 @@ def main() -> int:
     parser.add_argument(
         "--workers", type=int, default=10, help="processes per GPU that share the tests of one GPU"
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="run only the tests that the run in --logs did not reach"
+    )
     args = parser.parse_args()
-    args.logs.mkdir(parents=True, exist_ok=True)
-    for old in args.logs.glob("*.jsonl"):
-        old.unlink()
+    run = described_run(args.commit)
+    try:
+        prepare_logs(args.logs, run, args.resume)
+    except ValueError as error:
+        parser.error(str(error))
     gpus = visible_gpus()
     runner = Runner(args.seconds, args.logs)
     chosen = [
@@ -196,7 +246,7 @@ def main() -> int:
     ]
     runner.run(chosen)
     files, failed = outcomes(args.logs)
-    record = record_of(files, failed, runner.complete and not args.only, args.commit)
+    record = record_of(files, failed, runner.complete and not args.only, run)
     print()
     for name, counts in record["files"].items():
         print(
