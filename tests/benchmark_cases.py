@@ -390,12 +390,15 @@ def test_the_torchtitan_peer_is_configured_by_the_workload(monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     for name in ("is_available", "synchronize", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 1)
-    words = "peer llama3-8b --batch 2 --steps 3 --warmup 1 --tp 2 --set model.num_layers=3 data.seq_length=16"
+    words = "peer llama3-8b --batch 2 --steps 3 --warmup 1 --tp 2 --fp8 rowwise"
+    words += " --set model.num_layers=3 data.seq_length=16"
     monkeypatch.setattr(sys, "argv", words.split())
     torchtitan_peer.main()
     options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     assert options["--parallelism.tensor_parallel_degree"] == "2" and sizes.n_layers == 3
     assert options["--training.global_batch_size"] == "4" and options["--training.seq_len"] == "16"
+    assert options["--quantize.linear.float8.recipe_name"] == "rowwise"
+    assert options["--quantize.linear.float8.filter_fqns"] == "output"
     job = types.SimpleNamespace(training=types.SimpleNamespace(local_batch_size=2, seq_len=16))
     loader = train.train_spec_module.get_train_spec("llama3").build_dataloader_fn(2, 0, None, job)
     inputs, labels = next(iter(loader))

@@ -62,6 +62,8 @@ def main() -> None:
     loss_function, model = PEERS[args.peer](run, device)
     if args.recompute == "selective":
         parser.error(f"{args.peer} recomputes every layer or none; torchtitan has selective recomputation")
+    if args.fp8:
+        parser.error(f"{args.peer} has no FP8 here; measure it with torchtitan:fp8")
     if args.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if args.peer in SHARDED:
@@ -238,6 +240,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     compiled = "compile each layer (default: all peers but liger, which is faster without)"
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=compiled)
+    parser.add_argument("--fp8", choices=("tensorwise", "rowwise"), help="recipe of torchao, in torchtitan")
 
 
 def shard(model: nn.Module, args: argparse.Namespace) -> None:

@@ -78,7 +78,22 @@ def options(args: argparse.Namespace, model: str, flavor: str, run: RunConfig) -
         result += [f"--parallelism.{word}_parallel_degree", str(getattr(args, name))]
     if run.model.moe_router_force_load_balancing:
         result.append("--debug.moe_force_load_balance")
+    if args.fp8:
+        result += fp8_options(args.fp8)
     return result if args.compile is False else [*result, "--compile.enable"]
+
+
+def fp8_options(recipe: str) -> list[str]:
+    """Return the options of torchtitan's FP8 linears as its guide gives them; the output layer stays in bf16."""
+    prefix = "--quantize.linear.float8"
+    result = ["--model.converters", "quantize.linear.float8", f"{prefix}.filter_fqns", "output"]
+    if recipe == "rowwise":  # which torchao does not combine with FP8 all-gathers
+        return [*result, f"{prefix}.recipe_name", recipe]
+    return [
+        *result,
+        f"{prefix}.enable_fsdp_float8_all_gather",
+        f"{prefix}.precompute_float8_dynamic_scale_for_fsdp",
+    ]
 
 
 def specialize(model: str, flavor: str, config: Any) -> None:

@@ -7,7 +7,8 @@ allocated on rank 0. The first step is timed from process start, including compi
 `--peer` runs the same model in other libraries (peers.py) on the same GPUs: `hf` and `plain` on one, `fsdp2`, `liger`
 and `torchtitan` in the processes of the last layout. The latter three take options, as in `liger:never,micro=1`:
 `never` (no resharding after the forward pass), `compiled`, `eager`, `selective`, `full` (recomputation), `micro=N`.
-A peer that runs out of memory is tried again with half the micro-batch. `best` tries several and names the fastest.
+`torchtitan` also takes `fp8` and `fp8-rowwise`, torchao's recipes. A peer that runs out of memory is tried again with
+half the micro-batch. `best` tries several and names the fastest: torchtitan's FP8 recipes if train.fp8_format is set.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ SWITCHES = {  # of these peers, written liger:never,compiled
     "full": ("--recompute", "full"),
     "compiled": ("--compile",),
     "eager": ("--no-compile",),
+    "fp8": ("--fp8", "tensorwise"),  # of torchtitan alone, by torchao
+    "fp8-rowwise": ("--fp8", "rowwise"),
 }
 BEST = "liger", "liger:never", "torchtitan", "torchtitan:never", "fsdp2:never"
+BEST_FP8 = "torchtitan:fp8", "torchtitan:never,fp8", "torchtitan:fp8-rowwise"
 CHOSEN = "note: chosen by auto"  # start of the line that a run prints
 FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")
 KERNELS = 14  # rows of --kernels
@@ -295,7 +299,8 @@ def peer_name(text: str) -> str:
 def measure_peers(args: argparse.Namespace, peer: str) -> list[dict[str, Any]]:
     """Measure a peer, or of `best` several, and print each; return their figures."""
     results = {}
-    for name in BEST if peer == "best" else [peer]:
+    fp8 = any(each.startswith("train.fp8_format=") for each in args.set)
+    for name in (BEST_FP8 if fp8 else BEST) if peer == "best" else [peer]:
         results[name] = measure_peer(args, name)
         show(args, name, results[name])
     ran = {name: result for name, result in results.items() if "failed" not in result}
@@ -311,7 +316,8 @@ def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     The micro-batch is ours unless the peer's switches set it. It is halved as long as the peer runs out of memory.
     """
     name, _, switches = peer.partition(":")
-    if missing := [package for package in PACKAGES.get(name, ()) if not find_spec(package.replace("-", "_"))]:
+    packages = (*PACKAGES.get(name, ()), *(("torchao",) if "fp8" in switches else ()))
+    if missing := [package for package in packages if not find_spec(package.replace("-", "_"))]:
         return {
             "failed": f"the peer {name} needs {' and '.join(missing)}; run: pip install {' '.join(missing)}"
         }
