@@ -1,9 +1,9 @@
-"""Assignment of the samples of a global batch to data-parallel ranks, so that the slowest rank has the least work.
+"""Assignment of the samples of a global batch to data-parallel ranks that minimizes the work of the slowest rank.
 
-Attention within documents takes time quadratic in their lengths, so full rows differ in their work. The samples of a
-step stay the same; the rank and the micro-batch of each change. Samples are sorted by cost and divided into the blocks
-of the step's micro-batches, so that the ranks of each have similar work; within a block, each sample goes to the rank
-that has the least work so far (longest processing time first, Graham 1969).
+Attention within documents takes time quadratic in their lengths, so rows of equal length can differ in cost.
+Balancing keeps the samples of a step and changes only their rank and micro-batch. Samples are sorted by cost and cut
+into blocks, one for each micro-batch of the step, so that all ranks have similar work in a micro-batch. Within a
+block, each sample goes to the rank with the least work so far (longest processing time first, Graham 1969).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def assign(costs: np.ndarray, micro_batch_size: int, ranks: int) -> np.ndarray:
     """Return the samples of each micro-batch of each rank, int64 [micro_batches, ranks, micro_batch_size].
 
     Args:
-        costs: cost of each sample of the global batch, float [samples]; samples are a multiple of `micro_batch_size` ×
-            `ranks`.
+        costs: cost of each sample of the global batch, float [samples]; their number is a multiple of
+            `micro_batch_size` × `ranks`.
         micro_batch_size: samples per micro-batch.
         ranks: number of data-parallel ranks.
     """
@@ -39,12 +39,12 @@ def assign(costs: np.ndarray, micro_batch_size: int, ranks: int) -> np.ndarray:
 
 
 def in_order(samples: int, micro_batch_size: int, ranks: int) -> np.ndarray:
-    """Return the assignment without balancing, as `assign` does."""
+    """Return the unbalanced assignment, in stream order, in the format of `assign`."""
     return np.arange(samples).reshape(-1, ranks, micro_batch_size)
 
 
 def slowest(costs: np.ndarray, assignment: np.ndarray) -> float:
-    """Return the work of the slowest rank in a step relative to the mean of the ranks."""
+    """Return the work of the slowest rank in a step divided by the mean over ranks."""
     totals = costs[assignment].sum(axis=(0, 2))
     return float(totals.max() / totals.mean())
 

@@ -68,8 +68,8 @@ class Batch:
     They do not count in the balance of experts. None: only `padding`.
     """
     routes: Tensor | None = field(default=None, kw_only=True)
-    """int16 [batch, seq, layers with experts, topk], the experts that routers take over (rl/routes.py); negative where
-    they choose. None: they choose everywhere.
+    """int16 [batch, seq, layers with experts, topk], the experts that routers replay (rl/routes.py); negative where
+    routers choose. None: routers choose everywhere.
     """
 
     def __getitem__(self, name: str) -> Tensor | None:
@@ -91,13 +91,14 @@ class Batch:
 def make_batch(
     samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryRules, pads: bool = False
 ) -> Batch:
-    """Return a Batch.
+    """Collate samples of token ids into a Batch.
 
     Args:
-        samples: int64 [batch, seq + 1]; PADDING after the last token. It has no loss, and no token attends to it.
+        samples: int64 [batch, seq + 1], with PADDING after the last token. Padding has no loss, and no token attends
+            to it.
         sample_numbers: int64 [batch], positions in the sample stream.
         rules: treatment of document boundaries.
-        pads: samples may have PADDING, so the batch has `all_padding` whether these do or not.
+        pads: set `all_padding` even if none of these samples has PADDING, because other samples of the dataset may.
     """
     all_padding = None
     input_ids = samples[:, :-1]  # [batch, seq]

@@ -1,4 +1,4 @@
-"""Best-fit decreasing: the longest pieces first, each into the row with the least sufficient room."""
+"""Best-fit decreasing: the longest pieces first, each into the fullest row that has room for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Return the row of each piece by best-fit decreasing, and the number of rows.
 
-    Pieces of equal length are placed together: a row with room for k of them takes k, as it would one by one.
+    Pieces of equal length are placed together: a row with room for k of them takes k. The result is that of placing
+    them one by one.
 
     Args:
         lengths: tokens of each piece, in descending order, from 1 to `capacity`.

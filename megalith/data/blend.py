@@ -108,7 +108,8 @@ def build_datasets(
         valid_data_path: likewise.
         test_data_path: likewise.
         make: builds the samples of a part of an indexed dataset; None: GPTDataset.
-        mixture: schedule, temperature and caps of the training blend. Evaluation data has the weights of its path.
+        mixture: schedule, temperature and caps of the training blend. Evaluation data uses the weights in its own
+            data path.
         open_stream: opens the entries that are streams; None: there are none.
         show_progress: show a progress bar.
 
@@ -183,7 +184,7 @@ def _build(
 ) -> SampleDataset:
     """Build part `number` of `split` of a data path. `opened` caches the open files by prefix.
 
-    `settings` is None for evaluation data, which ignores the caps of its sources too.
+    `settings` is None for evaluation data, where the caps on epochs are ignored too.
     """
     is_training, settings = settings is not None, settings or MixtureSettings()
     entries = parse_entries(data_path)

@@ -38,9 +38,9 @@ class SampleDataset(Protocol):
         """Return the number of epochs over the documents, by dataset prefix."""
 
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
-        """Return True if a dataset built for `num_samples` has the same samples at the positions that both have.
+        """Return True if the dataset would keep its samples at their positions if it were built for `num_samples`.
 
-        If the samples are `permuted` together, both must also have the same length.
+        If the run permutes all samples (`permuted`), the length must stay the same too.
         """
 
 
@@ -155,7 +155,7 @@ class GPTDataset:
 
 
 def epoch_plan(tokens: int, seq_length: int, num_samples: int) -> tuple[int, int | None]:
-    """Return the number of epochs for `num_samples`, and the samples before the last one if it is shuffled separately.
+    """Return the number of epochs, and the samples before the last epoch if it is shuffled separately, else None.
 
     The last epoch is shuffled separately if less than 80 % of it is used; mixed with the others, its documents would
     displace some that have not been read as often.

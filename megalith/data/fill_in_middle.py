@@ -97,7 +97,7 @@ class FillInMiddle:
 
 
 class FimDataset(GPTDataset):
-    """GPTDataset's samples, rearranged. The arguments are those of GPTDataset, after the FillInMiddle."""
+    """GPTDataset's samples, rearranged. Takes a FillInMiddle, followed by the arguments of GPTDataset."""
 
     def __init__(self, fill_in_middle: FillInMiddle, *arguments, **settings) -> None:
         super().__init__(*arguments, **settings)

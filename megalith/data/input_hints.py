@@ -1,4 +1,4 @@
-"""Hints for error messages: the command that a data file is meant for, by the keys of its records."""
+"""Hints for error messages: the command that can read a data file, recognized by the keys of its records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def record_kind(keys: Iterable[object]) -> str:
 
 
 def record_hint(keys: Iterable[object]) -> str:
-    """Return a clause for the end of a sentence about records with these keys; "" if unknown."""
+    """Return a clause that names the kind of records with these keys, to end a sentence; "" if unknown."""
     kind = record_kind(keys)
     return f"; such records are {kind}" if kind else ""
 
@@ -47,7 +47,7 @@ def dataset_hint(prefix: str) -> str:
 
 
 def file_hint(path: Path) -> str:
-    """Return a sentence about the records of a file that was given as an indexed dataset; "" if unknown."""
+    """Return a sentence on the records of a file that was passed as an indexed dataset; "" if they are unknown."""
     if not path.is_file():
         return ""
     try:

@@ -302,7 +302,7 @@ def _word_bounds(tokens: list[int], words: WordPieces, whole_words: bool) -> tup
 def _cumulative_span_probabilities(max_words: int) -> list[float]:
     """Return the cumulative probabilities of spans of 1, 2, … words, proportional to 1 / n.
 
-    Normalized three times, as Megatron and numpy do together, for bitwise equal results.
+    Normalized three times for bitwise equal results, because Megatron and numpy do so together.
     """
     probabilities = 1.0 / np.arange(1, max_words + 1)
     probabilities = probabilities / probabilities.sum(keepdims=True)
@@ -311,7 +311,7 @@ def _cumulative_span_probabilities(max_words: int) -> list[float]:
 
 
 def _longest_fit(bounds: list[int], room: float) -> slice:
-    """Return the words from the first bound to the last one that leaves at most `room` tokens."""
+    """Return the positions of the longest run of words, from the first bound on, with at most `room` tokens."""
     return slice(bounds[0], next(end for end in reversed(bounds) if end - bounds[0] <= room))
 
 

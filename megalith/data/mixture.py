@@ -32,7 +32,7 @@ class BlendPoint(NamedTuple):
 
 
 class MixtureSettings(NamedTuple):
-    """Settings of a training blend besides its paths."""
+    """Settings of a training blend, without its paths."""
 
     points: tuple[BlendPoint, ...] = ()
     temperature: float | None = None
@@ -93,7 +93,7 @@ class BlendWeights:
         return self.due(np.array([float(num_samples)]))[0]
 
     def segments(self, num_samples: int) -> Iterator[tuple[BlendWeights, int]]:
-        """Yield the weights of each segment of a run, which begin at sample 0, and its length in samples."""
+        """Yield each segment of a run: its weights, shifted to start at sample 0, and its length in samples."""
         for k, first_sample in enumerate(self.starts.astype(np.int64).tolist()):
             end = num_samples if k + 1 == len(self.starts) else min(int(self.starts[k + 1]), num_samples)
             if end <= first_sample:
@@ -108,7 +108,7 @@ class BlendWeights:
                 yield weights, end - first_sample
 
     def select(self, sources: np.ndarray) -> BlendWeights:
-        """Return the weights of some sources, where the others have the weight 0."""
+        """Return the weights of `sources` alone. All other sources must have the weight 0."""
         return BlendWeights(self.starts, self.first[:, sources], self.last[:, sources], is_normalized=True)
 
     def scaled(self, factors: np.ndarray) -> BlendWeights:

@@ -67,7 +67,7 @@ def register_dataset(name: str) -> Callable[[DatasetFunction], DatasetFunction]:
 
 
 def load_dataset_function(name: str) -> DatasetFunction:
-    """Return the function of a value of `data.dataset`. Raise ConfigError if there is none."""
+    """Return the function that `data.dataset` names. Raise ConfigError if there is none."""
     return _REGISTERED.get(name) or load_extension(name, {name: "" for name in _REGISTERED}, "data.dataset")
 
 
@@ -100,7 +100,7 @@ class _OwnDataset:
 
 
 class MapDataset(_OwnDataset):
-    """A `torch.utils.data.Dataset` as a run reads it."""
+    """Adapter of a user's `torch.utils.data.Dataset`."""
 
     def __init__(self, dataset: Dataset, name: str, seq_length: int):
         super().__init__(dataset, name, seq_length)
@@ -122,7 +122,7 @@ class MapDataset(_OwnDataset):
 
 
 class StreamDataset(_OwnDataset, SampleStream):
-    """An `IterableDataset` as a run reads it: item i is the i-th sample of the stream, for ascending i.
+    """Adapter of a user's `IterableDataset`: item i is the i-th sample. Items must be read in ascending order.
 
     Args:
         dataset: the stream; `set_epoch(epoch)` is called before each pass if it exists.

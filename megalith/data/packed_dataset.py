@@ -25,8 +25,8 @@ from megalith.progress import Progress
 class PackedDataset:
     """The rows of sequences `[first_sequence, last_sequence)` of an indexed dataset.
 
-    Sample i is int64 [seq_length + 1], filled up with PADDING. An epoch has `samples_per_epoch` samples; there are
-    whole epochs with at least `num_samples`. Memory holds 4 bytes per piece and epoch, and 8 bytes per piece.
+    Sample i is int64 [seq_length + 1], filled up with PADDING. An epoch has `samples_per_epoch` samples; the dataset
+    has the complete epochs that `num_samples` needs. Memory holds 4 bytes per piece and epoch, and 8 bytes per piece.
 
     Raises:
         DataError: if the range has no tokens.

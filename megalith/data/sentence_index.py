@@ -46,9 +46,8 @@ def sentence_index(
         progress: counts the samples.
 
     Returns:
-            int64 [samples, 3] with first sentence, end and target length, and the number of samples at the end of
-            each epoch.
-        The last epoch is complete.
+        int64 [samples, 3] with first sentence, end and target length; and the number of samples at the end of each
+        epoch. The last epoch is complete.
 
     Raises:
         DataError: if the documents have no sample.

@@ -141,7 +141,8 @@ def with_tokenized_text(
 
 
 def cached_name(prefix: str) -> str:
-    """Return the prefix of a dataset. For tokenized text it has no folder, because a resumed run may have another."""
+    """Return the prefix of a dataset. For tokenized text, omit the folder of the cache, which may differ in a resumed
+    run."""
     name = Path(prefix).name
     return name if name.startswith(PREFIX) and Path(prefix).parent.name == "cache" else prefix
 

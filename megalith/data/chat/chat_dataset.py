@@ -1,6 +1,6 @@
 """Rows of chat samples: padded, with one sample per row, or packed, with several complete samples per row.
 
-Packing is best fit decreasing: the longest samples first, each into the row with the least sufficient room. It leaves
+Packing is best fit decreasing: the longest samples first, each into the fullest row that has room for it. It leaves
 a few per cent of padding, splits no sample, and depends only on the lengths and the seed. In a packed row attention
 stays within a sample (`document_ends`) and positions restart at 0, so a sample's loss is the same as without packing.
 Batch sizes, epochs and positions in the data count rows.
@@ -30,10 +30,10 @@ from megalith.errors import DataError
 class ChatDataset:
     """Rows of `seq_length` tokens from samples [first, last) of `samples`.
 
-    Row i is int64 [4, seq_length]: tokens, labels, 1 where the label is learned, and the index n of the sample
-    within the row; for padding ~n of the last sample. `make_chat_batch` collates rows. If the samples have values, a
-    fifth line has them as the bits of float64. For pairs row i is [2, 4, seq_length]: the chosen answers, and the
-    rejected ones.
+    Row i is int64 [4, seq_length]: tokens, labels, 1 where the label is learned, and the index n of the sample within
+    the row. In padding, the index is ~n of the last sample. `make_chat_batch` collates rows. If the samples have
+    values, a fifth line has them as the bits of float64. For pairs row i is [2, 4, seq_length]: the chosen answers,
+    and the rejected ones.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
 
 
 def documents_and_padding(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each token's document, which for padding is the last one, and which tokens are padding.
+    """Return the document index of each token (for padding, that of the last document) and a mask of padding.
 
     `line`: the fourth line of rows, int64 [..., seq].
     """
@@ -158,7 +158,7 @@ def documents_and_padding(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def row_values(rows: np.ndarray) -> torch.Tensor | None:
-    """Return the samples' values at their tokens, float32 [..., seq], of rows [..., 4 or 5, seq]; None without any."""
+    """Return the value of each token's sample, float32 [..., seq], from rows [..., 4 or 5, seq]; None without any."""
     if rows.shape[-2] == 4:
         return None
     return torch.from_numpy(np.ascontiguousarray(rows[..., 4, :]).view(np.float64).astype(np.float32))
@@ -182,9 +182,9 @@ def open_chat_data(
     cache: Path,
     may_write: bool = True,
 ) -> ChatSplits:
-    """Return the rows of the run's splits, divided from data_path by `split` or from the data path of each.
+    """Return the rows of the run's splits: parts of data_path according to `split`, or each from its own data path.
 
-    All files are tokenized, once per machine with the folder `cache` (`cached_samples`).
+    All files are tokenized. With the folder `cache`, this happens once per machine (`cached_samples`).
 
     Raises:
         DataError: if a sample is unusable or a split is empty.

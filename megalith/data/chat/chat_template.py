@@ -1,4 +1,4 @@
-"""Chat templates: from a conversation to its text, and to the spans of the text that are learned.
+"""Chat templates: from a conversation to its text and its learned spans, which are the parts of the text in the loss.
 
 The template is Jinja, run in a sandbox (template_renderer.py) with the names that transformers provides, so templates
 for transformers render the same text. Learned spans are determined in one of three ways. A template may mark the
@@ -67,8 +67,8 @@ class ChatTemplate:
         return _plain(self._marked(messages, add_generation_prompt, arguments))
 
     def text_and_spans(self, chat: Chat, assistant_only: bool) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and its learned spans. Raise ValueError with the reason if they are
-        unknown."""
+        """Return the text of a conversation and its learned spans. Raise ValueError with the reason if they cannot be
+        determined."""
         marked = self._marked(chat.messages, False, chat.arguments)
         text = _plain(marked)
         if not assistant_only:

@@ -11,7 +11,8 @@
 | preference: full answers | `chosen`, `rejected`: two texts or conversations; the prompt is their common prefix |
 | preference: tokens | `prompt_ids`, `chosen_ids`, `rejected_ids` |
 
-A record without a form, or a malformed one, raises ValueError; the reader (samples.py) adds file, line and sample.
+A record that has none of these forms or is malformed raises ValueError; the reader (samples.py) adds file, line and
+sample.
 """
 
 from __future__ import annotations
@@ -372,7 +373,7 @@ def _check_messages(turns: Any, role_key: str, content_key: str, needs_answer: b
 
 
 def _check_learned(number: int, role: str, turn: Mapping[str, Any]) -> None:
-    """Raise ValueError if a message has an unsupported marker of being learned."""
+    """Raise ValueError if a key that marks the message as learned or not is unsupported or has a wrong value."""
     for key in UNSUPPORTED_KEYS:
         if turn.get(key) is not None:
             raise ValueError(
@@ -413,7 +414,7 @@ def _content(content: Any) -> str:
 
 
 def unicode_text(text: str) -> str:
-    """Return `text`. Raise ValueError if it is not encodable: JSON may escape half of a surrogate pair."""
+    """Return `text`. Raise ValueError if it is not Unicode: JSON escapes can spell half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -177,10 +177,10 @@ SAMPLE_FORMS: dict[str, SampleForm] = {  # by ChatConfig.record_form
 
 
 def token_values(value: float | list[float] | None, learned: np.ndarray, default: float) -> np.ndarray:
-    """Return a sample's value, or `default` without one, at each of its tokens, float32 [tokens].
+    """Return the value of a sample at each of its tokens, float32 [tokens]; `default` if the sample has no value.
 
-    With one value per learned stretch, the tokens of a stretch have its value. Raises ValueError if there are fewer
-    stretches, because tokens may merge.
+    A list has one value per learned stretch of tokens. Raise ValueError if the tokens have fewer stretches, which
+    happens if the tokenizer merges two.
     """
     if not isinstance(value, list):
         return np.full(len(learned), default if value is None else value, np.float32)

@@ -127,8 +127,8 @@ def cached_samples(
 ) -> Samples:
     """Return `read_samples`, tokenized by the first process of a machine and memory-mapped by the others, which wait.
 
-    The cache key covers the files' names, sizes and times, the tokenizer, the template and the settings. Each process
-    reads data from an object store itself, also if `folder` is not writable.
+    The cache key covers the files' names, sizes and times, the tokenizer, the template and the settings. Without a
+    cache (data from an object store, or a `folder` that cannot be written), each process tokenizes by itself.
     """
     arguments = (files, tokenizer, chat, max_tokens, vocab_size)
     if not all(isinstance(file, Path) for file in files):
@@ -435,9 +435,9 @@ class _Reader:
         return Samples(tokens, learned, starts, self.sources, counts, self.first_bad, count, values)
 
     def _add_mismatched(self) -> None:
-        """Add to each sample its prompt with the answer of the sample before, of another record where there is one.
+        """Add to each sample a second sequence: its prompt with an answer of the preceding record.
 
-        The first sample gets an answer of the last record. Answers are cut to `max_tokens`.
+        The first sample gets an answer of the last record. Sequences are cut to `max_tokens`.
         """
         prompts = [int(learned.argmax()) for learned in self.learned]
         answers = list(zip(self.tokens, prompts))

@@ -72,7 +72,7 @@ JSON_NAMES: dict[type, str] = {
 
 
 def type_name(value: Any) -> str:
-    """Return JSON's word for the type of a value, else Python's."""
+    """Return JSON's name for the type of a value, or Python's if JSON has none."""
     return JSON_NAMES.get(type(value), type(value).__name__)
 
 
@@ -86,7 +86,7 @@ def check_size(content: bytes | str, max_document_bytes: int, noun: str = "it") 
 
 
 def reason_of(error: ValueError | RecursionError) -> str:
-    """Return the reason of an error of parsing, for the end of a sentence."""
+    """Return the reason for a parsing error, worded to end a sentence."""
     if isinstance(error, UnicodeDecodeError):
         reason = (
             f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start} of the line ({error.reason})"

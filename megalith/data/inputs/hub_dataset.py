@@ -32,7 +32,7 @@ class HubDataset:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `load_dataset`. Raise ConfigError for others."""
+        """Arguments of `load_dataset`. Raise ConfigError for unsupported ones."""
         query = self.url.partition("?")[2]
         arguments: dict[str, Any] = {"split": "train", **dict(parse_qsl(query, keep_blank_values=True))}
         if unknown := next((key for key in arguments if key not in ARGUMENTS), None):

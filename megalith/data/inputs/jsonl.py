@@ -71,8 +71,9 @@ def read_blocks(
 ) -> Iterator[LineBlock]:
     """Yield the file in blocks of complete lines of about `block_bytes`.
 
-    A line longer than `max_line_bytes` is truncated to one byte more, in a block of its own: `LineBlock.parse` rejects
-    it, and the rest never fills the memory. Raise DataError if the file cannot be read, or is damaged or truncated.
+    A line longer than `max_line_bytes` is truncated to `max_line_bytes + 1` bytes, so that it does not fill the
+    memory, and gets a block of its own, which `LineBlock.parse` rejects. Raise DataError if the file cannot be read,
+    or is damaged or truncated.
     """
     line, offset, position = 1, 0, 0
     tail = bytearray()  # the incomplete last line
@@ -124,7 +125,7 @@ ARCHIVES = (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z", ".rar")
 
 
 def _other_format_hint(path: Path | StorePath) -> str:
-    """Return advice for a file in a format that is not read, by its name's extension; "" for other extensions."""
+    """Return advice for a file whose extension names an unsupported format; "" for other extensions."""
     ending = content_suffix(path)
     if ending in ARCHIVES:
         return f" ({ending} files are not supported: extract the files, or compress them with gzip or zstd)"

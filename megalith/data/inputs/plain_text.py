@@ -36,7 +36,8 @@ class TextFileBlock:
     def parse(
         self, json_keys: Sequence[str], max_document_bytes: int = MAX_DOCUMENT_BYTES
     ) -> tuple[list[TextRecord], list[BadLine]]:
-        """Return the documents, and those that are not UTF-8 or too long. `json_keys` is one key of any name."""
+        """Return the documents, and those that are not UTF-8 or too long. `json_keys` must have one key, whose name
+        is ignored."""
         records, bad_lines = [], []
         for line, offset, content in self.documents:
             try:
@@ -49,7 +50,7 @@ class TextFileBlock:
         return records, bad_lines
 
     def _undecodable(self, line: int, offset: int, content: bytes, error: UnicodeDecodeError) -> BadLine:
-        """Return the fault at the line of the first byte that is not UTF-8."""
+        """Return a BadLine for the line with the first byte that is not UTF-8."""
         start = content.rfind(b"\n", 0, error.start) + 1
         end = max(content.find(b"\n", error.start), error.end)
         in_line = UnicodeDecodeError(
@@ -69,7 +70,7 @@ def read_text_blocks(
 
     A document is the file's content (`file`; also an empty one), or the lines between blank lines without the last
     line end (`block`). A byte-order mark at the start is removed. A document longer than `max_document_bytes` is
-    truncated to one byte more, so that `parse` rejects it.
+    truncated to `max_document_bytes + 1` bytes, so that `parse` rejects it.
 
     Raises:
         DataError: the file cannot be read, or is damaged or truncated.

@@ -81,7 +81,7 @@ def read_arrow_blocks(path: Source, suffix: str, json_keys: Sequence[str]) -> It
     """Yield the columns `json_keys` of a Parquet or Arrow file, a saved dataset or a dataset of the hub.
 
     Raises:
-        DataError: it cannot be read, lacks a column, or has another type of column.
+        DataError: it cannot be read, lacks a column, or a column is not of strings.
         ConfigError: a package is missing.
     """
     keys = list(json_keys)
@@ -92,7 +92,7 @@ def read_dataset_blocks(name: Any, dataset: Any, json_keys: Sequence[str]) -> It
     """Yield the columns `json_keys` of an open Dataset or IterableDataset, with `name` as the path of the blocks.
 
     Raises:
-        DataError: it cannot be read, lacks a column, or has another type of column.
+        DataError: it cannot be read, lacks a column, or a column is not of strings.
     """
     keys = list(json_keys)
     yield from _blocks(name, _dataset_tables(name, dataset, keys), keys)

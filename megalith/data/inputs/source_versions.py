@@ -1,4 +1,4 @@
-"""Versions of sources and tokenizers, which the keys of caches of tokenized data are made of."""
+"""Versions of sources and tokenizers, from which cache keys of tokenized data are computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def source_versions(sources: Sequence[Source]) -> list[Version]:
 
 
 def add_tokenizer(digest: Any, tokenizer: Tokenizer) -> None:
-    """Update a digest of hashlib with the ids that a tokenizer gives and with the contents of its files."""
+    """Update a hashlib digest with a tokenizer's fingerprint and the contents of its files."""
     digest.update(tokenizer.fingerprint.encode())
     for name, content in sorted(tokenizer.files.items()):
         digest.update(repr((name, len(content))).encode() + content)

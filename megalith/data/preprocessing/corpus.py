@@ -25,7 +25,7 @@ EXCLUDED_PREFIXES = ("_sysconfigdata_",)  # build data with this machine's paths
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """A written corpus. `bytes` counts UTF-8 text without JSON."""
+    """Summary of a written corpus. `bytes` counts UTF-8 text without JSON."""
 
     path: Path
     documents: int

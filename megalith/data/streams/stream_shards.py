@@ -37,12 +37,12 @@ class Shard:
         return isinstance(self.source, StorePath | HubDataset)
 
     def identity(self) -> list[Any]:
-        """Return what a resumed run must find again: the name, and the size of a local file (JSON)."""
+        """Return the name, and the size of a local file, as JSON. They must be the same when a run is resumed."""
         is_file = isinstance(self.source, Path) and self.source.is_file()
         return [str(self), self.source.stat().st_size if is_file else None]
 
     def version(self) -> list[Version]:
-        """Return what changes when the shard is written; nothing for datasets of the hub."""
+        """Return size and modification time of the files, which show a change; nothing for datasets of the hub."""
         return [] if isinstance(self.source, HubDataset) else source_versions([self.source])
 
 
@@ -140,6 +140,6 @@ def _described(versions: Sequence[Version]) -> str:
 
 
 def _may_pass(error: DataError, shard: Shard) -> bool:
-    """Return True for errors of the network, which a retry may not meet again."""
+    """Return True for errors of the network, which may not recur on a retry."""
     cause = error.__cause__
     return isinstance(cause, OSError) or (cause is not None and isinstance(shard.source, HubDataset))

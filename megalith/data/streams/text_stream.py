@@ -57,7 +57,7 @@ class TextStream(SampleStream):
         return True
 
     def restart(self, position: int = 0, stride: int = 1, kept_states: int = 1) -> None:
-        """See SampleStream. A saved state of other shards or lanes raises DataError."""
+        """See SampleStream. Raise DataError if the saved state is of other shards or lanes."""
         self.close()
         with self._lock:
             lanes = self.settings.lanes
@@ -87,7 +87,7 @@ class TextStream(SampleStream):
                     return sample.tokens.astype(np.int64)
 
     def state_at(self, position: int) -> State | None:
-        """See SampleStream. A lane that this rank does not read has its position at the last start."""
+        """See SampleStream. Lanes that this rank does not read keep their position of the last `restart`."""
         with self._lock:
             lanes = []
             for lane, positions in enumerate(self._positions):

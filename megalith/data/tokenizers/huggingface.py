@@ -37,7 +37,7 @@ PIECES, UNKNOWN = "vocab.txt", "[UNK]"
 def _no_panic() -> Iterator[None]:
     """Convert a panic of the tokenizers library, which is no Exception, into a DataError.
 
-    A regular expression of a tokenizer.json may give up on a text.
+    A panic happens, for example, if a regular expression of a tokenizer.json gives up on a text.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def _no_panic() -> Iterator[None]:
 
 
 class _RustTokenizer(Tokenizer):
-    """Calls shared by all kinds. `_tokenizer` is a tokenizers.Tokenizer."""
+    """Base of the tokenizers of the library. `_tokenizer` is a tokenizers.Tokenizer."""
 
     encodes_without_lock = True
     _tokenizer: tokenizers.Tokenizer
@@ -100,7 +100,7 @@ class _RustTokenizer(Tokenizer):
     def encode_marked(
         self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[list[int], list[bool]] | str]:
-        """Mark tokens by their characters: a token that overlaps a span is in it, as in transformers."""
+        """Encode texts; a token is marked if its characters overlap a span, as in transformers."""
         result = []
         with _no_panic():
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)

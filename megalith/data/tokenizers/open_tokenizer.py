@@ -40,13 +40,13 @@ def build_tokenizer(
 
     Args:
         tokenizer_type: a key of TOKENIZER_TYPES.
-            tokenizer_model: HuggingFaceTokenizer: a tokenizer.json, a folder with one, or a hub name.
-            SentencePieceTokenizer
-            and Llama2Tokenizer: a .model file. TikTokenizer: a .tiktoken file or Megatron's JSON list. Llama3Tokenizer:
-            Meta's tokenizer.model. GPT2BPETokenizer: the folder of vocab.json and merges.txt.
+        tokenizer_model: the files. HuggingFaceTokenizer: a tokenizer.json, a folder with one, or a hub name.
+            SentencePieceTokenizer and Llama2Tokenizer: a .model file. TikTokenizer: a .tiktoken file or Megatron's
+            JSON list. Llama3Tokenizer: Meta's tokenizer.model. GPT2BPETokenizer: the folder of vocab.json and
+            merges.txt.
         vocab_file: GPT2BPETokenizer: vocab.json. BertWordPieceLowerCase and BertWordPieceCase: BERT's vocab.txt.
         merge_file: GPT2BPETokenizer: merges.txt.
-        vocab_size: NullTokenizer (required), and TikTokenizer with the JSON list; other kinds have their own.
+        vocab_size: NullTokenizer (required), and TikTokenizer with the JSON list; other kinds ignore it.
 
     Raises:
         ConfigError: for an unknown kind, or a missing argument or package.

@@ -73,7 +73,8 @@ class Tokenizer(ABC):
         return []
 
     def special_tokens(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the parts of `prefix` and `suffix` that these ids lack; transformers adds both to a text."""
+        """Return the parts of `prefix` and `suffix` that are not yet around these ids; transformers adds both to a
+        text."""
         prefix, suffix, ids = self.prefix, self.suffix, list(ids)
         return (
             [] if ids[: len(prefix)] == prefix else prefix,
