@@ -1,6 +1,6 @@
 """Collective error handling: every rank learns each rank's result, so that all continue or all stop.
 
-A save or load that fails on one rank has failed on all; a rank that left alone would leave the others waiting. Each
+A save or load that fails on one rank fails on all: if one rank stopped alone, the others would wait for it. Each
 phase therefore runs on every rank, and every rank receives all results.
 
 Messages are JSON in CPU tensors, so that nothing is unpickled. The group needs a CPU backend (gloo). A background save

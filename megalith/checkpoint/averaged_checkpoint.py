@@ -1,4 +1,4 @@
-"""Averaged weights: those that a checkpoint's optimizer keeps, and the mean of several checkpoints."""
+"""Averaged weights: from a checkpoint's optimizer state, or as the mean of several checkpoints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def with_average(checkpoint: Checkpoint) -> tuple[Checkpoint, bool]:
 
 @dataclass(frozen=True)
 class MeanValues:
-    """A box of the mean of a tensor over checkpoints, computed when it is written. Implements TensorSource."""
+    """The mean over checkpoints of a box of a tensor, computed when it is written. Implements TensorSource."""
 
     checkpoints: Sequence[Checkpoint]
     name: str
@@ -75,7 +75,7 @@ class MeanValues:
     def byte_chunks(self) -> Iterator[Tensor]:
         """Yield the bytes of the mean, computed in fp64, in blocks of rows of a few megabytes.
 
-        Integers are those of the last checkpoint.
+        Integer tensors are not averaged; they come from the last checkpoint.
         """
         for block in row_blocks(self.extent, self.dtype):
             values = [checkpoint.read(MODEL, self.name, block) for checkpoint in self.checkpoints]

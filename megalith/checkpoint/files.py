@@ -6,7 +6,8 @@ needs no second copy of the model in memory, and the checksum is that of the int
 content.
 
 Tensors are memory-mapped one by one, so unused ones are never read and used ones can be released. The safetensors
-library only validates the header: it would map the complete file until its last tensor is released.
+library is used only to validate the header, because its reader keeps the complete file mapped until the last tensor
+is released.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def write_safetensors(path: Path | StorePath, tensors: Mapping[str, Tensor | Ten
 
 
 class RandomAccessWriter:
-    """Writes a safetensors file whose tensors arrive in any order, after its header."""
+    """Writes a safetensors file: first the header, then the tensors in any order."""
 
     def __init__(self, path: Path, tensors: Layout):
         """Create the file and write its header. All methods raise OSError."""
@@ -125,7 +126,7 @@ class RandomAccessWriter:
         self._write(head, 0)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor; each exactly once."""
+        """Write a tensor. Each must be written exactly once."""
         self._write(byte_view(tensor).numpy(), self._starts.pop(name))
 
     def sync(self) -> None:
@@ -172,7 +173,7 @@ class SafetensorsEntry:
     start: int
 
     def read(self) -> Tensor:
-        """Map the tensor; its bytes are read when used. The mapping is released with its last view."""
+        """Map the tensor; its bytes are read when used. The mapping is released with the last view of the tensor."""
         if self.dtype not in DTYPES:
             raise CheckpointError(
                 f"{self.file} has a tensor of dtype {self.dtype}; supported are {', '.join(DTYPES)}. Use the original"

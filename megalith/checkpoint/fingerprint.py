@@ -1,8 +1,9 @@
 """Fingerprints and comparisons of checkpoints by their global tensors, the same in every layout.
 
 Adapters belong to the base weights they were trained on, which their checkpoints do not contain. `fingerprint`
-identifies these by a few values of each tensor: training changes nearly every weight, so a sample suffices, and reading
-all would take as long as loading. Values are taken from the weights in memory, each from a rank that holds it.
+identifies the base weights by a few values of each tensor: training changes nearly every weight, so a sample
+suffices, and reading all would take as long as loading. Values are taken from the weights in memory, each from a rank
+that holds it.
 
 `tensor_digests` hashes the complete tensors of a step, and `differences` compares two steps.
 """

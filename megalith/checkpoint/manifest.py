@@ -1,8 +1,9 @@
 """`manifest.json`: the files and tensors of a step folder, and the run's state that is not a tensor.
 
 It is written last, so a folder without it is not a checkpoint. It lists each file with size and SHA-256, and each
-global tensor with its pieces: for each, a file and a box of the tensor, stored there under the key `piece_key`. It
-contains a checksum of its own content. File names cannot leave the folder, and pieces must cover their tensor exactly.
+global tensor with its pieces. A piece is a box of the tensor, stored in one file under the key `piece_key`. The
+manifest contains a checksum of its own content. File names cannot lead out of the folder, and pieces must cover their
+tensor exactly.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class PieceRecord(_Record):
 
 
 class StoredTensor(TensorRecord):
-    """A global tensor and its pieces; none if it has no elements."""
+    """A global tensor and its pieces. A tensor without elements has no pieces."""
 
     pieces: list[PieceRecord]
 

@@ -1,12 +1,12 @@
 """Snapshots of a run's state in the host memory of its ranks, for a restart that reads no storage.
 
 Each rank copies its state into host memory and sends the copy to a partner rank, on another host if there are several.
-A thread sends it while training goes on. If a rank dies, its replacement receives the partner's copy, and the others
+A thread sends it while training continues. If a rank dies, its replacement receives the partner's copy, and the others
 use their own. One snapshot per rank is complete at any time while the next one is made, so a rank has buffers for four
 states: two of its own and two of the rank whose partner it is.
 
-A snapshot counts only if each rank's state is complete in that rank's memory or in its partner's. Copies have a SHA-256
-per buffer, which is verified before a restore.
+A snapshot can be restored only if each rank's state is complete in that rank's memory or in its partner's. Copies
+have a SHA-256 per buffer, which is verified before a restore.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class MemorySnapshots:
     """This rank's snapshots, and those of the rank whose partner it is. They outlive a run's process groups.
 
     Args:
-        is_aborted: returns True after this rank's collectives have been aborted. What the device computes from then
-            on is not valid.
+        is_aborted: returns True after this rank's collectives have been aborted. Results that the device computes
+            after that are invalid.
     """
 
     def __init__(self, is_aborted: Callable[[], bool] = lambda: False):
@@ -263,7 +263,7 @@ class MemorySnapshots:
     def fetch(self, serial: int, world: Axis) -> Snapshot | None:
         """Return this rank's snapshot, from the partner's memory if necessary. None on every rank if one is damaged.
 
-        Collective. Later snapshots are forgotten, because some ranks may not have them.
+        Collective. Later snapshots are dropped, because some ranks may not have them.
         """
         for snapshots in (self._local, self._foreign):
             for later in [other for other in snapshots if other > serial]:
@@ -289,7 +289,7 @@ def fill(snapshot: Snapshot, shards: Shards) -> None:
     """Copy a snapshot's tensors into shards of the same names, dtypes and shapes.
 
     Raises:
-        CheckpointError: the shards are not those that the snapshot was taken of.
+        CheckpointError: the shards do not match the snapshot.
     """
     tensors = _named_tensors(shards)
     if snapshot.description["tensors"] != [_entry(*named) for named in tensors]:

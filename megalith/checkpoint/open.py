@@ -1,10 +1,11 @@
 """Opening of checkpoints: choose a step and verify its files.
 
-Every file to be read is verified against the manifest before any tensor is used. From a folder of steps, the last saved
-intact one is opened. All ranks of a job open the same step: damage found by one rank excludes it for all.
+Every file to be read is verified against the manifest before any tensor is used. From a folder of steps, the most
+recently saved intact step is opened. All ranks of a job open the same step: damage found by one rank excludes it for
+all.
 
-The ranks of a machine divide the files that any of them reads, and hash each once. Resuming in the same layout hashes
-what the job saved, distributed over its ranks; in another layout, machines may hash files that they need only parts of.
+Each file that a machine's ranks read is hashed once, by one of these ranks. In the layout that saved the checkpoint,
+the job hashes each file about once; in another layout, a machine may hash files of which it needs only parts.
 """
 
 from __future__ import annotations
@@ -72,9 +73,8 @@ def open_checkpoint(
         show_progress: show a progress bar.
 
     Returns:
-        The checkpoint. None if the folder does not exist or has no step yet, as at the first start of a run that loads
-            from
-        its own output folder.
+        The checkpoint. None if the folder does not exist or has no step yet, as at the first start of a run that
+        loads from its own output folder.
 
     Raises:
         CheckpointError: on every rank, if a given step is missing or damaged, no step is intact, or the folder contains
@@ -267,7 +267,8 @@ def _needed_files(
 
 
 def _share_of_hashing(answers: Sequence[Mapping[str, Any]], manifest: Manifest, rank: int) -> list[str]:
-    """Return the files that this rank verifies, of those its machine's ranks read. Largest first, balanced by size."""
+    """Return the files that this rank verifies: its share of the files that its machine's ranks read, balanced by
+    size, largest first."""
     load = {peer: 0 for peer, answer in enumerate(answers) if answer["host"] == answers[rank]["host"]}
     files = sorted({name for peer in load for name in answers[peer]["needed"]})
     mine = []

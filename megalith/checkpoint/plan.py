@@ -1,8 +1,8 @@
 """Plan of a save: each shard is written once, and the bytes are balanced over the ranks.
 
 Every rank sends rank 0 the list of its shards. Rank 0 makes the plan and sends each rank its part. A shard held by
-several ranks (data parallelism without sharding, norms under tensor parallelism) goes to the rank with the least bytes
-so far, beginning with the largest shards.
+several ranks (data parallelism without sharding, norms under tensor parallelism) goes to the rank with the fewest
+bytes so far, beginning with the largest shards.
 
 PyTorch's planner (torch.distributed.checkpoint) is not used. It plans over DTensors, but optimizer state is plain local
 shards without padding rows, which no DTensor placement describes. It also pickles plans and metadata, between ranks and
@@ -41,7 +41,7 @@ class Plan:
 
 
 def make_plan(shards: StateShards, world: Axis) -> Plan:
-    """Plan the writing of `shards`, this rank's. Every rank calls it."""
+    """Plan the writing of all ranks' shards, of which `shards` are this rank's. Every rank calls it."""
     table, shares = divide(gather_json(entries(shards), world, to_first=True))
     total = sum(
         byte_count(tensor.shape, DTYPES[tensor.dtype])

@@ -30,7 +30,8 @@ from megalith.remote import StorePath
 
 @dataclass(frozen=True)
 class StoredValues:
-    """A box of a checkpoint's tensor, read when it is written. Implements TensorSource; `progress` counts its bytes."""
+    """A box of a tensor of a checkpoint, read when it is written to another. Implements TensorSource; `progress`
+    counts its bytes."""
 
     checkpoint: Checkpoint
     part: str
@@ -89,7 +90,8 @@ def reshard(
 ) -> Path | StorePath:
     """Write the step to `output`/checkpoints with `files` files per part. Return its folder.
 
-    File r contains the r-th part of each tensor's rows: what rank r reads if the state is sharded over that many ranks.
+    File r contains the r-th part of each tensor's rows, which is what rank r reads if the state is sharded over
+    `files` ranks.
 
     Raises:
         CheckpointError: the step already exists or cannot be written.
@@ -120,7 +122,8 @@ def reshard(
 def merge(checkpoint: Checkpoint, part: str, path: Path, show_progress: bool = True) -> None:
     """Write a part's tensors to one file: `.safetensors`, or `.bin` or `.pt` as torch.save of a dict of tensors.
 
-    The latter two hold the complete part in memory. Raises CheckpointError for another suffix and if the disk is full.
+    For `.bin` and `.pt`, the complete part must fit in memory. Raises CheckpointError for another suffix and if the
+    disk is full.
     """
     if path.suffix not in (".safetensors", ".bin", ".pt"):
         raise CheckpointError(
@@ -147,7 +150,8 @@ def merge(checkpoint: Checkpoint, part: str, path: Path, show_progress: bool = T
 
 
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy only files listed in the manifest, so that links cannot lead out of the checkpoint."""
+    """Copy the tokenizer's files that the manifest lists, and no others, because a link could lead out of the
+    checkpoint."""
     for name in filter(is_tokenizer_file, checkpoint.manifest.files):
         source = checkpoint.files / name
         target = folder / source.relative_to(checkpoint.tokenizer_folder)

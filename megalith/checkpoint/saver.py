@@ -86,10 +86,9 @@ class Saver:
         Args:
             checkpoints: folder or URL of the steps.
             world: all ranks.
-            unpadded_rows: number of rows without padding of each padded parameter; the padding, also of its optimizer
-                state,
-                is not stored.
-            write_tokenizer: writes the tokenizer into a given folder.
+            unpadded_rows: number of rows without padding of each padded parameter. The padding is not stored, also
+                not in optimizer state.
+            write_tokenizer: writes the tokenizer into the folder that it is passed.
             keep_last: number of most recent steps to keep. None: all.
             keep_every: also keep steps divisible by this number.
             background: save in a thread.
@@ -124,15 +123,14 @@ class Saver:
 
         Args:
             record: the run's state besides tensors.
-            model: the model, or the chunks of a pipeline rank; shapes and shards are those of the first save.
+            model: the model, or the chunks of a pipeline rank. Shapes and sharding must be the same at every save.
             optimizer: None saves only the weights.
             more: shards of further parts, by part and name.
             task_files: contents by file name; rank 0's are saved.
 
         Raises:
-            CheckpointError: on every rank, after too many consecutive failures; in the background at the start of the
-                next save,
-                because until then only some ranks may know.
+            CheckpointError: on every rank, after too many consecutive failures. Background saves raise it at the
+                start of the next save, because until then only some ranks may know of the failure.
         """
         begin = time.monotonic()
         self._join()
@@ -296,7 +294,7 @@ def _share(plan: Plan, shards: StateShards) -> list[WriteItem]:
 
 
 def _staged(share: list[WriteItem], staging: Staging) -> Share:
-    """Copy the values now. If memory does not suffice, the returned function raises."""
+    """Copy the values now, and return a function that returns the copies, or raises if memory did not suffice."""
     try:
         copies = staging.copy(
             item.values.float() if isinstance(item.values, Moment) else item.values for item in share

@@ -1,10 +1,11 @@
 """Checkpoint files of Accelerate's Megatron guide: one of weights and one of optimizer state per tensor and pipeline
 rank.
 
-Their content does not depend on ZeRO and expert parallelism: `pytorch_model_tp_T_pp_P.bin` contains what tensor rank T
-of pipeline stage P would hold without both, and the T-th share of experts that tensor parallelism does not shard.
-Within a stage, all ranks send their pieces to the first rank with tensor rank T, one tensor at a time. It assembles
-them in a mapped file and writes the result, so that no rank holds more than one of them in memory.
+Their content does not depend on ZeRO and expert parallelism: `pytorch_model_tp_T_pp_P.bin` contains what tensor rank
+T of pipeline stage P would hold without either. Experts that tensor parallelism does not shard are divided among the
+stage's files: file T has the T-th part of them. Within a stage, all ranks send their pieces to the first rank with
+tensor rank T, one tensor at a time. It assembles them in a mapped file and writes the result, so that no rank holds
+more than one of them in memory.
 
 The files are written by torch.save, contain only tensors, and can be read by torch.load with `weights_only`. A manifest
 is stored with them, so that any layout can load them.
@@ -63,7 +64,8 @@ def save_shard_files(
 ) -> None:
     """Write the files into an existing folder, replacing older ones. Every rank calls it.
 
-    `rows` come from `vocabulary_rows`. Raises CheckpointError, identically on every rank, if the disk refuses.
+    `rows` come from `vocabulary_rows`. Raises CheckpointError, identically on every rank, if the files cannot be
+    written.
     """
     mesh, chunks = model.mesh, model.chunks
     collectively(mesh.world, lambda: _clear(folder) if mesh.world.rank == 0 else None)
@@ -91,7 +93,7 @@ def save_shard_files(
 
 
 def open_shard_files(folder: str | Path, parts: Sequence[str], world: Axis = ALONE) -> Checkpoint | None:
-    """Open the files as a checkpoint and verify the checksums of `parts`. None if there is none."""
+    """Open the files as a checkpoint and verify the checksums of `parts`. None if there are none."""
     if not (Path(folder) / MANIFEST).exists():
         return None
     opened = open_checkpoint(folder, parts, world=world)

@@ -76,8 +76,8 @@ def _chunks(model: Model) -> Sequence[nn.Module]:
 def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model | None) -> dict[str, LocalShard]:
     """Return the state of each parameter as `optim.{name}.exp_avg` and so on. The groups must have `param_names`.
 
-    Reduced moments are `Moment`s, float32 in checkpoints. The optimizer updates the local shards of `model`'s
-    parameters; without `model` they are unsharded.
+    Moments of reduced precision (`Moment`) are float32 in checkpoints. The optimizer updates the local shards of
+    `model`'s parameters; without `model` they are unsharded.
     """
     parameters = {} if model is None else model_shards(model)
     shards = {}
@@ -97,7 +97,8 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model | None) -> d
 
 
 def _reduced_shard(parameter: LocalShard, values: Tensor, dim: int) -> LocalShard:
-    """Return the shard of a state with one element along `dim`. Ranks with different parts of `dim` hold the same."""
+    """Return the shard of a state with one element along `dim`. Ranks with different parts of `dim` hold the same
+    values."""
     shape, offset = list(parameter.shape), list(parameter.offset)
     owned = parameter.owned and offset[dim] == 0
     shape[dim], offset[dim] = 1, 0
@@ -132,8 +133,7 @@ def load_model(
 
 
 def check_model_fits(checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int]) -> None:
-    """Raise the CheckpointError that `load_model` would. The model belongs to a single process and may be on the meta
-    device."""
+    """Raise the CheckpointError that `load_model` would. The model is unsharded and may be on the meta device."""
     _check_fit(checkpoint, MODEL, _unpad(checkpoint_shards(model), unpadded_rows), ALONE)
 
 

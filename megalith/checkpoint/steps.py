@@ -48,8 +48,8 @@ def list_steps(checkpoints: Path | StorePath) -> dict[int, Path | StorePath]:
 
 @cache
 def _save_number(folder: Path | StorePath, version: Any) -> int:
-    """Read the number once per version of a manifest. Those of large jobs have megabytes, and every save needs all of
-    them."""
+    """Return the save number in a manifest, read once per version of it: manifests of large jobs take megabytes, and
+    every save needs all numbers."""
     number = json.loads(manifest_bytes(folder))["save_number"]
     if type(number) is not int:
         raise ValueError(f"save_number is {number}")
@@ -85,7 +85,7 @@ def save_order(folder: Path | StorePath, unreadable: int) -> tuple[int, int, str
 def next_save_number(checkpoints: Path | StorePath) -> int:
     """Return the next save number, greater than all others, including those of steps that cannot be read at present.
 
-    These are assumed to be the most recent saves, numbered consecutively.
+    Steps that cannot be read are assumed to be the most recent saves, numbered consecutively.
     """
     orders = [save_order(step, unreadable=1) for step in list_steps(checkpoints).values()]
     return 1 + max((number for _, number, _ in orders), default=0) + sum(order[0] for order in orders)

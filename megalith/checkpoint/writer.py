@@ -157,7 +157,7 @@ class StepWriter:
     ) -> None:
         """Add a tensor, or the slice at `offset` of a tensor with `shape`. The values must not change afterwards.
 
-        Raises CheckpointError if the disk refuses, or if slices of a tensor disagree in dtype or shape.
+        Raises CheckpointError if the disk write fails, or if slices of a tensor disagree in dtype or shape.
         """
         global_shape = tuple(values.shape) if shape is None else tuple(shape)
         extent = Extent((0,) * len(values.shape) if offset is None else tuple(offset), tuple(values.shape))

@@ -6,11 +6,12 @@ A is initialized randomly and B to zero, so an adapter does not change the model
 fuse matrices that other libraries keep separate, so their adapters have parts: a pair A, B each for queries, keys and
 values, or for gate and up. The rows of each B are ordered as in the separate matrix (heads in order, units in order);
 `join` puts them into the order of the fused rows. A part is therefore bitwise what PEFT trains on q_proj or gate_proj.
-A part `whole` is one pair for all fused rows, for models whose matrices are fused elsewhere too (GPT-2, Phi-3).
+A part `whole` is one pair for all fused rows, for models whose matrices are fused in other libraries too (GPT-2,
+Phi-3).
 
-Experts have a pair each, in two tensors of all experts.
+Each expert has its own pair; the pairs of all experts are stacked in two tensors.
 
-DoRA (Liu et al. 2024) also trains the length m of each row of the adapted matrix, which is the row's length at first:
+DoRA (Liu et al. 2024) also trains a length m for each row of the adapted matrix, initially the row's actual length:
 
     y = (x · Wᵀ + x · ΔWᵀ) · m / ‖W + ΔW‖ + bias        no gradient flows through the norms of the rows
 """
@@ -54,16 +55,17 @@ class Adapter(nn.Module):
         """Scale of a part relative to `scaling`, if it differs."""
 
     def delta(self) -> Tensor:
-        """Return the matrix that merging adds to the weight, of its shape: under tensor parallelism, the shard's."""
+        """Return the update that merging adds to the weight, in the weight's shape (its shard under tensor
+        parallelism)."""
         raise NotImplementedError(f"{type(self).__name__} has no delta")
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the merged weight in float32; adapter and weight are unsharded."""
+        """Return the merged weight in float32; adapter and weight must be unsharded."""
         return weight.float() + self.delta()
 
     @property
     def rescales(self) -> bool:
-        """True if the matrix's output is also multiplied by factors of its rows (DoRA)."""
+        """True if the matrix's output is also multiplied by a factor per row (DoRA)."""
         return False
 
     def scaled(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -74,7 +76,7 @@ class Adapter(nn.Module):
 
 
 class Magnitude(nn.Module):
-    """Trained lengths of the rows of a part, [rows]. `rows` is a seam, as Linear's."""
+    """Trained lengths of the rows of a part, [rows]. `rows` is a seam, as in Linear."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -137,7 +139,7 @@ class LinearAdapter(Adapter):
         return total if not self.rescales else total * self.row_factors(weight)[:, None]
 
     def row_lengths(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the initial lengths of each part's rows, from the full weight; the adapter is unsharded."""
+        """Return the initial lengths of each part's rows, from the full weight; the adapter must be unsharded."""
         norms, lengths = weight.float().norm(dim=1), {}
         for part, each in self.lora_magnitude.items():
             count = each.weight.shape[0]

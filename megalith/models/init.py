@@ -30,20 +30,20 @@ VALUES_PER_DRAW = (
 def initialize(model: nn.Module, config: ModelConfig, seed: int, show_progress: bool = False) -> None:
     """Fill every parameter and buffer, in place.
 
-    Matrices are N(0, init_method_std), divided by the root of the number of branches (2 per layer, or 1 with
-    hybrid_layer_pattern) if their output is added to the residual stream. Norms
-    are 1, or 0 if zero-centered. Biases, buffers and the rows of the padded vocabulary are 0. In adapters B is 0 and A
-    is N(0, 1 / (3 · in)), which is PEFT's variance; a convolution's taps have it too. In a gated delta net e^weight of
-    the decays is uniform between 0 and 16, and their bias is 1. In Mamba-2 it is uniform between 1 and 16, softplus of
-    the bias is log-uniform between 0.001 and 0.1, and the skip connection's weight is 1, as in Megatron-LM.
+    Matrices are N(0, init_method_std). If their output is added to the residual stream, the standard deviation is
+    divided by the root of the model's number of branches (2 per layer, or 1 with hybrid_layer_pattern). Norms are 1,
+    or 0 if zero-centered. Biases, buffers and the rows of the padded vocabulary are 0. In adapters B is 0 and A is
+    N(0, 1 / (3 · in)), which is PEFT's variance; a convolution's taps have it too. In a gated delta net e^weight of
+    the decays is uniform between 0 and 16, and their bias is 1. In Mamba-2 e^weight is uniform between 1 and 16, softplus
+    of the bias is log-uniform between 0.001 and 0.1, and the skip connection's weight is 1, as in Megatron-LM.
 
-    With µP, matrices of layers are divided by the root of the width ratio, and `layers` is the number in the base model
-    if mup_base_num_layers is set.
+    With µP, the standard deviation of the layers' matrices is also divided by the root of the width ratio, and the
+    branches of the base model are counted if mup_base_num_layers is set.
 
     Args:
         model: on a device with storage. A DTensor's local shard gets its slice of the global tensor.
         config: the model's configuration.
-        seed: of the values.
+        seed: seed of the values.
         show_progress: draw a progress bar.
     """
     total = sum(local(parameter).nbytes for parameter in model.parameters())
@@ -70,7 +70,7 @@ def initial_value(
         name: the parameter's name in the model.
         shape: its global shape.
         config: the model's configuration.
-        seed: of the values.
+        seed: seed of the values.
         slice_shape: return only a slice of this shape; None: all.
         slice_first: index of the slice's first element in every dimension; None: 0.
     """

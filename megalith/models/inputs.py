@@ -30,7 +30,7 @@ class TokenInputs:
     sample_numbers: Tensor | None = None  # int64 [batch], positions in the data stream; keys of dropout
 
     def real_tokens(self, token_index: Tensor) -> Tensor | None:
-        """Return which tokens are no padding, bool [batch, seq]; None: all.
+        """Return a mask of the real tokens, bool [batch, seq]; None: there is no padding.
 
         `token_index`: int64 [seq], each token's index in the full sequence.
         """

@@ -1,7 +1,7 @@
 """Transformer layers: one class per residual topology, whose `forward` is its formula.
 
 A layer has mixers (mixers/), in which tokens see each other, and a feed-forward half, an MLP or experts, which takes
-each token by itself. Their outputs are branches: normalized where `norm_placement` says, scaled by
+each token by itself. Their outputs are branches: normalized as `norm_placement` requires, scaled by
 `branch_factor`, dropped out, and added to the residual stream.
 
     class                     formula                                                     models

@@ -44,7 +44,8 @@ class Linear(nn.Module):
     ) -> Tensor:
         """Return `then`(y, bias), with y [..., out].
 
-        y includes the bias without a gradient; `then`, a function of ops/, computes the bias gradient.
+        y includes the bias, but no gradient flows to the bias from it; `then`, a function of ops/, computes the bias
+        gradient.
         """
         weight = self.rows(local(self.weight)).to(x.dtype)
         bias = None if self.bias is None else self.rows(local(self.bias))
@@ -60,7 +61,7 @@ class Linear(nn.Module):
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context | None) -> Tensor:
-    """Return x [..., in] · weightᵀ + bias: the style of one device."""
+    """Return x [..., in] · weightᵀ + bias: the `style` of a linear on one device."""
     return linear(x, weight, bias, gemm)
 
 

@@ -135,7 +135,7 @@ class CrossEntropy(Loss):
 
 
 class MicroBatchMean(CrossEntropy):
-    """The mean over the step's micro-batches of each one's mean: Megatron-LM without calculate_per_token_loss.
+    """The mean over the step's micro-batches of their mean losses, as in Megatron-LM without calculate_per_token_loss.
 
     The logged loss is the mean over all valid tokens of the step, as in Megatron-LM.
     """

@@ -1,4 +1,4 @@
-"""The classes that `model.model_type` and `model.score_head` name."""
+"""Choice of the model class by `model.model_type` and `model.score_head`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def make_model(
     seed: int = 0,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """Return a model of this configuration, without values: see Transformer."""
+    """Return a model of this configuration, whose parameters have no values yet: see Transformer."""
     kind = ScoreModel if config.score_head else CLASSES[config.model_type]
     return kind(config, compute_dtype=compute_dtype, seed=seed, device=device)

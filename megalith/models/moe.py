@@ -93,7 +93,7 @@ class GroupedLinear(nn.Module):
             )
 
     def prepare_weights(self, cast: Cast) -> Matrix:
-        """Return weight and bias as matmuls take them, from the result of `cast`."""
+        """Return weight and bias in the form that the matmuls take, from the result of `cast`."""
         pairs, stays = zip((self.weight, self.bias), cast), cast is self.step_cast
         return tuple(
             None if p is None else prepare_weight(self.sum_gradient(local(p)), value, stays)
@@ -129,7 +129,7 @@ class Experts(nn.Module):
         return self.linear_fc1.cast(dtype), self.linear_fc2.cast(dtype)
 
     def prepare_weights(self, cast: tuple[Cast, Cast]) -> tuple[Matrix, Matrix]:
-        """Return weights and biases as matmuls take them, from the result of `cast`."""
+        """Return weights and biases in the form that the matmuls take, from the result of `cast`."""
         return self.linear_fc1.prepare_weights(cast[0]), self.linear_fc2.prepare_weights(cast[1])
 
     def forward(

@@ -77,7 +77,7 @@ def branch_output(y: Tensor, norm: Norm | None, multiplier: float) -> Tensor:
 
 
 class Residual(NamedTuple):
-    """A residual stream that waits for a branch's output."""
+    """A residual stream to which a branch's output has yet to be added."""
 
     stream: Tensor  # [batch, seq, hidden]
     norm: Norm | None  # of the branch's output

@@ -37,7 +37,7 @@ def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayo
 
 @dataclass(frozen=True)
 class LayerRoutes:
-    """Experts that a layer's router takes over, and memory for those that it has chosen."""
+    """Experts that a layer's router replays, and memory that records the experts that it chooses."""
 
     replayed: Tensor | None = (
         None  # int16 [tokens of the residual stream, topk]; negative: the router's own choice

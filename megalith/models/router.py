@@ -57,7 +57,7 @@ class Routing:
     capacity: int | None = None  # maximum tokens of the micro-batch per expert; None: unlimited
 
     def destinations(self, count: int) -> Tensor:
-        """Return `experts`, with `count`, the number of experts, for dropped pairs."""
+        """Return `experts`, with dropped pairs replaced by `count`, the number of experts."""
         return self.experts if self.kept is None else torch.where(self.kept, self.experts, count)
 
 

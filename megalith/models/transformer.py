@@ -69,7 +69,7 @@ class Stack(nn.Module):
         causal: if False, every token attends to all tokens of its document.
         cross: every layer also attends to `context.encoded`.
         mixer: makes a layer's mixer.
-        embedding: for a model that reads tokens.
+        embedding: embedding of a model that reads tokens; None without.
     """
 
     def __init__(

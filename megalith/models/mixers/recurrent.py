@@ -29,10 +29,12 @@ class StateSizes(NamedTuple):
 
 
 class Recurrent(Runnable):
-    """Base class. `convolution`, `recurrence` and `document_numbers` are seams of context parallelism."""
+    """Base class of mixers with a recurrent state. `convolution`, `recurrence` and `document_numbers` are seams of
+    context parallelism."""
 
     def __init__(self, recurrence: Callable[..., Tensor] | None = None):
-        """Take the function from a recurrence's inputs and document numbers to its outputs; None: no recurrence."""
+        """Set the recurrence, a function of its inputs and of document numbers; None: the mixer has only a
+        convolution."""
         super().__init__()
         self.convolution: Callable[..., Tensor] = causal_conv
         self.recurrence = recurrence
@@ -58,7 +60,7 @@ class Recurrent(Runnable):
         documents: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """Return ops.causal_conv of x [batch, seq, units], in generation after the tokens before x."""
+        """Return ops.causal_conv of x [batch, seq, units]. In generation, the cache has the tokens before x."""
         if context.padding is not None:
             x = x.masked_fill(context.padding[..., None], 0.0)
         if context.cache is not None:
@@ -68,7 +70,7 @@ class Recurrent(Runnable):
 
 
 class UnitConvolution(nn.Module):
-    """Taps of a causal convolution per unit. `rows` is a seam, as that of Linear."""
+    """Taps of a causal convolution per unit. `rows` is a seam, as in Linear."""
 
     def __init__(self, units: int, taps: int, bias: bool, device: torch.device | None = None):
         super().__init__()
