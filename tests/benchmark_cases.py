@@ -385,6 +385,9 @@ def test_the_torchtitan_peer_is_configured_by_the_workload(monkeypatch):
     modules |= {each.__name__: each for each in (package, train, loaders)}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    read = []  # torchtitan's parser takes sys.argv when it is imported
+    import_module = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda name: read.append(sys.argv) or import_module(name))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", [])
@@ -394,7 +397,7 @@ def test_the_torchtitan_peer_is_configured_by_the_workload(monkeypatch):
     words += " --set model.num_layers=3 data.seq_length=16"
     monkeypatch.setattr(sys, "argv", words.split())
     torchtitan_peer.main()
-    options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    options = dict(zip(read[0][1::2], read[0][2::2]))
     assert options["--parallelism.tensor_parallel_degree"] == "2" and sizes.n_layers == 3
     assert options["--training.global_batch_size"] == "4" and options["--training.seq_len"] == "16"
     assert options["--quantize.linear.float8.recipe_name"] == "rowwise"

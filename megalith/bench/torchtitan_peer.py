@@ -50,8 +50,11 @@ def main() -> None:
     model, flavor = MODELS[args.workload]
     if not torch.cuda.is_available():
         raise SystemExit("the torchtitan peer needs GPUs")
+    sys.argv = [
+        "torchtitan",
+        *options(args, model, flavor, run),
+    ]  # which torchtitan reads when it is imported
     specialize(model, flavor, run.model)
-    sys.argv = ["torchtitan", *options(args, model, flavor, run)]
     times = train(args.steps)
     if os.environ["RANK"] == "0":
         time_ms = statistics.median(times[args.warmup :])

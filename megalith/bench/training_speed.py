@@ -372,7 +372,8 @@ def _run_peer(
     if done.returncode:
         text = done.stdout + done.stderr
         memory = "out of memory; " if "out of memory" in text.lower() else ""
-        return {"failed": f"failed with {done.returncode}: {memory}{text[-2000:]}"}
+        error = text.partition("] failed (exitcode")[0]  # where torchrun's own report begins
+        return {"failed": f"failed with {done.returncode}: {memory}{error[-2000:]}"}
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
