@@ -175,8 +175,8 @@ ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
     "rl.max_val_samples":                             Rename("rl.max_eval_prompts"),  # NeMo-RL
     "rl.shuffle":                                     Rename("rl.shuffle_dataset"),
     "rl.filter_overlong_prompts":                     Choose("rl.overlong_prompts", {True: "drop", False: "refuse"}),
-    "rl.max_num_gen_batches":                         Derive("rl.max_resamples", int, _resamples, "the first batch is none of them"),
-    "rl.dynamic_sampling_max_gen_batches":            Derive("rl.max_resamples", int, _resamples, "the first batch is none of them"),  # NeMo-RL
+    "rl.max_num_gen_batches":                         Derive("rl.max_resamples", int, _resamples, "not counting the first batch"),
+    "rl.dynamic_sampling_max_gen_batches":            Derive("rl.max_resamples", int, _resamples, "not counting the first batch"),  # NeMo-RL
     "rl.filter_groups":                               Rename("rl.filter_zero_std"),
     "rl.use_dynamic_sampling":                        Rename("rl.filter_zero_std"),  # NeMo-RL
     "rl.n":                                           Rename("rl.num_generations"),
@@ -375,7 +375,7 @@ OTHER_NAMES: dict[str, str] = {
     "use_fully_parallel_strategy":   "always on: every rank writes its shard of a checkpoint",
     "enable_sequence_packing":       "data.reset_attention_mask: samples are always packed, this separates their documents",
     "enable_fsdp":                   "parallel.data_parallel_sharding_strategy: optim_grads_params",
-    "dataset_name":                  "data.data_path, of what `megalith preprocess` wrote",
+    "dataset_name":                  "data.data_path, the prefix that `megalith preprocess` wrote",
     # torchtitan
     "dump_folder":                   "train.output_dir",
     "local_batch_size":              "train.micro_batch_size",

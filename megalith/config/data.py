@@ -115,7 +115,7 @@ class DataConfig(Section):
     """Documents per lane that are read and shuffled together, if text is streamed. 1: the order of the files."""
 
     stream_lanes: PositiveInt | None = None
-    """Parts of a stream that are read side by side, each with its own shards; the order of samples depends on it.
+    """Parts of a stream that are read in parallel, each with its own shards; the order of samples depends on it.
     Default: the largest divisor of train.global_batch_size up to the number of shards and 64."""
 
     mock: bool = False

@@ -116,7 +116,7 @@ def reference_page() -> str:
     out += ["", "## Megatron's spellings", "", "| spelling | meaning |", "|---|---|"]
     out += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in alias_words()]
     out += ["", "## Names in other systems", "", "They are rejected, and the error names the setting.", ""]
-    out += ["| there | here |", "|---|---|"]
+    out += ["| name | setting |", "|---|---|"]
     out += [f"| `{name}` | {_cell(ours)} |" for name, ours in OTHER_NAMES.items()]
     out += ["", "## Not yet", "", "Names that are reserved for planned features.", ""]
     out += ["| setting | what it will be |", "|---|---|"]

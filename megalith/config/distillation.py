@@ -53,15 +53,16 @@ class DistillConfig(Section):
         "forward_kl", "reverse_kl", "generalized_jsd", "skewed_forward_kl", "skewed_reverse_kl"
     ] = "forward_kl"
     """forward_kl averages over the teacher's distribution, reverse_kl over the student's. generalized_jsd
-    compares both with their mixture by beta (GKD), the skewed ones one with a mixture by skew (DistiLLM)."""
+    compares both with their mixture, weighted by beta (GKD). The skewed divergences compare one of the two with a
+    mixture weighted by skew (DistiLLM)."""
 
     beta: Annotated[float, Field(gt=0, lt=1), RequiresSetting("divergence", "generalized_jsd")] = 0.5
-    """Share of the teacher in generalized_jsd: towards 0 forward_kl, towards 1 reverse_kl."""
+    """Weight of the teacher in generalized_jsd's mixture: near 0 it acts like forward_kl, near 1 like reverse_kl."""
 
     skew: Annotated[
         float, Field(gt=0, lt=1), RequiresSetting("divergence", "skewed_forward_kl", "skewed_reverse_kl")
     ] = 0.1
-    """Share that the averaging distribution itself has in the mixture of the skewed divergences."""
+    """Weight, in the mixture of the skewed divergences, of the distribution over which they average."""
 
     on_policy_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the samples whose last answer is replaced by one that the student samples (GKD's λ)."""

@@ -132,8 +132,8 @@ class OptimConfig(Section):
     """Learning rate at the start of the warm-up."""
 
     lr_rewarm_start: PositiveInt | None = None
-    """Step, or sample in a run counted in samples, at which the learning rate starts to rise again from lr_warmup_init
-    to the schedule's: that of the checkpoint which a run continues with other settings. Default: never."""
+    """Step (in runs counted in samples, sample) at which the learning rate starts to rise again from lr_warmup_init to
+    the schedule's value: usually the checkpoint's, if a run continues with other settings. Default: never."""
 
     lr_rewarm_length: Annotated[PositiveInt, RequiresSetting("lr_rewarm_start")] = 100
     """Steps, or samples, of this linear rise."""
@@ -272,7 +272,7 @@ class OptimConfig(Section):
     """Attention logit above which qk_clip rescales a head."""
 
     qk_clip_alpha: Annotated[float, Field(gt=0.0, lt=1.0), QK_CLIP] = 0.5
-    """Share of qk_clip's factor that queries take, as a power; keys take the rest."""
+    """Power of qk_clip's factor that multiplies query weights; key weights get the power 1 − qk_clip_alpha."""
 
     loss_scale: PositiveFloat | None = None
     """Fixed loss scale for fp16. Default: dynamic."""

@@ -44,8 +44,7 @@ class RewardConfig(ChatConfig):
 
 
 class KtoConfig(ChatConfig):
-    """Training on single answers that are marked as desirable or not (`megalith kto`; docs/kto.md). Names are
-    TRL's."""
+    """Training on answers marked as desirable or not (`megalith kto`; docs/kto.md). Names are TRL's."""
 
     name: ClassVar[str] = "kto"
 

@@ -104,7 +104,7 @@ class DpoConfig(ChatConfig):
     """Assumed probability that a preference label is wrong."""
 
     simpo_gamma: Annotated[float, RequiresSetting("loss_type", "simpo"), Decides.UPDATES] = 0.5
-    """Margin that simpo asks of beta times the difference of the mean log-probabilities."""
+    """Margin that simpo subtracts from beta times the difference of the mean log-probabilities."""
 
     cpo_alpha: Annotated[NonNegativeFloat, RequiresSetting("loss_type", "cpo"), Decides.UPDATES] = 1.0
     """Weight of the chosen answers' negative log-likelihood in cpo."""
@@ -165,8 +165,7 @@ OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
 
 
 class RlConfig(ToolSettings, OtherModels):
-    """GRPO and related methods: rollouts, advantages, objective (docs/grpo.md; docs/grpo_objective.md has the
-    formulas)."""
+    """GRPO and related methods: rollouts, advantages, objective (docs/grpo.md, docs/grpo_objective.md)."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
     requires: ClassVar[RequiresSetting] = RequiresSetting("prompts_or_rollouts")
@@ -324,8 +323,8 @@ class RlConfig(ToolSettings, OtherModels):
     """Denominator of the ratio: the policy before the rollout batch, or the rollouts' log-probabilities."""
 
     router_replay: Literal["none", "policy", "all"] = "none"
-    """Passes in which routers take over the experts that the engine chose while sampling, for models with experts:
-    those of the policy, or the reference's too."""
+    """Forward passes whose routers use the experts that the engine chose while sampling: those of the policy, or
+    `all`, also those of the reference model. For models with experts."""
 
     reward_weights: list[float] | None = None
     """Weight of each reward, in order. Default: 1 each. Advantages are computed from the weighted sum."""

@@ -187,7 +187,7 @@ REFUSED = [
     ("policy_loss", "dro", "'dro': one of vanilla, gspo, cispo, sapo, .* is needed"),
     ("policy_loss", {"loss_mode": "gspo", "dro_beta": 2.0}, "rl.policy_loss.dro_beta is 2.0, which only"),
     ("disable_ppo_ratio", True, "there is no loss without the ratio"),
-    ("use_on_policy_kl_approximation", True, "the KL is not weighed"),
+    ("use_on_policy_kl_approximation", True, "the KL is not weighted"),
     ("positive_example_nll_weight", 0.1, "there is no further loss"),
     ("rollout_rs", "token_k1", "rl.rollout_rs is 'token_k1', which is not supported"),
     ("loss_scale_factor", 100, "the divisor of seq-mean-token-sum-norm is rl.max_completion_length"),

@@ -380,15 +380,15 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     "rl.token_level_loss":                        ObjectiveSpelling("rl.loss_type", bool, _token_level_loss, note="true: dapo (or cispo); false: grpo"),
     # verl
     "rl.loss_agg_mode":                           ObjectiveSpelling("rl.loss_type", tuple(AGGREGATIONS), _aggregation, note="; ".join(f"{name}: {ours}" for name, ours in AGGREGATIONS.items())),
-    "rl.loss_scale_factor":                       ObjectiveSpelling("rl.loss_scale_factor", None, _scale_factor, note="accepted where it is rl.max_completion_length"),
-    "rl.clip_ratio":                              ObjectiveSpelling("rl.epsilon", None, _clip, _other_clip_and_dual_clip, note="both sides, where clip_ratio_low and clip_ratio_high do not say otherwise; rl.clip_ratio_c is 3 unless set"),
-    "rl.clip_ratio_low":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_clip_and_dual_clip, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 and rl.clip_ratio_c 3 unless set"),
-    "rl.clip_ratio_high":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_clip_and_dual_clip, note="with cispo 1 + it; rl.clip_ratio_c is 3 unless set"),
+    "rl.loss_scale_factor":                       ObjectiveSpelling("rl.loss_scale_factor", None, _scale_factor, note="accepted only if it equals rl.max_completion_length"),
+    "rl.clip_ratio":                              ObjectiveSpelling("rl.epsilon", None, _clip, _other_clip_and_dual_clip, note="sets both bounds, unless clip_ratio_low or clip_ratio_high is set; rl.clip_ratio_c is 3 unless set"),
+    "rl.clip_ratio_low":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_clip_and_dual_clip, note="with cispo, 1 − its value is rl.cispo_ratio_min; the other bound is 0.2 and rl.clip_ratio_c 3 unless set"),
+    "rl.clip_ratio_high":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_clip_and_dual_clip, note="with cispo, 1 + its value; rl.clip_ratio_c is 3 unless set"),
     # NeMo-RL, and Oumi's
-    "rl.ratio_clip_min":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_clip, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 unless set"),
-    "rl.ratio_clip_max":                          ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_clip, note="with cispo 1 + it"),
-    "rl.clamp_eps_lower":                         ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_clip, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 unless set"),
-    "rl.clamp_eps_upper":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_clip, note="with cispo 1 + it"),
+    "rl.ratio_clip_min":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_clip, note="with cispo, 1 − its value is rl.cispo_ratio_min; the other bound is 0.2 unless set"),
+    "rl.ratio_clip_max":                          ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_clip, note="with cispo, 1 + its value"),
+    "rl.clamp_eps_lower":                         ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_clip, note="with cispo, 1 − its value is rl.cispo_ratio_min; the other bound is 0.2 unless set"),
+    "rl.clamp_eps_upper":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_clip, note="with cispo, 1 + its value"),
     # verl
     "rl.kl_loss_coef":                            ObjectiveSpelling("rl.beta", None, lambda value, rl: {"beta": value}, _verl_kl, note="without rl.use_bias_correction_kl, and k3 clamped as verl's"),
     "rl.kl_loss_type":                            ObjectiveSpelling("rl.kl_estimator", tuple(KL_TYPES), lambda value, rl: {"kl_estimator": KL_TYPES[value]}, _verl_kl, note="; ".join(f"{name}: {ours}" for name, ours in KL_TYPES.items())),
@@ -408,7 +408,7 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     "rl.truncated_importance_sampling_ratio":     ObjectiveSpelling("rl.vllm_importance_sampling_clip_max", None, lambda value, rl: {"vllm_importance_sampling_clip_max": value}),
     "rl.truncated_importance_sampling_ratio_min": ObjectiveSpelling("rl.vllm_importance_sampling_clip_min", None, lambda value, rl: {"vllm_importance_sampling_clip_min": value}),
     "rl.use_importance_sampling_correction":      ObjectiveSpelling("rl.vllm_importance_sampling_correction", bool, _correction, _unbounded, note="true without truncated_importance_sampling_type: rl.vllm_importance_sampling_mode token_unbounded or sequence_unbounded"),
-    "rl.force_on_policy_ratio":                   ObjectiveSpelling("rl.force_on_policy_ratio", bool, _force_on_policy, note="accepted where a rollout batch has one step, whose ratio is 1"),
+    "rl.force_on_policy_ratio":                   ObjectiveSpelling("rl.force_on_policy_ratio", bool, _force_on_policy, note="accepted only if a rollout batch has one step, whose ratio is 1"),
     # advantages: verl twice, NeMo-RL twice
     "rl.adv_estimator":                           ObjectiveSpelling("rl.advantage_estimator", tuple(ESTIMATORS), _estimator, _estimator_defaults, note="grpo, grpo_vectorized: group, with rl.advantage_baseline group; rloo_vectorized: rloo; the others by the same name; grpo_passk: with rl.advantage_epsilon 1e-6"),
     "rl.norm_adv_by_std_in_grpo":                 ObjectiveSpelling("rl.scale_rewards", bool, _scale, _advantage_epsilon, note="true: group, with rl.advantage_epsilon 1e-6; false: none"),
@@ -416,7 +416,7 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     "rl.use_leave_one_out_baseline":              ObjectiveSpelling("rl.advantage_baseline", bool, _baseline, _deviation, note="true: leave_one_out, with rl.advantage_deviation others; false: group"),
     # spellings with one supported value
     "rl.disable_ppo_ratio":                       _must_be("disable_ppo_ratio", False, "there is no loss without the ratio to the old policy"),
-    "rl.use_on_policy_kl_approximation":          _must_be("use_on_policy_kl_approximation", False, "the KL is not weighed by the ratio to the engine's policy"),
+    "rl.use_on_policy_kl_approximation":          _must_be("use_on_policy_kl_approximation", False, "the KL is not weighted by the ratio to the engine's policy"),
     "rl.positive_example_nll_weight":             _must_be("positive_example_nll_weight", 0.0, "there is no further loss on the completions with a reward"),
     "rl.rollout_rs":                              _must_be("rollout_rs", None, "sequences are not rejected apart from rl.vllm_importance_sampling_mode"),
     "rl.rollout_rs_threshold":                    _must_be("rollout_rs_threshold", None, "sequences are not rejected apart from rl.vllm_importance_sampling_mode"),
