@@ -214,12 +214,12 @@ def page(ledger: Ledger, root: Path = ROOT) -> str:
             "This page lists public reports of silently wrong results in other training systems. Most have a case: a "
             "test in this repository that would detect the same fault in Megalith. The reports are about losses, "
             "gradients, norms, resumed runs, data orders, masks, conversions and log-probabilities. Many of the faults "
-            "are fixed by now: a row does not describe the other system's present state."
+            "have been fixed since: a row does not describe the present state of the other system."
         ),
         "",
         *_wrapped(
             f"{len(reports)} reports have a case. {len(ledger.uncovered)} have none and are listed with the reason. "
-            "Each case is shown to fail: a fault of its kind was planted, and the case noticed it. A row names the "
+            "Each case was tried with a planted fault of the same kind, which it noticed. A row names this "
             f"fault after `planted:`. {by_runner} of the faults are changes of one line, which "
             "`python tests/mutation_trials.py --ledger` plants in a copy of the tree. The tests plant the other "
             f"{len(reports) - by_runner} themselves."
@@ -235,7 +235,7 @@ def page(ledger: Ledger, root: Path = ROOT) -> str:
         "```",
         "",
         *_wrapped(
-            "The command runs the tests with pytest and prints `held` or `failed` and the seconds of each. The exit "
+            "The command runs the tests with pytest and prints `held` or `failed` and the time of each. The exit "
             "status is 1 if any case failed. `make test` runs most cases, and `make test-all` runs all. The rows are "
             "in `tests/ledger.toml`; `--write` writes this page from them."
         ),
@@ -283,9 +283,9 @@ def mutant_section(root: Path) -> list[str]:
         *_wrapped(
             f"`tests/mutants.toml` lists {len(rows)} one-line faults of the kinds that engineers make: a missing "
             "all-reduce, a wrong group, an index off by one, a dropped mask, a wrong sign, a stale cache. Each row "
-            "names the tests of the neighbourhood that have to notice it. `make mutants` "
+            "names the tests that must notice it. `make mutants` "
             "plants the faults one by one in a copy of the tree and runs those tests. It continues an interrupted run; "
-            "remove `build/mutants.jsonl` to begin again."
+            "to start over, remove `build/mutants.jsonl`."
         ),
         "",
         "```bash",
@@ -301,7 +301,7 @@ def mutant_section(root: Path) -> list[str]:
             )
         ),
         "",
-        "| Room | Faults | Noticed |",
+        "| Folder | Faults | Noticed |",
         "|---|---|---|",
         *(f"| `{room}` | {count} | {seen} |" for room, (count, seen) in sorted(counts.items())),
     ]
