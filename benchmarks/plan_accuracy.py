@@ -125,14 +125,15 @@ def published_line(row: Published) -> str:
 
 
 def outside() -> str:
-    """A sentence with the published rows that are further off than the bound, as Megalith makes a step."""
+    """Return a sentence with the published rows that are further off than the bound, as Megalith makes a step."""
     far = [
         (row.name, off(told(row), row.figure)) for row in H100_ROWS if abs(told(row) / row.figure - 1) > 0.2
     ]
     names = " and ".join(f"{name} ({figure})" for name, figure in far)
     said = (
-        f"**More than 20 % from the published figure: {names}, predicted for Megalith.** Its software is that much "
-        "slower there ([why](plan.md#how-accurate-it-is)). Nothing was fitted to any run of this table."
+        f"**More than 20 % from the published figure: {names}, predicted for Megalith.** Compared with "
+        "Megatron-Core, Megalith is slower for this model ([why](plan.md#how-accurate-it-is)). Nothing was fitted to "
+        "any run of this table."
     )
     return fill(said, 120, break_on_hyphens=False)
 
@@ -181,7 +182,8 @@ these bounds:
 
 The table has every run of [RESULTS](../benchmarks/RESULTS.md) whose memory or time was measured with this version's
 kernels, except rollouts, generation and samples of varying lengths. "Predicted" is the result of `megalith plan show`
-with the run's settings.
+with the run's settings. "Memory only" in the last column means that the bound does not apply to the time of this run,
+because an older version or a [mirrored rank](performance.md#measure-a-step) was measured.
 
 {eight}
 
@@ -195,7 +197,7 @@ Predictions use the H200's measured rates, scaled by the datasheets' ratio. Mega
 which overlaps or omits work that Megalith does not, so their bound applies to the prediction for Megatron-Core.
 Meta's runs are compared with the prediction for Megalith. "Fits" is the published layout or, if that takes too much
 memory, the same layout with `layernorm` and `mlp_act` recomputed and tokens gathered again, which repeats no GEMM.
-The last column says how much longer this layout takes than the planner's best.
+The last column is the time of this layout compared with that of the planner's best.
 
 {outside}
 

@@ -166,13 +166,13 @@ is above 1, one sequence per micro-batch (except in GPT-2-large's notes: 32 per 
 
 Usable memory per GPU: {rooms}. Rates of
 A100 and H100 are the H200's measured rates, scaled by the datasheets' ratio. Each row uses its guide's settings: if the
-guide names no sharding of the optimizer state, there is none.
+guide does not mention sharding of the optimizer state, the state is not sharded.
 
 | Guide | Row | Preset | GPUs | TP/PP/CP/DP | Micro-batches | Sequence | Fits | ms per step | Change needed |
 |---|---|---|---|---|---|---|---|---|---|
 {lines}
 
-Unspecified in the guides, and the interpretation on this page:
+The guides leave some points open. This page interprets them as follows:
 
 - Without `use_distributed_optimizer`, every replica has the full optimizer state, and few rows fit in 80 GB. The guides
   imply `data_parallel_sharding_strategy: optim`.
@@ -185,15 +185,17 @@ Unspecified in the guides, and the interpretation on this page:
 ## The guides' thresholds
 
 The guides recommend TP 2 from 7B, 4 from 20B, 8 from 70B; PP 2 from 20B, 4 from 70B, 8 from 175B; 4 to 16
-micro-batches. Accelerate's rows with `optim` and {batch} sequences per step, compared with the best layout that the
-planner finds. The planner chooses less tensor parallelism at 20B and from 70B on, and virtual pipeline stages (VP):
+micro-batches. The table compares Accelerate's rows, with `optim` and {batch} sequences per step, with the best layout
+that the planner finds. The planner chooses less tensor parallelism at 20B and from 70B on, and virtual pipeline stages
+(VP):
 
 | Row | GPUs | Guide's TP/PP | ms per step | Planner's layout | ms per step |
 |---|---|---|---|---|---|
 {thresholds}
 
-More micro-batches make a pipeline's bubble smaller: it is (PP − 1) / (VP · micro-batches) of the work. More than PP
-micro-batches take no additional memory. Accelerate's 175B with TP8 PP4 DP4 and `optim`:
+More micro-batches make a pipeline's bubble smaller: it is (PP − 1) / (VP · micro-batches) of the work. From PP
+micro-batches on, more of them take no additional memory. The table shows Accelerate's 175B with TP8 PP4 DP4 and
+`optim`:
 
 | Micro-batches | Bubble | tokens/s/GPU | GB |
 |---|---|---|---|
