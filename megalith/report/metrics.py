@@ -132,8 +132,8 @@ class MetricsWriter:
         """Remove the metrics of the steps after `step`."""
         self._close()
         self._open(step)
-        for tracker in self._trackers:
-            tracker.rewind(step)
+        for tracker in list(self._trackers):
+            self._call(tracker, partial(tracker.rewind, step))
 
     def _close(self) -> None:
         for file in (self._metrics, self._evaluations, self._experts):

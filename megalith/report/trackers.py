@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megalith.config import RunConfig
-from megalith.errors import ConfigError, install_line
+from megalith.errors import ConfigError, MegalithError, install_line
 from megalith.io import make_folder, make_subfolder, reject_symlink, replace_file
 from megalith.small_files import read_optional_file
 
@@ -44,17 +45,33 @@ def open_trackers(config: RunConfig, start_step: int, logged: int) -> list[Track
 
     Raises:
         ConfigError: a tracker is not installed.
+        OSError: a tracker's folder cannot be written.
     """
     output, log = config.train.output_dir, config.log
     balancing = config.model.moe_router_load_balancing_type
     names = MegatronNames(balancing).scalars if log.tracker_names == "megatron" else megalith_names
-    trackers: list[Tracker] = []
+    opened: list[Tracker | None] = []
     if log.tensorboard:
-        trackers.append(TensorBoardTracker(output, start_step, log.tensorboard_dir, names))
+        opened.append(_open(TensorBoardTracker, output, start_step, log.tensorboard_dir, names))
     if log.wandb:
         run = (log.wandb_project, log.wandb_name, config.to_tree(), logged, log.wandb_entity, log.wandb_dir)
-        trackers.append(WandbTracker(output, *run, names))
-    return trackers
+        opened.append(_open(WandbTracker, output, *run, names))
+    return [tracker for tracker in opened if tracker is not None]
+
+
+def _open(tracker: Callable[..., Tracker], *arguments: Any) -> Tracker | None:
+    """Open a tracker. Return None, with a warning, if its service fails: a failing tracker does not end a run."""
+    try:
+        return tracker(*arguments)
+    except (MegalithError, OSError):  # it is not installed, or its folder cannot be written
+        raise
+    except Exception as error:
+        warnings.warn(
+            f"{tracker.__name__} is disabled, it could not be opened: {type(error).__name__}: {error}; "
+            "metrics.jsonl in the output folder has all metrics",
+            stacklevel=3,
+        )
+        return None
 
 
 class Scalar(NamedTuple):

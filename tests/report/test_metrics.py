@@ -1,7 +1,9 @@
 """metrics.jsonl has the documented keys and nothing but valid JSON, and no step twice after a resume."""
 
+import errno
 import json
 import math
+import os
 import signal
 import sys
 import types
@@ -12,6 +14,7 @@ import pytest
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, DataError
+from megalith.report.line_writer import LineWriter
 from megalith.report.metrics import (
     ExpertStepMetrics,
     MetricsWriter,
@@ -155,6 +158,39 @@ def test_killed_process_loses_no_line(tmp_path):
     )
     assert forked.run(["-c", code, tmp_path, Path(__file__).parent]).returncode == -signal.SIGKILL
     assert [line["step"] for line in _lines(tmp_path)] == [1, 2]
+
+
+def test_a_handle_that_a_network_disk_has_made_stale_is_opened_again(tmp_path, monkeypatch):
+    def stale(descriptor, content):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    file = LineWriter(tmp_path / "lines")
+    file.write("1")
+    with (
+        monkeypatch.context() as patch,
+        pytest.warns(UserWarning, match="lines could not be written: Stale file"),
+    ):
+        patch.setattr("os.write", stale)
+        file.write("2")
+    file.write("3")
+    file.close()
+    assert (tmp_path / "lines").read_text() == "1\n2\n3\n"
+
+
+def test_a_disk_that_refuses_until_the_file_is_closed_costs_its_last_lines_with_a_warning(
+    tmp_path, monkeypatch
+):
+    def over_quota(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    file = LineWriter(tmp_path / "lines")
+    monkeypatch.setattr("os.write", over_quota)
+    with pytest.warns(UserWarning, match="its lines are buffered until it can"):
+        file.write("1")
+    real = os.close
+    monkeypatch.setattr("os.close", lambda descriptor: (real(descriptor), over_quota()))
+    with pytest.warns(UserWarning, match="lost"):
+        file.close()
 
 
 def test_reading_skips_a_torn_last_line_and_names_any_other_bad_one(tmp_path):
@@ -319,6 +355,37 @@ def test_missing_tracker_is_a_sentence_with_the_pip_command(tmp_path, monkeypatc
         ConfigError, match=rf"{setting} needs .*pip install .*\[log\]', or do without {setting}"
     ):
         make(tmp_path)
+
+
+def test_a_tracker_whose_service_fails_at_the_start_or_in_a_rewind_is_disabled_with_a_warning(
+    tmp_path, monkeypatch
+):
+    def init(**_):
+        raise RuntimeError("api.wandb.ai cannot be reached")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    config = RunConfig.from_tree({"log": {"wandb": True}, "train": {"output_dir": str(tmp_path)}})
+    with pytest.warns(
+        UserWarning, match=r"WandbTracker is disabled.* api.wandb.ai cannot be reached; metrics.jsonl"
+    ):
+        assert open_trackers(config, 0, 0) == []
+
+    class Failing:
+        def write(self, step, metrics): ...
+
+        def close(self): ...
+
+        def rewind(self, step):
+            raise RuntimeError("the disk is full")
+
+    with MetricsWriter(tmp_path, 0, [Failing()]) as writer:
+        writer.log_step(_step(1))
+        with pytest.warns(
+            UserWarning, match="Failing is disabled, it failed with RuntimeError: the disk is full"
+        ):
+            writer.rewind(0)
+        writer.log_step(_step(1))
+    assert last_step(tmp_path / "metrics.jsonl") == 1
 
 
 @pytest.fixture
