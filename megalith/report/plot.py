@@ -121,9 +121,11 @@ def _draw_losses(axes: Axes, runs: Sequence[RunFiles]) -> None:
                 label=f"{name}, validation (last {checks[n][-1][1]:.3f})",
             )
         bad_steps = run.nonzero_steps("nan_iterations")
-        for step in bad_steps:
-            label = f"{name}, lost losses (NaN): {len(bad_steps)}" if step == bad_steps[0] else None
-            axes.axvline(step, color=colour, linewidth=1, linestyle=":", label=label)
+        if bad_steps:
+            heights = axes.get_xaxis_transform()  # from the bottom of the chart to its top
+            label = f"{name}, lost losses (NaN): {len(bad_steps)}"
+            lines = dict(colors=colour, linewidth=1, linestyle=":", label=label)
+            axes.vlines(bad_steps, 0, 1, transform=heights, **lines)  # one artist: there may be thousands
     axes.set_ylim(*(loss_limits(losses, curves, checks) or (None, None)))
 
 
