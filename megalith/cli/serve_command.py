@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megalith.cli.generation import checkpoint_tokenizer, without_nproc
 from megalith.cli.parser import Arguments
 from megalith.errors import ConfigError, printable
+from megalith.launch.signals import handled_stop_signals
 
 if TYPE_CHECKING:
     from megalith.generation.engine import Engine
@@ -89,7 +90,7 @@ def run_serve(args: Arguments) -> int:
         del model
         if process.is_first:
             return _serve(args, live, tokenizer, chat, key)
-        for number in (signal.SIGINT, signal.SIGTERM):  # the first rank ends the others
+        for number in handled_stop_signals():  # the first rank ends the others
             signal.signal(number, signal.SIG_IGN)
         live.follow()
         return 0
@@ -150,9 +151,7 @@ def _serve(args: Arguments, live, tokenizer, chat, key: str | None) -> int:
     service = OpenAiService(live, tokenizer, chat, name, access)
     server = HttpServer(service, args.host, args.port, report=lambda line: print(printable(line), flush=True))
     server.start()
-    handlers = {
-        number: signal.signal(number, lambda *_: live.close()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    handlers = {number: signal.signal(number, lambda *_: live.close()) for number in handled_stop_signals()}
     engine = live.engine
     print(
         f"serving {printable(name)} at {server.url}/v1: {engine.max_rows} rows of {engine.max_tokens:,} tokens"

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from default_cases import by_default
 from serve.http_client import Client, ScriptedLive
 
 sys.path.append(str(Path(__file__).parents[1] / "rl"))
@@ -269,8 +270,14 @@ def test_a_key_is_needed_if_one_is_set(serve, tokenizer):
     assert status == 200 and value["data"][0]["id"] == "tiny"
 
 
-def test_the_command_serves_a_run_until_it_is_interrupted(run, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "number",
+    by_default([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], signal.SIGHUP),
+    ids=lambda number: number.name,
+)
+def test_the_command_serves_a_run_until_a_stop_signal(run, tmp_path, capsys, number):
     """The run has a byte tokenizer without chat."""
+    before = signal.signal(number, signal.default_int_handler)  # `nohup` would make the command ignore SIGHUP
     run(data={"tokenizer_type": "ByteTokenizer"}, train={"train_iters": 1, "save_interval": 1})
     results = []
 
@@ -281,7 +288,7 @@ def test_the_command_serves_a_run_until_it_is_interrupted(run, tmp_path, capsys)
             client.post("/v1/completions", {"prompt": "the cat", "max_tokens": 3, "return_token_ids": True})
         )
         results.append(client.chat("x", model="served"))
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
@@ -290,6 +297,8 @@ def test_the_command_serves_a_run_until_it_is_interrupted(run, tmp_path, capsys)
     options = ["--port", str(port), "--rows", "2", "--served-model-name", "served", "--device", "cpu"]
     assert main(["serve", str(tmp_path / "run"), *options]) == 0
     thread.join()
+    assert signal.getsignal(number) is signal.default_int_handler
+    signal.signal(number, before)
     (status, value), (chat_status, refusal) = results
     assert status == 200 and len(value["choices"][0]["token_ids"]) == 3 and value["model"] == "served"
     assert chat_status == 400 and "no chat template" in refusal["error"]["message"]
