@@ -184,9 +184,15 @@ def _processes(encoder: BlockEncoder, workers: int) -> Iterator[Executor | None]
     if workers == 0:
         yield None
         return
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(encoder,)
-    )
+    try:
+        pool = ProcessPoolExecutor(
+            workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(encoder,)
+        )
+    except OSError as error:
+        raise DataError(
+            f"{workers} worker processes cannot be started: {error.strerror}. Their semaphores are in /dev/shm; free "
+            "space there, or set 0 workers to encode in the main process"
+        ) from error
     try:
         yield pool
     except BrokenProcessPool as error:
