@@ -40,6 +40,7 @@ from megalith.launch.lock import OutputLock, check_output_dir
 from megalith.local_shards import local
 from megalith.parallel.apply import apply
 from megalith.parallel.mesh import build_mesh
+from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.planner.fit import memory_warnings, require_fit
 from megalith.planner.layout import Layout, build_layout, with_auto
 from megalith.planner.layout_text import layout_text
@@ -83,6 +84,8 @@ def check_job(
     """
     check_base(config)
     (prepared, tokenizer, _), world_size = _prepare_any(config, world_sizes)
+    if note := _forbidden_machines(prepared, world_sizes, nproc):
+        print(wrap_paragraph(note), flush=True)
     device = pick_device(config.runtime.device, nproc - 1)
     if device.type == "cuda" and (memory := largest_gpu_memory()):
         machine = Machine(nproc, compiled=True, memory=memory, ranks=world_size)
@@ -128,6 +131,20 @@ def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[Prepare
             if world_size == world_sizes[0]:
                 raise
     raise AssertionError("a job has at least one size")
+
+
+def _forbidden_machines(config: RunConfig, world_sizes: Sequence[int], nproc: int) -> str:
+    """Return a note on numbers of machines within --nnodes that the layout forbids; empty without any."""
+    forbidden: dict[int, ConfigError] = {}
+    for world_size in world_sizes:
+        try:
+            check_layout(config, world_size)
+        except ConfigError as error:
+            forbidden[world_size // nproc] = error
+    if not forbidden:
+        return ""
+    machines = ", ".join(map(str, forbidden))
+    return f"note: the job ends if {machines} machines are left: {next(iter(forbidden.values()))}"
 
 
 def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:

@@ -20,6 +20,7 @@ from ranks import (
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
+from megalith.training.precheck import check_job
 
 
 @pytest.mark.fault(17)
@@ -104,6 +105,16 @@ def test_the_global_batch_is_kept_or_the_size_refused(size):
             check_training(config, size)
     else:
         check_training(config, size)
+
+
+def test_numbers_of_machines_that_the_layout_forbids_are_named_before_the_start(capsys):
+    config = RunConfig.load(None, words("run", train__train_iters=4)[1:])
+    check_job(config, [1, 2, 4], 1, one_machine=False)
+    assert "machines" not in capsys.readouterr().out
+    check_job(config, [1, 2, 3, 4], 1, one_machine=False)
+    assert "the job ends if 3 machines are left: train.global_batch_size (4)" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.full
