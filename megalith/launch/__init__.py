@@ -1,1 +1,1 @@
-"""The processes of a job: started, joined, watched, stopped, started again."""
+"""Start, connect, watch, stop and restart the processes of a job."""

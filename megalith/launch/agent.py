@@ -5,7 +5,7 @@ rendezvous and restarts the processes, with the ranks that remain. This subclass
 
 - passes stop signals on to its processes and gives them time to save;
 - replaces a failed rank if the others can restart in their processes (in_process.py);
-- kills the other ranks as soon as one has failed otherwise, because they could only wait for it;
+- otherwise kills the other ranks as soon as one has failed, because they could only wait for it;
 - kills its ranks if they are still connecting when another machine is lost;
 - does not restart a job that exited with a configuration, data or checkpoint error, which would recur;
 - keeps the first failure, which is more informative than those of later attempts.
@@ -130,8 +130,8 @@ class Agent(HookedAgent):
         return {rank: self.error_files[number] for number, rank in enumerate(ranks)}
 
     def _replace_ranks(self, worker_group: WorkerGroup) -> bool:
-        """Replace the ranks that have failed. Return False if there are none or the job cannot go on without a restart
-        of all of them."""
+        """Replace the ranks that have failed. Return False if there are none, or if all ranks of the job must be
+        restarted."""
         if self._replacement is None or self._not_connected or self._stop_requested:
             return False
         try:

@@ -1,8 +1,9 @@
 """Detection of ranks that wait in different collective calls of a script.
 
-A script that calls `unwrap_model` on its main process alone would hang: the other ranks wait elsewhere. A thread of
-each rank publishes the last calls of a rank that has been in one for some seconds, or has reached the script's end.
-Once every rank waits or has ended, the job ends with an error if calls with the same number have different names.
+A script that calls `unwrap_model` on its main process alone would hang: the other ranks wait in another call. A
+thread of each rank publishes the rank's last calls once the rank has been in one for some seconds, or has reached the
+script's end. Once every rank waits or has ended, the job ends with an error if calls with the same number have
+different names.
 """
 
 from __future__ import annotations

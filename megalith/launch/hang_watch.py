@@ -185,7 +185,8 @@ class HangWatch:
         return self._decide(before)
 
     def _decide(self, before: list[str]) -> str:
-        """Publish and return a verdict; the first one published wins. Ranks whose status has not changed are silent."""
+        """Publish and return a verdict; the first one published wins. Ranks whose status has not changed since
+        `before` count as silent."""
         after = self._read_all()
         statuses = {rank: _parse_status(text) for rank, text in enumerate(after) if text}
         silent = {rank for rank in range(self._world_size) if before[rank] == after[rank]}

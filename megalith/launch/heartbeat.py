@@ -61,12 +61,12 @@ class Heartbeat:
 
 
 def collective_timeout(timeout: timedelta) -> timedelta:
-    """Return the timeout of collectives if the hang watch's is `timeout`."""
+    """Return the timeout of collectives for a hang watch with this timeout."""
     return 2 * timeout + timedelta(minutes=1)
 
 
 def set_collective_timeouts(timeout: timedelta) -> None:
-    """Set the timeout of all process groups but BACKGROUND.
+    """Set the timeout of all process groups except those that are described as BACKGROUND.
 
     This includes groups created with torch's default: pipeline links, hybrid sharding, two-level context parallelism.
     """

@@ -1,14 +1,14 @@
 """In-process restart: ranks that survive another rank's failure begin again without leaving their processes.
 
-Both sides meet in the store that the launcher serves:
+Launcher and ranks communicate through the store that the launcher serves:
 
     launcher    a rank dies -> announces a new generation -> starts a replacement (agent.py)
     rank        training -> aborted -> meeting -> training
 
-A thread of each rank reads the generation. When it has increased, the thread aborts the rank's collectives, and the
-main thread gets an error from whichever it waits in. It releases the run, waits until all ranks have arrived in the
-newest generation, and connects again. If another rank dies meanwhile, the generation increases again. The launcher
-limits the time; after it, it restarts all processes.
+A thread of each rank reads the generation. When it has increased, the thread aborts the rank's collectives, so that
+the main thread gets an error from the collective in which it waits. The main thread releases the run, waits until all
+ranks have arrived in the newest generation, and connects again. If another rank dies meanwhile, the generation
+increases again. If this takes too long, the launcher restarts all processes.
 
 The ranks of a job can restart only after all of them have begun to train.
 """
@@ -150,8 +150,8 @@ class InProcessRestart:
         """Wait for all ranks of the newest generation.
 
         Returns:
-            The store for this generation's process groups. None for the first generation, which meets as without
-            in-process restarts.
+            The store for this generation's process groups. None for the first generation, which connects like a job
+            without in-process restarts.
 
         Raises:
             MeetingError: not all ranks arrive within LIMIT seconds, or the launcher has ended.
@@ -181,7 +181,7 @@ class InProcessRestart:
         return newest
 
     def _connect_groups(self) -> Store:
-        """Open a connection of the process groups' own, which an abort shuts down with theirs."""
+        """Open a store connection for the process groups alone. An abort shuts it down with the groups' connections."""
         return self._connect().groups_store(self.generation)
 
     def connected(self) -> None:

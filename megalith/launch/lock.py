@@ -134,7 +134,7 @@ def config_errors(folder: Path | StorePath) -> Iterator[None]:
     except OSError as error:
         if isinstance(folder, StorePath):
             raise ConfigError(
-                f"{folder} cannot be reached: {error.strerror or error}; look at the bucket, its credentials and the "
+                f"{folder} cannot be reached: {error.strerror or error}; check the bucket, its credentials and the "
                 "network (checkpoint.save)"
             ) from None
         file = f" ({error.filename})" if error.filename not in (None, str(folder)) else ""

@@ -28,7 +28,7 @@ class PeerWatch:
         store: store of this rendezvous round.
         rank: this launcher's rank among `machines`.
         machines: number of launchers.
-        connected: this launcher's CONNECTED_FILE.
+        connected: path in the variable CONNECTED_FILE; gets a byte per connected rank.
         ranks: number of ranks on this machine.
     """
 

@@ -2,8 +2,8 @@
 
 An elastic launcher (`--max-restarts`, torchrun) runs the same command again. To recognize a restart, rank 0 of the
 first attempt writes the launcher's name into the output folder. A later attempt of the same launcher resumes from the
-newest checkpoint there, whatever `checkpoint.load` is. A file of another launcher is ignored, and its folder rejected
-as usual.
+newest checkpoint there, whatever `checkpoint.load` is. If the file names another launcher, it is ignored, and a
+folder that contains another run is rejected as usual.
 """
 
 from __future__ import annotations

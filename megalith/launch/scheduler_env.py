@@ -129,7 +129,7 @@ def _endpoint(environ: Mapping[str, str], address: str, port: str) -> str | None
 
 
 def _reachable_endpoint(endpoint: str | None, environ: Mapping[str, str], rank: str) -> str | None:
-    """Replace `localhost` by the hostname on rank 0, because the other pods are given the hostname."""
+    """Replace `localhost` with the hostname on rank 0, because the other pods get the hostname."""
     host, _, port = (endpoint or "").rpartition(":")
     if host and is_loopback(host) and environ.get(rank) == "0" and socket.gethostname() != host:
         return f"{socket.gethostname()}:{port}"

@@ -51,7 +51,7 @@ CPU_SHRINK = 32  # factor by which each dimension is smaller on a CPU
 
 
 def calibrate(device: torch.device, seconds: float = 120.0, show_progress: bool = False) -> Rates:
-    """Measure this device. Every process of the job calls it; rank 0's rates count.
+    """Measure this device. Every process of the job calls it; the rates are rank 0's.
 
     Args:
         device: this process's device.

@@ -64,7 +64,7 @@ def candidates(config: RunConfig, world_size: int, gpus_per_node: int) -> Iterat
 def least_batch(config: RunConfig, world_size: int, gpus_per_node: int) -> int:
     """Return the smallest global batch size that some layout accepts.
 
-    It is a sequence per replica and, in a pipeline, a micro-batch per stage.
+    That is one sequence per replica and, with a pipeline, one micro-batch per stage.
     """
     sizes = (list(sizes.values()) for sizes in _sizes(config, world_size, gpus_per_node))
     heads = config.model.num_attention_heads

@@ -144,7 +144,7 @@ class MetaModel:
         return total - _active_experts(model, total)
 
     def kinds(self, layer_numbers: Iterable[int]) -> Counter[int]:
-        """Return how many of these layers are of each kind, by the number of the first layer of the kind."""
+        """Count these layers by kind. A kind is identified by the number of its first layer."""
         key = tuple(layer_numbers)
         if key not in self._kinds:
             self._kinds[key] = Counter(map(self._first.__getitem__, key))
@@ -205,7 +205,7 @@ class MetaModel:
         return self._counted[*key, cut]
 
     def _count(self, module: nn.Module, matrices: bool = False) -> Counter[str]:
-        """Return the parameters of a layer by part, or of a model without its layers."""
+        """Count by part the parameters of a layer, or the parameters of a model outside its layers."""
         total: Counter[str] = Counter()
         for name, owner in module.named_modules():
             for kind, parameter in owner.named_parameters(recurse=False):

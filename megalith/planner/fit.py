@@ -72,8 +72,8 @@ def warnings_without_device(config: RunConfig, world_size: int, gpus_per_node: i
     if expected <= machine.memory:
         return []
     return [
-        f"{expected / GB:.1f} GB are expected on the fullest GPU, more than an H100's {machine.memory / GB:.1f}; name "
-        "the GPUs by --device NAME to have it checked"
+        f"{expected / GB:.1f} GB are expected on the fullest GPU, more than an H100's {machine.memory / GB:.1f}; pass "
+        "--device NAME to check against another GPU"
     ]
 
 

@@ -32,14 +32,16 @@ TENSORS_PER_LAYER = 8  # and the same number for each moment
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in seconds, as measured (docs/checkpoints.md, docs/reliability.md) or given."""
+    """Costs of saves and failures. Defaults are as measured (docs/checkpoints.md, docs/reliability.md); times in
+    seconds."""
 
     stall: float = 0.8
     """Stall of training while an asynchronous save copies the state."""
     notice: float = 10.0
     """From the failure to the start of new processes."""
     start: float = 30.0
-    """From there to the first step, with compilation from the cache, without loading the checkpoint."""
+    """From the start of new processes to the first step, with compiled code from the cache, without loading the
+    checkpoint."""
     disk: float = 0.7
     """GB/s per rank for writing and reading, with checksums."""
     store: float = 1000.0

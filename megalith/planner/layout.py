@@ -249,9 +249,9 @@ def with_recomputation(
 ) -> tuple[RunConfig, list[str]]:
     """Resolve `auto` of activation_memory_budget. Arguments and result as in `with_unsharded_layers`.
 
-    If a run without recomputation is not expected to fit, choose the first of RECOMPUTED that fits; if none does, the
-    smallest if the device has at least that much memory. CHEAP recomputation is preferred to gathering layers again,
-    which costs more, and is also used to gather clearly fewer layers.
+    If a run without recomputation is not expected to fit, choose the first way in RECOMPUTED that fits. If none does,
+    choose the way that takes the least memory, provided that the device has that much. The ways in CHEAP cost less
+    than FSDP gathering layers again, so they are also chosen if clearly fewer layers are then gathered again.
     """
     if config.runtime.activation_memory_budget != "auto":
         return config, []
@@ -298,7 +298,7 @@ def with_recomputation(
 
 
 def _recomputed_by(configured: ParallelConfig, parallel: ParallelConfig) -> str:
-    """The settings of `parallel` that are not as `configured`, by which it recomputes or gathers tokens again."""
+    """Return as text the settings that make `parallel` recompute more, or gather tokens again, than `configured`."""
     granularity, reasons = parallel.recompute_granularity, []
     if granularity is not None:
         modules = f" of {' and '.join(parallel.recompute_modules)}" if granularity == "selective" else ""
@@ -311,7 +311,7 @@ def _recomputed_by(configured: ParallelConfig, parallel: ParallelConfig) -> str:
 def _recomputing(
     config: RunConfig, world_size: int, ways: Sequence[Mapping[str, Any]]
 ) -> Iterator[RunConfig]:
-    """Yield `config` with each of the ways to recompute that it allows."""
+    """Yield `config` with each of these ways to recompute that is valid for it."""
     for way in ways:
         if SHARDS.keys() & way.keys() and not config.parallel.sequence_parallel:
             continue
@@ -328,8 +328,8 @@ def with_static_dispatch(
 ) -> tuple[RunConfig, list[str]]:
     """Resolve `auto` of moe_static_dispatch with expert parallelism. Result as in `with_unsharded_layers`.
 
-    True if a grouped GEMM kernel reads the number of rows on the device, few more tokens are sent, and it is expected
-    to fit.
+    It becomes true if a grouped GEMM kernel reads the number of rows on the device, if few more tokens are sent, and
+    if the layout is expected to fit.
     """
     model, parallel = config.model, config.parallel
     size = parallel.expert_model_parallel_size
@@ -431,7 +431,8 @@ def stage_layout(
     schedule: Schedule | None,
     micro_batches: int,
 ) -> StageLayout:
-    """Return the part of a pipeline rank. `schedule`: all micro-batches, or enough of them to reach the peak."""
+    """Return the StageLayout of a pipeline rank. `schedule` has all micro-batches, or enough to reach the memory
+    peak."""
     model = config.model
     layers = [len(layers_of(model, [chunk])) for chunk in chunks]
     in_flight, saved_layers = 1, sum(layers)
@@ -451,7 +452,7 @@ def stage_layout(
 
 
 def max_in_flight(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
-    """Return the maximum of micro-batches in flight on `rank`, where one in chunk c counts weights[c]."""
+    """Return the maximum number of micro-batches in flight on `rank`; a micro-batch in chunk c counts weights[c]."""
     ends = Kind.BACKWARD_WEIGHT if schedule.kind == "zero_bubble" else Kind.BACKWARD
     current = most = 0
     for action in schedule.actions[rank]:

@@ -10,8 +10,9 @@ Saved activations are an estimate after Korthikanti et al. (2022), section 4, wi
 - Frozen weights with LoRA are stored in bf16 when training in bf16. All experts get equally many tokens.
 - Fragmentation, library workspaces and the CUDA context (about 1 GB) are not included.
 
-With several micro-batches the total is an upper bound. With one, activations are freed while gradients are created, so
-the peak is at the end of the forward pass, without gradients, or of the backward pass, without activations.
+With several micro-batches the total is an upper bound. With one, activations are freed while gradients are created.
+The peak is then either at the end of the forward pass, before any gradient exists, or at the end of the backward
+pass, after all activations are freed.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class StageMemory:
         Args:
             meta: the model of `config`, counted on a rank.
             chunks: the chunks of layers of the pipeline rank.
-            layers_held: layers with saved activations at the peak, counted once per micro-batch; None: one micro-batch.
+            max_layers_in_flight: layers with saved activations at the peak, counted once per micro-batch; None: one
+                micro-batch.
             accumulates: True if a step has several micro-batches.
         """
         self.config, self.model, self.parallel = config, config.model, config.parallel
@@ -318,7 +320,7 @@ class StageMemory:
         return GRADIENT_BYTES * here / shards + (self.width + GRADIENT_BYTES) * self._mean(in_layers)
 
     def _mean(self, in_layers: int) -> float:
-        """Return the mean per layer."""
+        """Return `in_layers`, a sum over this rank's layers, divided by their number."""
         return in_layers / max(self.layers, 1)
 
 

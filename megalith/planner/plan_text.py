@@ -64,7 +64,7 @@ def plan_text(answer: PlanResult, tokens: float | None, price: float | None, exp
 
 MFU_NOTE = "MFU by the causal convention (attention's matrix at half); memory of the fullest GPU, estimated."
 MOMENTS_NOTE = (
-    "note: nothing fits with the moments in fp32 on the GPUs. In {} they change the updates' numbers: see "
+    "note: nothing fits with the moments in fp32 on the GPUs. In {} the optimizer's updates differ: see "
     "optim.exp_avg_dtype"
 )
 

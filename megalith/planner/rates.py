@@ -175,7 +175,7 @@ def _matmul(key: str, m: int, k: int, n: int, dtype: str) -> float:
 
 
 def _waves(rates: Rates, m: float, k: float, n: float) -> float:
-    """Return the utilization of the SMs by the tiles of the output, or if that is better by split-K tiles."""
+    """Return the utilization of the SMs by the output's tiles, or by split-K tiles if that is higher."""
     tiles = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
     at_once = rates.wiring.processors
     return max(
@@ -196,7 +196,7 @@ def _near(
 
 
 def measured() -> Rates:
-    """Return the included table, measured on an H200."""
+    """Return the table that the package includes, measured on an H200."""
     return read_rates((files("megalith.planner") / "h200.json").read_text(encoding="utf-8"), "h200.json")
 
 
@@ -254,12 +254,12 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
         device_json: a file written by `plan calibrate`, instead of a name.
 
     Raises:
-        ConfigError: both are given, the file is invalid, or the name is unknown.
+        ConfigError: both arguments are set, the file is invalid, or the name is unknown.
     """
     if device and device_json:
         raise ConfigError(
-            f"--device is {device} and --device-json {device_json}, whose table is of a GPU of its own; give one of "
-            "them"
+            f"--device is {device} and --device-json {device_json}, which has the rates of its own GPU; give "
+            "one of the two"
         )
     if device_json is not None:
         try:
@@ -276,7 +276,7 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
     if name is None:
         suggestions = nearest_of(_short(device).upper(), [name.upper() for name in names])
         raise ConfigError(
-            f"there is no GPU {device!r} in the planner's tables{suggestions}; or measure it by "
+            f"there is no GPU {device!r} in the planner's tables{suggestions}; or measure it with "
             "`megalith plan calibrate` and give the file as --device-json"
         )
     return _by_ratio(shipped, name)

@@ -150,8 +150,8 @@ def usable_bytes(rates: Rates, memory_gb: float | None = None) -> float:
         return usable
     if memory_gb * 1e9 > usable:
         raise ConfigError(
-            f"--memory-gb is {memory_gb:g}, and of the {rates.wiring.memory:g} GB of {rates.device} a job has "
-            f"{usable / 1e9:.1f}; give less, or leave it out"
+            f"--memory-gb is {memory_gb:g}, but a job can use {usable / 1e9:.1f} GB of {rates.device}'s "
+            f"{rates.wiring.memory:g}; give less, or leave it out"
         )
     return memory_gb * 1e9
 
@@ -248,10 +248,11 @@ class _Search:
         return _Candidate(chosen, assignment, settings, ways)
 
     def _recompute(self, candidate: _Candidate) -> None:
-        """Try the ways to recompute until one fits; cheap ways also if FSDP layers are gathered again.
+        """Try the ways to recompute, in order of cost, until one fits without FSDP gathering layers again.
 
-        With many layers per stage, full recomputation needs the least memory: if it does not fit, no other way is
-        tried. After a candidate of which nothing fits, it is tried first.
+        If a way fits only with layers gathered again, cheap ways are tried too, which may be faster. With many layers
+        per stage, full recomputation needs the least memory: if it does not fit, no other way is tried. It is tried
+        first if nothing of the previous candidate fit.
         """
         *ways, full = candidate.ways
         slower = [{}, *CHEAP[:-1]]  # with layers gathered again slower than the next way without
@@ -461,7 +462,7 @@ def longest_sequence(
 
 
 def with_batch(config: RunConfig, seq_length: int | None, global_batch_size: int | None) -> RunConfig:
-    """Return `config` with another sequence length and batch size. Raises max_position_embeddings if needed."""
+    """Return `config` with another sequence length and batch size. Increases max_position_embeddings if needed."""
     settings: dict[str, Any] = {}
     if seq_length is not None:
         settings["data.seq_length"] = seq_length

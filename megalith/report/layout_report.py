@@ -142,7 +142,7 @@ def measured_text(
         text += f", {layout.weighed_bubble:.1%} by their FLOPs)"
     if device_type == "cuda":
         text += f", idle {mean['idle']:.1%}"
-    memory = "the GPU's allocator" if device_type == "cuda" else "the process, libraries and all"
+    memory = "the GPU's allocator" if device_type == "cuda" else "the process, including libraries"
     name, unit = memory_unit([each.peak for each in measurements])
     title = f"measured in step {step}, under the profiler: peak of {memory}, {name}; times in ms"
     return "\n".join(

@@ -1,4 +1,4 @@
-"""A text file that lines are appended to, also while the disk is full."""
+"""A text file for appending lines, which tolerates a full disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LineWriter:
             self._open()
 
     def write(self, line: str) -> None:
-        """Append a line, given without its newline."""
+        """Append a line, which must not contain its newline."""
         self._buffer += line.encode() + b"\n"
         self._flush("its lines are buffered until it can")
 

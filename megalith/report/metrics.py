@@ -2,7 +2,7 @@
 
 - `metrics.jsonl`: one object per step with the fields of `StepMetrics` (`ExpertStepMetrics` for MoE models), in that
   order, then `mtp_1_loss` and so on. Unknown, NaN and infinite values are null; a bad step has `"loss": null` and
-  `"nan_iterations": 1`. A run that resumes at step k first removes later lines, so that no step is there twice.
+  `"nan_iterations": 1`. A run that resumes at step k first removes later lines, so that no step appears twice.
 - `evaluations.jsonl`: `step`, `validation_loss` and `validation_perplexity`, or other `validation_…` metrics.
 - `events.jsonl`: one object per unusual event with `time`, `event`, `text` and values. Nothing is ever removed.
 - `experts.jsonl` (MoE models): at each log interval `tokens`, the number of tokens per layer and expert.
@@ -305,7 +305,7 @@ def _parse(line: str | bytes) -> dict[str, Any] | None:
 
 
 def _parse_together(lines: list[str]) -> list[dict[str, Any]]:
-    """Return the records of lines that are all valid; otherwise nothing."""
+    """Return the records of the lines; an empty list if any of the lines is invalid."""
     try:
         records = json.loads(f"[{','.join(lines)}]")
     except (ValueError, RecursionError):

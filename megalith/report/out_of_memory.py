@@ -57,9 +57,9 @@ def out_of_memory(
     return TrainingError(
         f"out of memory on {where}: {describe_request(error)}. "
         + describe_other_processes(device)
-        + (f"It holds {used}. " if used else "Its model had not been made yet. ")
+        + (f"It holds {used}. " if used else "The model had not been built yet.  ")
         + (
-            f"What would help, best first, with the memory that it is expected to save: {remedies}"
+            f"Settings that would help, best first, with the memory that they are expected to save: {remedies}"
             if remedies
             else "Lower data.seq_length, or run on more devices"
         )
@@ -116,7 +116,8 @@ def memory_by_use(
 def find_remedies(layout: Layout, stage: int) -> list[tuple[str, int]]:
     """Return (settings, bytes saved on the fullest device), those that cost no time first, then by bytes saved.
 
-    Only layouts that the trainer accepts on the same number of devices. `stage`: the stage that ran out of memory.
+    Considers only layouts that the trainer accepts on the same number of devices. `stage` is the one that ran out of
+    memory.
     """
     config, now = layout.config, layout.stages[stage].memory.total
     remedies = []

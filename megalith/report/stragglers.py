@@ -58,7 +58,7 @@ class StragglerDetector:
             for rank, ratio in slow_ranks(stage, self._threshold).items():
                 self._on_event(
                     f"rank {rank} is slow: in step {self._step} it computed for {compute_times[rank]:.1f} ms, "
-                    f"{ratio:.2f} times the median of ranks with the same work; look at its device's clock and "
+                    f"{ratio:.2f} times the median of ranks with the same work; check its device's clock and "
                     "temperature",
                     event="straggler",
                     step=self._step,

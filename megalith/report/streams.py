@@ -40,7 +40,10 @@ class GuardedStream:
         except (OSError, ValueError) as error:  # ValueError: the file is closed or cannot encode a character
             if not self.failed:
                 self.failed = True
-                message = f"{self._name} cannot be written ({error}); the command continues, a run logs to its folder"
+                message = (
+                    f"{self._name} cannot be written ({error}); the command continues, and a run still logs to "
+                    "its folder"
+                )
                 print(f"warning: {message}", file=sys.stderr)
 
 

@@ -137,8 +137,8 @@ def _parameters(config: RunConfig, counts: ParameterCounts) -> str:
         "head": counts.head,
     }
     shown = " + ".join(f"{name} {format_si(count)}" for name, count in parts.items() if count)
-    tied = "" if counts.head else "; the head is the embedding"
-    active = f", of which a token meets {counts.active:,}" if counts.idle else ""
+    tied = "" if counts.head else "; head tied to embedding"
+    active = f", of which a token uses {counts.active:,}" if counts.idle else ""
     text = f"{counts.total:,}{active}, without embedding and head {counts.non_embedding:,}\n= {shown}{tied}"
     if config.lora.rank is None:
         return text
@@ -148,7 +148,7 @@ def _parameters(config: RunConfig, counts: ParameterCounts) -> str:
 def _flops(config: RunConfig) -> str:
     data = config.data
     cost = flops_per_token(config.model, data.seq_length, config.lora, data.decoder_length)
-    return f"{_flop(cost.causal)} causal (as in the log), {_flop(cost.full)} full (attention matrix whole)"
+    return f"{_flop(cost.causal)} causal (as in the log), {_flop(cost.full)} full (full attention matrix)"
 
 
 def _batch(layout: Layout, schedule: BatchSizeSchedule) -> str:

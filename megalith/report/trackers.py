@@ -179,8 +179,9 @@ class TensorBoardTracker:
 class WandbTracker:
     """Writes to a Weights & Biases run. Its id is stored in `output_dir/wandb_id`, so that a resumed job continues it.
 
-    With `WANDB_MODE=offline`, W&B's own setting, metrics are written into `output_dir/wandb` or below `directory`. W&B
-    cannot remove metrics: of a step that is repeated after a loss spike or a crash it keeps those that it got first.
+    With `WANDB_MODE=offline`, W&B's own setting, metrics are written into `output_dir/wandb` or below `directory`.
+    W&B cannot remove metrics: if a step is repeated after a loss spike or a crash, it keeps the metrics of the first
+    time.
 
     Args:
         config: the run's settings as plain values, shown next to the curves.

@@ -31,9 +31,8 @@ def load(path: str | Path | StorePath, device: str | torch.device = "cpu") -> Tr
         device: device of the weights.
 
     Returns:
-        A module. `model(input_ids)` maps int64 [batch, seq] to logits [batch, seq, vocab], in the run's precision or in
-            the
-        dtype of the folder's weights.
+        A module. `model(input_ids)` maps int64 [batch, seq] to logits [batch, seq, vocab], in the run's precision or
+        in the dtype of the folder's weights.
 
     Raises:
         CheckpointError: there is no complete checkpoint.

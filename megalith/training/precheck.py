@@ -1,12 +1,12 @@
 """Checks of a job before its processes start, and dry runs.
 
 `check_job` applies the ranks' rules in one process, without a device and within seconds, so that mistakes appear before
-all ranks have started. On several machines, rank 0 checks the output folder: a launcher that joins a running job would
-find that job's files there.
+all ranks have started. On several machines, rank 0 checks the output folder later: a launcher that joins a running
+job would find the job's own files there.
 
 `megalith train run.yaml --dry-run --world-size N` opens settings, tokenizer, data and checkpoint like a run. It then
 builds the model as rank 0, the last rank and one rank per pipeline stage, on the meta device and with a fake process
-group, and compares their bytes of weights with the planner's.
+group, and compares the bytes of their weights with the planner's count.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus
     Args:
         config: the run's configuration.
         world_size: number of processes.
-        rates: measured rates of the GPUs; `auto` settings are chosen by their memory and links.
+        rates: measured rates of the GPUs; `auto` settings are chosen for their memory and links.
         gpus_per_node: GPUs per node.
 
     Raises:

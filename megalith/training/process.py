@@ -133,7 +133,7 @@ OBSTACLES = (
 
 
 def _obstacle_of_nvlink(device: torch.device) -> int:
-    """Return the index in OBSTACLES for this rank's GPU."""
+    """Return the index of this rank's obstacle in OBSTACLES; 0 for none."""
     if device.type != "cuda":
         return 1
     try:

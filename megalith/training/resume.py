@@ -41,7 +41,7 @@ def load_run(run: Run, memory: RunSnapshots | None = None) -> Path | StorePath |
     `lora.load`.
 
     Returns:
-        The checkpoint's folder, or None, also if a snapshot was restored.
+        The folder of the loaded checkpoint. None if none was loaded, for example because a snapshot was restored.
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint is damaged or does not fit.

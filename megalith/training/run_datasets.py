@@ -51,7 +51,7 @@ class Data:
     ):
         """Open the run's data.
 
-        Ranks along `dp` read different micro-batches. All other ranks of the mesh read the same ones.
+        Ranks along `dp` read different micro-batches. Ranks that differ only along other axes read the same ones.
         """
         self._config, self._dp = config, dp
         self._batch_sizes = batch_sizes

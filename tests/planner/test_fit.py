@@ -66,7 +66,7 @@ def test_launch_writes_no_job_that_its_gpus_cannot_hold(run_file, tmp_path, caps
 def test_launch_without_a_device_warns_and_refuses_what_no_gpu_can_hold(run_file, capsys):
     launch = ["launch", "slurm", run_file(LARGE), "--nodes", "1"]
     assert main(launch) == 0
-    assert "more than an H100's 85.0; name the GPUs by --device NAME" in text(capsys)
+    assert "more than an H100's 85.0; pass --device NAME" in text(capsys)
     assert main([*launch, "--model.num_layers", "12"]) == ConfigError.exit_code
     assert "the largest GPU has 310.0 GB; `megalith plan RUN_FILE --gpus 8`" in text(capsys)
     assert main(["launch", "slurm", run_file(LARGE, **SHARDED), "--nodes", "1"]) == 0

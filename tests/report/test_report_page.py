@@ -76,7 +76,7 @@ def test_every_section_stands_on_the_page_with_its_figures(page):
     for name in ("a", "b"):  # in the charts of the loss and of the mean reward
         assert "".join(page.text).count(f"{name}, validation") == 2
     words = " ".join(page.text)
-    for shown in ("loss_spike", "checkpoints there: steps 20", "updates skipped: 1", "train.seed"):
+    for shown in ("loss_spike", "stored checkpoints: steps 20", "updates skipped: 1", "train.seed"):
         assert shown in words
 
 

@@ -33,7 +33,7 @@ def test_summary_shows_parameters_flops_batch_memory_and_device():
     assert "gpt2-large: 36 layers × 1280, 20 heads of 64, MLP 5120 gelu_tanh" in text
     assert "vocabulary 50,257 padded to 50,304" in text
     assert "774,090,240, without embedding and head 708,390,400" in text
-    assert "= embedding 65.7M + attention 236M + MLP 472M + norms 187k; the head is the embedding" in text
+    assert "= embedding 65.7M + attention 236M + MLP 472M + norms 187k; head tied to embedding" in text
     assert "4.92 GFLOP causal (as in the log), 5.20 GFLOP full" in text
     assert "128 = micro 32 × data parallel 2 × accumulation 2; × 1,024 = 131,072 tokens a step" in text
     assert "500 steps, 64,000 sequences, 65.5M tokens (0.0847 a parameter)" in text

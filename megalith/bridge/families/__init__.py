@@ -52,7 +52,7 @@ def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
     Several families share a class of transformers, such as LlamaForCausalLM. Then `model_type` decides.
 
     Args:
-        theirs: contents of config.json.
+        hf_config: contents of config.json.
         where: the source of the file; errors begin with it.
 
     Raises:

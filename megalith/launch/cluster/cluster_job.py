@@ -187,7 +187,7 @@ def check_on_volumes(config: RunConfig, volumes: Sequence[tuple[str, str]], user
     Args:
         config: the run.
         volumes: (source, mount path) of each.
-        who: "pods" or "containers", for messages.
+        users: "pods" or "containers", for messages.
 
     Returns:
         Notes on settings that are names on the hub.
@@ -221,7 +221,8 @@ def check_on_volumes(config: RunConfig, volumes: Sequence[tuple[str, str]], user
 
 
 def path_in_container(run_file: str, volumes: Sequence[tuple[str, str]]) -> str:
-    """Return the run file's path in containers with these (folder, mount path). Raises ConfigError if on none."""
+    """Return the run file's path in containers with these volumes (folder, mount path). Raises ConfigError if it is
+    on none."""
     local_path = Path(run_file).resolve()
     for folder, path in volumes:
         if local_path.is_relative_to(Path(folder).resolve()):

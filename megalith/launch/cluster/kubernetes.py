@@ -55,8 +55,8 @@ def kubernetes_files(job: ClusterJob, kind: str, run_text: str) -> dict[str, lis
         run_text: content of the run file.
 
     Returns:
-        The documents of each file by file name, in the order in which to apply the files, each after the job of the
-        previous one is complete.
+        The documents of each file, by file name, in the order in which to apply the files. A file must be applied
+        after the job of the previous one is complete.
 
     Raises:
         ConfigError: the job has no image, or a name that Kubernetes rejects.
@@ -102,7 +102,7 @@ def _check_names(job: ClusterJob) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write multi-line strings in literal style, and no aliases."""
+    """YAML dumper that writes multi-line strings in literal style, and no aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

@@ -29,7 +29,7 @@ def slurm_files(job: ClusterJob, array: tuple[str, Sequence[str]] | None = None)
         array: a setting and its values. Each array task is a separate run in a folder of its own.
 
     Returns:
-        Text by file name, in the order in which to submit the files, each to run after the previous one.
+        Text by file name, in the order in which to submit the files. Each job must run after the previous one.
 
     Raises:
         ConfigError: a name is not possible in a #SBATCH line, or the time limit leaves no time to train.

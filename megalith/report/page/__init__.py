@@ -392,10 +392,8 @@ def _memory(run: RunFiles) -> str:
             expected.append((f"stage {stage.get('stage')}", parts, format_bytes(sum(parts.values()))))
     peaks = [to_float(record.get("peak")) or 0.0 for record in run.measured_ranks[:MAX_RANKS]]
     measured = [(f"rank {rank}", {"peak": peak}, format_bytes(peak)) for rank, peak in enumerate(peaks)]
-    return stacked_bars(
-        "expected on a device of each pipeline stage, by what holds it", expected
-    ) + stacked_bars(
-        "peak of each rank at a measured step (on a CPU of the process, libraries and all)", measured
+    return stacked_bars("expected on a device of each pipeline stage, by use", expected) + stacked_bars(
+        "peak of each rank at a measured step (on a CPU: of the process, including libraries)", measured
     )
 
 
@@ -491,7 +489,7 @@ def _events(run: RunFiles) -> str:
     skipped = [f"{step:.0f}" for step in run.nonzero_steps("skipped")]
     facts = []
     if run.saved_steps:
-        facts.append(f"checkpoints there: steps {', '.join(map(str, run.saved_steps[-40:]))}")
+        facts.append(f"stored checkpoints: steps {', '.join(map(str, run.saved_steps[-40:]))}")
     if skipped:
         more = f" and {len(skipped) - 40} before" if len(skipped) > 40 else ""
         facts.append(f"updates skipped: {len(skipped)}, steps {', '.join(skipped[-40:])}{more}")
