@@ -145,8 +145,8 @@ def eight_gpus() -> str:
     text = (
         "The runs on eight GPUs were predicted before they were measured, and nothing was fitted to them. "
         f"{len(EIGHT_GPUS) - len(missed)} of {len(EIGHT_GPUS)} are within the bounds. **Outside: {names}.** "
-        "The plan's ranking of the two layouts of Qwen3 was wrong: with experts, GPUs waited longer than it "
-        "assumes, for reasons not yet known ([profiles](performance.md#where-the-time-goes))."
+        "The plan's ranking of the two layouts of Qwen3 was wrong: with experts, GPUs waited longer than the "
+        "planner assumes, for reasons not yet known ([profiles](performance.md#where-the-time-goes))."
     )
     return fill(text, 120, break_on_hyphens=False)
 
@@ -171,8 +171,8 @@ def sc21_lines() -> list[str]:
 
 PAGE = """# Plan accuracy: predictions and measurements
 
-`make accuracy` writes this page. [Planning a job](plan.md#how-accurate-it-is) describes the model. The tests enforce
-these bounds:
+`make accuracy` writes this page. [Planning a job](plan.md#how-accurate-it-is) describes how the planner predicts. The
+tests enforce these bounds:
 
 - memory: within 5 % of every measured run
 - time: within 10 % of every run that no constant was fitted to

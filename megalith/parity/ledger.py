@@ -220,7 +220,8 @@ def page(ledger: Ledger, root: Path = ROOT) -> str:
         *_wrapped(
             f"{len(reports)} reports have a case. {len(ledger.uncovered)} have none and are listed with the reason. "
             "Each case was tried with a planted fault of the same kind, which it noticed. A row names this "
-            f"fault after `planted:`. {by_runner} of the faults are changes of one line, which "
+            f"fault after `planted:`. A number in parentheses is the item of a report that lists several. "
+            f"{by_runner} of the faults are changes of one line, which "
             "`python tests/mutation_trials.py --ledger` plants in a copy of the tree. The tests plant the other "
             f"{len(reports) - by_runner} themselves."
         ),
