@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"
 HEAD = """# Licences of what we depend on
 
-Megalith is under the [Apache License 2.0](../LICENSE). `pip` also installs these packages. The table has the licence
-that each package states. Packages of an extra are installed by `pip install 'megalith[EXTRA]'`. Dependencies of these
-packages are not listed. The pages of the documentation site also contain scripts of Material for MkDocs, Mermaid and
-iframe-worker, all under MIT. `python site/licences.py` writes this page, and `make test-install` compares it with the
-installed packages.
+Megalith is under the [Apache License 2.0](../LICENSE). Installing it with `pip` also installs the packages in this
+table, which has the licence that each package states. Packages marked with an extra are installed only by `pip install
+'megalith[EXTRA]'`. Dependencies of these packages are not listed. The pages of the documentation site also contain
+scripts of Material for MkDocs, Mermaid and iframe-worker, all under MIT. `python site/licences.py` writes this page,
+and `make test-install` compares it with the installed packages.
 
 | package | licence | for |
 |---|---|---|
