@@ -404,7 +404,7 @@ class RlConfig(ToolSettings, OtherModels):
     """Minimum ratio with cispo: 1 − clip_ratio_low of verl and NeMo-RL. Default: none, as in TRL."""
 
     sapo_temperature_pos: Annotated[PositiveFloat, RequiresSetting("loss_type", "sapo")] = 1.0
-    """τ of sapo for positive advantages: larger lets the gate fall faster away from a ratio of 1."""
+    """τ of sapo for positive advantages: the larger it is, the faster the gate falls as the ratio departs from 1."""
 
     sapo_temperature_neg: Annotated[PositiveFloat, RequiresSetting("loss_type", "sapo")] = 1.05
     """τ of sapo for the other advantages."""

@@ -401,7 +401,7 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     # NeMo-RL
     "rl.overlong_filtering":                      ObjectiveSpelling("rl.mask_truncated_completions", bool, lambda value, rl: {"mask_truncated_completions": value}, lambda value, rl: {"count_masked_sequences": False} if value else {}, note="with rl.count_masked_sequences false"),
     # verl
-    "rl.rollout_is":                              ObjectiveSpelling("rl.vllm_importance_sampling_mode", ("token", "sequence"), _rollout_is, null_counts=True, note="token: token_truncate; sequence: sequence_truncate; *_mask where rollout_is_threshold is \"lower_upper\"; null: rl.vllm_importance_sampling_correction = false"),
+    "rl.rollout_is":                              ObjectiveSpelling("rl.vllm_importance_sampling_mode", ("token", "sequence"), _rollout_is, null_counts=True, note="token: token_truncate; sequence: sequence_truncate; *_mask if rollout_is_threshold is \"lower_upper\"; null: rl.vllm_importance_sampling_correction = false"),
     "rl.rollout_is_threshold":                    ObjectiveSpelling("rl.vllm_importance_sampling_clip_max", None, _rollout_threshold, note="or \"lower_upper\", both bounds"),
     # NeMo-RL
     "rl.truncated_importance_sampling_type":      ObjectiveSpelling("rl.vllm_importance_sampling_mode", tuple(TRUNCATIONS), _truncation, _min_weight, note="tis: token_truncate; icepop: token_mask (sequence_* with sequence_level_importance_ratios); seq-mask-tis: geometric_mask"),
