@@ -39,6 +39,17 @@ STATE_WITH_ROWS = ("exp_avg", "exp_avg_slow", "exp_avg_sq", "momentum_buffer", "
 """State that is shaped like its parameter."""
 REDUCED_STATE = {"row_var": -1, "col_var": -2}
 """State with one element along this dimension of its parameter."""
+WHOLE_STATE = (
+    "soap_exp_avg",
+    "soap_exp_avg_sq",
+    "soap_left",
+    "soap_right",
+    "soap_left_basis",
+    "soap_right_basis",
+    "soap_left_values",
+    "soap_right_values",
+)
+"""State of whole matrices, on the ranks that own them. That of experts is sharded over the experts."""
 
 Model = nn.Module | Sequence[nn.Module]  # a model, or the chunks of a pipeline rank
 
@@ -88,6 +99,8 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model | None) -> d
                     shard = replace(parameters[name], values=value)
                 elif name in parameters and key in REDUCED_STATE:
                     shard = _reduced_shard(parameters[name], value, REDUCED_STATE[key])
+                elif name in parameters and key in WHOLE_STATE:
+                    shard = _whole_shard(parameters[name], value)
                 elif isinstance(value, Moment):
                     shard = LocalShard(value, (0,) * len(value.shape), tuple(value.shape), owned=True)
                 else:
@@ -103,6 +116,14 @@ def _reduced_shard(parameter: LocalShard, values: Tensor, dim: int) -> LocalShar
     owned = parameter.owned and offset[dim] == 0
     shape[dim], offset[dim] = 1, 0
     return LocalShard(values, tuple(offset), tuple(shape), owned)
+
+
+def _whole_shard(parameter: LocalShard, values: Tensor) -> LocalShard:
+    """Return the shard of a state of whole matrices: of this rank's experts, or of a single matrix."""
+    shape, offset = list(values.shape), [0] * values.ndim
+    if len(parameter.shape) == 3:
+        shape[0], offset[0] = parameter.shape[0], parameter.offset[0]
+    return LocalShard(values, tuple(offset), tuple(shape), owned=True)
 
 
 def state_shards(

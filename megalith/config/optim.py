@@ -40,7 +40,8 @@ LION = RequiresOptimizer("lion")
 ADEMAMIX = RequiresOptimizer("ademamix")
 ADAFACTOR = RequiresOptimizer("adafactor")
 MUON = RequiresOptimizer("muon")
-ADAM_OR_MUON = RequiresOptimizer("adamw", "adam", "muon", strict=True)
+SOAP = RequiresOptimizer("soap")
+ADAM_OR_MUON = RequiresOptimizer("adamw", "adam", "muon", "soap", strict=True)
 MomentDtype = Literal["fp32", "bf16", "fp8"]
 WSD = RequiresSetting("lr_decay_style", "WSD")
 GROWS = RequiresSetting("weight_decay_incr_style", "linear", "cosine", strict=True)
@@ -90,7 +91,8 @@ class OptimConfig(Section):
 
     optimizer: str = "adamw"
     """Optimizer: `adamw` (decoupled weight decay), `adam` (decay added to the gradient), `sgd`, `muon` (orthogonalized
-    momentum for matrices in layers, AdamW for the rest), `lion`, `ademamix`, `adafactor`, `schedule_free_adamw`, or a
+    momentum for matrices in layers, AdamW for the rest), `soap` (Adam in the eigenbases of Shampoo for the same
+    matrices), `lion`, `ademamix`, `adafactor`, `schedule_free_adamw`, or a
     name passed to `register_optimizer`."""
 
     lr: NonNegativeFloat | None = None
@@ -176,8 +178,8 @@ class OptimConfig(Section):
 
     exp_avg_dtype: Annotated[MomentDtype, ADAM_OR_MUON] = "fp32"
     """Storage dtype of Adam's first moment: fp32, `bf16`, or `fp8`, an 8-bit dynamic float with an fp32 scale per block
-    of up to 256 elements. Rounded stochastically, identically in every layout; fp32 in checkpoints. Does not apply to
-    Muon's momentum."""
+    of up to 256 elements. Rounded stochastically, identically in every layout; fp32 in checkpoints. Muon's momentum
+    has muon_state_dtype."""
 
     exp_avg_sq_dtype: Annotated[MomentDtype, ADAM_OR_MUON] = "fp32"
     """Storage dtype of Adam's second moment."""
@@ -237,11 +239,15 @@ class OptimConfig(Section):
     muon_split_heads: Annotated[bool, MUON] = False
     """Orthogonalize the projections to queries, keys and values per attention head."""
 
-    muon_moment2_method: Annotated[Literal["none", "normuon"], MUON] = "none"
-    """Second moment after orthogonalization: `normuon` normalizes each row by a running mean of its squares."""
+    muon_moment2_method: Annotated[Literal["none", "normuon", "adamuon"], MUON] = "none"
+    """Second moment after orthogonalization: `normuon` normalizes each row by a running mean of its squares, `adamuon`
+    each element, as Megatron-LM's adaptive_muon."""
 
-    muon_beta2: Annotated[Decay, RequiresSetting("muon_moment2_method", "normuon")] = 0.95
-    """Decay of NorMuon's second moment."""
+    muon_beta2: Annotated[Decay, RequiresSetting("muon_moment2_method", "normuon", "adamuon")] = 0.95
+    """Decay of the second moment of NorMuon and AdaMuon."""
+
+    muon_state_dtype: Annotated[MomentDtype, MUON] = "fp32"
+    """Storage dtype of Muon's momentum and of AdaMuon's second moment, as in exp_avg_dtype."""
 
     muon_scalar_optimizer: Annotated[str, MUON] = "adamw"
     """Optimizer of the parameters that are not matrices of layers: `adamw`, `lion` or another one."""
@@ -256,6 +262,20 @@ class OptimConfig(Section):
     muon_fp32_matmul_prec: Annotated[Literal["medium", "highest"] | None, MUON] = None
     """Precision of Newton-Schulz: bf16 (`medium`) or fp32 (`highest`). Default: fp32 if train.precision is fp32,
     otherwise bf16."""
+
+    soap_shampoo_beta: Annotated[Decay, SOAP] = 0.95
+    """Decay of SOAP's averages of G·Gᵀ and Gᵀ·G, whose eigenvectors are its bases. The decays of Adam's moments are
+    adam_beta1 and adam_beta2; the authors use 0.95 for both."""
+
+    soap_precondition_frequency: Annotated[PositiveInt, SOAP] = 10
+    """Steps between updates of SOAP's bases. Unused with soap_use_kl_shampoo, which updates them in every step."""
+
+    soap_max_precond_dim: Annotated[PositiveInt | None, SOAP] = 10000
+    """Largest number of rows or columns for which SOAP has a basis; larger ones are not rotated. Null: no limit."""
+
+    soap_use_kl_shampoo: Annotated[bool, SOAP] = False
+    """Use the averages of KL-Shampoo (Lin et al. 2025) and update the bases before each step, as Megatron-LM's soap
+    does."""
 
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Decay of a moving average of the weights, for example 0.999, which is evaluated and exported. 4 bytes per

@@ -8,6 +8,7 @@ from megalith.optim import (  # noqa: F401 (registers the built-in optimizers)
     muon,
     schedule_free,
     sgd,
+    soap,
 )
 from megalith.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, build_loss_scale
 from megalith.optim.optimizer import build_optimizer, set_learning_rate

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.config import OptimConfig
 from megalith.optim.optimizer import TrainedParameter, decay_groups
@@ -63,8 +63,13 @@ class FunctionalOptimizer(torch.optim.Optimizer):
                 state, gradient = self.state[parameter], parameter.grad / self.grad_scale
                 value, changes = self.update(self._items[parameter], gradient, state, group)
                 parameter.copy_(torch.where(skip, parameter, value))
-                for key, changed in changes.items():
-                    state[key].copy_(torch.where(skip, state[key], changed))
+                self.store(parameter, changes, skip)
+
+    def store(self, parameter: nn.Parameter, changes: Mapping[str, Tensor], skip: Tensor) -> None:
+        """Copy `changes` into a parameter's state, unless `skip` is true."""
+        state = self.state[parameter]
+        for key, changed in changes.items():
+            state[key].copy_(torch.where(skip, state[key], changed))
 
 
 def zeros_of(item: TrainedParameter) -> Tensor:

@@ -1,8 +1,8 @@
-"""Adam's moments in bf16 or in 8 bits with a scale per block (Dettmers et al. 2022).
+"""Moments in bf16 or in 8 bits with a scale per block (Dettmers et al. 2022), and Adam with such moments.
 
-A step converts a parameter's moments to fp32, updates moments and weights as Adam does, and rounds the moments; on a
-GPU this is one kernel (ops/kernels/moment_kernel.py). Rounding is stochastic: with beta2 0.999 a moment changes by a
-thousandth per step, less than half the resolution of bf16 or 8 bits, so rounding to nearest would never change it.
+A step of Adam converts a parameter's moments to fp32, updates moments and weights as Adam does, and rounds the moments;
+on a GPU this is one kernel (ops/kernels/moment_kernel.py). Rounding is stochastic: with beta2 0.999 a moment changes by
+a thousandth per step, less than half the resolution of bf16 or 8 bits, so rounding to nearest would never change it.
 
 `fp8` is a dynamic float: a sign bit for the first moment, zeros that each divide by 10, and the remaining bits, which
 divide a decade evenly. A value is a table entry in [-1, 1] times the largest of its block, at most 256 elements of a
@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,6 +114,12 @@ class Moment:
         blocks = self.codes.unflatten(-1, (self.scales.shape[-1], -1))
         return _dequantize(blocks, self.scales[..., None], dynamic_code(self.signed, self.device)).flatten(-2)
 
+    def in_blocks(self, block: int) -> _StoredMoment:
+        """Return views of the storage in blocks of `block` elements."""
+        code = None if self.scales is None else dynamic_code(self.signed, self.device)
+        scales = None if self.scales is None else self.scales.view(-1, 1)
+        return _StoredMoment(self.codes.view(-1, block), scales, code)
+
     def byte_chunks(self) -> Iterator[Tensor]:
         yield self.float().reshape(-1).view(torch.uint8)
 
@@ -132,6 +139,56 @@ class Moment:
         self.scales.copy_(largest.squeeze(-1))
 
 
+@dataclass(frozen=True)
+class ReducedMoment:
+    """Storage of a parameter's moments in `kind`, bf16 or fp8, and their rounding."""
+
+    like: nn.Parameter
+    """This rank's shard."""
+    kind: str
+    block: int
+    """Elements of a row that are rounded together."""
+    position: Tensor
+    """Position of the shard (`_shard_position`)."""
+
+    @classmethod
+    def of(cls, item: TrainedParameter, kind: str, settings: str) -> ReducedMoment | None:
+        """Return the storage of a parameter's moments, or None if they are fp32.
+
+        Raises ConfigError, which names the `settings`, if this rank's shard would divide a block.
+        """
+        parameter, shape = item.parameter, item.placement.shape or item.parameter.shape
+        block, width = block_size_for(shape), parameter.shape[-1] if parameter.ndim else 1
+        if block is None or kind == "fp32":
+            return None
+        if kind == "fp8" and width % block:
+            raise ConfigError(
+                f"{settings}: fp8 divides each row of {item.name} ({shape[-1]} elements) into blocks of {block}, but "
+                f"this rank holds {width} elements of a row; choose bf16, or parallel sizes that do not divide blocks"
+            )
+        return cls(parameter, kind, math.gcd(width, block), _shard_position(item, shape))
+
+    def zeros(self, signed: bool) -> Moment:
+        """Return a moment of zeros."""
+        return Moment.zeros(self.like, self.kind, self.block, signed)
+
+    def store(self, moment: Moment, values: Tensor, step: Tensor, number: int, skip: Tensor) -> None:
+        """Round fp32 `values` into `moment`, unless `skip` is true.
+
+        Args:
+            moment: made by `zeros`.
+            values: new values, of the shard's shape.
+            step: fp32 scalar, this step's number.
+            number: 0 or 1, different for moments of the same parameter.
+            skip: bool scalar.
+        """
+        if not values.numel():
+            return
+        blocks = values.reshape(-1, self.block)
+        random = _random_bits(self.position, step, blocks) >> number * RANDOM_BITS & 0xFFFF
+        _store_rounded(moment.in_blocks(self.block), blocks, random, skip)
+
+
 class ReducedAdam(torch.optim.Adam):
     """Fused Adam or AdamW whose `reduced` parameters have moments in bf16 or 8 bits.
 
@@ -148,23 +205,15 @@ class ReducedAdam(torch.optim.Adam):
 
         Raises ConfigError if this rank's shard would divide a block.
         """
-        parameter, shape = item.parameter, item.placement.shape or item.parameter.shape
-        block, width = block_size_for(shape), parameter.shape[-1] if parameter.ndim else 1
-        if block is None:
+        parameter, settings = item.parameter, "optim.exp_avg_dtype {} and exp_avg_sq_dtype {}".format(*dtypes)
+        storages = [ReducedMoment.of(item, dtype, settings) for dtype in dtypes]
+        first = next((storage for storage in storages if storage is not None), None)
+        if first is None:
             return False
-        if "fp8" in dtypes and width % block:
-            raise ConfigError(
-                f"optim.exp_avg_dtype {dtypes[0]} and exp_avg_sq_dtype {dtypes[1]}: fp8 divides each row of "
-                f"{item.name} ({shape[-1]} elements) into blocks of {block}, but this rank holds {width} elements of "
-                "a row; choose bf16, or parallel sizes that do not divide blocks"
-            )
         state = self.state[parameter] = {"step": torch.zeros((), device=parameter.device)}
-        for key, dtype in zip(("exp_avg", "exp_avg_sq"), dtypes):
-            if dtype == "fp32":
-                state[key] = torch.zeros_like(parameter)
-            else:
-                state[key] = Moment.zeros(parameter, dtype, block, signed=key == "exp_avg")
-        self.reduced[parameter] = _shard_position(item, shape), math.gcd(width, block)
+        for key, storage in zip(("exp_avg", "exp_avg_sq"), storages):
+            state[key] = torch.zeros_like(parameter) if storage is None else storage.zeros(key == "exp_avg")
+        self.reduced[parameter] = first.position, first.block
         return True
 
     @torch.no_grad()
@@ -205,10 +254,10 @@ class ReducedAdam(torch.optim.Adam):
         moments = []
         for key in ("exp_avg", "exp_avg_sq"):
             moment = self.state[parameter][key]
-            stored = [moment] if isinstance(moment, Tensor) else moment.tensors
-            code = None if len(stored) == 1 else dynamic_code(moment.signed, parameter.device)
-            scales = None if code is None else stored[1].view(-1, 1)
-            moments.append(_StoredMoment(stored[0].view(-1, block), scales, code))
+            if isinstance(moment, Tensor):
+                moments.append(_StoredMoment(moment.view(-1, block), None, None))
+            else:
+                moments.append(moment.in_blocks(block))
         run = fused.step_moments_ if fused.AVAILABLE and parameter.is_cuda else _step
         rule = group["betas"], not group["decoupled_weight_decay"], group["eps"]
         blocks = parameter.view(-1, block), grad.contiguous().view(-1, block)
@@ -257,13 +306,18 @@ def _step(
     x = value if coupled_decay else value - lr * decay * value
     value.copy_(torch.where(skipped, value, x - lr / correction1 * m / (root + eps)))
     for moment, stored, random in ((m, first, bits & 0xFFFF), (v, second, bits >> RANDOM_BITS)):
-        if stored.code is None:
-            rounded = moment if stored.values.dtype == moment.dtype else _round_to_bf16(moment, random)
-        else:
-            largest = moment.abs().amax(-1, keepdim=True)
-            rounded = _quantize(moment, largest, random, stored.code)
-            stored.scales.copy_(torch.where(skipped, stored.scales, largest))
-        stored.values.copy_(torch.where(skipped, stored.values, rounded))
+        _store_rounded(stored, moment, random, skipped)
+
+
+def _store_rounded(stored: _StoredMoment, moment: Tensor, random: Tensor, skipped: Tensor) -> None:
+    """Round a moment [blocks, block] into its storage, unless `skipped` is true."""
+    if stored.code is None:
+        rounded = moment if stored.values.dtype == moment.dtype else _round_to_bf16(moment, random)
+    else:
+        largest = moment.abs().amax(-1, keepdim=True)
+        rounded = _quantize(moment, largest, random, stored.code)
+        stored.scales.copy_(torch.where(skipped, stored.scales, largest))
+    stored.values.copy_(torch.where(skipped, stored.values, rounded))
 
 
 def _dequantize(values: Tensor, scales: Tensor | None, code: Tensor | None) -> Tensor:

@@ -12,7 +12,11 @@ expert's; with `muon_split_heads` also each attention head's.
 that both use the same learning rate and weight decay (Liu et al. 2025).
 
 With `muon_moment2_method: normuon` (Li et al. 2025), each row of an orthogonalized matrix is divided by the root of a
-running mean of its squares, and the matrix is scaled back to the Frobenius norm of an orthogonal one.
+running mean of its squares, and the matrix is scaled back to the Frobenius norm of an orthogonal one. With `adamuon`,
+each element is divided by the root of a running mean of its square, as in NVIDIA's AdaptiveMuon (a variant of Si et al.
+2025).
+
+`muon_state_dtype` stores state that is shaped like its matrix in bf16 or 8 bits (moments.py).
 """
 
 from __future__ import annotations
@@ -28,8 +32,16 @@ from torch import Tensor
 from megalith.config import OptimConfig
 from megalith.optim.combined import combine
 from megalith.optim.functional import FunctionalOptimizer, State, scalar_of, zeros_of
+from megalith.optim.moments import Moment, ReducedMoment
 from megalith.optim.newton_schulz import EPS, orthogonalized
-from megalith.optim.optimizer import TrainedParameter, build_named, register_optimizer, state_bytes_of
+from megalith.optim.optimizer import (
+    MOMENT_BYTES,
+    TrainedParameter,
+    build_named,
+    register_optimizer,
+    state_bytes_of,
+)
+from megalith.optim.rounds import is_shared, rounds_of
 
 SCALES = {  # of a matrix [rows, columns], by muon_scale_mode
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
@@ -39,8 +51,8 @@ SCALES = {  # of a matrix [rows, columns], by muon_scale_mode
 """Factor for a matrix [rows, columns], by muon_scale_mode."""
 
 
-ROUND_ELEMENTS = 2**27
-"""Elements of the matrices that a rank owns in one round, about."""
+ADAMUON_EPS = 1e-8
+"""Added to the root of AdaMuon's second moment, as in NVIDIA's AdaptiveMuon."""
 
 
 @dataclass(frozen=True)
@@ -58,22 +70,37 @@ class _Round:
 
 
 class Muon(FunctionalOptimizer):
-    """Muon for matrices: state `momentum_buffer`, with NorMuon `row_var`, with a warm-up of the momentum `step`.
+    """Muon for matrices: state `momentum_buffer`, with NorMuon `row_var`, with AdaMuon `exp_avg_sq`.
 
-    The method `step` is a collective call.
+    The state has `step` too if the momentum has a warm-up or is rounded. The method `step` is a collective call.
     """
 
     def __init__(self, matrices: Sequence[TrainedParameter], config: OptimConfig, dtype: torch.dtype):
         """Build Muon for `matrices`, which have `placement.matrices`. Newton-Schulz runs in `dtype`."""
+        self._rounding: dict[torch.nn.Parameter, ReducedMoment] = {}
+        """Rounding of the parameters whose state is stored in less than fp32."""
+        self._factors: dict[str, Tensor] = {}
         super().__init__(matrices, config)
         self._dtype = dtype
 
     def initial_state(self, item: TrainedParameter) -> dict[str, Tensor]:
-        state = {"momentum_buffer": zeros_of(item)}
-        if self.config.muon_momentum_warmup_iters:
+        config = self.config
+        rounding = ReducedMoment.of(
+            item, config.muon_state_dtype, f"optim.muon_state_dtype {config.muon_state_dtype}"
+        )
+        if rounding is not None:
+            self._rounding[item.parameter] = rounding
+
+        def zeros(signed: bool) -> Tensor | Moment:
+            return zeros_of(item) if rounding is None else rounding.zeros(signed)
+
+        state = {"momentum_buffer": zeros(signed=True)}
+        if config.muon_momentum_warmup_iters or rounding is not None:
             state["step"] = scalar_of(item)
-        if self.config.muon_moment2_method == "normuon":
+        if config.muon_moment2_method == "normuon":
             state["row_var"] = torch.zeros(*item.parameter.shape[:-1], 1, device=item.parameter.device)
+        if config.muon_moment2_method == "adamuon":
+            state["exp_avg_sq"] = zeros(signed=False)
         return state
 
     def update(
@@ -82,14 +109,15 @@ class Muon(FunctionalOptimizer):
         momentum, update = self._momentum(gradient, state)
         result, squares = self._orthogonalize(update, state.get("row_var"), item)
         changes = {"momentum_buffer": momentum} | ({} if squares is None else {"row_var": squares})
-        if "step" in state:
-            changes["step"] = state["step"] + 1
-        return _stepped(item, group, result), changes
+        return self._stepped(item, group, result, changes)
 
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        rounds = self._rounds()
+        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        items = [self._items[parameter] for parameter in groups if parameter.grad is not None]
+        lists = rounds_of(item for item in items if is_shared(item))
+        rounds = [[(groups[parameter], parameter) for parameter in each] for each in lists]
         shared = {parameter for each in rounds for _, parameter in each}
         gradients = {parameter: parameter.grad for parameter in shared}
         for parameter in shared:
@@ -102,22 +130,6 @@ class Muon(FunctionalOptimizer):
             current = following
             following = self._start(rounds[number + 1]) if number + 1 < len(rounds) else None
             self._finish(current)
-
-    def _rounds(self) -> list[list[tuple[dict[str, Any], torch.nn.Parameter]]]:
-        """Return the sharded parameters with a gradient and their groups, in lists that are collected together."""
-        rounds, latest = [], {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                placement = self._items[parameter].placement
-                if parameter.grad is None or placement.shared is None or placement.shared.ranks == 1:
-                    continue
-                key, size = placement.shared.key, math.prod(placement.shape) // placement.shared.ranks
-                if key not in latest or latest[key][1] + size > ROUND_ELEMENTS:
-                    latest[key] = [], 0
-                    rounds.append(latest[key][0])
-                latest[key][0].append((group, parameter))
-                latest[key] = latest[key][0], latest[key][1] + size
-        return rounds
 
     def _start(self, pairs: Sequence[tuple[dict[str, Any], torch.nn.Parameter]]) -> _Round:
         """Compute the momentum of a round's parameters and send it to the owners."""
@@ -150,25 +162,64 @@ class Muon(FunctionalOptimizer):
         local_means = None if this.squares is None else this.squares.scatter(means)
         for position, result in enumerate(this.updates.scatter(results)):
             group, parameter = this.pairs[position]
-            state = self.state[parameter]
-            value = _stepped(self._items[parameter], group, result)
-            parameter.copy_(torch.where(skip, parameter, value))
-            momentum = state["momentum_buffer"]
-            momentum.copy_(torch.where(skip, momentum, this.momenta[position]))
-            if "step" in state:
-                state["step"] += 1 - self.found_inf
+            changes = {"momentum_buffer": this.momenta[position]}
             if local_means is not None:
-                row_var = state["row_var"]
-                row_var.copy_(torch.where(skip, row_var, local_means[position]))
+                changes["row_var"] = local_means[position]
+            value, changes = self._stepped(self._items[parameter], group, result, changes)
+            parameter.copy_(torch.where(skip, parameter, value))
+            self.store(parameter, changes, skip)
+
+    def store(self, parameter: torch.nn.Parameter, changes: Mapping[str, Tensor], skip: Tensor) -> None:
+        state = self.state[parameter]
+        reduced = {key for key in changes if isinstance(state[key], Moment)}
+        for number, key in enumerate(sorted(reduced)):
+            self._rounding[parameter].store(state[key], changes[key], changes["step"], number, skip)
+        super().store(parameter, {key: changes[key] for key in changes.keys() - reduced}, skip)
 
     def _momentum(self, gradient: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Return the new momentum and the matrix to orthogonalize."""
         config, decay = self.config, self.config.muon_momentum
-        if "step" in state:
+        if config.muon_momentum_warmup_iters:
             progress = (state["step"] / config.muon_momentum_warmup_iters).clamp(max=1)
             decay = config.muon_momentum_start + (decay - config.muon_momentum_start) * progress
-        momentum = state["momentum_buffer"].lerp(gradient, 1 - decay)
+        momentum = state["momentum_buffer"].float().lerp(gradient, 1 - decay)
         return momentum, gradient.lerp(momentum, decay) if config.muon_nesterov else momentum
+
+    def _stepped(
+        self, item: TrainedParameter, group: Mapping[str, Any], update: Tensor, changes: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a parameter's value and changed state after a step with `update`, a scaled orthogonal matrix's
+        shard."""
+        state = self.state[item.parameter]
+        if "step" in state:
+            changes["step"] = state["step"] + 1
+        if "exp_avg_sq" in state:
+            factors = self._row_factors(item)
+            orthogonal = update / factors
+            square = state["exp_avg_sq"].float().lerp(orthogonal.square(), 1 - self.config.muon_beta2)
+            update = factors * orthogonal / (square.sqrt() + ADAMUON_EPS)
+            changes["exp_avg_sq"] = square
+        value = item.parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
+        return value, changes
+
+    def _row_factors(self, item: TrainedParameter) -> Tensor:
+        """Return the factor of each row of a parameter's shard in `_orthogonalize`, [rows, 1]."""
+        if item.name in self._factors:
+            return self._factors[item.name]
+        sizes, heads = self._parts(item)
+        *_, rows, columns = item.placement.shape or item.parameter.shape
+        first = item.placement.offset[-2] if item.placement.offset else 0
+        factors = []
+        for size, head in zip(sizes, heads, strict=True):
+            factors += [self._factor(rows // sum(sizes) * size if head is None else head, columns)] * size
+        pattern = torch.tensor(factors, device=item.parameter.device)
+        here = torch.arange(first, first + item.parameter.shape[-2], device=pattern.device)
+        self._factors[item.name] = pattern[here % len(pattern)][:, None]
+        return self._factors[item.name]
+
+    def _factor(self, rows: int, columns: int) -> float:
+        """Return the factor on the update of a matrix [rows, columns]."""
+        return self.config.muon_extra_scale_factor * SCALES[self.config.muon_scale_mode](rows, columns)
 
     def _orthogonalize(
         self, weight: Tensor, squares: Tensor | None, item: TrainedParameter
@@ -193,10 +244,7 @@ class Muon(FunctionalOptimizer):
                 )
                 result = _with_orthogonal_norm(result * (mean + EPS).rsqrt())
                 means.append(mean.reshape(before.shape))
-            factor = self.config.muon_extra_scale_factor * SCALES[self.config.muon_scale_mode](
-                *matrix.shape[-2:]
-            )
-            pieces.append((result * factor).reshape(part.shape))
+            pieces.append((result * self._factor(*matrix.shape[-2:])).reshape(part.shape))
         joined = torch.cat(pieces, dim=-2).flatten(-3, -2)
         return joined, torch.cat(means, dim=-2).flatten(-3, -2) if means else None
 
@@ -214,11 +262,6 @@ class Muon(FunctionalOptimizer):
         return sizes, (None,) * len(sizes)
 
 
-def _stepped(item: TrainedParameter, group: Mapping[str, Any], update: Tensor) -> Tensor:
-    """Return a parameter's value after a step."""
-    return item.parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
-
-
 def _cost(item: TrainedParameter) -> float:
     """Return the multiplications of a Newton-Schulz step, as far as they depend on the shape."""
     *_, rows, columns = item.placement.shape
@@ -231,9 +274,13 @@ def _with_orthogonal_norm(x: Tensor) -> Tensor:
     return x * (math.sqrt(min(x.shape[-2:])) / norm)
 
 
-@register_optimizer(
-    "muon", state_bytes=lambda config: (4, state_bytes_of(config.muon_scalar_optimizer, config)[1])
-)
+def _muon_bytes(config: OptimConfig) -> tuple[float, float]:
+    copies = 2 if config.muon_moment2_method == "adamuon" else 1
+    outside = state_bytes_of(config.muon_scalar_optimizer, config)[1]
+    return copies * MOMENT_BYTES[config.muon_state_dtype], outside
+
+
+@register_optimizer("muon", state_bytes=_muon_bytes)
 def build_muon(
     parameters: Sequence[TrainedParameter], config: OptimConfig, precision: str
 ) -> torch.optim.Optimizer:

@@ -96,6 +96,16 @@ class SharedMatrix:
         return replace(self, cuts=cuts)
 
 
+def owned_matrices(matrices: Sequence[SharedMatrix], costs: Sequence[float]) -> list[int]:
+    """Return the positions of the matrices that this rank owns when these are collected."""
+    positions = list(range(len(matrices)))
+    for cut in matrices[0].cuts if matrices else ():
+        ranks, rank = matrices[0].mesh.size(cut.axis), matrices[0].mesh.get_coordinate()[cut.axis]
+        owners = assign([costs[at] for at in positions], ranks)
+        positions = [at for at, owner in zip(positions, owners, strict=True) if owner == rank]
+    return positions
+
+
 class CollectedMatrices:
     """Shards on their way to the owners of their matrices and back. Every rank of the axes runs the same ones."""
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megalith.comm.collectives import Axis, gather_json
 from megalith.local_shards import local, local_shape_and_offset
 from megalith.optim.optimizer import Placement
-from megalith.parallel.owners import CollectedMatrices, SharedMatrix
+from megalith.parallel.owners import CollectedMatrices, SharedMatrix, owned_matrices
 from megalith.parallel.replication import replica_axes
 from megalith.parallel.seams import replace_parameter
 
@@ -139,6 +139,7 @@ class LocalParameters:
                     shard=partial(_reshard, tensor, shard),
                     sum=partial(_sum_over_shards, tensor),
                     collect=CollectedMatrices,
+                    owned=owned_matrices,
                     shared=SharedMatrix.of(tensor) if fields["matrices"] is not None else None,
                 )
             placements[name] = Placement(**fields)

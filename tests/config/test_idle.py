@@ -101,8 +101,10 @@ READ_WITH = {
         ("optim.ademamix_alpha=8", "optim.optimizer=ademamix"),
     "optim.optimizer adafactor":
         ("optim.adafactor_beta2_decay=-0.7", "optim.optimizer=adafactor"),
-    "optim.muon_moment2_method normuon":
+    "optim.muon_moment2_method normuon or adamuon":
         ("optim.muon_beta2=0.9", "optim.optimizer=muon optim.muon_moment2_method=normuon"),
+    "optim.optimizer soap":
+        ("optim.soap_shampoo_beta=0.9", "optim.optimizer=soap"),
     "optim.optimizer sgd":
         ("optim.sgd_momentum=0.8", "optim.optimizer=sgd"),
     "optim.lr_decay_style WSD":

@@ -275,6 +275,12 @@ CASES = [
       "optim.muon_extra_scale_factor": 1.0, "optim.muon_fp32_matmul_prec": "highest",
       "optim.muon_coefficient_type": "quintic", "optim.muon_split_qkv": True, "optim.muon_split_gate_up": False,
       "optim.muon_scalar_optimizer": "adamw"}, ""),
+    ("--optimizer adaptive_muon",
+     {"optim.optimizer": "muon", "optim.muon_moment2_method": "adamuon", "optim.muon_beta2": 0.95,
+      "optim.muon_split_gate_up": False}, ""),
+    ("--optimizer soap --adam-beta2 0.95",
+     {"optim.optimizer": "soap", "optim.soap_use_kl_shampoo": True, "optim.soap_max_precond_dim": None,
+      "optim.soap_shampoo_beta": 0.95, "optim.adam_beta2": 0.95}, ""),
     ("--optimizer dist_muon --muon-nesterov --muon-no-split-qkv --muon-coefficient-type polar_express "
      "--muon-scalar-optimizer lion --lion-beta1 0.9 --muon-num-ns-steps 8",
      {"optim.optimizer": "muon", "optim.muon_nesterov": True, "optim.muon_fp32_matmul_prec": "medium",
@@ -436,7 +442,7 @@ def test_all_that_is_wrong_is_told_at_once():
     messages = problems(
         "--num-layers 2 --hiden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr fast --bf16 "
         "--fp16 --train-iters 5 --train-samples 9 --moe-token-dispatcher-type flex --fp8-recipe custom --warmup 3 "
-        "--position-embedding-type relative --optimizer soap --num 3 --swiglu yes --frobnicate 7 --split --sft "
+        "--position-embedding-type relative --optimizer sophia --num 3 --swiglu yes --frobnicate 7 --split --sft "
         "--seed -3"
     )
     for words in (
@@ -449,7 +455,7 @@ def test_all_that_is_wrong_is_told_at_once():
         "--fp8-recipe custom is refused: there are delayed, tensorwise, blockwise, mxfp8",
         "--warmup is refused: Megatron has removed it; give --lr-warmup-fraction",
         "--position-embedding-type relative is refused",
-        "--optimizer soap is refused: there are adam, sgd",
+        "--optimizer is sophia: one of adam, sgd, muon, dist_muon, lion, soap, adaptive_muon is needed",
         "--num could be --num-layers",
         "--swiglu is yes: it takes no value",
         "there is no flag --frobnicate",
@@ -502,7 +508,8 @@ def test_all_that_is_wrong_is_told_at_once():
             "--optimizer muon --muon-coefficient-type cans",
             "is cans: one of simple, quintic, polar_express, aol is needed",
         ),
-        ("--optimizer adaptive_muon", "--optimizer adaptive_muon is refused"),
+        ("--optimizer adaptive_muon --muon-tp-mode blockwise", "--muon-tp-mode blockwise is refused"),
+        ("--optimizer soap --adam-eps 1e-6", "--adam-eps 1e-06 is refused with --optimizer soap"),
         ("--step-batch-size-schedule 5K:8", "TOKENS:SIZE pairs are needed, the first from 0"),
         ("--step-batch-size-schedule 0:2,1K:4", "which ends with 4, contradict"),
         ("--data-path a", "--data-path and --mock-data contradict"),

@@ -166,6 +166,71 @@ def test_normuon_normalizes_rows_as_published():
     torch.testing.assert_close(weight.detach(), normuon(start, grads, 0.03, 0.1), rtol=1e-5, atol=1e-6)
 
 
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def adaptive_muon(w, grads, lr, decay, parts):
+    """NVIDIA's AdaptiveMuon of emerging-optimizers 0.4, moment2_method adamuon, for each of `parts`, rows of `w`."""
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    for g in grads:
+        w = w * (1 - lr * decay)
+        m = torch.lerp(m, g, 1 - 0.95)
+        update = torch.lerp(g, m, 0.95)
+        for rows in parts:
+            o = orthogonalized(update[rows], 5, torch.float32)
+            v[rows] = torch.lerp(v[rows], o.square(), 1 - 0.9)
+            o = o / (v[rows].sqrt() + 1e-8)
+            w[rows] -= lr * o * max(o.shape) ** 0.5 * 0.2
+    return w
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
+def test_adamuon_equals_nvidias_and_its_state_can_be_rounded(dtype):
+    """With rounded state, the update is close to that with fp32 state."""
+    config = OptimConfig(optimizer="muon", lr=0.01, weight_decay=0.1, muon_moment2_method="adamuon", muon_beta2=0.9,
+                         muon_state_dtype=dtype)  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(64, 128, generator=generator) for _ in range(5))
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = optimizer_of({"w": weight}, config, {"w": (2, 1, 1)})
+    for number, gradient in enumerate((*grads[:2], grads[0] / 0, *grads[2:])):
+        weight.grad = gradient.clone()
+        before = weight.detach().clone()
+        skipped = optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0).skipped
+        assert skipped == (number == 2) and torch.equal(weight, before) == (number == 2)
+    rows = torch.arange(64)
+    parts = [rows[rows % 4 < 2], rows[rows % 4 == 2], rows[rows % 4 == 3]]
+    expected = adaptive_muon(start.clone(), grads, 0.01, 0.1, parts)
+    bound = {"fp32": 1e-5, "bf16": 2e-2, "fp8": 0.15}[dtype]
+    assert _difference(weight.detach() - start, expected - start) < bound
+    state = optimizer.state[weight]
+    bytes_each = {"fp32": 4, "bf16": 2, "fp8": 1 + 4 / 16}[dtype]
+    assert [state[key].nbytes for key in ("momentum_buffer", "exp_avg_sq")] == [bytes_each * 64 * 128] * 2
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_shards_of_a_rounded_momentum_round_as_the_whole(dtype):
+    config = OptimConfig(optimizer="muon", lr=0.1, muon_state_dtype=dtype)
+    gradient = torch.randn(24, 512, generator=torch.Generator().manual_seed(0))
+
+    def momentum(offset: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+        rows, columns = (slice(at, at + length) for at, length in zip(offset, size))
+        weight = torch.nn.Parameter(torch.zeros(size))
+        placement = Placement(matrices=(size[0],), shape=(24, 512), offset=offset, seed=3)
+        optimizer = build_optimizer([("w", weight)], config, placements={"w": placement})
+        for _ in range(2):
+            weight.grad = gradient[rows, columns].clone()
+            optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
+        return optimizer.state[weight]["momentum_buffer"].float()
+
+    whole = momentum((0, 0), (24, 512))
+    assert 0 < _difference(whole, gradient * (1 - 0.95**2)) < {"bf16": 1e-2, "fp8": 6e-2}[dtype]
+    for offset, size in [((0, 256), (10, 256)), ((10, 64), (14, 448))]:
+        rows, columns = (slice(at, at + length) for at, length in zip(offset, size))
+        assert torch.equal(momentum(offset, size), whole[rows, columns])
+
+
 @pytest.mark.parametrize(("settings", "text"), [
     ({"muon_coefficient_type": "quintic", "muon_num_ns_steps": 6}, "coefficients for 5 steps; choose a multiple of 5"),
     ({"muon_split_heads": True, "muon_split_qkv": False}, "has no heads"),

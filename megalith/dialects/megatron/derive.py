@@ -719,18 +719,31 @@ def mup(flags: ParsedFlags) -> None:
         flags.set("model.logits_scaling", (base or hidden) / (hidden * factor))
 
 
-def muon(flags: ParsedFlags) -> None:
-    """Set optim.muon_split_gate_up, as Megatron orthogonalizes gate and up as one matrix. Reject what is not supported.
+def emerging_optimizer(flags: ParsedFlags) -> None:
+    """Set what --optimizer muon, adaptive_muon and soap mean in Megatron, beyond their own flags. Reject the rest.
 
-    Matrices are orthogonalized whole in any layout, as with --muon-tp-mode duplicated and distributed.
+    Muon orthogonalizes gate and up as one matrix, and matrices whole in any layout, as with --muon-tp-mode duplicated
+    and distributed. SOAP is that of emerging-optimizers, with KL-Shampoo and no limit on its bases; it ignores
+    --adam-eps.
     """
-    if flags["--optimizer"] not in ("muon", "dist_muon"):
+    optimizer = flags["--optimizer"]
+    if optimizer == "soap":
+        flags.set("optim.soap_use_kl_shampoo", True)
+        flags.set("optim.soap_max_precond_dim", None)
+        if flags["--adam-eps"] != 1e-8:
+            flags.problems.append(
+                f"--adam-eps {flags['--adam-eps']:g} is refused with --optimizer soap: Megatron uses 1e-8 for the "
+                "matrices of layers; leave it out"
+            )
+    if optimizer not in ("muon", "dist_muon", "adaptive_muon"):
         return
     if flags["--muon-tp-mode"] == "blockwise":
         flags.problems.append(
             "--muon-tp-mode blockwise is refused: matrices are never split; choose duplicated or distributed"
         )
     flags.set("optim.muon_split_gate_up", False)
+    if optimizer == "adaptive_muon":
+        flags.set("optim.muon_moment2_method", "adamuon")
 
 
 def moments(flags: ParsedFlags) -> None:

@@ -1,0 +1,32 @@
+"""Rounds in which sharded matrices are collected on their owners: lists of parameters that one all-to-all serves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import nn
+
+from megalith.optim.optimizer import TrainedParameter
+
+ROUND_ELEMENTS = 2**27
+"""Elements of the matrices that a rank owns in one round, about."""
+
+
+def is_shared(item: TrainedParameter) -> bool:
+    """Return True if several ranks hold shards of the parameter's matrices."""
+    return item.placement.shared is not None and item.placement.shared.ranks > 1
+
+
+def rounds_of(items: Iterable[TrainedParameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters of `items`, all shared, in lists that are collected together."""
+    rounds, latest = [], {}
+    for item in items:
+        placement = item.placement
+        key, size = placement.shared.key, math.prod(placement.shape) // placement.shared.ranks
+        if key not in latest or latest[key][1] + size > ROUND_ELEMENTS:
+            latest[key] = [], 0
+            rounds.append(latest[key][0])
+        latest[key][0].append(item.parameter)
+        latest[key] = latest[key][0], latest[key][1] + size
+    return rounds
