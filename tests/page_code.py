@@ -173,6 +173,7 @@ PYTHON: dict[str, tuple[Block, ...]] = {
     "docs/grpo_objective.md": (Block(), Block(), Block()),  # tests/rl/test_extensions.py trains with them
     "docs/hugging_face.md": (Block('small_model("HF_DIR")'), Block(not_run="vLLM is not installed")),
     "docs/inference.md": (
+        Block(not_run="tests/serve/test_serve.py holds such a conversation"),
         Block('small_run("runs/quickstart", model={"vocab_size": None, "max_position_embeddings": 256},'
               ' data={"tokenizer_type": "ByteTokenizer"})', (("max_new_tokens=100", "max_new_tokens=4"),)),
     ),

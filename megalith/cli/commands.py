@@ -76,6 +76,8 @@ COMMANDS: dict[str, Command] = {
                      "audit_command:run_audit", "audit_command:add_arguments"),
     "generate": Command("generate text with a trained model",
                         "generation:run_generate", "generation:add_generate_arguments"),
+    "chat": Command("talk to a trained model in the terminal",
+                    "chat_command:run_chat", "chat_command:add_chat_arguments"),
     "serve": Command("serve a trained model by OpenAI's API",
                      "serve_command:run_serve", "serve_command:add_serve_arguments"),
     "rollout": Command("sample completions, score them and print pass@k",

@@ -145,7 +145,9 @@ def run_generate(args: Arguments) -> int:
     )  # an upper bound: completions may end early
     with Progress("generate", max_tokens, "tokens", show=process.is_first and not args.stream) as progress:
         shown = (
-            _Stream(tokenizer, before[0], process.is_first) if args.stream else lambda *token: progress.add()
+            TokenPrinter(tokenizer, before[0], process.is_first)
+            if args.stream
+            else lambda *token: progress.add()
         )
         done = _complete(args, model, ids, sampling, device, shown)
     if process.is_first:
@@ -265,7 +267,7 @@ def _print(
         print()
 
 
-class _Stream:
+class TokenPrinter:
     """Print a prompt and its completion as tokens arrive, in complete characters."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], prints: bool):

@@ -1,5 +1,6 @@
 """OpenAI's API: the engine's tokens as text and ids, tools, streams, and what clients may not do."""
 
+import io
 import json
 import os
 import signal
@@ -18,12 +19,15 @@ from tool_policy import call, shared_template, tokenizer_in
 
 from megalith.cli.main import main
 from megalith.config import ModelConfig
+from megalith.data.tokenizers.plain import ByteTokenizer
+from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
 from megalith.generation.live_engine import LiveEngine
 from megalith.generation.requests import Sampling
 from megalith.models.init import initialize
 from megalith.models.model_types import make_model
 from megalith.serve.chat_format import ChatFormat
+from megalith.serve.chat_session import ChatSession
 from megalith.serve.choice_text import ChoiceText
 from megalith.serve.http_server import HttpServer, Limits
 from megalith.serve.openai_service import Access, OpenAiService
@@ -310,3 +314,35 @@ def is_up(client: Client) -> bool:
         return client.get("/health")[0] == 200
     except OSError:
         return False
+
+
+def test_a_chat_in_this_process_gets_the_answers_of_the_server(serve, live, engine, tokenizer, chat):
+    session = ChatSession(engine.model, tokenizer, Sampling(8, 0), system="Be brief.")
+    answers = [session.say("the sum of 1 and 2"), session.say("and then")]
+    assert [one["role"] for one in session.messages] == ["system", *["user", "assistant"] * 2]
+    client = serve(live)
+    for number, answer in enumerate(answers):
+        body = dict(model="tiny", messages=session.messages[: 2 * number + 2], max_tokens=8, temperature=0)
+        status, value = client.post("/v1/chat/completions", body)
+        assert status == 200 and value["choices"][0]["message"]["content"] == answer
+    before = list(session.messages)
+    with pytest.raises(ConfigError, match=r"tokens and the model 256 positions; start a new one"):
+        session.say("and " * 300)
+    assert session.messages == before
+
+
+def test_chat_reads_messages_from_options_and_from_standard_input(engine, tokenizer, monkeypatch, capsys):
+    load = lambda *words, **names: (engine.model, tokenizer)  # noqa: E731
+    monkeypatch.setattr("megalith.training.loading.load_with_tokenizer", load)
+    words = ["chat", "run", "--temperature", "0", "--max-new-tokens", "8", "--device", "cpu"]
+    assert main([*words, "--message", "and then", "--message", "once", "--json"]) == 0
+    messages = json.loads(capsys.readouterr().out)["messages"]
+    assert [one["content"] for one in messages[::2]] == ["and then", "once"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("and then\n\nonce\n"))
+    assert main(words) == 0
+    assert capsys.readouterr().out == "".join(f"{one['content']}\n" for one in messages[1::2])
+
+
+def test_a_model_without_a_chat_template_is_refused(engine):
+    with pytest.raises(ConfigError, match="no chat template; train it with `megalith sft`"):
+        ChatSession(engine.model, ByteTokenizer())
