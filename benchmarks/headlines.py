@@ -1,7 +1,8 @@
-"""Write the comparisons at the head of RESULTS.md, as a table and as a picture: `python -m benchmarks.headlines`.
+"""Write the comparisons with other systems: `python -m benchmarks.headlines`.
 
-This file contains no figures: each is read from a table of RESULTS.md by its section, row and column. The table is
-written between two marks in RESULTS.md, the picture to docs/images/benchmarks.svg. tests/test_words.py checks both.
+They are a table at the head of RESULTS.md, a table per verdict in docs/compared.md, and the picture
+docs/images/benchmarks.svg. This file contains no figures: each is read from a table of RESULTS.md by its section, row
+and column. Tables are written between two marks. tests/test_words.py checks all three.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+COMPARED = ROOT / "docs" / "compared.md"
+LEVEL = 0.03  # machines of one type differ by as much
 RESULTS, PICTURE = ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "images" / "benchmarks.svg"
 BEGIN, END = "<!-- benchmarks.headlines writes this", "<!-- to here -->"
 INK, OURS, PEER = "#808080", "#2f81f7", "#b0752c"  # to be read on white and on black
@@ -241,16 +244,69 @@ def picture(text: str) -> str:
     return made.getvalue().replace("</style>", f"{READABLE}</style>", 1)
 
 
-def with_table(text: str) -> str:
-    """RESULTS.md with the table between its marks."""
-    before, rest = text.split(BEGIN, 1)
+def compared(text: str) -> str:
+    """Return the tables of docs/compared.md: by speed, by memory, and the commands that their rows number."""
+    rows = [(number, each, peer) for number, each in enumerate(COMPARISONS, 1) for peer in each.peers]
+    speeds = [(speed(each, peer, text), number, each, peer) for number, each, peer in rows]
+    verdicts = (
+        ("Faster", lambda ratio: ratio > 1 + LEVEL),
+        ("Level", lambda ratio: abs(ratio - 1) <= LEVEL),
+        ("Slower", lambda ratio: ratio < 1 - LEVEL),
+    )
+    lines: list[str] = []
+    for title, belongs in verdicts:
+        lines += [f"### {title}", "", *_speeds([row for row in speeds if belongs(row[0])]), ""]
+    lines += ["## Memory", "", *_memories(rows, text), "", "## Commands", ""]
+    lines += [f"{number}. `{each.command}`" for number, each in enumerate(COMPARISONS, 1)]
+    return "\n".join(lines)
+
+
+def _speeds(rows: list[tuple[float, int, Comparison, Bar]]) -> list[str]:
+    """Return a table of speeds relative to the peers."""
+    if not rows:
+        return ["No row."]
+    lines = ["| Workload | Peer | Speed | Measured in | Command |", "|---|---|---|---|---|"]
+    return lines + [
+        f"| {each.work} | {peer.name} | {ratio:.2f} × | {each.where} | {number} |"
+        for ratio, number, each, peer in rows
+    ]
+
+
+def _memories(rows: list[tuple[int, Comparison, Bar]], text: str) -> list[str]:
+    """Return a table of the comparisons whose both sides measured memory."""
+    lines = ["| Workload | Megalith, GB | Peer | Peer, GB | Ratio |", "|---|---|---|---|---|"]
+    for _, each, peer in rows:
+        try:
+            ours, theirs = (figure(replace(bar, column=MEMORY), text) for bar in (each.ours, peer))
+        except ValueError:
+            continue
+        lines.append(
+            f"| {each.work} | {_shown(ours)} | {peer.name} | {_shown(theirs)} | {ours / theirs:.2f} × |"
+        )
+    return lines
+
+
+def with_block(page: str, block: str) -> str:
+    """Return a page with a block between its marks."""
+    before, rest = page.split(BEGIN, 1)
     mark, rest = rest.split("\n", 1)
-    return f"{before}{BEGIN}{mark}\n{table(text)}\n{END}{rest.split(END, 1)[1]}"
+    return f"{before}{BEGIN}{mark}\n{block}\n{END}{rest.split(END, 1)[1]}"
+
+
+def with_table(text: str) -> str:
+    """Return RESULTS.md with its table."""
+    return with_block(text, table(text))
+
+
+def with_verdicts(page: str, text: str) -> str:
+    """Return docs/compared.md with its tables."""
+    return with_block(page, compared(text))
 
 
 def main() -> None:
     text = RESULTS.read_text("utf-8")
     RESULTS.write_text(with_table(text), "utf-8")
+    COMPARED.write_text(with_verdicts(COMPARED.read_text("utf-8"), text), "utf-8")
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(picture(text), "utf-8")
     print(table(text), PICTURE, sep="\n")

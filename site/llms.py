@@ -35,11 +35,11 @@ def llms_text() -> str:
     config = yaml.load((ROOT / "site" / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
     lines = [f"# {config['site_name']}", "", f"> {config['site_description']}"]
     for entry in config["nav"]:
-        if isinstance(entry, str):
-            lines += ["", *_items([entry])]
-            continue
         for title, pages in entry.items():
-            lines += ["", f"## {title}", "", *_items(pages)]
+            if isinstance(pages, str):
+                lines += ["", *_items([pages])]
+            else:
+                lines += ["", f"## {title}", "", *_items(pages)]
     return "\n".join(lines) + "\n"
 
 

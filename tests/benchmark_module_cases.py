@@ -137,6 +137,9 @@ def test_the_table_and_the_picture_of_the_results_are_written(program, monkeypat
     results = tmp_path / "RESULTS.md"
     results.write_text(headlines.RESULTS.read_text("utf-8"), "utf-8")
     monkeypatch.setattr(headlines, "RESULTS", results)
+    compared = tmp_path / "compared.md"
+    compared.write_text(headlines.COMPARED.read_text("utf-8"), "utf-8")
+    monkeypatch.setattr(headlines, "COMPARED", compared)
     monkeypatch.setattr(headlines, "PICTURE", tmp_path / "images" / "benchmarks.svg")
     assert "| Megalith |" in program(headlines) or results.read_text("utf-8")
     assert (tmp_path / "images" / "benchmarks.svg").read_text("utf-8").startswith("<?xml")

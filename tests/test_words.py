@@ -276,6 +276,8 @@ def test_benchmarks_of_the_documentation_are_there():
 def test_the_benchmarks_table_and_picture_are_of_the_results():
     text = headlines.RESULTS.read_text("utf-8")
     assert headlines.with_table(text) == text, "python -m benchmarks.headlines writes it"
+    page = headlines.COMPARED.read_text("utf-8")
+    assert headlines.with_verdicts(page, text) == page, "python -m benchmarks.headlines writes it"
     drawn = headlines.PICTURE.read_text("utf-8")
     for each in headlines.COMPARISONS:
         for peer in each.peers:
