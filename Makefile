@@ -4,6 +4,7 @@
 #   make test-quick  what needs one process alone, no compiler and no seconds: five minutes; make test-all  every case: hours
 #   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
 #   make test-docs  runs every command of the README and of docs/ in small, or PAGES=FILE's, and looks for what they show
+#   make notebooks  runs examples/notebooks unchanged as notebooks, by nbclient (part of test-docs)
 #   make test-install  builds the wheel, installs it in clean environments, with each extra and with none, uses it there
 #   make test-minimum  the quick tests with the lowest version of each dependency that is declared (part of test-install)
 #   make dist  builds the source distribution and the wheel in dist/ and checks their metadata
@@ -32,7 +33,7 @@ PYTEST := $(BIN)/python -m pytest tests $(SPREAD)
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults faults-1000 mutants sizes accuracy pictures llms recipes lint dist workflows clean
+.PHONY: setup lock train test test-quick test-all test-site test-docs notebooks test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults faults-1000 mutants sizes accuracy pictures llms recipes lint dist workflows clean
 
 setup: $(READY)
 
@@ -113,8 +114,15 @@ test-all: $(READY) lint
 test-site: $(READY) docs
 	$(BIN)/python -m pytest tests/in_browser.py
 
-test-docs: $(READY)
+test-docs: $(READY) notebooks
 	$(BIN)/python tests/page_trials.py $(PAGES)
+
+NOTEBOOKS := .notebooks
+$(NOTEBOOKS)/nbclient: | $(READY)
+	$(BIN)/pip install --quiet --target $(NOTEBOOKS) jupytext nbclient ipykernel
+
+notebooks: $(NOTEBOOKS)/nbclient
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(NOTEBOOKS) $(BIN)/python tests/notebook_trials.py
 
 test-install: $(READY)
 	$(BIN)/python tests/install_trials.py $(EXTRAS)
@@ -211,4 +219,4 @@ mutants: $(READY)
 	$(BIN)/python tests/mutation_trials.py --resume $(MUTANTS)
 
 clean:
-	rm -rf $(VENV) $(DOCS) $(TYPES) $(MINIMUM) build $(MEGATRON) $(MEGATRON_NEWEST) $(CLUSTER_MODELS) data runs
+	rm -rf $(VENV) $(DOCS) $(TYPES) $(MINIMUM) build $(MEGATRON) $(MEGATRON_NEWEST) $(CLUSTER_MODELS) $(NOTEBOOKS) data runs
