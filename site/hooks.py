@@ -21,6 +21,7 @@ from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads this file by its path
 
+from logo import favicon, white_mark
 from page_sources import PAGES
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +67,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         add(uri, (ROOT / source).read_text("utf-8"))
     add("api.md", api_page())
     add("run.schema.json", run_schema())
+    add("header_logo.svg", white_mark())
+    add("favicon.svg", favicon())
     add("site.css", (Path(__file__).parent / "site.css").read_text("utf-8"))
     for name, script in SCRIPTS.items():
         if script.is_file():

@@ -43,8 +43,11 @@ def llms_text() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _items(pages: list[str]) -> Iterator[str]:
-    for page in pages:
+def _items(pages: list[str | dict[str, str]]) -> Iterator[str]:
+    for entry in pages:
+        page = (
+            entry if isinstance(entry, str) else next(iter(entry.values()))
+        )  # a dict has the title of its own
         if page in GENERATED:
             continue
         path = SOURCES.get(page, f"docs/{page}")

@@ -3,6 +3,8 @@
 `make pictures` writes docs/images/; a test keeps them as they would be drawn today.
 """
 
+from logo import logo
+
 from pictures.holdings import checkpoint, context, data, expert, pipeline, ranks, tensor
 from pictures.loops import fp8, grpo
 from pictures.order import moves
@@ -10,6 +12,7 @@ from pictures.terminals import plan, run
 from pictures.times import axes, schedules, step, zero
 
 PICTURES = {
+    "logo": logo,
     "axes": axes,
     "ranks": ranks,
     "moves": moves,
