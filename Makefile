@@ -4,6 +4,7 @@
 #   make test-quick  what needs one process alone, no compiler and no seconds: five minutes; make test-all  every case: hours
 #   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
 #   make test-docs  runs every command of the README and of docs/ in small, or PAGES=FILE's, and looks for what they show
+#   make first-hour  runs docs/first_hour/cpu.md in a fresh clone and environment, prints the seconds of each command
 #   make notebooks  runs examples/notebooks unchanged as notebooks, by nbclient (part of test-docs)
 #   make test-install  builds the wheel, installs it in clean environments, with each extra and with none, uses it there
 #   make test-minimum  the quick tests with the lowest version of each dependency that is declared (part of test-install)
@@ -33,7 +34,7 @@ PYTEST := $(BIN)/python -m pytest tests $(SPREAD)
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock train test test-quick test-all test-site test-docs notebooks test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults faults-1000 mutants sizes accuracy pictures llms recipes lint dist workflows clean
+.PHONY: setup lock train test test-quick test-all test-site test-docs first-hour notebooks test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults faults-1000 mutants sizes accuracy pictures llms recipes lint dist workflows clean
 
 setup: $(READY)
 
@@ -116,6 +117,9 @@ test-site: $(READY) docs
 
 test-docs: $(READY) notebooks
 	$(BIN)/python tests/page_trials.py $(PAGES)
+
+first-hour: $(READY)
+	$(BIN)/python tests/first_hour_trials.py $(FIRST_HOUR)
 
 NOTEBOOKS := .notebooks
 $(NOTEBOOKS)/nbclient: | $(READY)

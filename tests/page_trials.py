@@ -62,6 +62,9 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # in a page's commands and 
     "docs/streams.md": (GPT2,),
     "docs/checkpoints.md": (GPT2, FP32, ("size 3 --train.train_iters 4", "size 3 --train.train_iters 6")),
     "docs/cluster.md": ((" /data/", " data/"),),
+    "docs/first_hour/cpu.md": (  # positions for the fine-tuning, which small sequences would leave out
+        ("examples/quickstart.yaml", "examples/quickstart.yaml --model.max_position_embeddings 256"),
+    ),
     "docs/first_hour/torchtitan.md": (("decay_iters: 40", "decay_iters: 2"),),
     "docs/first_hour/trainer.md": (
         ("max_steps=60", "max_steps=4"),
@@ -95,7 +98,13 @@ QUICKSTART = (  # what the pages but FROM_NOTHING take for granted
     "for name in models/Qwen3-0.6B models/Llama-3.2-1B-Instruct models/7b Qwen/Qwen3-0.6B Qwen/Qwen2.5-1.5B"
     " meta-llama/Llama-3.1-8B; do mkdir -p $(dirname $name); cp -r small $name; done",
 )
-FROM_NOTHING = {"docs/quickstart.md", "docs/data.md", "docs/grpo.md", "docs/first_hour/index.md"}
+FROM_NOTHING = {
+    "docs/quickstart.md",
+    "docs/first_hour/cpu.md",
+    "docs/data.md",
+    "docs/grpo.md",
+    "docs/first_hour/index.md",
+}
 SEVEN_BILLION = """
 import json, torch, transformers  # the shapes of a Llama of 7B; the weights are a hole in the file
 config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=4096, dtype="bfloat16")

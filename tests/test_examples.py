@@ -147,6 +147,13 @@ GALLERY = {
     "long_context.yaml": ("train", (*SMALL, "--data.seq_length", "512"), 2),
     "fp8.yaml": ("train", SMALLER, 1),
     "distill/run.yaml": ("distill", SMALL, 1),
+    "first_hour/chat.yaml": ("sft", ONCE, 1),
+    "first_hour/sums.yaml": ("grpo", (*SMALL, "--train.global_batch_size", "32"), 1),
+    "first_hour/qwen3_0.6b.yaml": (
+        "train",
+        (*SMALLER, "--data.seq_length", "64", "--train.micro_batch_size", "2", "--train.precision", "fp32"),
+        1,
+    ),
     "grpo/arithmetic_sft.yaml": ("sft", SMALL, 1),
     "grpo/arithmetic.yaml": ("grpo", (*SMALL, "--train.global_batch_size", "32"), 1),
 }
@@ -173,6 +180,8 @@ def test_the_run_files_of_the_gallery_train_and_fit_their_processes(tmp_path, mo
         words = [program, f"examples/{name}", *small]
         layout = re.findall(r"\w+_parallel_size", (EXAMPLES / name).read_text()) if processes > 1 else []
         alone = [word for size in set(layout) for word in (f"--parallel.{size}", "1")]
+        if name == "first_hour/chat.yaml":  # which begins from the folder of the first run
+            assert main(["export-hf", "runs/quickstart", "models/first"]) == 0
         assert main([*words, *alone]) == 0, name
         output = tmp_path / re.search(r"output_dir: (\S+)", (EXAMPLES / name).read_text())[1]
         found = [record["loss"] for record in read_records(output / "metrics.jsonl")]

@@ -68,6 +68,5 @@ result = megalith.grpo(config, reward_funcs=vowels, train_dataset=prompts)
 
 # %%
 lines = [json.loads(line) for line in Path("runs/vowels/metrics.jsonl").read_text().splitlines()]
-print(
-    f"mean reward: {lines[0]['rewards_mean']:.3f} at the first step, {lines[-1]['rewards_mean']:.3f} at step {result.step}"
-)
+first, last = lines[0]["rewards_mean"], lines[-1]["rewards_mean"]
+print(f"mean reward: {first:.3f} at the first step, {last:.3f} at step {result.step}")

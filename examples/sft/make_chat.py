@@ -1,6 +1,8 @@
 """Write a tiny chat data set about sums, and its text to train a tokenizer on.
 
-python examples/sft/make_chat.py data [conversations]        # data/chat.jsonl, data/chat_text.jsonl
+python examples/sft/make_chat.py data [conversations]   # data/chat.jsonl, data/chat_text.jsonl, data/chat_sums.jsonl
+
+chat_sums.jsonl has single questions with their answers, for GRPO and evaluation.
 """
 
 import json
@@ -33,6 +35,9 @@ def main(folder: str, count: int = 400) -> None:
     write(Path(folder) / "chat.jsonl", [{"messages": messages} for messages in chats])
     texts = ["\n".join(f"<|{m['role']}|>\n{m['content']}" for m in messages) for messages in chats]
     write(Path(folder) / "chat_text.jsonl", [{"text": text} for text in texts])
+    sums = [(a, b) for a in range(10) for b in range(10)]
+    problems = [{"prompt": one.format(a=a, b=b), "answer": a + b} for a, b in sums for one in QUESTIONS]
+    write(Path(folder) / "chat_sums.jsonl", problems)
 
 
 if __name__ == "__main__":
