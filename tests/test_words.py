@@ -121,7 +121,7 @@ def test_the_architecture_names_what_stands_in_the_files_it_names():
 
 
 def test_every_page_stands_in_the_sites_navigation():
-    listed = re.findall(r"^ +- ([\w/]+\.md)$", text_of(ROOT / "site" / "mkdocs.yml"), re.MULTILINE)
+    listed = re.findall(r"^ +- (?:\w+: )?([\w/]+\.md)$", text_of(ROOT / "site" / "mkdocs.yml"), re.MULTILINE)
     made = {
         "index.md",
         "readme.md",
