@@ -35,6 +35,7 @@ from megalith.launch.heartbeat import Heartbeat
 from megalith.launch.in_process import InProcessRestart
 from megalith.launch.last_collectives import flight_recorder, pending_collective
 from megalith.launch.launcher import Process
+from megalith.launch.network import limited_silence
 from megalith.launch.restart import this_attempt
 
 CHECKS_PER_TIMEOUT = 10
@@ -270,7 +271,8 @@ def _clone_store() -> Store:
     timeout = rank_store.timeout
     rank_store.set_timeout(timedelta(seconds=STORE_TIMEOUT / 2))  # torch tries to connect for twice as long
     try:
-        store = PrefixStore("watch", rank_store.clone())
+        with limited_silence(STORE_TIMEOUT):
+            store = PrefixStore("watch", rank_store.clone())
     except RuntimeError as error:
         raise _store_error(error) from error
     finally:

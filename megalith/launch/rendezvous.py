@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from megalith.errors import ConfigError
-from megalith.launch.network import LOOPBACK, address_towards, await_name, is_this_host
+from megalith.launch.network import LOOPBACK, address_towards, await_name, is_this_host, limited_silence
 from megalith.launch.tcp_store import ANSWER_TIMEOUT, connect_store, not_a_rendezvous, serve_store
 
 DEFAULT_PORT = 29400  # torch elastic's
@@ -124,7 +124,8 @@ class MultiNodeRendezvous(RendezvousHandler):
                 store.set(key, json.dumps([run_id, job]))
                 self.serves_store = True
                 return store, job
-        store = connect_store(self._host, self._port, timeout)
+        with limited_silence(timeout.total_seconds()):
+            store = connect_store(self._host, self._port, timeout)
         self._address = address_towards(self._host, self._port)
         try:
             store.wait([key], timedelta(seconds=ANSWER_TIMEOUT))

@@ -13,7 +13,7 @@ from megalith.launch.failure import Failure, RankLost
 from megalith.launch.hang_watch import RankStatus, differing_ranks
 from megalith.launch.in_process import IN_PROCESS, InProcessRestart, MeetingError, RestartStore
 from megalith.launch.launcher import Process
-from megalith.launch.network import open_connections, shut_down
+from megalith.launch.network import limited_silence, open_connections, shut_down
 from megalith.launch.rank_replacement import RankReplacement
 from megalith.launch.spare import SPARE, assign, wait_as_spare
 
@@ -42,6 +42,23 @@ def test_only_connections_opened_since_are_shut_down():
             assert client.recv(1) == b"x"
             client.close(), peer.close()
         new.close()
+
+
+def test_only_connections_opened_in_the_context_fail_when_the_other_machine_is_silent():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        old, old_peer = connect(server)
+        with limited_silence(30):
+            new, new_peer = connect(server)
+        options = [
+            (
+                each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+                each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            )
+            for each in (old, new)
+        ]
+        assert options == [(0, 0), (30_000, 1)]
+        for each in (old, old_peer, new, new_peer):
+            each.close()
 
 
 def test_the_store_counts_arrivals_and_starts_of_each_generation():
