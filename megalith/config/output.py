@@ -187,6 +187,11 @@ class RuntimeConfig(Section):
     ] = 1.25
     """Ratio to the median compute time of ranks with the same work above which a rank is slow."""
 
+    replace_unhealthy_ranks: bool = False
+    """Replace a rank after the step in which its GPU is slowed by heat or power or has memory errors, or in which it is
+    a straggler for the second time in a row. No step is repeated. Requires checkpoint.memory_interval; counts as one
+    of --max-restarts."""
+
     @property
     def activation_share(self) -> float:
         """Value of activation_memory_budget; 1 for an unresolved `auto`."""

@@ -25,6 +25,8 @@ SLOWED = {
 """Bits of NVML's clock throttle reasons that are faults. Bits for idle and for the power cap (0x04), which a busy GPU
 usually reaches, are not."""
 
+MEMORY_FULL = "its memory is full or in pieces"  # a fault of the settings, not of the hardware
+
 
 @dataclass(frozen=True)
 class GpuState:
@@ -84,7 +86,7 @@ class GpuState:
             faults.append("a row of its memory waits to be replaced: reset it")
         if self.alloc_retries:
             faults.append(
-                f"its memory is full or in pieces, and all its kernels waited {self.alloc_retries} times while PyTorch "
+                f"{MEMORY_FULL}, and all its kernels waited {self.alloc_retries} times while PyTorch "
                 "freed its cache and retried: recompute more (parallel.recompute_granularity), or make "
                 "train.micro_batch_size smaller"
             )
@@ -183,7 +185,8 @@ class GpuMonitor:
             if (rank, kind) not in self._reported:
                 self._reported.add((rank, kind))
                 text = f"warning: the GPU of rank {rank} on {host} ({gpu.name}): {fault}"
-                self._on_event(text, event="gpu", step=step, rank=rank, host=host)
+                is_hardware = not fault.startswith(MEMORY_FULL)
+                self._on_event(text, event="gpu", step=step, rank=rank, host=host, is_hardware=is_hardware)
         if not faults:
             self._reported = {(other, kind) for other, kind in self._reported if other != rank}
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
+import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -32,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from megalith.compat.elastic import HookedAgent
 from megalith.errors import REFUSALS
-from megalith.launch.failure import CRASH_FILE, CRASHES, Failure, first_failure
+from megalith.launch.failure import CRASH_FILE, CRASHES, Failure, first_failure, planned_end
 from megalith.launch.in_process import IN_PROCESS, open_restart_store
 from megalith.launch.peer_watch import CONNECTED_FILE, PeerWatch
 from megalith.launch.rank_replacement import RankReplacement, replacement_variables
@@ -41,6 +42,7 @@ from megalith.launch.signals import STOP_SIGNALS, handled_stop_signals
 from megalith.launch.spare import SPARE, assign
 from megalith.launch.stops import STOP_CODE_FILE
 
+KILL_TIMEOUT = 5.0  # seconds for a killed process to end
 CRASH_REPORT_TIMEOUT = 3.0  # seconds for the other ranks to report their last collectives after a crash
 SAVE_TIMEOUT = 60.0  # seconds for ranks to save and exit when a machine has joined
 
@@ -63,6 +65,8 @@ class Agent(HookedAgent):
         self._handled_signals = handled_stop_signals()
         self._killed_ranks: set[int] = set()
         self._num_spares = num_spares
+        self._free_devices: list[int] = []  # GPUs that no rank has used in this attempt
+        self._devices: dict[int, int] = {}  # by local rank, of replacements that got one of them
         self._spares: dict[Path, SubprocessHandler] = {}  # by the file that assigns a rank to each
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -86,6 +90,8 @@ class Agent(HookedAgent):
         if self.remaining_restarts and self.world_size > 1:
             address = worker_group.master_addr, worker_group.master_port
             self._replacement = RankReplacement(open_restart_store(*address, self.world_size))
+            self._free_devices = list(range(len(ids), torch.cuda.device_count()))
+            self._devices.clear()
             self._start_spares()
         return ids
 
@@ -108,8 +114,11 @@ class Agent(HookedAgent):
         if not self._not_connected and (reason := self._peers.poll()):
             self._not_connected = reason
             self._kill_ranks(worker_group)
+        self._seen_codes: list[int | None] | None = None
         if self._replace_ranks(worker_group):
             return RunResult(WorkerState.HEALTHY)
+        if self._seen_codes is not None and self._exit_codes() != self._seen_codes:
+            return RunResult(WorkerState.HEALTHY)  # a rank has failed since; the next call replaces it
         self._kill_survivors(worker_group)
         result = super().monitor_workers(worker_group)
         waiting = worker_group.spec.rdzv_handler.num_nodes_waiting
@@ -124,6 +133,9 @@ class Agent(HookedAgent):
                 failure = replace(failure, not_connected=self._not_connected)
             self._record_failure(failure, worker_group.group_world_size)
         return result
+
+    def _exit_codes(self) -> list[int | None]:
+        return [self.worker_processes[local].poll() for local in range(len(self.worker_processes))]
 
     def _error_files_by_rank(self, worker_group: WorkerGroup) -> dict[int, str]:
         ranks = [worker.global_rank for worker in worker_group.workers]
@@ -141,9 +153,12 @@ class Agent(HookedAgent):
 
     def _replace_ranks_of(self, worker_group: WorkerGroup, replacement: RankReplacement) -> bool:
         workers = worker_group.workers
-        for rank in replacement.requested():
-            self._kill([local for local, worker in enumerate(workers) if worker.global_rank == rank])
-        codes = [self.worker_processes[local].poll() for local in range(len(workers))]
+        planned = replacement.planned() if self.remaining_restarts else []
+        requested = [*replacement.requested(), *planned]
+        victims = [local for local, worker in enumerate(workers) if worker.global_rank in requested]
+        self._kill(victims)
+        _wait_for([self.worker_processes[local] for local in victims], KILL_TIMEOUT)
+        codes = self._seen_codes = self._exit_codes()
         failed = [local for local, code in enumerate(codes) if code]
         if not failed:
             if not replacement.follow():
@@ -153,6 +168,8 @@ class Agent(HookedAgent):
             return False
         failures = {workers[local].global_rank: self.worker_failure(local) for local in failed}
         failure = first_failure(failures, self._error_files_by_rank(worker_group))
+        if failure.rank in planned:
+            failure = planned_end(failure.rank)
         if not self.remaining_restarts or not replacement.is_possible(codes, failure):
             return False
         self.failures.append(failure)
@@ -170,7 +187,11 @@ class Agent(HookedAgent):
         return True
 
     def _next_process(self, local_rank: int, variables: Mapping[str, str]) -> SubprocessHandler:
-        """Return a spare that is assigned this rank, or a new process."""
+        """Return a spare that is assigned this rank, or a new process. It gets a GPU that no rank has used, if any."""
+        if self._free_devices:
+            self._devices[local_rank] = self._free_devices.pop(0)
+        if local_rank in self._devices:
+            variables = {**variables, "LOCAL_RANK": str(self._devices[local_rank])}
         while self._spares:
             path, handler = self._spares.popitem()
             if handler.proc.poll() is None:

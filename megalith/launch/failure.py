@@ -166,6 +166,19 @@ class Failure:
         return f"error: rank {self.rank} {event}{others}\n{self.error['py_callstack'].rstrip()}"
 
 
+def planned_end(rank: int) -> Failure:
+    """Return the failure of a rank that the launcher has ended because its hardware is unhealthy."""
+    text = "its hardware is unhealthy, so its process was ended"
+    error = {
+        "exit_code": 1,
+        "expected": True,
+        "collective": False,
+        "nanoseconds": time.time_ns(),
+        "py_callstack": text,
+    }
+    return Failure(rank, 1, error)
+
+
 def first_failure(failures: Mapping[int, Any], error_files: Mapping[int, str] | None = None) -> Failure:
     """Return the failure that caused the others.
 

@@ -30,7 +30,7 @@ from megalith.compat.process_groups import abort_nccl_groups, destroy_groups
 from megalith.errors import MegalithError, TrainingError
 from megalith.launch.failure import RankLost, is_collective_error
 from megalith.launch.launcher import Process
-from megalith.launch.network import Connections, open_connections, shut_down
+from megalith.launch.network import Connections, limited_silence, open_connections, shut_down
 from megalith.launch.parent import exit_with_launcher
 
 IN_PROCESS = "MEGALITH_IN_PROCESS"  # environment variable: the launcher replaces ranks
@@ -89,6 +89,19 @@ class RestartStore:
         key = f"hanging/{generation}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else []
 
+    def plan_replacement(self, rank: int) -> bool:
+        """Return True for the first plan to replace a rank of the job."""
+        return self._store.add(f"planned/{rank}", 1) == 1
+
+    def request_planned_replacement(self, generation: int, ranks: Sequence[int]) -> None:
+        """Ask the launchers to replace ranks that work, if a restart is left."""
+        self._store.set(f"unhealthy/{generation}", json.dumps(sorted(ranks)))
+
+    def planned(self, generation: int) -> list[int]:
+        """Return the ranks for which a planned replacement is requested in this generation."""
+        key = f"unhealthy/{generation}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else []
+
     def groups_store(self, generation: int) -> Store:
         """Return the store for the process groups of a generation."""
         return PrefixStore(f"groups/{generation}", self._store)
@@ -96,7 +109,9 @@ class RestartStore:
 
 def open_restart_store(host: str, port: int, world_size: int) -> RestartStore:
     """Connect to the job's store."""
-    return RestartStore(TCPStore(host, port, timeout=STORE_TIMEOUT, wait_for_workers=False), world_size)
+    with limited_silence(STORE_TIMEOUT.total_seconds()):
+        store = TCPStore(host, port, timeout=STORE_TIMEOUT, wait_for_workers=False)
+    return RestartStore(store, world_size)
 
 
 class InProcessRestart:
@@ -198,6 +213,18 @@ class InProcessRestart:
     def request_replacement(self, ranks: Sequence[int]) -> None:
         """Ask the launchers to replace ranks that hang. Called from a thread of its own."""
         self._connect().request_replacement(self.generation, ranks)
+
+    def plan_replacement(self, rank: int) -> bool:
+        """Return True unless a replacement of this rank has been planned before."""
+        return self._store.plan_replacement(rank)
+
+    def request_planned_replacement(self, ranks: Sequence[int]) -> None:
+        """Ask the launchers to replace ranks that work."""
+        self._store.request_planned_replacement(self.generation, ranks)
+
+    def wait_for_abort(self) -> bool:
+        """Wait until the launcher has announced a new generation. Return False if it does not."""
+        return self._aborted.wait(ANNOUNCEMENT_TIMEOUT)
 
     def survives(self, error: BaseException) -> bool:
         """Return True if `error` is the consequence of another rank's failure and the launcher replaces that rank."""

@@ -31,6 +31,10 @@ class RankReplacement:
         """Return the ranks of the job whose replacement other ranks have requested because they hang."""
         return self._store.requested(self._store.generation())
 
+    def planned(self) -> list[int]:
+        """Return the ranks of the job whose planned replacement is requested."""
+        return self._store.planned(self._store.generation())
+
     def is_possible(self, codes: Sequence[int | None], failure: Failure) -> bool:
         """Return True if the failed processes can be replaced.
 

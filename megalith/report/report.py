@@ -43,6 +43,8 @@ from megalith.report.summary import print_summary, start_record
 from megalith.report.trackers import open_trackers
 from megalith.tables import wrap_paragraph
 
+HARDWARE_EVENTS = "gpu", "straggler"
+
 
 class TokenCounts(NamedTuple):
     """Tokens that a step trained on, over all ranks, without padding."""
@@ -189,6 +191,8 @@ class Report:
         self._stragglers = StragglerDetector(config.runtime, mesh, device, self._is_traced, self.event)
         self._gpus = GpuMonitor(device, mesh.world, self.event)
         self._gpu_metrics: dict[int, dict[str, float]] = {}  # of the step at the last log interval
+        self._hardware_events: list[dict[str, Any]] = []
+        self._measurements = 0  # straggler measurements up to the last `take_hardware_events`
         self._read: list[ReadStep] = []
         self._pending: list[PendingStep] = []
         self._first = step + 1
@@ -292,8 +296,19 @@ class Report:
     def event(self, text: str, *, event: str, **values: Any) -> None:
         """Report an unusual event: print `text` and append it with `values` to events.jsonl."""
         self.note(text)
+        if event in HARDWARE_EVENTS and self._config.runtime.replace_unhealthy_ranks:
+            self._hardware_events.append({"event": event, **values, "text": text})
         if self._metrics is not None:
             self._metrics.log_event({"event": event, **values, "text": text})
+
+    def take_hardware_events(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return True if stragglers were measured since the last call, and the new events of GPUs and stragglers.
+
+        Only rank 0 has all events, and only with `runtime.replace_unhealthy_ranks`.
+        """
+        events, self._hardware_events = self._hardware_events, []
+        measured, self._measurements = self._measurements, self._stragglers.measurements
+        return self._measurements > measured, events
 
     def _step_metrics(self, step: ReadStep, pending: PendingStep, milliseconds: float) -> StepMetrics:
         tokens, flops = step.batch_size * self._tokens, self._flops(self._tokens)

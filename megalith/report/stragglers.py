@@ -39,6 +39,8 @@ class StragglerDetector:
         self._mesh, self._device, self._is_traced, self._on_event = mesh, device, is_traced, on_event
         self._measure: StepMeasurement | None = None
         self._step = 0
+        self.measurements = 0
+        """Number of measured steps."""
 
     def before_step(self, step: int) -> None:
         if self._enabled and step % self._interval == 0 and not self._is_traced(step):
@@ -50,6 +52,7 @@ class StragglerDetector:
             return
         times = self._measure.stop()
         self._measure = None
+        self.measurements += 1
         compute_times = dict(enumerate(gather_json(compute_time(times), self._mesh.world)))
         stages: dict[int, dict[int, float]] = {}
         for rank, milliseconds in compute_times.items():

@@ -19,6 +19,11 @@ from megalith.training.run_state import Run, Task
 def restarts_in_process(config: RunConfig, task: Task) -> bool:
     """Return True if the run keeps snapshots in memory. Raise ConfigError if its task does not support that."""
     if config.checkpoint.memory_interval is None:
+        if config.runtime.replace_unhealthy_ranks:
+            raise ConfigError(
+                "runtime.replace_unhealthy_ranks is true, but ranks are replaced from snapshots in memory; set "
+                "checkpoint.memory_interval to the number of steps between them"
+            )
         return False
     if not task.restarts_in_process:
         raise ConfigError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,7 @@ from megalith.training.recovery import FaultHandler
 from megalith.training.resume import load_run
 from megalith.training.run_snapshots import RunSnapshots, restarts_in_process
 from megalith.training.run_state import Run, Task
+from megalith.training.unhealthy_ranks import UnhealthyRanks
 
 ABANDON_TIMEOUT = 60.0  # seconds for the snapshots' thread to end after a failure
 
@@ -288,6 +290,7 @@ class Trainer:
         ):
             run.log = self.report.note
             self.faults = FaultHandler(run, self.report)
+            self.unhealthy = self._unhealthy_ranks()
             if self.loaded_from:
                 run.log(
                     f"resuming from {self.loaded_from}: step {run.step}, {run.consumed_samples} samples consumed"
@@ -320,6 +323,15 @@ class Trainer:
                 run.log(f"test loss {test_loss:.4f}{metrics}")
         return self._result(checkpoint, ended, self.report.last_loss)
 
+    def _unhealthy_ranks(self) -> UnhealthyRanks | None:
+        runtime, interval = self.config.runtime, self.config.log.log_interval
+        if not runtime.replace_unhealthy_ranks or self.memory is None or self.restart is None:
+            return None
+        if runtime.enable_straggler_detection:
+            interval = math.gcd(interval, runtime.straggler_interval)
+        world = self.run.mesh.world
+        return UnhealthyRanks(world, self.restart, self.memory, self.report, self.heartbeat, interval)
+
     def _train_steps(self) -> str | None:
         """Train from the current step. Return the reason for the end, or None if the run has gone back to an earlier
         step."""
@@ -340,6 +352,8 @@ class Trainer:
                     return None
                 if self.stops.stop_reason is None:
                     self._between_steps()
+                    if self.unhealthy is not None and run.step < run.total_steps:
+                        self.unhealthy.after_step(run.step)
                 if (stop := self.stops.stop_reason or stop) and run.step < run.total_steps:
                     return stop
         return "train_iters"

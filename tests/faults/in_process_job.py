@@ -2,20 +2,28 @@
 
 The plan is JSON: a list of [rank, point, number, how]. The ranks are forks of the launcher, so they have the points.
 Each failure happens once, in the first process of that rank that reaches the point for the `number`th time, counted
-from 1; at the point `step` the number is that of a step.
+from 1; at the point `step` the number is that of a step. `how` is one of the words in `fail`, the name of a signal
+that the rank sends itself, or "launcher" and the name of a signal that the rank sends the launcher.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+
+from torch._inductor import compile_fx
 
 from megalith.checkpoint import memory_snapshots, saver
 from megalith.checkpoint.memory_snapshots import MemorySnapshots
 from megalith.launch import in_process, rank_replacement
+from megalith.rl.rewards import Rewards
+from megalith.rl.sampling.rollout_sampler import RolloutSampler
+from megalith.rl.sampling.weight_sync import WeightSync
 from megalith.training import trainer
 from megalith.training.run_snapshots import RunSnapshots
 from megalith.training.run_state import Run
@@ -33,6 +41,16 @@ POINTS = {
     "fetch": (MemorySnapshots, "fetch"),
     "restore": (RunSnapshots, "restore"),
 }
+PHASES = {
+    "start": (trainer, "prepare"),
+    "compile": (compile_fx, "compile_fx"),
+    "generation": (RolloutSampler, "sample_share"),
+    "rewards": (Rewards, "__call__"),
+    "weight sync": (WeightSync, "update"),
+}
+"""Points that random plans do not contain: a job in which ranks are replaced does not reach them twice."""
+LINK_SWITCH = "TEST_LINK"  # environment variable: a command that cuts or mends the link between two hosts
+MEMORY_LIMIT = "TEST_CGROUP"  # environment variable: the memory cgroup that a rank enters at "oom"
 counts: Counter = Counter()
 
 
@@ -53,10 +71,35 @@ def fail(point: str, number: int, when: str = "before") -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "sleep":
             time.sleep(1000)
+        if how == "slow":
+            time.sleep(2)
         if how == "raise":
             raise ZeroDivisionError("a bug of this rank")
         if how == "abort":
             os.abort()
+        if how == "oom":
+            run_out_of_memory(Path(os.environ[MEMORY_LIMIT]))
+        if how.startswith("cut"):
+            cut_link(how.removeprefix("cut").strip())
+        target, _, name = how.rpartition(" ")
+        if name.startswith("SIG"):
+            os.kill(os.getppid() if target == "launcher" else os.getpid(), signal.Signals[name])
+
+
+def cut_link(seconds: str) -> None:
+    """Cut the link between two hosts, for some seconds or for good."""
+    switch = os.environ[LINK_SWITCH]
+    subprocess.run(f"{switch} down", shell=True, check=True)
+    if seconds:
+        subprocess.Popen(f"sleep {seconds}; {switch} up", shell=True, start_new_session=True)
+
+
+def run_out_of_memory(cgroup: Path) -> None:
+    """Enter a cgroup and use more memory than its limit, until the kernel kills this process."""
+    (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+    pages = []
+    while True:
+        pages.append(bytearray(b"x" * 2**22))
 
 
 def wrap(point: str, owner: object, name: str) -> None:
@@ -73,7 +116,15 @@ def wrap(point: str, owner: object, name: str) -> None:
     setattr(owner, name, wrapped)
 
 
+def keep_low_priority() -> None:
+    """Give this session the niceness of its processes: with autogroups, the kernel compares sessions first."""
+    if (niceness := os.nice(0)) > 0:
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(niceness))
+
+
 def main() -> None:
+    keep_low_priority()
     step = Run.train_step
 
     def train_step(run, *arguments):
@@ -81,7 +132,7 @@ def main() -> None:
         return step(run, *arguments)
 
     Run.train_step = train_step
-    for point, (owner, name) in POINTS.items():
+    for point, (owner, name) in (POINTS | PHASES).items():
         wrap(point, owner, name)
     rank_replacement.LIMIT = float(os.environ.get(RESTART_LIMIT, rank_replacement.LIMIT))
     from megalith.cli.main import main

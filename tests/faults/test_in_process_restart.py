@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from in_process_trials import happened, left_by, restarts, run
+from ranks import events, steps
 
 STEPS = 13  # with snapshots every 2 steps, checkpoints every 5, evaluations every 4
 
@@ -70,6 +71,36 @@ def test_a_restart_that_takes_too_long_becomes_a_restart_of_all_processes(tmp_pa
 )
 def test_a_failure_at_each_point_changes_nothing(tmp_path, undisturbed, layout, failures):
     assert check(tmp_path / "run", layout, failures, undisturbed) == (len(failures), 0)
+
+
+UNHEALTHY = {
+    "runtime__replace_unhealthy_ranks": True,
+    "runtime__enable_straggler_detection": True,
+    "runtime__straggler_interval": 2,
+    "runtime__straggler_threshold": 3,
+}
+
+
+@pytest.mark.full
+def test_a_rank_that_is_slow_twice_in_a_row_is_replaced_after_that_step_and_only_once(tmp_path, undisturbed):
+    failures = [(2, "step", step, "slow") for step in (4, 6, 10, 12)]
+    output = tmp_path / "run"
+    text = run(output, "data", STEPS, failures, **UNHEALTHY)
+    assert left_by(output, STEPS) == undisturbed("data"), text
+    assert happened(output) == 4 and restarts(text) == (1, 0), text
+    (event,) = events(output, "planned_replacement")
+    assert (event["rank"], event["step"]) == (2, 6)
+    assert "error: rank 2: its hardware is unhealthy" in text and "continuing from memory: step 6," in text
+    assert steps(output) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.full
+def test_an_unhealthy_rank_trains_on_if_no_restart_is_left(tmp_path, undisturbed):
+    failures = [(1, "step", 2, "kill"), *((2, "step", step, "slow") for step in (4, 6))]
+    output = tmp_path / "run"
+    text = run(output, "data", STEPS, failures, max_restarts=1, **UNHEALTHY)
+    assert left_by(output, STEPS) == undisturbed("data"), text
+    assert restarts(text) == (1, 0) and len(events(output, "no_replacement")) == 1, text
 
 
 @pytest.mark.full
