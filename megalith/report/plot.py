@@ -30,6 +30,7 @@ DASHES = (0, (4, 4))
 MAX_POINTS = 3000  # of a smoothed curve, twice the width of the picture
 MAX_DRAWN = 12_000  # of the loss: two intervals of `downsample` per pixel, so that no spike is missed
 MAX_DRAWN_SMALL = 4000  # of a small chart, likewise
+MAX_LINES = 500  # for lost losses
 PANELS = (
     ("lr", "learning rate", 1.4),
     ("grad_norm", "gradient norm, before clipping", 0.8),
@@ -125,7 +126,8 @@ def _draw_losses(axes: Axes, runs: Sequence[RunFiles]) -> None:
             heights = axes.get_xaxis_transform()  # from the bottom of the chart to its top
             label = f"{name}, lost losses (NaN): {len(bad_steps)}"
             lines = dict(colors=colour, linewidth=1, linestyle=":", label=label)
-            axes.vlines(bad_steps, 0, 1, transform=heights, **lines)  # one artist: there may be thousands
+            shown = bad_steps[:: -(-len(bad_steps) // MAX_LINES)]  # there may be thousands
+            axes.vlines(shown, 0, 1, transform=heights, **lines)
     axes.set_ylim(*(loss_limits(losses, curves, checks) or (None, None)))
 
 
