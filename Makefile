@@ -20,8 +20,8 @@
 #   make llms    writes llms.txt, the list of the pages for language models
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
 #   make accelerate-example EXAMPLE=FILE  installs transformers 4.56 beside .venv, runs Accelerate's example for Megatron-LM
-#   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
-#   make faults-1000  makes a thousand random failures in jobs that restart in their processes; resumable, hours
+#   make faults  creates .venv, runs all tests of faults, the long ones too, and kills a hundred runs at random moments
+#   make faults-1000  makes a thousand random failures over layouts, tasks and phases at low priority; resumable, hours
 #   make mutants  plants the one-line faults of tests/mutants.toml in a copy, checks that the tests notice them: an hour on two cores
 PYTHON ?= python3
 VENV := .venv
@@ -220,12 +220,13 @@ accelerate-example: $(TRANSFORMERS_4)/transformers
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TRANSFORMERS_4) $(BIN)/python tests/dialects/against_accelerate_example.py $(EXAMPLE)
 
 faults: $(READY)
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest tests/faults -m 'full or not full'
 	$(BIN)/python tests/faults/kill_trials.py --trials $(or $(TRIALS),100)
 
 faults-1000: $(READY)
 	mkdir -p runs
-	$(BIN)/python tests/faults/in_process_trials.py --trials $(or $(TRIALS),1000) --seed $(or $(SEED),1) --results runs/faults-1000.jsonl
+	nice -n 19 $(BIN)/python tests/faults/in_process_trials.py --trials $(or $(TRIALS),800) --seed $(or $(SEED),1) --results runs/faults-1000.jsonl
+	nice -n 19 $(BIN)/python tests/faults/phase_trials.py --trials $(or $(TASK_TRIALS),200) --seed $(or $(SEED),1) --results runs/faults-1000-tasks.jsonl
 
 mutants: $(READY)
 	$(BIN)/python tests/mutation_trials.py --resume $(MUTANTS)

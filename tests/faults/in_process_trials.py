@@ -25,6 +25,7 @@ from ranks import words
 
 JOB = Path(__file__).with_name("in_process_job.py")
 Failure = tuple[int, str, int, str]  # rank, point, number, how
+PATIENCE = 1800.0  # seconds for a trial of a campaign, which runs at low priority
 LAYOUTS = {
     "data": {},
     "sharded": {"parallel__data_parallel_sharding_strategy": "optim_grads_params"},
@@ -80,12 +81,13 @@ def run(
     steps: int,
     failures: Sequence[Failure],
     limit: float | None = None,
+    patience: float = 240.0,
     **settings: object,
 ) -> str:
-    """Run a job to its end. Return its output. `limit` is that of an in-process restart in seconds."""
+    """Run a job to its end, within `patience` seconds. Return its output. `limit` is that of an in-process restart."""
     running = start(job(output, layout, steps, **settings), output, failures, limit)
     try:
-        code = running.wait(240)
+        code = running.wait(patience)
     finally:
         running.kill()
     text = output.with_suffix(".log").read_text()
@@ -150,14 +152,15 @@ def main(arguments: list[str] | None = None) -> int:
         if number in done:
             continue
         layout, background, failures = trial_of(args.seed, number, args.steps)
+        settings = {"checkpoint__async_save": background, "runtime__distributed_timeout_minutes": 0.5}
         kind = layout, background
         if kind not in wanted:
             output = folder / f"{'-'.join(map(str, kind)).replace(' × ', '-')}"
-            run(output, layout, args.steps, [], checkpoint__async_save=background)
+            run(output, layout, args.steps, [], patience=PATIENCE, **settings)
             wanted[kind] = left_by(output, args.steps)
         output = folder / f"trial-{number}"
         try:
-            text = run(output, layout, args.steps, failures, limit=40.0, checkpoint__async_save=background)
+            text = run(output, layout, args.steps, failures, 40.0, PATIENCE, **settings)
             same, (replaced, restarted) = left_by(output, args.steps) == wanted[kind], restarts(text)
         except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
             same, replaced, restarted = False, 0, 0

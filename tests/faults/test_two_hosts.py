@@ -1,16 +1,20 @@
 """A job on two hosts, each a network namespace with its own address: what a user sees when something goes wrong."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from forked import Forked
+from in_process_job import LINK_SWITCH, MARKS, PLAN
+from in_process_trials import JOB, Failure, left_by
 from ranks import saved, steps, until, words, workers_of
+from test_phases import STEPS, grpo, training
 
 pytestmark = pytest.mark.full
 HOSTS = {f"megalith{os.getpid()}{letter}": f"10.77.0.{number}" for number, letter in ((1, "a"), (2, "b"))}
@@ -22,6 +26,12 @@ host = os.open("/run/netns/" + sys.argv[1], os.O_RDONLY)
 assert ctypes.CDLL(None).setns(host, {CLONE_NEWNET}) == 0
 """
 COMMAND = ENTER + "from megalith.cli.main import main\nsys.exit(main(sys.argv[2:]))"
+WITH_POINTS = f"""{ENTER}
+import runpy
+sys.argv = [{str(JOB)!r}, *sys.argv[2:]]
+sys.path.insert(0, {str(JOB.parent)!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 JOIN = """from datetime import timedelta
 from megalith.launch.tcp_store import connect_store
 connect_store(sys.argv[2], int(sys.argv[3]), timedelta(seconds=9), connect_timeout=1.0)
@@ -58,16 +68,30 @@ def hosts() -> Iterator[None]:
 class Job:
     """The launchers of both hosts, of one rank each; the second one `late`."""
 
-    def __init__(self, folder: Path, port: int, late: bool = False, **settings: object):
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        late: bool = False,
+        failures: Sequence[Failure] | None = None,
+        command: Sequence[str] | None = None,
+        **settings: object,
+    ):
+        """With `failures`, the ranks have the points of in_process_job.py. `command` replaces the training."""
         self.output = folder / "run"
         self.logs = folder / "first", folder / "second"
-        command = words(
-            self.output, checkpoint__save_interval=2, runtime__distributed_timeout_minutes=0.1, **settings
-        )
+        limits = {"checkpoint__save_interval": 2, "runtime__distributed_timeout_minutes": 0.1}
+        command = words(self.output, **limits, **settings) if command is None else command
+        script, environment = COMMAND, dict(os.environ)
+        if failures is not None:
+            (folder / "marks").mkdir(exist_ok=True)
+            script = WITH_POINTS
+            environment |= {PLAN: json.dumps(failures), MARKS: str(folder / "marks")}
+            environment |= {LINK_SWITCH: f"ip -n {SECOND} link set {LINK}", "OMP_NUM_THREADS": "1"}
         options = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"{ADDRESS}:{port}")
         self.launchers = []
         for host, log in zip(HOSTS, self.logs):
-            self.launchers.append(Forked(["-c", COMMAND, host, *command, *options], log))
+            self.launchers.append(Forked(["-c", script, host, *command, *options], log, env=environment))
             if late and host == FIRST:
                 until(
                     lambda: f"waiting at {ADDRESS}:{port} for the launchers of 2" in self.told(), "the first"
@@ -134,6 +158,60 @@ def test_a_host_that_is_lost_is_named_and_the_job_resumes_without_loss(tmp_path)
         and "rank 1 does not answer (stopped, or its machine is lost)" in told
     )
     assert "start the job again, it resumes from the newest checkpoint" in told
+
+
+PHASES = {
+    "save": (training, "save", 1),
+    "sync": (grpo, "weight sync", 2),
+    "rendezvous": (training, "connecting", 1),
+}
+
+
+def phase_command(folder: Path, phase: str) -> list[str]:
+    return [*PHASES[phase][0](folder / "run"), "--runtime.distributed_timeout_minutes", "0.3"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return a function from a phase to the state that its job leaves if the link stays up."""
+    results = {}
+
+    def left(phase: str) -> tuple:
+        command, *_ = PHASES[phase]
+        if command not in results:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            with Job(folder, 29405, command=phase_command(folder, phase), failures=[]) as job:
+                assert job.ends() == [0, 0], job.told()
+            results[command] = left_by(job.output, STEPS)[:2]
+        return results[command]
+
+    return left
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_link_that_is_cut_for_two_seconds_in_each_phase_changes_nothing(tmp_path, phase, undisturbed):
+    failures = [(1, *PHASES[phase][1:], "cut 2")]
+    with Job(tmp_path, 29406, command=phase_command(tmp_path, phase), failures=failures) as job:
+        assert job.ends() == [0, 0], job.told()
+    assert len(list((tmp_path / "marks").iterdir())) == 1
+    assert left_by(job.output, STEPS)[:2] == undisturbed(phase)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_link_that_is_cut_for_good_in_each_phase_ends_both_hosts_and_loses_nothing(
+    tmp_path, phase, undisturbed
+):
+    failures = [(1, *PHASES[phase][1:], "cut")]
+    try:
+        with Job(tmp_path, 29407, command=phase_command(tmp_path, phase), failures=failures) as job:
+            codes = [launcher.wait(300) for launcher in job.launchers]
+            assert set(codes) <= {1, 6}, (codes, *(log.read_text() for log in job.logs))
+            assert all("error" in log.read_text() for log in job.logs)
+    finally:
+        set_link("up")
+    with Job(tmp_path, 29408, command=phase_command(tmp_path, phase), failures=[]) as job:
+        assert job.ends() == [0, 0], job.told()
+    assert left_by(job.output, STEPS)[:2] == undisturbed(phase)
 
 
 def in_second_host(code: str, *arguments: str) -> subprocess.CompletedProcess:
