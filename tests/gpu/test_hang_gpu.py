@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,64 @@ def test_a_rank_killed_in_a_step_is_named_and_the_restart_gives_the_same_bits(tm
     assert re.search(r"rank 1 .*SIGKILL", log.read_text()), log.read_text()
     whole, killed = (megalith.load(path).state_dict() for path in paths.values())
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+def fails_on_its_gpu(rank: int, size: int, how: str, marks: str) -> None:
+    """Make the last rank fail in step 20: its GPU reports an error, or it stops or dies in an all-reduce of its own."""
+    from megalith.training.run_state import Run
+
+    step = Run.train_step
+
+    def train_step(run, *arguments):
+        if rank == size - 1 and run.step == 19 and not Path(marks).exists():
+            Path(marks).touch()
+            if how == "GPU error":
+                numbers = torch.arange(3, device="cuda")
+                numbers[torch.tensor([7], device="cuda")]  # a device-side assertion
+                torch.cuda.synchronize()
+            torch.distributed.all_reduce(torch.ones(2**26, device="cuda"), async_op=True)
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        return step(run, *arguments)
+
+    Run.train_step = train_step
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.two_gpus), pytest.param(4, marks=pytest.mark.four_gpus)]
+)
+@pytest.mark.parametrize("how", ["GPU error", "killed", "stopped"])
+def test_a_rank_that_fails_in_an_all_reduce_or_on_its_gpu_ends_the_others_and_loses_nothing(
+    tmp_path, size, how
+):
+    def job(output: Path) -> list[str]:
+        return words(
+            output,
+            train__train_iters=40,
+            checkpoint__save_interval=10,
+            train__global_batch_size=8,
+            runtime__device="cuda",
+            runtime__compile=False,
+            runtime__distributed_timeout_minutes=TIMEOUT / 60,
+        )
+
+    prepare = partial(fails_on_its_gpu, size=size, how=how, marks=str(tmp_path / "mark"))
+    running = Ranks(job(tmp_path / "run"), size, tmp_path / "log", prepare=prepare)
+    began = time.monotonic()
+    for process in running.processes[:-1]:
+        process.join(240)
+    if how == "stopped":
+        running.processes[-1].kill()
+    codes, text = running.end(60), running.text()
+    assert all(codes[:-1]) and codes[-1], (codes, text)
+    assert time.monotonic() - began < 240
+    if how == "GPU error":
+        assert "CUDA error" in running.text(size - 1)
+    if how == "stopped":
+        assert 6 in codes[:-1] and f"rank {size - 1} does not answer" in text
+    again, whole = tmp_path / "again.log", tmp_path / "whole.log"
+    assert Ranks(job(tmp_path / "run"), size, again).end() == [0] * size, again.with_name(
+        "again.log.0"
+    ).read_text()
+    assert Ranks(job(tmp_path / "whole"), size, whole).end() == [0] * size
+    ended, straight = (megalith.load(tmp_path / name).state_dict() for name in ("run", "whole"))
+    assert all(torch.equal(straight[name], ended[name]) for name in straight)
