@@ -20,7 +20,9 @@ from megalith.bridge.importer import Change, check_absent, import_hf, new_run
 from megalith.bridge.load import check_base, config_of, is_foreign_weights, model_of, open_weights
 from megalith.bridge.megatron.megatron_importer import is_megatron_folder
 from megalith.bridge.partial import new_folder
-from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
+from megalith.bridge.peft.peft_names import CONFIG_FILE, is_peft
+from megalith.bridge.peft.peft_reader import PeftFolder
+from megalith.bridge.peft.peft_writer import save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.averaged_checkpoint import with_average
 from megalith.checkpoint.files import stored_bytes

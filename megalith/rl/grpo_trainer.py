@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.bridge.load import with_init_from
-from megalith.bridge.peft import ONLY
+from megalith.bridge.peft.peft_names import ONLY
 from megalith.config import RunConfig
 from megalith.config.rl_tools import FACTORY
 from megalith.config.rules.run_rules import check_rollouts

@@ -24,7 +24,7 @@ from megalith.bridge.load import model_of
 from megalith.bridge.match import match
 from megalith.bridge.megatron.megatron_importer import open_megatron
 from megalith.bridge.origin import read_origin
-from megalith.bridge.peft import PeftFolder
+from megalith.bridge.peft.peft_reader import PeftFolder
 from megalith.config import ModelConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError

@@ -1,0 +1,288 @@
+"""Reading of adapters in PEFT's format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from megalith.bridge.family import Family
+from megalith.bridge.folder import list_tensors, read_json
+from megalith.bridge.peft.adapter_targets import AdapterTarget, adapter_targets
+from megalith.bridge.peft.peft_names import (
+    CONFIG_FILE,
+    MAGNITUDE,
+    ONLY,
+    TENSORS_FILE,
+    nested_parameters,
+    wrapper_name,
+)
+from megalith.bridge.peft.peft_writer import pattern_values
+from megalith.config import LoraConfig, ModelConfig
+from megalith.config.base import as_config_error
+from megalith.config.lora import SITES, WHOLE, index_in_stack, target_name
+from megalith.errors import CheckpointError, shorten
+from megalith.models.adapters import ADAPTER
+
+
+def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches a module's name, as PEFT does."""
+    try:
+        return next(
+            (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default
+        )
+    except re.error as error:
+        raise CheckpointError(f"a pattern of {list(patterns)} is not a regular expression: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """PEFT's adapter of one module in a folder."""
+
+    target: AdapterTarget
+    part: str  # part of the matrix that the module is
+    prefix: str
+    rank: int
+    alpha: float  # as if use_rslora were off
+
+
+class PeftFolder:
+    """Reader of adapters in PEFT's format for a model of a family."""
+
+    def __init__(self, path: str | Path, family: Family, model: ModelConfig):
+        """Open a folder. Raises CheckpointError if it is missing, damaged, of another model, or of another method."""
+        self.path, self._model = Path(path), model
+        self._config = read_json(self.path / CONFIG_FILE)
+        self._reject_other_methods()
+        self._tensors = list_tensors(self.path / TENSORS_FILE)
+        self._targets = {target.name: target for target in adapter_targets(family, model)}
+        self._adapters = self._find_adapters()
+        self._check_names()
+        self._fused = self._find_fused_parts()
+        self.lora = self._lora()
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter of an adapter by Megalith's name, in float32."""
+        matrix, _, rest = name.partition(ADAPTER)
+        half, part, _ = rest.split(".")
+        target = self._targets[matrix]
+        fused = self._fused.get(target.site)
+        stored = self._adapters[matrix, WHOLE if fused else part]
+        if half == "lora_magnitude":
+            value = self._tensors[f"{stored.prefix}.{MAGNITUDE}"].read().float().flatten()
+            return value[target.rows_of_module(target.modules[stored.part], part)]
+        value = self._tensors[f"{stored.prefix}.{half}.weight"].read().float()
+        if target.of_experts:
+            return self._of_experts(target, half, value)
+        if fused:
+            rank = stored.rank // len(fused)
+            columns = slice(fused.index(part) * rank, (fused.index(part) + 1) * rank)
+            value = value[columns] if half == "lora_A" else value[:, columns]
+        if half == "lora_A":
+            return value
+        return value[target.rows_of_module(target.modules[stored.part], part)]
+
+    def _of_experts(self, target: AdapterTarget, half: str, value: Tensor) -> Tensor:
+        experts = target.group.shape[0]
+        if half == "lora_A":
+            return value.unflatten(0, (experts, -1))
+        b = value.unflatten(1, (-1, experts)).permute(2, 0, 1)  # [experts, out, rank]
+        return b[:, target.rows_of_module(target.modules[WHOLE], WHOLE)]
+
+    def _find_adapters(self) -> dict[tuple[str, str], _Stored]:
+        """Return the stored adapters by the name of the matrix and the part that the module is."""
+        patterns = {key: self._config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
+        stored_adapters = {}
+        for target in self._targets.values():
+            for part, module in target.modules.items():
+                prefix = self._stored_prefix(target, module)
+                if prefix is None:
+                    continue
+                rank = _matching(patterns["rank_pattern"], module, self._config["r"])
+                alpha = _matching(patterns["alpha_pattern"], module, self._config["lora_alpha"])
+                stored_adapters[target.name, part] = stored = self._checked(target, part, prefix, rank, alpha)
+                for half, expected in target.shapes(module, rank).items():
+                    tensor = self._tensors.get(f"{stored.prefix}.{half}.weight")
+                    if tensor is not None and tuple(tensor.shape) != expected:
+                        raise CheckpointError(
+                            f"{self.path}: {stored.prefix}.{half}.weight has the shape {list(tensor.shape)}, but the "
+                            f"model and r {rank} give {list(expected)}; give adapters of the same base"
+                        )
+        return stored_adapters
+
+    def _checked(self, target: AdapterTarget, part: str, prefix: str, rank: Any, alpha: Any) -> _Stored:
+        """Return the adapter of a module, with valid rank and alpha."""
+        try:
+            if self._config.get("use_rslora") and rank > 0:
+                alpha = alpha * rank**0.5
+            LoraConfig(rank=rank, alpha=alpha, dropout=self._config.get("lora_dropout", 0.0))
+        except (ValidationError, TypeError, OverflowError) as error:
+            reason = as_config_error(error) if isinstance(error, ValidationError) else error
+            raise CheckpointError(
+                f"{self.path / CONFIG_FILE} has r {rank!r} and lora_alpha {alpha!r}, which is invalid: {reason}; give "
+                "a folder that PEFT has saved"
+            ) from None
+        return _Stored(target, part, prefix, rank, alpha)
+
+    def _stored_prefix(self, target: AdapterTarget, module: str) -> str | None:
+        """Return the name of PEFT's wrapper of a module if the folder has it."""
+        prefix = wrapper_name(target, module, nested=False)
+        if not target.of_experts:
+            return prefix if f"{prefix}.lora_A.weight" in self._tensors else None
+        if module not in self._adapted_parameters:
+            return None
+        return wrapper_name(target, module, module in nested_parameters(self._adapted_parameters))
+
+    @cached_property
+    def _adapted_parameters(self) -> list[str]:
+        """Experts' parameters with adapters, in the model's order."""
+        ends = tuple(self._config.get("target_parameters") or ())
+        names = [target.modules[WHOLE] for target in self._targets.values() if target.of_experts]
+        return [name for name in names if f".{name}".endswith(tuple(f".{end}" for end in ends))]
+
+    def _check_names(self) -> None:
+        """Raise CheckpointError unless the folder has A and B of the adapters, and nothing else."""
+        expected = {
+            f"{stored.prefix}.{half}.weight"
+            for stored in self._adapters.values()
+            for half in ("lora_A", "lora_B")
+        }
+        if self._config.get("use_dora"):
+            expected |= {f"{stored.prefix}.{MAGNITUDE}" for stored in self._adapters.values()}
+        missing, extra = expected - self._tensors.keys(), self._tensors.keys() - expected
+        if missing or extra or not expected:
+            messages = [
+                f"{what} {shorten(sorted(names))}"
+                for what, names in (("lacks", missing), ("has", extra))
+                if names
+            ]
+            raise CheckpointError(
+                f"{self.path / TENSORS_FILE} does not fit this model: it {' and '.join(messages) or 'is empty'}; "
+                "give adapters of the same base, on the matrices of its layers; routers have none here"
+            )
+
+    def _find_fused_parts(self) -> dict[str, tuple[str, ...]]:
+        """Return the parts by site where a fused module has one adapter per part, as `save_peft` writes them.
+
+        The rank of such a module is a multiple of `r`, and each block of `r` columns of its B is zero outside the rows
+        of one part.
+        """
+        rank, kinds_by_site = self._config["r"], {}
+        for stored in self._adapters.values():
+            target = stored.target
+            if stored.part == WHOLE and SITES[target.site]:
+                parts = self._parts_of_blocks(stored, rank) if stored.rank != rank else ()
+                kinds_by_site.setdefault(target.site, set()).add((parts, stored.rank))
+        return {
+            site: next(iter(kinds))[0]
+            for site, kinds in kinds_by_site.items()
+            if len(kinds) == 1 and next(iter(kinds))[0]
+        }
+
+    def _parts_of_blocks(self, stored: _Stored, rank: int) -> tuple[str, ...]:
+        """Return the part of each block of `rank` columns of a fused module's B; empty if they are not parts."""
+        target, b = stored.target, self._tensors[f"{stored.prefix}.lora_B.weight"].read()
+        all_parts, module = SITES[target.site], target.modules[WHOLE]
+        if rank < 1 or b.shape[1] % rank or b.shape[1] > rank * len(all_parts):
+            return ()
+        used = []
+        for block in b.split(rank, dim=1):
+            outside = {}
+            for part in all_parts:
+                rest = block.clone()
+                rest[target.rows_of_module(module, part)] = 0
+                outside[part] = not rest.any()
+            used.append([part for part in all_parts if outside[part]])
+        fitting = [
+            parts
+            for parts in combinations(all_parts, len(used))
+            if all(part in possible for part, possible in zip(parts, used))
+        ]
+        return fitting[0] if len(fitting) == 1 else ()
+
+    def _lora(self) -> LoraConfig:
+        by_site: dict[str, dict[str, set[str]]] = {}  # parts by site and layer
+        ranks: dict[tuple[str, str, str], tuple[int, float]] = {}
+        for stored in self._adapters.values():
+            target = stored.target
+            fused = self._fused.get(target.site)
+            for part in fused or (stored.part,):
+                by_site.setdefault(target.site, {}).setdefault(target.layer, set()).add(part)
+                divisor = len(fused or (WHOLE,))
+                ranks[target.layer, target.site, part] = stored.rank // divisor, stored.alpha / divisor
+        layers = self._layers(by_site)
+        default = self._config["r"], self._config["lora_alpha"]
+        if self._config.get("use_rslora"):
+            default = default[0], default[1] * default[0] ** 0.5
+        targets = [
+            target_name(site, part, self._model)
+            for site in SITES
+            if site in by_site
+            for part in (WHOLE, *SITES[site])
+            if part in next(iter(by_site[site].values()))
+        ]
+        names = {at: at[1] if at[2] == WHOLE else f"{at[1]}.{at[2]}" for at in ranks}
+        patterns = [
+            pattern_values(
+                {f"{at[0]}.{name}": name for at, name in names.items()},
+                {f"{at[0]}.{name}": ranks[at][index] for at, name in names.items()},
+                default[index],
+            )
+            for index in (0, 1)
+        ]
+        return LoraConfig(
+            rank=default[0],
+            alpha=default[1],
+            dropout=self._config.get("lora_dropout", 0.0),
+            targets=targets,
+            rank_pattern=patterns[0],
+            alpha_pattern=patterns[1],
+            layers_to_transform=layers,
+            use_dora=bool(self._config.get("use_dora")),
+        )
+
+    def _layers(self, by_site: Mapping[str, Mapping[str, set[str]]]) -> list[int] | None:
+        """Return the layers with adapters, None for all; each must have the same adapters as the others."""
+        with_site: dict[str, set[str]] = {}
+        for target in self._targets.values():
+            with_site.setdefault(target.site, set()).add(target.layer)
+        stack_indices = {
+            target.layer: index_in_stack(target.number, self._model) for target in self._targets.values()
+        }
+        adapted = {stack_indices[layer] for layers in by_site.values() for layer in layers}
+        for site, layers in by_site.items():
+            expected = {layer for layer in with_site[site] if stack_indices[layer] in adapted}
+            if layers.keys() != expected or len(set(map(frozenset, layers.values()))) > 1:
+                raise CheckpointError(
+                    f"{self.path} has adapters on {site.rpartition('.')[2]} in some layers and none, or others, in the "
+                    "rest; here the layers with adapters all have the same"
+                )
+        return None if adapted == set(stack_indices.values()) else sorted(adapted)
+
+    def _reject_other_methods(self) -> None:
+        for key, only in ONLY.items():
+            value = self._config.get(key, only)
+            if value != only and value not in (None, {}, []):
+                raise CheckpointError(
+                    f"{self.path / CONFIG_FILE} has {key} {value!r}, but only LoRA is supported "
+                    f"({key} {only!r}); merge them with PEFT, or train others"
+                )
+        for key, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("target_parameters", list)):
+            value = self._config.get(key) or kind()
+            if not isinstance(value, kind) or not all(isinstance(each, str) for each in value):
+                raise CheckpointError(
+                    f"{self.path / CONFIG_FILE} has {key} {value!r:.80}, which PEFT does not write; give a folder that "
+                    "PEFT has saved"
+                )
+        for key, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
+            if type(self._config.get(key)) not in kinds:
+                raise CheckpointError(
+                    f"{self.path / CONFIG_FILE} has no {key}; give a folder that PEFT has saved"
+                )
