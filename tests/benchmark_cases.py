@@ -251,9 +251,10 @@ def test_a_peer_that_is_not_installed_is_named_with_the_command_that_installs_it
 
 @pytest.mark.full
 def test_fine_tuning_is_measured(bench):
-    text = bench("finetune", "tiny", "--runs", *RUNS, "--micro", 1, *TINY, "data.seq_length=96")
+    runs = ("--runs", *RUNS, "--quantize-base", "int8", "--micro", 1)
+    text = bench("finetune", "tiny", *runs, *TINY, "data.seq_length=96")
     assert "failed" not in text, text
-    for ratio in ("packed / pretrain", "grpo / pretrain", "packed / padded to 96"):
+    for ratio in ("packed / pretrain", "grpo / pretrain", "packed / padded to 96", "qlora / lora"):
         assert ratio in text
 
 

@@ -148,7 +148,7 @@ def test_every_module_says_what_it_is():
 # All that parallel/ sets on something that is not its own: none of these is a module of a model.
 SET_IN_PARALLEL = {
     "data/replicas.py": {"bucket.parameters", "bucket.pending", "options.asyncOp"},
-    "gather.py": {"tensor.local"},
+    "gather.py": {"tensor.shard"},
     "pipeline/tied_parameters.py": {"parameter.grad"},  # zeros, where a copy is not read
     "memory/activation_offload.py": {"stored.uses"},
     "overlap/cuda_driver.py": {  # of structures that CUDA's driver takes

@@ -6,7 +6,8 @@ rollouts from a file, and SFT with one padded sample per row. Sample lengths are
 padding each batch of eight to its longest sample is computed from pre-training's tokens/s, not measured.
 
 `--runs lora` trains adapters (rank 16 on every linear) over random weights from a Hugging Face folder that is written
-first; `--peer peft peft-liger` does the same with PEFT, on the same GPU.
+first, and `--runs qlora` does so over the same weights in NF4 (lora.quantize_base; `--quantize-base` chooses another);
+`--peer peft peft-liger` does the same with PEFT, on the same GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_ro
 MEDIAN, SIGMA, LONGEST, SEED = 350, 0.9, 4096, 1234
 GROUP, PROMPT = 8, 64  # completions, tokens
 PADDED_TOGETHER = 8  # samples
-RUNS = ("pretrain", "packed", "grpo", "padded", "lora")
+RUNS = ("pretrain", "packed", "grpo", "padded", "lora", "qlora")
+DEFAULT_RUNS = RUNS[:4]
 RATE = "tokens_per_second_per_device"
 
 
@@ -38,7 +40,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS[:-1])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=DEFAULT_RUNS)
+    parser.add_argument("--quantize-base", default="nf4", help="lora.quantize_base of qlora (default: nf4)")
     parser.add_argument("--batch", type=int, help="rows per step (default: the workload's)")
     parser.add_argument("--micro", type=int, default=2, help="rows per micro-batch")
     parser.add_argument("--steps", type=int, default=8)
@@ -105,17 +108,22 @@ def grpo(args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: 
     return measure(args, "one", {"seq_length": length}, "grpo", sections)
 
 
-def lora(args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: int) -> dict[str, Any]:
+def lora(
+    args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: int, quantizes: bool = False
+) -> dict[str, Any]:
     config = model_run(args.workload, [each for each in args.set if each.startswith("model.")])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = build_hugging_face(config.model, device, torch.bfloat16)
-    base.save_pretrained(folder / "base")
-    del base
-    torch.cuda.empty_cache()
+    if not (folder / "base").exists():
+        base = build_hugging_face(config.model, device, torch.bfloat16)
+        base.save_pretrained(folder / "base")
+        del base
+        torch.cuda.empty_cache()
     settings, args.set = args.set, [each for each in args.set if not each.startswith("model.")]
     try:
         model = {**dict.fromkeys(WORKLOADS[args.workload]["model"]), "init_from": str(folder / "base")}
         sections = {"model": model, "lora": {"rank": 16, "alpha": 32}}
+        if quantizes:
+            sections["lora"]["quantize_base"] = args.quantize_base
         return measure(args, "one", {"mock": True, "seq_length": length}, "train", sections)
     finally:
         args.set = settings
@@ -127,6 +135,7 @@ RUN = {
     "padded": partial(sft, packing=False),
     "grpo": grpo,
     "lora": lora,
+    "qlora": partial(lora, quantizes=True),
 }
 
 
@@ -144,6 +153,11 @@ def print_ratios(result: dict[str, dict[str, Any]], length: int) -> None:
         share = rate["packed"] / (rate["pretrain"] * full)
         print(
             f"packed / padded to the longest of {PADDED_TOGETHER}, counted: {share:.2f} × samples/s (bar 1.8)"
+        )
+    if {"lora", "qlora"} <= set(rate):
+        memory = [result[run].get("max_memory_gb") for run in ("qlora", "lora")]
+        print(
+            f"qlora / lora: {rate['qlora'] / rate['lora']:.2f} × tokens/s (bar 0.9), GB {memory} (bar 0.55)"
         )
     for peer in set(rate) & {"peft", "peft-liger"}:
         if "lora" in rate:

@@ -23,6 +23,7 @@ from megalith.bridge.partial import new_folder
 from megalith.bridge.peft.peft_names import CONFIG_FILE, is_peft
 from megalith.bridge.peft.peft_reader import PeftFolder
 from megalith.bridge.peft.peft_writer import save_peft
+from megalith.bridge.quantize_base import CodedBase
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.averaged_checkpoint import with_average
 from megalith.checkpoint.files import stored_bytes
@@ -89,6 +90,9 @@ def initialize_from_base(config: RunConfig, model: Model) -> None:
     full = dict(adapters(build_on_meta(config.model, config.lora)))
     read = _base_reader(config.model.init_from, config)
 
+    if config.lora.has_quantized_base:
+        read = CodedBase(config).full
+
     @lru_cache(maxsize=1)
     def lengths(linear: str) -> dict[str, Tensor]:
         return full[linear].row_lengths(read(f"{linear}.weight"))
@@ -148,7 +152,8 @@ def export_adapters(
 def merge(source: str | Path, out: str | Path, base: str | None = None, show_progress: bool = True) -> Path:
     """Write the base with W + (alpha / rank) · B · A for each linear with adapters, as step 0 of a run.
 
-    Memory holds the adapters and one tensor of the base.
+    W is what the run computed with: with lora.quantize_base, what the codes of the base are. Memory holds the adapters
+    and one tensor of the base.
 
     Args:
         source: a run with adapters, a step of one, or a folder in PEFT's format.
@@ -164,7 +169,10 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     """
     out = open_location(out)
     check_absent(out)
-    base, model_with_adapters, adapter_run = _open_adapters(source, base, show_progress)
+    base, model_with_adapters, adapter_run, config = _open_adapters(source, base, show_progress)
+    coded = None
+    if config is not None and config.lora.has_quantized_base:
+        coded = CodedBase(config.with_settings({"model.init_from": base}))
     changes = {f"{name}.weight": adapter for name, adapter in adapters(model_with_adapters)}
     samples: Sample = {}
 
@@ -173,11 +181,19 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     def delta(name: str) -> Tensor:
         return changes[name].delta()
 
+    @lru_cache(maxsize=1)
+    @torch.no_grad()
+    def rounded(name: str) -> Tensor:
+        return coded.full(name)
+
     def change(name: str, shard: LocalShard) -> Tensor:
         samples.setdefault(name, {}).update(sample(shard))
+        values = shard.values
+        if coded is not None and name in coded.names:
+            values = shard.slice_of(rounded(name)).to(values.dtype)
         if name not in changes:
-            return shard.values
-        values = shard.values + shard.slice_of(delta(name))
+            return values
+        values = values + shard.slice_of(delta(name))
         if not changes[name].rescales:
             return values
         with torch.no_grad():  # DoRA; a shard has whole rows
@@ -198,9 +214,10 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
 
 def _open_adapters(
     source: str | Path, base: str | None, show_progress: bool
-) -> tuple[str, Transformer, Checkpoint | None]:
-    """Return the adapters' base, a model on the meta device with the adapters loaded, and the adapters' checkpoint."""
-    checkpoint = None
+) -> tuple[str, Transformer, Checkpoint | None, RunConfig | None]:
+    """Return the adapters' base, a model on the meta device with the adapters loaded, and the adapters' checkpoint and
+    run."""
+    checkpoint = config = None
     if is_peft(source):
         base = base or read_json(Path(source) / CONFIG_FILE).get("base_model_name_or_path")
         model = model_of(_check_base_name(base, source))
@@ -219,7 +236,7 @@ def _open_adapters(
     for _, adapter in adapters(model_with_adapters):
         adapter.to_empty(device="cpu")
     _copy_shards(model_with_adapters, read)
-    return _check_base_name(base, source), model_with_adapters, checkpoint
+    return _check_base_name(base, source), model_with_adapters, checkpoint, config
 
 
 def _check_base_name(base: str | None, source: str | Path) -> str:

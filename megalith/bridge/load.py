@@ -13,6 +13,7 @@ from megalith.bridge.importer import open_hf_folder
 from megalith.bridge.match import Match
 from megalith.bridge.megatron.megatron_importer import is_megatron_folder, open_megatron
 from megalith.bridge.origin import tokenizer_of
+from megalith.bridge.quantized import is_linear
 from megalith.bridge.settings import differences
 from megalith.checkpoint import Checkpoint, open_checkpoint
 from megalith.checkpoint.manifest import MANIFEST
@@ -55,11 +56,18 @@ def load_source(matched: Match, model: Model, seed: int, show_progress: bool = F
 
 
 def load_initial_weights(
-    path: str, model: Model, rows: dict[str, int], seed: int, world: Axis, trust: bool = False
+    path: str,
+    model: Model,
+    rows: dict[str, int],
+    seed: int,
+    world: Axis,
+    trust: bool = False,
+    without_linears: bool = False,
 ) -> None:
     """Load the weights that `model.init_from` names, in any format, into this rank's chunks. Collective over `world`.
 
-    `rows` is `build.vocabulary_rows`' result.
+    `rows` is `build.vocabulary_rows`' result. With `without_linears` the model keeps its linears in codes
+    (quantize_base.py), which are not loaded here.
     """
     if is_foreign_weights(path):
         load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed, world.rank == 0)
@@ -70,7 +78,8 @@ def load_initial_weights(
         has_score = any(
             isinstance(each, ScoreModel) for each in (model if isinstance(model, Sequence) else [model])
         )
-        unused = HEADS if has_score else ()
+        unused = [*HEADS] if has_score else []
+        unused += [name for name in stored if without_linears and is_linear(name)]
         load_base(checkpoint, shards["model"], rows, world, world.rank == 0, unused)
 
 

@@ -3,6 +3,7 @@
 fp8    e4m3, one scale amax / 448 per block of 128 × 128 (DeepSeek-V3's format: `weight_scale_inv`)
 int8   −127 to 127, one scale amax / 127 per row (compressed-tensors' int-quantized format: `weight_scale`)
 mxfp4  e2m1, one power of two per 32 values (OCP Microscaling Formats 1.0); read only, for gpt-oss's experts
+nf4    bitsandbytes' 4-bit NormalFloat, with or without double quantization; read only
 
 fp8 and int8 are also read, and dequantized to the dtype in config.json. Linears of layers and experts are quantized,
 but not embeddings, the output matrix, routers, norms and biases. The inference engine quantizes activations
@@ -11,6 +12,7 @@ dynamically.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,14 +24,26 @@ from torch import Tensor
 from megalith.bridge.family import LAYER, Group
 from megalith.checkpoint.files import DTYPE_CODES, DTYPES, Layout, SafetensorsEntry
 from megalith.errors import CheckpointError, ConfigError
+from megalith.ops.weight_codes import (
+    ABSMAX_BLOCK,
+    FP8_BLOCK,
+    MXFP4,
+    CodedMatrix,
+    assemble,
+    decode,
+    fp8_codes,
+    fp8_matrix,
+    int8_codes,
+    nested_nf4_matrix,
+)
+from megalith.ops.weight_codes import BLOCK as BLOCKS_OF
 
-MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives
 SCALED_TOGETHER = 32
 BLOCKS, SCALES = "_blocks", "_scales"
 
 Form = Literal["fp8", "int8"]
 FORMS: tuple[Form, ...] = ("fp8", "int8")
-BLOCK = 128
+BLOCK = FP8_BLOCK
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SUFFIX = {"fp8": "_scale_inv", "int8": "_scale"}
 LARGEST = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}
@@ -43,7 +57,7 @@ def quantized_names(groups: Iterable[Group], form: Form, not_in_fp8: str = "") -
     """
     names = set()
     for group in groups:
-        if not _is_linear(group.name):
+        if not is_linear(group.name):
             continue
         if group.rule.transposed or any(len(shape) != 2 for shape in group.sources.values()):
             raise ConfigError(
@@ -62,7 +76,7 @@ def quantized_names(groups: Iterable[Group], form: Form, not_in_fp8: str = "") -
     return names
 
 
-def _is_linear(name: str) -> bool:
+def is_linear(name: str) -> bool:
     """Return whether a Megalith parameter is the weight of a layer's linear."""
     *_, module, kind = name.split(".")
     return LAYER.match(name) is not None and module.startswith("linear_") and kind == "weight"
@@ -97,20 +111,7 @@ def notes_on_blocks(tensors: Layout, names: set[str], form: Form) -> list[str]:
 
 def quantize(matrix: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     """Quantize a float32 matrix [out, in]; return codes [out, in] and float32 scales."""
-    rows, columns = matrix.shape
-    if form == "int8":
-        scale = matrix.abs().amax(1, keepdim=True) / LARGEST[form]
-        return (matrix / _divisor(scale)).round().to(torch.int8), scale
-    down, across = scale_shape(matrix.shape, form)
-    padded = torch.nn.functional.pad(matrix, (0, across * BLOCK - columns, 0, down * BLOCK - rows))
-    blocks = padded.view(down, BLOCK, across, BLOCK)
-    scale = blocks.abs().amax((1, 3)) / LARGEST[form]
-    codes = (blocks / _divisor(scale)[:, None, :, None]).to(torch.float8_e4m3fn)
-    return codes.view(padded.shape)[:rows, :columns].contiguous(), scale
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, scale, 1.0)
+    return int8_codes(matrix) if form == "int8" else fp8_codes(matrix)
 
 
 def quantization_config(form: Form, tensors: Layout, names: set[str], output: str) -> dict[str, Any]:
@@ -169,7 +170,7 @@ class MXFP4Experts:
     def __getitem__(self, experts: int | slice) -> Tensor:
         """Return the matrices of some experts, or the matrix [in, out] of one."""
         codes, scales = self.blocks.read()[experts], self.scales.read()[experts]
-        values = torch.tensor([*MXFP4, *(-value for value in MXFP4)], dtype=torch.bfloat16)
+        values = torch.tensor(MXFP4, dtype=torch.bfloat16)
         halves = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)  # [..., out, in / 32, 32]
         matrices = torch.ldexp(values[halves.int()], scales[..., None].int() - 127)
         return matrices.flatten(-2).transpose(-2, -1)
@@ -185,6 +186,18 @@ class QuantizedMatrix:
     dtype: str  # of the dequantized matrix
 
     @property
+    def form(self) -> str | None:
+        """Form of ops/weight_codes.py that has the same codes and scales, if any."""
+        if self.codes.dtype == DTYPE_CODES[torch.int8]:
+            return "int8" if self.block[0] == 1 else None
+        return "fp8" if self.block == (BLOCK, BLOCK) else None
+
+    def coded(self, rows: Tensor, device: torch.device | str) -> CodedMatrix:
+        """Return the codes as they are; `rows` are the matrix's rows in the weight."""
+        codes, scales = self.codes.read().to(device), self.scales.read().float().to(device)
+        return CodedMatrix(rows, codes, scales) if self.form == "int8" else fp8_matrix(rows, codes, scales)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.codes.shape
 
@@ -194,6 +207,74 @@ class QuantizedMatrix:
         for dim, size in enumerate(self.block):
             scales = scales.repeat_interleave(size, dim).narrow(dim, 0, codes.shape[dim])
         return (codes * scales).to(DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class NF4Matrix:
+    """A matrix [out, in] that bitsandbytes has stored in NF4, with or without double quantization."""
+
+    tensors: Mapping[str, SafetensorsEntry]  # by the end of the name; "" are the codes
+    shape: tuple[int, int]
+    mean: float | None  # of the absmaxes; None without double quantization
+    dtype: str  # of the dequantized matrix
+    form: ClassVar[str] = "nf4"
+
+    def coded(self, rows: Tensor, device: torch.device | str) -> CodedMatrix:
+        """Return the codes as they are; `rows` are the matrix's rows in the weight."""
+        out, columns = self.shape
+        codes = self.tensors[""].read().to(device).view(out, columns // 2)
+        absmax = self.tensors["absmax"].read().to(device).view(out, -1)
+        if self.mean is None:
+            return CodedMatrix(rows, codes, absmax.float())
+        scale = self.tensors["nested_absmax"].read().float().to(device)
+        return nested_nf4_matrix(rows, codes, absmax, scale, torch.tensor(self.mean, device=device))
+
+    def read(self) -> Tensor:
+        """Return the dequantized matrix."""
+        coded = assemble("nf4", self.shape, [self.coded(torch.arange(self.shape[0]), "cpu")])
+        return decode("nf4", coded, DTYPES[self.dtype])
+
+
+STATE = ".quant_state.bitsandbytes__nf4"
+NF4_PARTS = ("absmax", "nested_absmax", "quant_map", "nested_quant_map")
+
+
+def _with_nf4_matrices(tensors: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Replace the tensors of each matrix that bitsandbytes has stored in 4 bits by one NF4Matrix."""
+    result = dict(tensors)
+    if wrong := next((name for name in tensors if name.endswith("bitsandbytes__fp4")), None):
+        raise CheckpointError(
+            f"{wrong.partition('.quant_state')[0]} is stored in FP4, but of bitsandbytes' 4-bit types only NF4 is "
+            "read; use the original, or one with bnb_4bit_quant_type nf4"
+        )
+    for name in [name.removesuffix(STATE) for name in tensors if name.endswith(STATE)]:
+        ends = {end: result.pop(f"{name}.{end}") for end in NF4_PARTS if f"{name}.{end}" in result}
+        try:
+            state = json.loads(bytes(result.pop(name + STATE).read().tolist()))
+            shape, mean = tuple(state["shape"]), state.get("nested_offset")
+            blocks = state["blocksize"], state.get("nested_blocksize", ABSMAX_BLOCK)
+            absmaxes = math.prod(shape) // BLOCKS_OF["nf4"]
+            counts = math.prod(tensors[name].shape), math.prod(ends["absmax"].shape)
+            fits = (
+                len(shape) == 2
+                and shape[1] % BLOCKS_OF["nf4"] == 0
+                and counts == (math.prod(shape) // 2, absmaxes)
+            )
+            if mean is not None:
+                fits &= math.prod(ends["nested_absmax"].shape) == -(-absmaxes // ABSMAX_BLOCK)
+                mean = float(mean)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CheckpointError(
+                f"{name} has no complete state of bitsandbytes ({error!r:.80}); fetch it again"
+            ) from None
+        if not fits or blocks != (BLOCKS_OF["nf4"], ABSMAX_BLOCK) or tensors[name].dtype != "U8":
+            raise CheckpointError(
+                f"{name} is {list(shape)} in NF4 with blocks of {blocks[0]} values and {blocks[1]} absmaxes; supported "
+                f"are matrices in bytes with blocks of {BLOCKS_OF['nf4']} and {ABSMAX_BLOCK}, bitsandbytes' defaults, "
+                "that do not cross rows; use the original"
+            )
+        result[name] = NF4Matrix({"": tensors[name], **ends}, shape, mean, dtype)
+    return result
 
 
 def unpack_quantized(tensors: Mapping[str, Any], config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -211,6 +292,8 @@ def unpack_quantized(tensors: Mapping[str, Any], config: Mapping[str, Any], dtyp
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method == "mxfp4":
         return _with_mxfp4_experts(tensors)
+    if method == "bitsandbytes" and quantization.get("load_in_4bit"):
+        return _with_nf4_matrices(tensors, dtype)
     if method == "compressed-tensors" and quantization.get("format") == "int-quantized":
         return _with_quantized_matrices(tensors, "int8", None, dtype)
     block = quantization.get("weight_block_size") if method == "fp8" else None

@@ -30,12 +30,15 @@ VALUES = 16  # sampled per tensor, evenly spaced
 Sample = dict[str, dict[int, str]]  # hexadecimal bytes of a value, by tensor and sample number
 
 
-def fingerprint(shards: Mapping[str, LocalShard], world: Axis) -> str | None:
+def fingerprint(
+    shards: Mapping[str, LocalShard], world: Axis, sampled: Mapping[str, Mapping[int, str]] | None = None
+) -> str | None:
     """Return a digest of sampled values of the tensors, on rank 0; None on other ranks. Every rank of `world` calls it.
 
-    The shards must exclude vocabulary padding.
+    The shards must exclude vocabulary padding. `sampled` are samples of tensors that are no longer in memory.
     """
     local = {name: list(sample(shard).items()) for name, shard in shards.items() if shard.owned}
+    local |= {name: list(values.items()) for name, values in (sampled or {}).items()}
     merged: Sample = {}
     for named in gather_json(local, world, to_first=True):
         for name, values in named.items():

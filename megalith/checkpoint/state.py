@@ -29,6 +29,7 @@ from megalith.errors import CheckpointError, shorten
 from megalith.models.adapters import ADAPTER
 from megalith.ops.fp8.recipes import AmaxTable
 from megalith.optim.moments import Moment
+from megalith.parallel.coded_base import coded_weights
 from megalith.parallel.gather import ALONE
 from megalith.parallel.replication import replica_axes
 from megalith.parallel.shards import LocalShard, local_shard
@@ -177,7 +178,10 @@ def base_fingerprint(
     model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
 ) -> str | None:
     """Return the fingerprint of all weights except adapters, on rank 0. Every rank of `world` calls it."""
-    return fingerprint(_unpad(base_shards(model), unpadded_rows or {}), world)
+    sampled = {
+        name: weight.base_sample for chunk in _chunks(model) for name, weight in coded_weights(chunk).items()
+    }
+    return fingerprint(_unpad(base_shards(model), unpadded_rows or {}), world, sampled)
 
 
 def load_optimizer(

@@ -426,6 +426,10 @@ OTHER_NAMES: dict[str, str] = {
     "target_parameters":             "lora.targets, with names such as experts.gate_up_proj",
     "lora_target_linear":            "lora.targets, a list of names",
     "adapter_name_or_path":          "lora.load",
+    "load_in_4bit":                  "lora.quantize_base: nf4",
+    "load_in_8bit":                  "lora.quantize_base: int8",
+    "bnb_4bit_quant_type":           "lora.quantize_base",
+    "quantization_bit":              "lora.quantize_base: nf4 for 4, int8 for 8",
     "use_peft":                      "lora.rank, which turns adapters on",
     # short names
     "batch_size":                    "train.global_batch_size, or train.micro_batch_size per device",

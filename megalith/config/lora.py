@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
@@ -141,6 +141,10 @@ class LoraConfig(Section):
     loraplus_lr_ratio: Annotated[PositiveFloat | None, Decides.UPDATES] = None
     """Learning rate of B relative to A's, which is optim.lr (LoRA+, Hayou et al. 2024). Default: 1."""
 
+    quantize_base: Annotated[Literal["none", "int8", "fp8", "nf4", "mxfp4"], Decides.FUNCTION] = "none"
+    """Keep the frozen linear layers in codes: nf4 as bitsandbytes does with double quantization (QLoRA, Dettmers et al.
+    2023), int8 by row, fp8 in blocks of 128 × 128, mxfp4. Each matmul decodes them to the compute dtype."""
+
     load: str | None = None
     """Folder with adapters in PEFT's format to start from. Sets rank, alpha, targets and the settings of single
     adapters."""
@@ -154,6 +158,11 @@ class LoraConfig(Section):
             except re.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
         return patterns
+
+    @property
+    def has_quantized_base(self) -> bool:
+        """True if a run keeps its frozen linear layers in codes."""
+        return self.rank is not None and self.quantize_base != "none"
 
     def rank_of(self, layer: str, site: str, part: str) -> int:
         """Return the rank of an adapter.

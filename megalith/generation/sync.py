@@ -4,12 +4,15 @@ Tensors with the same shard in model and engine on a rank (same tensor-parallel 
 data) are cast and copied on the device. For all others, each owned shard is broadcast from its rank, in the engine's
 dtype and in buckets, and every rank copies what its engine needs. Engines can thus have complete layers or
 tensor-parallel shards, whatever pipeline, expert and ZeRO layout the trainer uses.
+
+The base of adapters never changes, so after the first sync only the adapters are copied. The engine has a base in its
+own dtype: that of a run with lora.quantize_base is decoded once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +24,9 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
 from megalith.generation.engine_model import named_shards
+from megalith.models.adapters import ADAPTER
 from megalith.models.transformer import Transformer
+from megalith.parallel.coded_base import CodedShard, coded_shards
 from megalith.parallel.gather import ALONE, global_tensors
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.shards import LocalShard
@@ -34,7 +39,7 @@ class SyncReport:
     """Amount of data moved by a sync, on this rank."""
 
     bytes: int
-    """Bytes of the engine's weights."""
+    """Bytes of the engine's weights that were copied: after a model's first sync only its adapters, if it has some."""
     seconds: float
     gathered: int
     """Number of tensors that came from other ranks."""
@@ -125,6 +130,9 @@ class _WeightSource:
             for name, shard in named_shards(model.chunks if is_parallel else [model]).items()
             if not engine.is_mtp_parameter(name)
         }
+        self.shards |= coded_shards(model.chunks if is_parallel else [model])
+        self.has_adapters = any(ADAPTER in name for name in self.shards)
+        self.has_copied_base = False
         if is_parallel:  # FSDP2's modules may hold gathered parameters
             self.shards |= {
                 name: shard for name, shard in model.parameters.shards.items() if name in self.shards
@@ -156,22 +164,29 @@ class _WeightSource:
         shards, device = self.engine.shards, self.engine.device
         _wait(device)
         began = time.perf_counter()
-        if self.local:
+        sent = {
+            name for name in shards if ADAPTER in name or not (self.has_adapters and self.has_copied_base)
+        }
+        names = [name for name in self.local if name in sent]
+        for name in names:
+            if isinstance(self.shards[name], CodedShard):
+                shards[name].values.copy_(self.shards[name].values)
+        if plain := [name for name in names if not isinstance(self.shards[name], CodedShard)]:
             torch._foreach_copy_(
-                [shards[name].values for name in self.local],
-                [self.shards[name].values for name in self.local],
+                [shards[name].values for name in plain], [self.shards[name].values for name in plain]
             )
-        for bucket in self._buckets():
+        for bucket in self._buckets(sent):
             self._broadcast(bucket)
         _wait(device)
-        total = sum(shard.values.nbytes for shard in shards.values())
+        self.has_copied_base = True
+        total = sum(shards[name].values.nbytes for name in sent)
         return SyncReport(total, time.perf_counter() - began, self.gathered)
 
-    def _buckets(self) -> Iterator[list[_Part]]:
-        """Yield parts with the same rank and dtype that fit in one broadcast."""
+    def _buckets(self, names: Collection[str]) -> Iterator[list[_Part]]:
+        """Yield parts of these tensors with the same rank and dtype that fit in one broadcast."""
         bucket: list[_Part] = []
         size = 0
-        for part in self.parts:
+        for part in (each for each in self.parts if each.name in names):
             dtype = self.engine.shards[part.name].values.dtype
             nbytes = torch.Size(part.shape).numel() * dtype.itemsize
             if bucket and (

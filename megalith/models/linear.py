@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from megalith.config import ModelConfig
 from megalith.local_shards import local
+from megalith.models.coded_weight import CodedWeight
 from megalith.models.identity import identity
 from megalith.models.pass_context import Context
 from megalith.models.runnable import Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS, gated_activation
+from megalith.ops.coded_gemm import CodedGemm
 from megalith.ops.gemm import GEMM, Gemm, add_bias_gradient, linear
 
 
@@ -35,6 +37,7 @@ class Linear(nn.Module):
         self.style = plain
         self.rows = identity
         self.adapter: nn.Module | None = None
+        self.coded: CodedWeight | None = None  # the weight, if it is frozen and kept in codes
 
     def forward(
         self,
@@ -47,17 +50,24 @@ class Linear(nn.Module):
         y includes the bias, but no gradient flows to the bias from it; `then`, a function of ops/, computes the bias
         gradient.
         """
-        weight = self.rows(local(self.weight)).to(x.dtype)
+        weight = self.rows(local(self.weight)).to(x.dtype) if self.coded is None else self.coded.codes
         bias = None if self.bias is None else self.rows(local(self.bias))
         added = None if bias is None else bias.detach().to(x.dtype)
         if self.adapter is not None and self.adapter.rescales:
             y = self.style(x, weight, None, self.gemm, context) + self.adapter(x, context)
-            y = y * self.adapter.row_factors(weight).to(y.dtype)
+            y = y * self.adapter.row_factors(weight if self.coded is None else self.coded.decoded()).to(
+                y.dtype
+            )
             return then(y if added is None else y + added, bias)
         y = self.style(x, weight, added, self.gemm, context)
         if self.adapter is not None:
             y = y + self.adapter(x, context)
         return then(y, bias)
+
+    def keep_in_codes(self, weight: CodedWeight) -> None:
+        """Replace the weight by one in codes."""
+        weight.rows = self.rows
+        self.weight, self.coded, self.gemm = None, weight, CodedGemm(weight)
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context | None) -> Tensor:

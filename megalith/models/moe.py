@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megalith.compat.dynamo import disable_tracing
 from megalith.config import ModelConfig
 from megalith.local_shards import local
+from megalith.models.coded_weight import CodedWeight
 from megalith.models.identity import identity
 from megalith.models.linear import MLP, Linear
 from megalith.models.norm import Residual
@@ -33,6 +34,7 @@ from megalith.models.pass_context import Context, PassLayout
 from megalith.models.router import Router, Routing
 from megalith.models.runnable import Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
+from megalith.ops.coded_gemm import CodedGroupedGemm
 from megalith.ops.grouped_gemm import (
     GroupedGemm,
     GroupedWeight,
@@ -81,6 +83,7 @@ class GroupedLinear(nn.Module):
         self.sum_gradient: Callable[[Tensor], Tensor] = identity
         self.step_cast: Cast | None = None
         self.adapter: nn.Module | None = None
+        self.coded: CodedWeight | None = None  # the weight, if it is frozen and kept in codes
 
     def cast(self, dtype: torch.dtype) -> Cast:
         """Return weight and bias in `dtype`, without gradients."""
@@ -88,17 +91,17 @@ class GroupedLinear(nn.Module):
             return self.step_cast
         with torch.no_grad():  # to_local would make an autograd node
             both = (self.weight, self.bias)
-            return tuple(
-                None if parameter is None else local(parameter).detach().to(dtype) for parameter in both
-            )
+            weight, bias = (None if each is None else local(each).detach().to(dtype) for each in both)
+            return weight if self.coded is None else self.coded.decoded(), bias
 
     def prepare_weights(self, cast: Cast) -> Matrix:
         """Return weight and bias in the form that the matmuls take, from the result of `cast`."""
         pairs, stays = zip((self.weight, self.bias), cast), cast is self.step_cast
-        return tuple(
+        weight, bias = (
             None if p is None else prepare_weight(self.sum_gradient(local(p)), value, stays)
             for p, value in pairs
         )
+        return weight if self.coded is None else GroupedWeight(cast[0], self.coded.codes), bias
 
     def forward(self, x: Tensor, matrix: Matrix, groups: RowGroups, factors: Tensor | None = None) -> Tensor:
         """Return [rows, out] for x [rows, in]; `factors` [rows, 1], if any, multiply each row's bias."""
@@ -109,6 +112,10 @@ class GroupedLinear(nn.Module):
         if bias is None:
             return y
         return add_bias(y, bias, groups, factors, self.first_row, self.gemm.kernel, self.fusion)
+
+    def keep_in_codes(self, weight: CodedWeight) -> None:
+        """Replace the weight by one in codes."""
+        self.weight, self.coded, self.gemm = None, weight, CodedGroupedGemm(weight, self.gemm.kernel)
 
 
 class Experts(nn.Module):

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from megalith.compat.dynamo import is_tracer_imported, maybe_mark_dynamic
 
+INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element
+
 
 def run_eagerly() -> AbstractContextManager:
     """Return a context in which compiled code runs eagerly."""
@@ -88,6 +90,12 @@ compiled_save_attention.cache_hash = "megalith.saving_attention"
 def _saves(context: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:
     attends = any(part in str(operator) for part in ("scaled_dot_product", "block_attention"))
     return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def depend_on(x: Tensor, grad: Tensor) -> Tensor:
+    """Return x as the result of a computation with `grad`, so that torch compiles its uses into the backward pass."""
+    zero = grad.flatten()[0].view(INT_DTYPES[grad.itemsize]) & 0
+    return (x.view(INT_DTYPES[x.itemsize]) + zero.to(INT_DTYPES[x.itemsize])).view(x.dtype)
 
 
 def _on_gpu(x: Tensor) -> bool:

@@ -109,6 +109,10 @@ class GroupedGemm:
     def __init__(self, kernel: bool = True):
         self.kernel = kernel
 
+    def cast(self, saved: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight in `dtype` for the backward pass, from `GroupedWeight.saved`."""
+        return saved.to(dtype)
+
     def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         return self._by_rows(x, weight.mT, groups)  # [rows, out]
 
@@ -212,7 +216,7 @@ class _GroupedLinear(torch.autograd.Function):
         x, saved = ctx.saved_tensors
         grad, grad_x = grad.contiguous(), None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.gemm.dgrad(grad, saved.to(x.dtype), ctx.groups)
+            grad_x = ctx.gemm.dgrad(grad, ctx.gemm.cast(saved, x.dtype), ctx.groups)
         if ctx.needs_input_grad[1]:
             ctx.pending_wgrads.append(partial(ctx.gemm.wgrad, grad, x, ctx.groups))
         return grad_x, None, None, None, None, None

@@ -9,6 +9,7 @@ from megalith.models.init import initialize
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.compiled import run_with_breaks
 from megalith.ops.fp8.recipes import AmaxTable
+from megalith.parallel.coded_base import apply_coded_base
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.data.data_parallel import apply_data
 from megalith.parallel.expert.expert_parallel import apply_expert
@@ -35,15 +36,16 @@ def apply(
     2. Tensor: shard parameters and heads; adapters follow their linears.
     3. Context: replace the core of attention, which now has this rank's heads.
     4. Experts: they have their own mesh over the same ranks, and dispatch the tokens that SP leaves on this rank.
-    5. FP8: give sharded linears and experts FP8 matmuls; `table` holds the amax history of delayed scaling.
-    6. Ping-pong: layers run two halves of a micro-batch, each with the collectives of all axes. With context
+    5. Quantized base: weights that stay frozen are replaced by codes of the shards that the axes above have made.
+    6. FP8: give sharded linears and experts FP8 matmuls; `table` holds the amax history of delayed scaling.
+    7. Ping-pong: layers run two halves of a micro-batch, each with the collectives of all axes. With context
        parallelism alone only attention does, because only attention communicates.
-    7. Recompute: wraps the code with its collectives; a recomputed unit of layers contains both halves.
-    8. Compile: after everything that changes a layer's code. Not with zero-bubble, which splits backward passes.
-    9. Offload: outside compiled and recomputed layers, so that it can offload their inputs.
-    10. Data: FSDP2 shards the tensor-parallel shards; its unit is a layer.
-    11. Allocate and initialize: initial weights depend only on parameter name and position, not on the layout.
-    12. Outside FSDP2's modules, replace DTensors by plain parameters on the same storage.
+    8. Recompute: wraps the code with its collectives; a recomputed unit of layers contains both halves.
+    9. Compile: after everything that changes a layer's code. Not with zero-bubble, which splits backward passes.
+    10. Offload: outside compiled and recomputed layers, so that it can offload their inputs.
+    11. Data: FSDP2 shards the tensor-parallel shards; its unit is a layer.
+    12. Allocate and initialize: initial weights depend only on parameter name and position, not on the layout.
+    13. Outside FSDP2's modules, replace DTensors by plain parameters on the same storage.
 
     Args:
         model: the full model, on the meta device.
@@ -68,6 +70,7 @@ def apply(
         apply_expert(
             chunk, mesh, tensor, parallel.moe_token_dispatcher_type, parallel.moe_static_dispatch is True
         )
+        apply_coded_base(chunk, config.lora)
         apply_fp8(chunk, config, mesh, device, table)
         apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp, compiles(config, device))

@@ -35,7 +35,8 @@ class GlobalTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     world: Axis
-    local: Tensor | None = None
+    shard: LocalShard | None = None
+    """The part that this rank sends. Values of a weight in codes are decoded when they are read."""
     parts: list[OwnedShard] = field(default_factory=list)
 
     def gather(self, device: torch.device | str = "cpu") -> Tensor | None:
@@ -47,9 +48,9 @@ class GlobalTensor:
         for part in self.parts:
             if full is not None:
                 index = tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape))
-                full[index] = self.local if part.rank == 0 else self._receive(part)
+                full[index] = self.shard.values if part.rank == 0 else self._receive(part)
             elif part.rank == self.world.rank:
-                dist.send(self.local.contiguous(), dst=0, group=self.world.group)
+                dist.send(self.shard.values.contiguous(), dst=0, group=self.world.group)
         return full
 
     def _receive(self, part: OwnedShard) -> Tensor:
@@ -66,10 +67,9 @@ def global_tensors(shards: Mapping[str, LocalShard], world: Axis) -> dict[str, G
     owned = []
     for name, shard in shards.items():
         if shard.owned:
-            dtype = str(shard.values.dtype).removeprefix("torch.")
-            owned.append(
-                [name, dtype, shard.shape, shard.offset, shard.values.shape, shard.values.device.type]
-            )
+            values = shard.values
+            dtype = str(values.dtype).removeprefix("torch.")
+            owned.append([name, dtype, shard.shape, shard.offset, values.shape, values.device.type])
     tensors: dict[str, GlobalTensor] = {}
     seen: set[tuple] = set()
     for rank, table in enumerate(gather_json(owned, world)):
@@ -81,5 +81,5 @@ def global_tensors(shards: Mapping[str, LocalShard], world: Axis) -> dict[str, G
             seen.add((name, offset))
             tensor.parts.append(OwnedShard(rank, offset, shape, device_type))
             if rank == world.rank:
-                tensor.local = shards[name].values
+                tensor.shard = shards[name]
     return tensors

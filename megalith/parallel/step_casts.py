@@ -56,7 +56,11 @@ class StepCasts:
             if experts:
                 grouped = (module for module in chunk.modules() if isinstance(module, GroupedLinear))
                 dtype = chunk.compute_dtype
-                self._experts += [(module, dtype) for module in grouped if module.weight.dtype != dtype]
+                self._experts += [
+                    (module, dtype)
+                    for module in grouped
+                    if module.coded is None and module.weight.dtype != dtype
+                ]
 
     @torch.no_grad()
     def __enter__(self) -> None:

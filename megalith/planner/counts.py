@@ -34,6 +34,7 @@ from megalith.models.moe import GroupedLinear
 from megalith.models.norm import Norm
 from megalith.models.router import Router
 from megalith.models.transformer import layers_of as layers_in
+from megalith.parallel.coded_base import is_base_matrix
 from megalith.parallel.expert.expert_parallel import expert_sharding
 from megalith.parallel.pipeline.stages import Stage, split_stages
 from megalith.parallel.tensor.roles import role_of, shared_modules
@@ -191,6 +192,14 @@ class MetaModel:
                 reads_encoder = name.startswith("cross_attention.linear_kv")
                 matmuls.append(Matmul(rows, columns, experts[0] if experts else 0, style, reads_encoder))
         return matmuls
+
+    def base_matrices(self, number: int) -> list[list[int]]:
+        """Return the shapes on a rank of the weights of a layer that `lora.quantize_base` keeps in codes."""
+        return [
+            self._shape(name, module, "weight", module.weight.shape)
+            for name, module in self.layer(number).named_modules()
+            if is_base_matrix(name, module)
+        ]
 
     def cached(self, key: tuple, count: Callable[[], Any]) -> Any:
         """Return `count()`, cached by key and sharding."""

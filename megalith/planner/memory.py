@@ -7,7 +7,8 @@ Saved activations are an estimate after Korthikanti et al. (2022), section 4, wi
   attention dropout: a bias while a layer computes, and keys and values repeated for each head.
 - Dropout masks are recomputed. The loss computes logits in chunks and stores their gradient in place
   (ops/cross_entropy.py), except with a sharded vocabulary or capped logits.
-- Frozen weights with LoRA are stored in bf16 when training in bf16. All experts get equally many tokens.
+- Frozen weights with LoRA are stored in bf16 when training in bf16, or in codes (lora.quantize_base). All experts get
+  equally many tokens.
 - Fragmentation, library workspaces and the CUDA context (about 1 GB) are not included.
 
 With several micro-batches the total is an upper bound. With one, activations are freed while gradients are created.
@@ -17,6 +18,7 @@ pass, after all activations are freed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from megalith.config.rules.expert_rules import (
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
 from megalith.ops.cross_entropy import loss_chunk_tokens
+from megalith.ops.weight_codes import coded_bytes
 from megalith.optim.optimizer import state_bytes
 from megalith.parallel.fp8_linears import layers_cast_once, saves_weight_codes, uses_fp8
 from megalith.parallel.memory.recompute import unit_size
@@ -128,9 +131,24 @@ class StageMemory:
         self.dense = here.total() - self.experts - self.adapters
         self.in_mlps = here["mlp"] / max(self.dense, 1)
         """Fraction of the layers' dense weights that belongs to MLPs."""
+        self.coded, self.decoded = 0, 0
+        """Bytes of the frozen weights in codes, which are not sharded over data ranks, and elements decoded at once."""
+        if config.lora.has_quantized_base:
+            self._count_codes(config.lora.quantize_base)
         self.outside = meta.outside(chunks).total()
         stores_bf16 = bool(self.adapters) and config.train.precision == "bf16"
         self.stored_bytes = self.width if stores_bf16 else MASTER_BYTES
+
+    def _count_codes(self, form: str) -> None:
+        """Move the weights that are kept in codes from the others to `coded`."""
+        for number, times in self.meta.kinds(self.layer_numbers).items():
+            shapes = self.meta.base_matrices(number)
+            sizes = [math.prod(shape) for shape in shapes]
+            of_experts = [size for size, shape in zip(sizes, shapes) if len(shape) == 3]
+            self.coded += times * sum(coded_bytes(form, shape) for shape in shapes)
+            self.experts -= times * sum(of_experts)
+            self.dense -= times * (sum(sizes) - sum(of_experts))
+            self.decoded = max(self.decoded, sum(of_experts), *sizes)
 
     def estimate(self) -> MemoryEstimate:
         optim, width = self.config.optim, self.width
@@ -162,7 +180,7 @@ class StageMemory:
         )
         freed = activations + loss + (0 if is_permanent else copies)
         return MemoryEstimate(
-            weights=int(models * stored + MASTER_BYTES * self.adapters / self.shards),
+            weights=int(models * stored + self.coded + MASTER_BYTES * self.adapters / self.shards),
             compute_copy=copies,
             gradients=gradients if self.accumulates else max(gradients - freed, 0),
             optimizer=int(moments * (1 - offloaded)),
@@ -277,7 +295,7 @@ class StageMemory:
 
     def _copies(self) -> int:
         saved = self.fp8 - self.cast_once if saves_weight_codes(self.config) else 0.0
-        copies = self._compute_copy(self.dense, self.fsdp, saved, self.cast_once)
+        copies = self._compute_copy(self.dense, self.fsdp, saved, self.cast_once) + self.width * self.decoded
         freed = self.width if self.fsdp and not self.config.log.log_fp8_interval else 0  # the gathered copy
         copies += (
             (2 - freed) * self.cast_once * self.dense

@@ -10,6 +10,7 @@ from megalith.bridge.folder import is_model_folder
 from megalith.bridge.importer import SEED, common_dtype, open_hf_folder
 from megalith.bridge.load import check_base, config_of, load_initial_weights, load_source
 from megalith.bridge.origin import check_vocabulary, saved_tokenizer, tokenizer_of
+from megalith.bridge.quantize_base import round_base
 from megalith.checkpoint import Checkpoint, load_model, open_existing
 from megalith.checkpoint.state import base_fingerprint
 from megalith.config import RunConfig
@@ -74,6 +75,8 @@ def _add_adapters(
     else:
         load_initial_weights(base, model, vocabulary_rows(config), seed, ALONE)
         check_base(checkpoint, base_fingerprint(model, vocabulary_rows(config)), base)
+        if config.lora.has_quantized_base:
+            round_base(config, model)
     add_adapters(model, config.lora)
     for _, adapter in adapters(model):
         adapter.to_empty(device=device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from megalith.bridge.adapter_folder import initialize_from_base, load_peft_adapters
 from megalith.bridge.load import check_base, config_of, load_initial_weights
+from megalith.bridge.quantize_base import load_coded_base
 from megalith.bridge.settings import changed_settings
 from megalith.checkpoint import (
     Checkpoint,
@@ -55,8 +56,16 @@ def load_run(run: Run, memory: RunSnapshots | None = None) -> Path | StorePath |
     if config.model.init_from is not None and (frozen or (checkpoint is None and snapshot is None)):
         chunks, rows = run.model.chunks, vocabulary_rows(config)
         load_initial_weights(
-            config.model.init_from, chunks, rows, config.train.seed, world, config.checkpoint.trust
+            config.model.init_from,
+            chunks,
+            rows,
+            config.train.seed,
+            world,
+            config.checkpoint.trust,
+            without_linears=config.lora.has_quantized_base,
         )
+        if config.lora.has_quantized_base:
+            load_coded_base(config, chunks, run.device, world.rank == 0)
         if frozen:
             _remember_base(run, checkpoint)
             run.model.parameters.store_frozen(run.model.chunks[0].compute_dtype, world)

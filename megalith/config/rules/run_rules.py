@@ -142,6 +142,11 @@ def _check_adapters(config: RunConfig) -> None:
             f"{'adapters on experts' if experts else f'lora.dropout {lora.dropout}'} is not supported; "
             f"{'name other targets' if experts else 'set dropout to 0'}, or turn use_dora off"
         )
+    if lora.has_quantized_base and config.train.fp8_format is not None:
+        raise ConfigError(
+            f"lora.quantize_base is {lora.quantize_base} and train.fp8_format {config.train.fp8_format}, but matmuls "
+            "of a quantized base are in train.precision; set one of the two"
+        )
     stack = max(model.num_layers - model.encoder_layers, model.encoder_layers)
     if beyond := [number for number in lora.layers_to_transform or () if number >= stack]:
         raise ConfigError(

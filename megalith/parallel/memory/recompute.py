@@ -116,7 +116,7 @@ def _recomputes_in_graph(model: Transformer, parallel: ParallelConfig) -> bool:
     The compiler then drops operations that no gradient needs, such as the last matmul.
     """
     experts = any(x.has_experts for x in layers_of(model).values())
-    uses_fp8 = any(x.gemm is not GEMM for x in model.modules() if isinstance(x, Linear))  # with state
+    uses_fp8 = any(x.gemm is not GEMM and x.coded is None for x in model.modules() if isinstance(x, Linear))
     return not uses_fp8 and can_recompute_in_graph(model.config, parallel, experts)
 
 

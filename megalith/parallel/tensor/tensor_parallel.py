@@ -50,12 +50,11 @@ from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer, layers_of, stacks_of
+from megalith.ops.compiled import depend_on
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, softcapped
 from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.roles import ALWAYS, UNDER_SP, Role, role_of, shared_modules
-
-INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element
 
 
 class TensorParallel:
@@ -184,7 +183,7 @@ class _ColumnLinear(torch.autograd.Function):
         grad_by_row, grad = gemm.gradients(grad, ctx.needs_input_grad[1])
         gathers = ctx.sharded and ctx.needs_input_grad[1] and ctx.edge is None
         if ctx.regather and torch.compiler.is_compiling():
-            x = [_depend_on(each, grad_output) if each.dim() else each for each in x]
+            x = [depend_on(each, grad_output) if each.dim() else each for each in x]
         gathering = begin_gather(x, axis) if gathers else None
         begin = begin_reduce_scatter if ctx.sharded else begin_all_reduce
         reducing = begin(gemm.dgrad(grad_by_row, weight), axis)
@@ -199,12 +198,6 @@ class _ColumnLinear(torch.autograd.Function):
 
 def _wgrad(gemm: Gemm, grad: Operand, x: Operand, axis: Axis, sharded: bool) -> Tensor:
     return gemm.wgrad(grad, end_gather(begin_gather(x, axis), x) if sharded else x)
-
-
-def _depend_on(x: Tensor, grad: Tensor) -> Tensor:
-    """Return x as the result of a computation with `grad`, so that torch compiles its uses into the backward pass."""
-    zero = grad.flatten()[0].view(INT_DTYPES[grad.itemsize]) & 0
-    return (x.view(INT_DTYPES[x.itemsize]) + zero.to(INT_DTYPES[x.itemsize])).view(x.dtype)
 
 
 def begin_gather(operand: Operand, axis: Axis) -> list[Tensor]:

@@ -24,6 +24,7 @@ from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.config import RunConfig
 from megalith.generation.engine_model import named_shards
 from megalith.models.adapters import ADAPTER, adapters
+from megalith.parallel.coded_base import coded_shards
 from megalith.parallel.gather import GlobalTensor, global_tensors
 from megalith.parallel.parallel_model import ParallelModel
 
@@ -66,6 +67,7 @@ class WeightStream:
 
     def _tensors(self) -> dict[str, GlobalTensor]:
         local = named_shards(self._model.chunks)
+        local |= coded_shards(self._model.chunks)
         shards = self._model.parameters.shards  # FSDP2's modules may currently hold unsharded parameters
         return global_tensors(local | {name: shards[name] for name in local if name in shards}, self.world)
 

@@ -1,0 +1,148 @@
+"""The base of adapters in codes (`lora.quantize_base`): filled from `model.init_from`, or decoded again.
+
+Each matrix of the Hugging Face model is coded by itself, whatever the layout and the format of the weights, so every
+layout has the same codes. If a folder already has a matrix in the run's form, its codes are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megalith.bridge.families import family_for
+from megalith.bridge.family import Group, build_on_meta
+from megalith.bridge.load import is_foreign_weights, open_weights
+from megalith.bridge.match import Match
+from megalith.bridge.quantized import QuantizedMatrix
+from megalith.checkpoint import Checkpoint, open_existing
+from megalith.checkpoint.extent import Extent
+from megalith.checkpoint.fingerprint import sample
+from megalith.checkpoint.state import MODEL, Model
+from megalith.config import RunConfig
+from megalith.models.coded_weight import CodedWeight
+from megalith.ops.weight_codes import CodedMatrix, WeightCodes, assemble, decode, encode, stack, take
+from megalith.parallel.coded_base import base_matrices, coded_weights
+from megalith.parallel.shards import LocalShard
+from megalith.progress import Progress
+
+
+class CodedBase:
+    """The weights that `model.init_from` names, in the codes of `lora.quantize_base`."""
+
+    def __init__(self, config: RunConfig, device: torch.device | str = "cpu"):
+        """Open the weights. They are coded on `device`."""
+        path, model = config.model.init_from, config.model
+        self.form, self._seed, self._device = config.lora.quantize_base, config.train.seed, device
+        self._match: Match | None = None
+        self._checkpoint: Checkpoint | None = None
+        if is_foreign_weights(path):
+            self._match = open_weights(path, config.checkpoint.trust, model.vocab_size)
+        else:
+            self._checkpoint = open_existing(path, show_progress=False)
+        groups = self._match.groups if self._match is not None else family_for(model).groups(model)
+        self._groups = {group.name: group for group in groups}
+        self._model = model
+
+    @cached_property
+    def names(self) -> set[str]:
+        """Names of the parameters that are kept in codes."""
+        return {f"{name}.weight" for name, _ in base_matrices(build_on_meta(self._model))}
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Return rows, or experts, of a parameter as the source has them, in float32 on the CPU."""
+        group = self._groups[name]
+        offset, shape = (first, *(0,) * (len(group.shape) - 1)), (count, *group.shape[1:])
+        if self._match is not None:
+            return self._match.read(group, self._seed, offset, shape)
+        return self._checkpoint.read(MODEL, name, Extent(offset, shape)).float()
+
+    def codes(self, name: str, dense: Tensor, first_expert: int = 0) -> WeightCodes:
+        """Return a parameter in codes; `dense` is its full value, or that of some experts."""
+        group = self._groups[name]
+        dense = dense.to(self._device)
+        if dense.ndim == 2:
+            return assemble(self.form, dense.shape, self._matrices(group, dense, None))
+        return stack(
+            self.form,
+            [
+                assemble(self.form, matrix.shape, self._matrices(group, matrix, expert))
+                for expert, matrix in enumerate(dense, first_expert)
+            ],
+        )
+
+    def decoded(self, name: str, dense: Tensor) -> Tensor:
+        """Return the full value of a parameter after coding, in float32: what the run computes with."""
+        return decode(self.form, self.codes(name, dense), torch.float32)
+
+    def full(self, name: str) -> Tensor:
+        """Return `decoded` of a parameter as the source has it."""
+        return self.decoded(name, self.read(name, 0, self._groups[name].shape[0]))
+
+    def _matrices(self, group: Group, dense: Tensor, expert: int | None) -> Iterator[CodedMatrix]:
+        for source, rows in rows_of_sources(group).items():
+            stored = self._stored(group, group.names(expert)[source])
+            if stored is not None:
+                yield stored.coded(rows, self._device)
+            else:
+                yield encode(self.form, dense[rows.to(dense.device)], rows)
+
+    def _stored(self, group: Group, name: str) -> QuantizedMatrix | None:
+        """Return a matrix of the folder that is already in the run's form."""
+        stored = None if self._match is None else self._match.source.tensors.get(name)
+        same = getattr(stored, "form", None) == self.form
+        return stored if same and not group.rule.transposed else None
+
+
+def rows_of_sources(group: Group) -> dict[int, Tensor]:
+    """Return for each Hugging Face matrix of a parameter, or of one expert, Megalith's rows, int64."""
+    sizes: Counter[int] = Counter()
+    for run in group.runs:
+        sizes[run.source] += run.count
+    rows = {source: torch.empty(size, dtype=torch.int64) for source, size in sizes.items()}
+    for run in group.runs:
+        rows[run.source][run.theirs : run.theirs + run.count] = run.ours + run.step * torch.arange(run.count)
+    return rows
+
+
+@torch.no_grad()
+def load_coded_base(
+    config: RunConfig, model: Model, device: torch.device, show_progress: bool = False
+) -> None:
+    """Fill the weights in codes of this rank's chunks from `model.init_from`.
+
+    Each rank reads a whole matrix at a time, and keeps its shard's codes.
+    """
+    chunks = model if isinstance(model, list) else [model]
+    weights = {name: each for chunk in chunks for name, each in coded_weights(chunk).items()}
+    if not weights:
+        return
+    base = CodedBase(config, device)
+    total = sum(torch.Size(each.local_shape).numel() for each in weights.values())
+    with Progress("quantize", total, show=show_progress) as progress:
+        for name, weight in weights.items():
+            _fill(weight, base, name)
+            progress.add(torch.Size(weight.local_shape).numel())
+
+
+@torch.no_grad()
+def round_base(config: RunConfig, model: torch.nn.Module) -> None:
+    """Replace the linears' weights in an unsharded model, loaded from `model.init_from`, by what their codes are."""
+    base, parameters = CodedBase(config), dict(model.named_parameters())
+    for name in sorted(base.names):
+        parameters[name].copy_(base.decoded(name, parameters[name].float()))
+
+
+def _fill(weight: CodedWeight, base: CodedBase, name: str) -> None:
+    shape, local, offset = weight.shape, weight.local_shape, weight.offset
+    of_experts = len(shape) == 3
+    first, count = (offset[0], local[0]) if of_experts else (0, shape[0])
+    dense = base.read(name, first, count)
+    full = LocalShard(dense, (first, *(0,) * (len(shape) - 1)), shape, owned=True)
+    weight.base_sample = sample(full)
+    codes = base.codes(name, dense, first)
+    rows, columns = (slice(at, at + size) for at, size in zip(offset[-2:], local[-2:]))
+    weight.fill(take(base.form, codes, rows, columns))

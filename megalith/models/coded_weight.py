@@ -1,0 +1,57 @@
+"""A frozen weight that is kept in codes (ops/weight_codes.py). Each matmul decodes it anew (ops/coded_gemm.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalith.models.identity import identity
+from megalith.ops.coded_gemm import decode_at_use
+from megalith.ops.weight_codes import WeightCodes
+
+
+class CodedWeight(nn.Module):
+    """The shard of a weight in codes. Its parts are buffers, which neither checkpoints nor FSDP2 see.
+
+    Args:
+        form: int8, fp8, nf4 or mxfp4.
+        shape: of the full weight, [out, in] or [experts, out, in].
+        local_shape: of this rank's shard.
+        offset: of the shard in the full weight.
+        dtype: of the matmuls.
+    """
+
+    def __init__(
+        self,
+        form: str,
+        shape: Sequence[int],
+        local_shape: Sequence[int],
+        offset: Sequence[int],
+        dtype: torch.dtype,
+    ):
+        super().__init__()
+        self.form, self.dtype = form, dtype
+        self.shape, self.local_shape, self.offset = tuple(shape), tuple(local_shape), tuple(offset)
+        self.rows: Callable[[Tensor], Tensor] = identity
+        """Selects the rows that this rank uses, as Linear's."""
+        self.base_sample: dict[int, str] = {}
+        """Values of the weight before it was coded, which identify the base (checkpoint/fingerprint.py)."""
+
+    def fill(self, codes: WeightCodes) -> None:
+        """Set the codes, on the device of the matmuls."""
+        for name, part in zip(WeightCodes._fields, codes):
+            self.register_buffer(name, part, persistent=False)
+
+    @property
+    def parts(self) -> WeightCodes:
+        return WeightCodes(self.codes, self.scales, self.block_index, self.table, self.levels)
+
+    def decoded(self, after: Tensor | None = None) -> Tensor:
+        """Return the rows that this rank uses in the dtype of the matmuls, as `ops.coded_gemm.Coded` says."""
+        return self.rows(self.all_rows(after))
+
+    def all_rows(self, after: Tensor | None = None) -> Tensor:
+        """Return the decoded shard, with rows that this rank may not use."""
+        return decode_at_use(self.form, self.parts, self.dtype, self.offset[-1], after)

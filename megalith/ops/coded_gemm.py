@@ -1,0 +1,69 @@
+"""Matmuls by a frozen weight in codes, which decode it at use and save nothing decoded for the backward pass."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalith.ops.compiled import as_one_kernel, depend_on
+from megalith.ops.gemm import Gemm, Operand
+from megalith.ops.grouped_gemm import GroupedGemm
+from megalith.ops.weight_codes import WeightCodes, decode
+
+
+class Coded(Protocol):
+    """A weight in codes."""
+
+    def decoded(self, after: Tensor | None = None) -> Tensor:
+        """Return the weight as matmuls take it. Compiled code decodes it after `after` exists."""
+
+
+class CodedGemm(Gemm):
+    """The matmuls of a linear whose weight is in codes. They ignore the weight that they are called with."""
+
+    def __init__(self, weight: Coded):
+        self.weight = weight
+
+    def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
+        return (self.weight.decoded(),), ()
+
+    def dgrad(self, grad: Operand, weight: Operand) -> Tensor:
+        return grad[0] @ self.weight.decoded(after=grad[0])
+
+
+class CodedGroupedGemm(GroupedGemm):
+    """The matmuls of experts whose weight is in codes."""
+
+    def __init__(self, weight: Coded, kernel: bool):
+        super().__init__(kernel)
+        self.weight = weight
+
+    def cast(self, saved: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.weight.decoded()
+
+
+def decode_at_use(
+    form: str, weight: WeightCodes, dtype: torch.dtype, first_column: int, after: Tensor | None = None
+) -> Tensor:
+    """Return `decode` of the same arguments, as one kernel on a GPU.
+
+    Without `after`, the compiler would see that forward and backward decode the same codes, and save the result.
+    """
+    if after is not None and torch.compiler.is_compiling():
+        weight = weight._replace(codes=depend_on(weight.codes, after))
+    return as_one_kernel(_decode, *weight, form, dtype, first_column, sizes_vary=True)
+
+
+def _decode(
+    codes: Tensor,
+    scales: Tensor,
+    block_index: Tensor,
+    table: Tensor,
+    levels: Tensor,
+    form: str,
+    dtype: torch.dtype,
+    first_column: int,
+) -> Tensor:
+    return decode(form, WeightCodes(codes, scales, block_index, table, levels), dtype, first_column)

@@ -1,0 +1,96 @@
+"""A frozen base in codes (`lora.quantize_base`): the linears and experts of this rank whose weights are replaced.
+
+Codes are sharded as the weights are by tensor, expert and pipeline parallelism. Data-parallel ranks each have their
+own: FSDP2 shards parameters, and these are buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megalith.config import LoraConfig
+from megalith.errors import ConfigError
+from megalith.local_shards import local_shape_and_offset
+from megalith.models.adapters import ADAPTER
+from megalith.models.coded_weight import CodedWeight
+from megalith.models.linear import Linear
+from megalith.models.moe import GroupedLinear
+from megalith.models.transformer import Transformer, layers_of
+from megalith.ops.weight_codes import BLOCK
+
+
+def base_matrices(model: Transformer) -> Iterator[tuple[str, Linear | GroupedLinear]]:
+    """Yield the linears and experts of the layers, with their names: what `lora.quantize_base` keeps in codes.
+
+    Embeddings, output matrix, routers, norms and convolutions are not among them.
+    """
+    for layer_name, layer in layers_of(model).items():
+        for name, module in layer.named_modules():
+            if is_base_matrix(name, module):
+                yield f"{layer_name}.{name}", module
+
+
+def is_base_matrix(name: str, module: nn.Module) -> bool:
+    """Return whether a module of a layer, with its path in the layer, is one of `base_matrices`."""
+    is_matrix = isinstance(module, Linear | GroupedLinear) and ADAPTER not in f".{name}."
+    return is_matrix and name.rpartition(".")[2].startswith("linear_")
+
+
+def coded_weights(model: nn.Module) -> dict[str, CodedWeight]:
+    """Return the weights in codes by the names of the parameters that they replace."""
+    named = model.named_modules()
+    return {
+        f"{name.removesuffix('.coded')}.weight": each for name, each in named if isinstance(each, CodedWeight)
+    }
+
+
+@dataclass(frozen=True)
+class CodedShard:
+    """This rank's shard of a weight in codes, for readers of LocalShard. Each access to `values` decodes it."""
+
+    weight: CodedWeight
+    owned: bool = True  # also by the ranks with the same shard
+
+    @property
+    def values(self) -> Tensor:
+        return self.weight.all_rows()
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return self.weight.offset
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+
+def coded_shards(chunks: Iterable[nn.Module]) -> dict[str, CodedShard]:
+    """Return this rank's shards of the weights in codes by the names of the parameters that they replace."""
+    return {name: CodedShard(each) for chunk in chunks for name, each in coded_weights(chunk).items()}
+
+
+def apply_coded_base(chunk: Transformer, lora: LoraConfig) -> None:
+    """Replace the frozen weights of the chunk's linears and experts by empty ones in codes, in place.
+
+    Call it after tensor and expert parallelism have sharded the weights. `bridge/quantize_base.py` fills them.
+
+    Raises:
+        ConfigError: a block of values with one scale would be divided.
+    """
+    if not lora.has_quantized_base:
+        return
+    form = lora.quantize_base
+    block = BLOCK.get(form, 1)
+    for name, module in base_matrices(chunk):
+        shape, offset = local_shape_and_offset(module.weight)
+        if shape[-1] % block or offset[-1] % block:
+            full = module.weight.shape[-1]
+            divided = "" if full == shape[-1] else f", of which a tensor-parallel rank has {shape[-1]}"
+            raise ConfigError(
+                f"lora.quantize_base {form} gives {block} values of a row one scale, but {name} has {full} columns"
+                f"{divided}; choose int8 or fp8{', or a smaller tensor_model_parallel_size' if divided else ''}"
+            )
+        module.keep_in_codes(CodedWeight(form, module.weight.shape, shape, offset, chunk.compute_dtype))
