@@ -16,6 +16,7 @@ from megalith.bridge.importer import import_hf
 from megalith.bridge.quantize_base import CodedBase
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
+from megalith.generation.sync import engine_for, sync
 from megalith.ops.weight_codes import NF4, decode, dynamic_map, encode
 from megalith.parallel.coded_base import coded_weights
 from megalith.parity.job import start
@@ -117,6 +118,23 @@ def test_a_run_is_loaded_and_merged_with_the_base_that_it_was_trained_on(base: P
     resumed = settings.with_settings({"checkpoint.load": str(tmp_path / "run"), "lora.quantize_base": "fp8"})
     with pytest.raises(CheckpointError, match=r"saved with lora.quantize_base nf4, but this run has fp8"):
         megalith.train(resumed.with_settings({"train.train_iters": 3}))
+
+
+def test_an_engine_receives_the_decoded_base_once_and_then_the_adapters_alone(
+    base: Path, tmp_path: Path
+) -> None:
+    model = start(config(base, tmp_path / "run", "nf4")).model
+    engine = engine_for(model, max_rows=1, max_tokens=8)
+    decoded = coded_weights(model.chunks[0])[QKV].decoded()
+    assert torch.equal(engine.shards[QKV].values, decoded)
+    trained = [(name, p) for name, p in model.chunks[0].named_parameters() if p.requires_grad]
+    with torch.no_grad():
+        for _, parameter in trained:
+            parameter.add_(1.0)
+    report = sync(engine, model)
+    assert report.bytes == sum(parameter.nbytes for _, parameter in trained)
+    assert all(torch.equal(engine.shards[name].values, parameter) for name, parameter in trained)
+    assert torch.equal(engine.shards[QKV].values, decoded)
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8", "nf4", "mxfp4"])
