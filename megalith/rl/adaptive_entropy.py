@@ -1,8 +1,8 @@
 """A coefficient of the entropy bonus that follows the entropy (`rl.use_adaptive_entropy`), as in TRL (Skywork-OR1).
 
-After each step, the coefficient grows by rl.entropy_coef_delta if the mean entropy over the step's tokens is at most
-rl.entropy_target, and falls by it otherwise, between rl.entropy_coef_min and rl.entropy_coef_max. The next step has the
-bonus only if the entropy was at most the target; the first step has none.
+After each step, rl.entropy_coef_delta is added to the coefficient if the mean entropy over the step's tokens is at most
+rl.entropy_target, and subtracted otherwise. The coefficient stays between rl.entropy_coef_min and rl.entropy_coef_max.
+The next step has the bonus only if the entropy was at most the target; the first step has none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COEFFICIENT, LAST = "entropy_coef", "entropy_last"  # counters of a checkpoint
 
 
 class EntropyController:
-    """The coefficient of a run, whose state is among the counters of its checkpoints."""
+    """A run's coefficient. Its state is saved among the counters of a checkpoint."""
 
     def __init__(self, rl: RlConfig, totals: MutableMapping[str, int | float]):
         self._rl, self._totals = rl, totals

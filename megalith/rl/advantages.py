@@ -143,9 +143,9 @@ def whitened(rl: RlConfig, advantages: np.ndarray, present: np.ndarray) -> np.nd
 def load_estimator(name: str) -> Callable[..., np.ndarray]:
     """Return the estimator of a value of `rl.advantage_estimator`. Raise ConfigError if it does not exist.
 
-    It takes section `rl` and the weighted rewards, float64 [groups, completions] with NaN where absent, and returns the
-    advantages in the same shape. If it has parameters of these names, it also gets `lengths`, the tokens of each
-    completion, int [groups, completions], and `reward_kinds`, the rewards without their weights, float64 [groups,
+    An estimator takes section `rl` and the weighted rewards, float64 [groups, completions] with NaN where absent, and
+    returns the advantages in the same shape. If it has parameters of these names, it also gets `lengths`, the tokens of
+    each completion, int [groups, completions], and `reward_kinds`, the rewards without their weights, float64 [groups,
     completions, kinds].
     """
     return load_extension(name, ADVANTAGE_ESTIMATORS, "rl.advantage_estimator")

@@ -28,7 +28,8 @@ PARTS = {"model": "critic", "optimizer": "critic_optimizer"}  # of a checkpoint,
 
 
 def critic_config(config: RunConfig) -> RunConfig:
-    """Return the configuration of the critic: that of rl.critic, otherwise of the policy's initial weights."""
+    """Return the configuration of the critic: that of the model in rl.critic, or by default of the policy's initial
+    weights."""
     path = config.rl.critic or config.model.init_from
     if path is not None:
         return frozen_config(config, path, "rl.critic", is_critic=True)
@@ -86,7 +87,7 @@ class Critic:
 
 
 class CriticRolloutData(RolloutData):
-    """Rollouts whose advantages are a critic's."""
+    """Rollout data whose advantages come from a critic."""
 
     def __init__(self, run: Run, source: RolloutSource, reference: LogProbs | None, critic: Critic):
         super().__init__(run, source, reference)

@@ -1,8 +1,8 @@
 """Distillation (`megalith distill`): training on the predictions of a larger model, or of several.
 
-Data are those of `megalith train` or `megalith sft`. In a fraction of the samples the student's own answers replace
-those of the data (on_policy.py). Before a step, the teacher predicts its micro-batches (teachers/); the student's pass
-then computes the divergence chunk by chunk (ops/distillation_loss.py).
+The data are those of `megalith train` or `megalith sft`. In a fraction of the samples the student's own answers replace
+those of the data (on_policy.py). Before each step, the teacher runs over the step's micro-batches (teachers/); the
+student's pass then computes the divergence chunk by chunk (ops/distillation_loss.py).
 
 `megalith teacher-logits` stores the predictions of a teacher for every sample (data/stored_logits.py). The student then
 reads them in any layout, without a second model.
@@ -81,7 +81,7 @@ def train_distilled(config: RunConfig) -> TrainingResult:
 
 
 def store_logits(config: RunConfig) -> None:
-    """Write the teacher's predictions for the run's samples to `distill.logits_dir`, resuming after those it has.
+    """Write the teacher's predictions for the run's samples to `distill.logits_dir`. Samples already in it are skipped.
 
     Every process of the run calls it, in any layout. Raises ConfigError and DataError as `megalith.train` does.
     """
@@ -143,7 +143,8 @@ def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, dev
 
 @dataclass
 class DistillationBatch(Batch):
-    """A micro-batch with the teacher's hidden states, or with its stored predictions. None on other pipeline stages."""
+    """A micro-batch with the teacher's hidden states or its stored predictions, which only the last pipeline stage
+    has."""
 
     teacher_hidden: Tensor | None = None  # float [..., hidden], the input of the teacher's output matrix
     indices: Tensor | None = None  # int32 [batch, seq, k]
@@ -261,7 +262,7 @@ class DistillationData(StepData):
         ]
 
     def work(self, consumed_samples: int, batch_size: int) -> TokenCounts | None:
-        """Return the work of the current step: with the student's answers, if it samples."""
+        """Return the work of the current step, with the student's answers if the student samples."""
         if self._samples is not None and self._samples.work is not None:
             return self._samples.work
         return super().work(consumed_samples, batch_size)

@@ -98,7 +98,7 @@ class PreferenceData(StepData):
         return [replace(batch, reference_logprobs=x) for batch, x in zip(batches, logprobs, strict=True)]
 
     def _pairs_per_token(self, batches: Sequence[PreferenceBatch]) -> Tensor:
-        """Return the pairs of a step over the tokens of its chosen answers, a float32 scalar."""
+        """Return a step's number of pairs divided by its number of tokens in chosen answers, a float32 scalar."""
         counts = torch.stack([chosen_counts(batch) for batch in batches]).sum(0)
         pairs, tokens = all_reduce_no_grad(counts.to(self._device), self._dp)
         return (pairs / tokens.clamp(min=1)).float()

@@ -143,7 +143,7 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def limit_to_positions(config: RunConfig) -> RunConfig:
-    """Return `config` with rows no longer than the model's positions.
+    """Return `config` with rows no longer than the model's maximum number of positions.
 
     Prompts that leave no room for a completion are then rejected individually.
     """

@@ -1,9 +1,9 @@
 """Rewards by reward models (`rl.reward_models`), in the layout of the run.
 
-A model with the policy's tokenizer reads the sampled tokens. Another one reads the prompt and the completion as text in
-its own tokens, with its end of document if the completion has ended. Of a prompt with messages, both read the
-conversation by the model's own chat template. The reward is the score of the last token.
-Every rank scores its data-parallel share of the completions, and all ranks get all scores.
+A model with the policy's tokenizer reads the sampled tokens. A model with another tokenizer reads prompt and completion
+as text in its own tokens, with its end-of-document token if the completion has ended. If the prompt has messages,
+either kind reads the conversation as its own chat template renders it. The reward is the score of the last token. Every
+rank scores its data-parallel share of the completions, and all ranks get all scores.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class ScoredText(NamedTuple):
 
 
 def model_names(paths: Sequence[str]) -> list[str]:
-    """Return the names of reward models in metrics: their folders'."""
+    """Return the names of reward models in metrics, which are those of their folders."""
     return [Path(path.rstrip("/")).name for path in paths]
 
 
 def reward_model_config(config: RunConfig, path: str) -> RunConfig:
-    """Return the configuration of a reward model in the run's layout. Raise ConfigError if it is none."""
+    """Return the configuration of a reward model in the run's layout. Raise ConfigError if `path` is not one."""
     model = frozen_config(config, path, "rl.reward_models")
     if not model.model.score_head:
         raise ConfigError(

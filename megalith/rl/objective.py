@@ -92,9 +92,9 @@ def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) 
 def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Tensor:
     """Return the bounded weight exp(log π_old − log π_rollout), [batch, seq], without gradient.
 
-    It corrects for numerical differences between engine and trainer. At level `sequence` it is the exponential of the
-    sum over the sequence. At level `geometric` it is each token's weight, or 0 if the sequence's geometric mean is
-    out of bounds. A log-probability of NaN counts as equal.
+    It corrects for numerical differences between engine and trainer. At level `sequence` the differences of
+    log-probabilities are summed over the sequence before the exponential. At level `geometric` it is each token's
+    weight, or 0 if the sequence's geometric mean is out of bounds. Where a log-probability is NaN, both count as equal.
     """
     level, _, beyond = rl.mismatch_mode.partition("_")
     gap = (old - rollout).detach().nan_to_num(nan=0.0)
@@ -116,8 +116,8 @@ def off_policy_mask(
 ) -> Tensor:
     """Return 0 for tokens of sequences that rl.off_policy_mask_threshold excludes, otherwise 1, [batch, seq].
 
-    Excluded are sequences with A < 0 whose mean of log π_sampling − log π is larger (DeepSeek-V3.2). `sampling` are the
-    log-probabilities of the engine; NaN counts as equal.
+    A sequence is excluded if A < 0 and its mean of log π_sampling − log π is above the threshold (DeepSeek-V3.2).
+    `sampling` are the log-probabilities of the engine; where one is NaN, the difference counts as 0.
     """
     gap = sequences.means((sampling - logprobs.detach()).nan_to_num(nan=0.0))
     keeps = (advantages >= 0) | (sequences.per_token(gap) <= rl.off_policy_mask_threshold)
@@ -164,8 +164,8 @@ class PolicyLoss(SummedLoss):
     def tokens(self, batch: RolloutBatch) -> dict[str, Tensor] | None:
         """Return the per-token inputs of `token_losses`, or None if the loss needs sums over sequences first.
 
-        Those are GSPO's ratio, losses over sequences, off-policy masks, and sequence-level mismatch weights when the
-        old policy is the trained one.
+        Such sums are needed for GSPO's ratio, losses over sequences, off-policy masks, and sequence-level mismatch
+        weights when the old policy is the trained one.
         """
         rl, terms, sequences = self.rl, self._terms(batch), Sequences.from_batch(batch)
         needs_sums = isinstance(self._loss, SequenceLoss) or rl.off_policy_mask_threshold is not None
@@ -220,8 +220,8 @@ class PolicyLoss(SummedLoss):
     def _terms(self, batch: RolloutBatch) -> dict[str, Tensor]:
         """Return the per-token terms of the loss, [batch, seq] each, 0 outside the loss.
 
-        `rollout` is present if its mismatch is corrected, `old` if the old policy is not the trained one, and
-        `proximal_weight` if it is interpolated between both.
+        `rollout` is present if the mismatch with the engine is corrected, `old` if the old policy is not the trained
+        one, and `proximal_weight` if the old policy is interpolated between the engine's and the trained one.
         """
         rl, sequences = self.rl, Sequences.from_batch(batch)
         old, rollout = batch.old_logprobs, batch.rollout_logprobs
@@ -242,7 +242,7 @@ class PolicyLoss(SummedLoss):
         return {"mask": sequences.mask, "weights": weights, "advantages": batch.advantages, **terms}
 
     def _check_selection(self, batch: RolloutBatch) -> None:
-        """Raise ConfigError if the batch lacks tokens that are selected over the step."""
+        """Raise ConfigError if the batch lacks the masks of selected tokens that the settings need."""
         needs = {
             "high_entropy": self.rl.top_entropy_quantile < 1,
             "selected": isinstance(self._loss, SelectiveLoss),

@@ -1,9 +1,9 @@
 """Prompts of a GRPO run from JSONL, Parquet, a saved dataset or records in memory.
 
 The column rl.prompt_column of a record has the prompt: a text, or messages that are rendered by the tokenizer's chat
-template with a generation prompt. The other columns are passed to the rewards. Position p in the run's stream is
-prompt order(p), with the same orders as in pre-training: with shuffling, each epoch is a permutation derived from the
-seed. The next prompt therefore depends only on the seed and the number of consumed prompts.
+template with a generation prompt. The other columns are passed to the rewards. Prompts are drawn in the same order as
+samples in pre-training: with shuffling, each epoch is a permutation derived from the seed. The next prompt therefore
+depends only on the seed and the number of consumed prompts.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def max_sequence_tokens(config: RunConfig) -> int:
 def policy_vocab_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
     """Return the number of vocabulary entries that a policy samples from, in the engine and in the trainer.
 
-    It is the tokenizer's if the model's embedding has more rows. A server samples from all rows.
+    Megalith's own engine leaves out rows of the embedding beyond the tokenizer's vocabulary; a server samples from all
+    rows.
     """
     if config.rl.engine != "own":
         return config.model.vocab_size

@@ -9,8 +9,8 @@ layout. It has one of two signatures, distinguished by the parameter names:
 User functions run in worker processes with a time limit per call (reward_workers.py). An exception, a time-out or an
 invalid result is an error that names the completion. None and NaN are absent rewards.
 
-Of a completion with several turns, a built-in reward reads the last turn and counts sampled tokens. TRL's signature
-gets all messages and all tokens, and verl's the text of all tokens, as in TRL and verl.
+For a completion with several turns, a built-in reward reads the last turn and counts sampled tokens. As in TRL and
+verl, a function with TRL's signature gets all messages and all tokens, and one with verl's the text of all tokens.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class RolloutData:
         return [RolloutStep(rows, metrics | _packing_metrics(rows, row_length), rewards) for rows in packed]
 
     def _tokens_in_loss(self, one: RatedCompletion, first_step: int) -> bool | np.ndarray:
-        """Return the tokens of a completion that are in the loss, for all of them or bool [tokens]."""
+        """Return which tokens of a completion are in the loss: bool [tokens], or a single bool for all of them."""
         rl = self._rl
         if rl.mask_truncated_completions and one.truncated:
             return False
@@ -296,7 +296,7 @@ class RolloutData:
         ]
 
     def _with_selection(self, step: int, batches: list[RolloutBatch]) -> list[RolloutBatch]:
-        """Add the tokens that the loss treats differently, if it does. Every rank calls it."""
+        """Add the masks of the tokens that the loss treats differently, if there are any. Every rank calls it."""
         if not selects_tokens(self._rl):
             return batches
         run, rl = self._run, self._rl
@@ -367,8 +367,8 @@ def _packing_metrics(rows: Sequence[Sequence[Sample]], row_length: int) -> dict[
 def proximal_weights(rows: Sequence[Sequence[Sample]], first: int, step: int, like: Tensor) -> Tensor:
     """Return α = (first − v) / (step − v) per token, where v is the version of the weights that sampled it.
 
-    It is the position of the weights before the rollout batch's `first` step between those of v and the current ones;
-    1 outside completions. float32, shaped like `like` [batch, seq].
+    α says how far the weights before the rollout batch's first step, `first`, lie between version v (0) and the current
+    weights (1). It is 1 outside completions. The result is float32, shaped like `like` [batch, seq].
     """
     weights = np.ones(like.shape, dtype=np.float32)
     for index, row in enumerate(rows):

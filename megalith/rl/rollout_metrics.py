@@ -56,7 +56,7 @@ def absent_message(name: str, groups: Sequence[PromptGroup], streak: str = "") -
 def stale_tokens(rl: RlConfig, one: RatedCompletion, first_step: int) -> np.ndarray:
     """Return which tokens were sampled by weights older than rl.max_staleness allows, bool [tokens].
 
-    They leave the loss.
+    These tokens are left out of the loss.
     """
     if not rl.max_staleness or one.version is None:
         return np.zeros(len(one.ids), dtype=bool)

@@ -1,10 +1,10 @@
 """Routes of rollouts: the experts of each token in each layer while it was sampled, which training replays.
 
-Engine and trainer compute with other kernels, so a router whose scores are nearly equal chooses other experts in one
-than in the other, and the log-probability of the token then differs by much more than rounding (Ma et al. 2025, Rollout
-Routing Replay). With rl.router_replay the trainer's routers take over the experts that the engine chose.
+Engine and trainer use different kernels, so a router with nearly equal scores may choose different experts in the two.
+The token's log-probabilities then differ by much more than rounding (Ma et al. 2025, Rollout Routing Replay). With
+rl.router_replay the trainer's routers use the experts that the engine chose.
 
-Routes are an integer array [tokens, layers with experts, topk] for the tokens of prompt and completion but the last,
+Routes are an integer array [tokens, layers with experts, topk] for all tokens of prompt and completion except the last,
 which no layer reads. Rollout files and messages between ranks have them as
 
     {"shape": [tokens, layers, topk], "dtype": "uint8", "data": base64 of the values in this order}
@@ -72,7 +72,7 @@ def decode_routes(where: str, value: Any) -> np.ndarray | None:
 
 
 def route_bytes(model: ModelConfig) -> int:
-    """Return the bytes of a token's routes in a server's response, at most: of a JSON list of numbers."""
+    """Return the maximum bytes of a token's routes in a server's response, where they are a JSON list of numbers."""
     return model.num_layers * model.moe_router_topk * len(f"{model.num_experts}, ")
 
 
@@ -85,7 +85,7 @@ def server_routes(where: str, pieces: Sequence[Any], tokens: int, model: ModelCo
     Args:
         where: server and completion, for errors.
         pieces: the response's fields, of consecutive tokens; None for an absent one.
-        tokens: tokens of prompt and completion but the last.
+        tokens: tokens of prompt and completion without the last one.
         model: the policy.
 
     Raises:
@@ -129,13 +129,13 @@ def _server_array(where: str, piece: Any) -> np.ndarray:
 
 
 def join_routes(pieces: Sequence[EncodedRoutes]) -> np.ndarray | None:
-    """Return the routes of consecutive tokens, encoded in pieces; None without a piece."""
+    """Decode and join the routes of consecutive tokens; None if there are no pieces."""
     decoded = [decode_routes("a rollout", piece) for piece in pieces]
     return np.concatenate(decoded) if decoded else None
 
 
 def new_routes(routes: np.ndarray | None, earlier: int) -> list[EncodedRoutes]:
-    """Return the routes of the tokens after the first `earlier`, whose routes were recorded before, as a piece."""
+    """Encode the routes without those of the first `earlier` tokens, which were recorded before; empty for None."""
     return [] if routes is None else [encode_routes(routes[earlier:])]
 
 

@@ -36,7 +36,7 @@ def check_segments(where: str, value: Any, tokens: int) -> Segments | None:
         tokens: tokens of the completion.
 
     Raises:
-        DataError: if they are no lengths that add up to `tokens`.
+        DataError: if they are not lengths that add up to `tokens`.
     """
     if value is None:
         return None

@@ -35,12 +35,12 @@ def select_tokens(
     seed: int,
     dp: Axis = Axis(),  # noqa: B008 (immutable)
 ) -> list[RolloutBatch]:
-    """Return the micro-batches of a step with the tokens that are selected.
+    """Return the micro-batches of a step with the masks of selected tokens.
 
     Args:
         rl: section `rl` of the configuration.
-        batches: this rank's micro-batches, as many and of the same shape on every rank, in turns: with n ranks the
-            i-th is number i · n + rank of the step.
+        batches: this rank's micro-batches, equal in number and shape on every rank. Ranks take turns: with n ranks, the
+            i-th one is number i · n + rank of the step.
         logprobs: the policy's log-probabilities, float32 [batch, seq] per micro-batch.
         entropies: the entropies of its distributions, likewise.
         seed: seed of random choices, the same on every rank.
@@ -106,7 +106,7 @@ def _at(mask: Tensor, indices: Tensor) -> Tensor:
 
 
 def _quantile(values: Tensor, fraction: float) -> Tensor:
-    """Return the quantile with linear interpolation. torch.quantile takes no more than 2²⁴ values."""
+    """Return the quantile with linear interpolation, for any number of values (torch.quantile takes at most 2²⁴)."""
     ordered, position = values.sort().values, fraction * (len(values) - 1)
     low = int(position)
     high = min(low + 1, len(values) - 1)

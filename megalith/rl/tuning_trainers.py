@@ -189,7 +189,7 @@ def _write_records(records: Iterable[Mapping[str, Any]], output: Path) -> Path:
 
 
 def _limit_to_positions(config: RunConfig) -> RunConfig:
-    """Return `config` with rows no longer than the model's positions."""
+    """Return `config` with rows no longer than the model's maximum number of positions."""
     positions = with_init_from(config).model.max_position_embeddings
     if positions is None or config.data.seq_length <= positions:
         return config

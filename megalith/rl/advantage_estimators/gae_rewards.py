@@ -1,4 +1,4 @@
-"""PPO with a critic (Schulman et al. 2017): the estimator passes the rewards on, and the critic replaces them.
+"""PPO with a critic (Schulman et al. 2017): this estimator returns the rewards, which the critic turns into advantages.
 
 advantage  by generalized advantage estimation over the tokens (rl/gae.py)
 """

@@ -30,8 +30,8 @@ def group_relative(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
 
 
 def _leave_one_out_std(centered: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """Return the group's standard deviation without each completion, float64 [groups, completions]; 0 for fewer than
-    two."""
+    """Return, for each completion, the standard deviation of the other rewards in its group, float64 [groups,
+    completions]; 0 for fewer than two others."""
     others = present[:, None, :] & ~np.eye(present.shape[1], dtype=bool)  # [groups, completions, completions]
     count = others.sum(-1, keepdims=True)
     means = np.where(others, centered[:, None, :], 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)

@@ -35,8 +35,8 @@ def reinforce_plus_plus_baseline(rl: RlConfig, rewards: np.ndarray, *, lengths: 
 
 
 def _standardized(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return `values` minus the mean, over the standard deviation (n − 1), where each counts `tokens` times; 0 where
-    it has no tokens."""
+    """Return `values` minus their mean, divided by their standard deviation (n − 1). Each value counts `tokens` times;
+    the result is 0 where it has no tokens."""
     count = max(tokens.sum(), 1)
     centered = np.where(tokens > 0, values - (tokens * values).sum() / count, 0.0)
     variance = (tokens * centered**2).sum() / max(count - 1, 1)

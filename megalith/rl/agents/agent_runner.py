@@ -43,7 +43,7 @@ def _reward(value: Any) -> float | None:
 
 
 class AgentRunner:
-    """Runs the agents of a rollout batch. Processes are used again in later batches."""
+    """Runs the agents of a rollout batch. Processes are reused in later batches."""
 
     def __init__(self, agent: Agent, rows: Sequence[Mapping[str, Any]], workers: int, timeout: float):
         """Prepare to run.
@@ -51,7 +51,8 @@ class AgentRunner:
         Args:
             agent: the function.
             rows: columns of all prompts, by index.
-            workers: agents that run at a time, each in a process of its own; 0: tasks of this process.
+            workers: number of agents that run at the same time, each in its own process; 0: run them as tasks of this
+                process.
             timeout: seconds per agent.
         """
         self._agent, self._rows, self._size, self._timeout = agent, rows, workers, timeout
@@ -60,7 +61,7 @@ class AgentRunner:
     def prepare(self, jobs: int) -> None:
         """Start the processes for that many jobs. Call it in the main thread: forks in other threads may crash.
 
-        Therefore a process that ends is replaced here, before the next batch.
+        For the same reason, a process that has ended is replaced here, before the next batch.
         """
         self._workers = [worker for worker in self._workers if not worker.has_ended]
         while len(self._workers) < min(self._size, jobs):

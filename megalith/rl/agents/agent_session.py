@@ -1,9 +1,9 @@
 """A session: the requests that an agent sends for one completion, and the trajectories that they form.
 
-Sampled ids are kept. A request continues a branch if its conversation begins with the branch's, as messages or as token
-ids; the tokens between are those that the template adds (turn_template.py). A request that continues none, such as a
-conversation whose history was rewritten or the first message of a sub-agent, begins a branch of its own. Turns in it
-that the policy did not sample are part of its prompt, which has no loss.
+A request continues a branch if its conversation begins with the branch's conversation, compared as messages or as token
+ids. Sampled ids are kept, and the chat template's tokens are added between turns (turn_template.py). A request that
+continues no branch starts a new one, such as a conversation with a rewritten history or the first message of a
+sub-agent. Turns in a new branch that the policy did not sample belong to its prompt, which has no loss.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class AgentSession:
 
 
 def _comparable(message: Message) -> tuple[Any, ...]:
-    """Return what has to be equal of two messages."""
+    """Return the parts of a message that are compared when a request is matched with a branch."""
     calls = [
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls") or ()

@@ -4,9 +4,9 @@
                                      │
                                      └─▶ sessions: sampled ids, log-probabilities, branches ─▶ trajectories
 
-Each completion has a session with an address of its own. Every request is sampled with the run's temperature and
-without filters, whatever the agent sets, because the trainer's probabilities are those. The first rank of a replica
-serves; the others follow its engine.
+Each completion has a session with its own address. Every request is sampled with the run's temperature and without
+filters, whatever the agent sets, because the trainer computes its log-probabilities that way. The first rank of a
+replica serves; the others follow its engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LoggedMetrics = dict[str, list[float]]
 
 
 class EndpointAgent:
-    """The agent of a run. Its interface is PolicyAgent's."""
+    """The agent of a run. It has the same interface as PolicyAgent."""
 
     schemas: Sequence[dict[str, Any]] = ()
 
@@ -75,7 +75,7 @@ class EndpointAgent:
 
     @property
     def reward_name(self) -> str | None:
-        """Name of the agent's own reward; None if reward functions judge."""
+        """Name of the agent's own reward; None if reward functions score its completions."""
         return None if self._rl.rewards else self.name
 
     def notes(self) -> list[str]:

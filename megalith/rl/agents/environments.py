@@ -56,7 +56,7 @@ class EnvironmentKind:
             self._inspect()
 
     def _inspect(self) -> None:
-        """Find the protocol. A class is not instantiated for it; any other factory is called once."""
+        """Find the protocol: from the class itself, without an instance, or by calling any other factory once."""
         example = None if inspect.isclass(self.factory) else self.factory()
         kind = self.factory if example is None else type(example)
         self.name = kind.__name__

@@ -111,7 +111,7 @@ class PolicyAgent:
         return notes
 
     def take_problems(self) -> list[str]:
-        """Return lines for the run's log since the last call: none, because metrics have them."""
+        """Return no lines for the run's log: failures of tools are in the metrics."""
         return []
 
     def open(self, prompts: Sequence[Prompt]) -> None:
@@ -199,7 +199,8 @@ class PolicyAgent:
         num_generations: int,
         request_key: RequestKey,
     ) -> list[Completion]:
-        """Sample one turn. Without an environment, the first turns of a group share a request, as without tools."""
+        """Sample one turn. Without an environment, the first turns of a group are sampled in one request, as in a run
+        without tools."""
         if self.environment is None and not waiting[0].turns:
             firsts = trajectories[::num_generations]
             return engine.generate(
@@ -267,7 +268,7 @@ class PolicyAgent:
         return arguments | ({"tools": self.schemas} if self.schemas else {})
 
     def _read_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Ask the environments that are still there for their rewards."""
+        """Get the rewards of the environments that have not been lost."""
         if self.environment is None or self.environment.steps or not self.environment.has_reward:
             return
         results = self._pool.run_environments(
@@ -405,7 +406,8 @@ class PolicyAgent:
         keys: Sequence[tuple[int, int]],
         answers: dict[tuple[int, int], Answer],
     ) -> None:
-        """Call methods of environments: those of one environment in order, those of several at the same time."""
+        """Call methods of environments, one after the other within an environment, and concurrently across
+        environments."""
         for number in sorted({number for _, number in keys}):
             slots = [slot for slot, n in keys if n == number and not trajectories[slot].is_lost]
             jobs = {slot: ["call", calls[slot][number].name, calls[slot][number].arguments] for slot in slots}
@@ -414,8 +416,8 @@ class PolicyAgent:
                 answers[slot, number] = answer
 
     def _added_ids(self, one: Trajectory, added: list[Message] | None, max_tokens: int) -> list[int] | bool:
-        """Return the tokens between this turn and the next one. A trajectory that ends has none, but returns True if it
-        is truncated: its limit leaves no room for them and a sampled token."""
+        """Return the tokens between this turn and the next one. If the trajectory ends instead, return True if it is
+        truncated (no room for these tokens and a sampled one), otherwise False."""
         if one.has_ended:
             return one.is_truncated
         if added is None:

@@ -69,10 +69,10 @@ class ToolPool:
         return {"text": f"error: {name} {reason}", "is_error": True, "seconds": seconds, "lost": True}
 
     def run_environments(self, jobs: Mapping[int, Sequence[Any]]) -> dict[int, dict[str, Any]]:
-        """Run a job for each of these environments, by slot; EnvironmentHost has the jobs.
+        """Run one job per environment, by slot; EnvironmentHost lists the jobs.
 
         Returns:
-            The results by slot. One that hung or crashed has `lost`, and `text`, the reason.
+            The results by slot. If an environment hung or crashed, its result has `lost`, and the reason in `text`.
         """
         slots = list(jobs)
         for _ in range(len(self._hosts), max(slots, default=-1) + 1):

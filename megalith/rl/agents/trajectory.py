@@ -51,7 +51,7 @@ class Trajectory:
 
     @property
     def request(self) -> list[int]:
-        """Token ids of prompt and turns so far, the prompt of the next turn."""
+        """Token ids of the prompt and all turns so far, which are the prompt of the next turn."""
         return [*self.prompt_ids, *self.ids]
 
     @property

@@ -8,9 +8,9 @@ difference of two renderings:
 
 `after` must start with `before` up to its last <eos>; the rest is added as tokens of its own. Sampled tokens are never
 rendered and tokenized again, so they cannot change. A template that renders earlier turns differently once others
-follow (one that drops their reasoning) fails this check. The added text is then that of a conversation with one
-question and one turn, after as many <eos> as this has before; the policy keeps its turns as sampled, and the trajectory
-is counted.
+follow (one that drops their reasoning) fails this check. The added messages are then rendered after a short
+conversation of one question and one turn, and their text begins after as many <eos> as that conversation has. The
+policy keeps its turns as sampled, and the trajectory is counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """JSON requests to an engine's server, with time limits and readable errors.
 
-The servers use plain HTTP without a password, so they belong on this machine or in the job's private network.
-Responses have a size limit. Redirects are not followed, because another host would receive the prompts.
+The servers use plain HTTP without a password, so run them on this machine or in the job's private network. Responses
+have a size limit. Redirects are not followed, because another host would receive the prompts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class JsonServer:
-    """An HTTP server at `url`. `name` is the program's and `setting` has its address, for errors."""
+    """An HTTP server at `url`. Errors name the program, `name`, and the setting with its address, `setting`."""
 
     def __init__(self, url: str, name: str, setting: str = "rl.engine_url"):
         parts = urlsplit(url)
@@ -62,7 +62,7 @@ class JsonServer:
         return self._request("GET", path, None, deadline)
 
     def post(self, path: str, body: Any, deadline: Deadline, completion_bytes: int = 0) -> Any:
-        """Return the response, which may have completions of this size."""
+        """Post `body` as JSON and return the response, which may contain `completion_bytes` bytes of completions."""
         return self._request(
             "POST", path, json.dumps({} if body is None else body).encode(), deadline, completion_bytes
         )

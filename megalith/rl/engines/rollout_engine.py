@@ -133,7 +133,8 @@ def request_seed(seed: int, key: int) -> int:
 def request_samplings(
     sampling: Sampling, prompts: int, max_new_tokens: Sequence[int] | None
 ) -> list[Sampling]:
-    """Return the sampling parameters of each prompt's request, with its own limit if there are any."""
+    """Return the sampling parameters of each prompt's request, with the prompt's own limit if `max_new_tokens` has
+    one."""
     if max_new_tokens is None:
         return [sampling] * prompts
     return [replace(sampling, max_new_tokens=limit) for limit in max_new_tokens]

@@ -84,7 +84,7 @@ class EngineServer(ABC):
 
     @abstractmethod
     def weight_version(self, deadline: Deadline) -> str | None:
-        """Return the server's name of its weights; None if it has none."""
+        """Return the server's name for its current weights; None if it has none."""
 
     @abstractmethod
     def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
@@ -231,7 +231,7 @@ class ServerEngine:
     def update(self, version: int) -> SyncReport:
         """Send the weights; see RolloutEngine.update. Raises TrainingError on every rank.
 
-        Called again with the same version after a server was lost, which is then awaited.
+        If a server was lost, call it again with the same version: it waits for the server and sends everything again.
         """
         start = time.perf_counter()
         deadline = Deadline(self._rl.weight_sync_timeout, SYNC)

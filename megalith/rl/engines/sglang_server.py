@@ -1,8 +1,8 @@
 """SGLang's server: its /generate endpoint with token ids, and its endpoints for weights.
 
 Its log-probabilities are after the temperature and before top-p, unless it was started with
-SGLANG_RETURN_ORIGINAL_LOGPROB, which the canary detects. Each completion has the version of the weights that sampled
-it.
+SGLANG_RETURN_ORIGINAL_LOGPROB, which the canary detects. Each completion carries the version of the weights that
+sampled it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """vLLM's server: OpenAI's completions with token ids, and vLLM's weight transfer (vLLM 0.21 and newer).
 
 Start it as in docs/engines.md: VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, and
---weight-transfer-config for a group. Up to 0.27 the update request has the flag that its tensors are packed, from
-0.28 on the group request has it (`ipc`: from 0.27 on), and each version rejects the other's field. The default is
-unpacked, so neither is sent. Weights have a version from 0.27 on.
+--weight-transfer-config for a group. The flag for packed tensors is a field of the update request up to 0.27, and of
+the group request from 0.28 on (`ipc`: from 0.27 on); each version rejects the other field. The default is unpacked, so
+neither is sent. The server names the version of its weights from 0.27 on.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _aggregation(values: dict[str, Any]) -> Settings:
 
 
 def _mismatch(values: dict[str, Any]) -> Settings:
-    """Return the mode for TRL's missing bounds: None means no bound in TRL, in every mode."""
+    """Return the unbounded mode if TRL's clip_max is None, which means no upper bound in all of TRL's modes."""
     mode, clip_min = (values.get(f"vllm_importance_sampling_{name}") for name in ("mode", "clip_min"))
     if "vllm_importance_sampling_clip_max" in values:
         return {}

@@ -91,7 +91,7 @@ def no_effect_notes(method: str, args: Mapping[str, Any] | object | None) -> lis
 
 
 def _length(section: str, values: dict[str, Any], arguments: Arguments, epoch: int) -> Settings:
-    """Return the settings of the run's length and of the samples'."""
+    """Return the settings of the run's length and of the samples' maximum length."""
     if arguments.values.get("max_length", values["max_length"]) is None:
         reject("max_length", None, "rows have a length; set it")
     # TRL's RewardTrainer drops long samples, KTOTrainer keeps their start.

@@ -41,5 +41,5 @@ class SelectiveLoss(GrpoLoss):
 
 
 def selected_count(fraction: float, tokens: Tensor) -> int:
-    """Return the number of tokens that `fraction` of them is, rounded down, at least 1."""
+    """Return `fraction` of the number of tokens, rounded down, but at least 1."""
     return min(max(1, int(fraction * len(tokens))), len(tokens))

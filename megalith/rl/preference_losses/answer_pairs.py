@@ -35,5 +35,6 @@ class AnswerPairs:
 
     @property
     def nll(self) -> Tensor:
-        """Negative log-likelihood of the chosen answers: averaged over the pairs it is the mean over their tokens."""
+        """Negative log-likelihood of the chosen answers, scaled so that its mean over the pairs is the mean over their
+        tokens."""
         return -self.chosen_logps * self.pairs_per_token

@@ -13,7 +13,7 @@ from megalith.rl.reward_functions.answers import answer_of, parse_number, true_a
 def gsm8k(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
     """Return 1 if the last "#### number" is the answer, without commas.
 
-    The text must be equal (strict), or the number if the column `answer` is a number.
+    The texts must be equal (strict); if the column `answer` is a number, the values must be.
     """
     matches, answer = re.findall(r"#### (-?[0-9.,]+)", text), answer_of(prompt)
     if not matches:

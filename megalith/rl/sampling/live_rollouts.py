@@ -4,7 +4,7 @@
     policy and of the reference, packed mini-batches over the ranks ─▶ training steps ─▶ the next rollout batch
 
 Parts: weights to the engine (weight_sync.py), sampling and rewards (rollout_sampler.py), batches sampled ahead
-(rollout_queue.py). This file has their order, and what is logged and saved of a batch.
+(rollout_queue.py). This file calls them in order, and logs and saves the batches.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class GroupRecord:
 
     @classmethod
     def from_fields(cls, position: int, prompt: int, samples: Sequence[Sequence[Any]]) -> GroupRecord:
-        """Return the record from the fields that `dataclasses.astuple` gives, after JSON."""
+        """Return the record from its `dataclasses.astuple` fields after a round trip through JSON."""
         return cls(position, prompt, [Sampled(*fields) for fields in samples])
 
     @property
@@ -410,7 +410,7 @@ def _score(
 
 
 def _turns(one: Sampled, tokenizer: Tokenizer) -> Turns:
-    """Return what the rewards get of a completion of several turns."""
+    """Return a completion of several turns in the form that rewards get."""
     return {
         "messages": one.messages,
         "text": tokenizer.decode(one.ids),

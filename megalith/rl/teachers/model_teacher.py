@@ -78,14 +78,14 @@ class ModelTeacher:
         return self.run.model.final_logit_softcapping
 
     def _active(self) -> AbstractContextManager[ParallelModel]:
-        """Return a context with the model as it teaches."""
+        """Return a context in which the model acts as the teacher; load it at the first use."""
         if self._loaded is None:
             self._loaded = load_frozen(self.run, self._mesh, self._device)
         return nullcontext(self._loaded)
 
 
 class AdapterFreeTeacher(ModelTeacher):
-    """The run's own model without its LoRA adapters, which takes no further memory."""
+    """The run's own model without its LoRA adapters. It takes no additional memory."""
 
     note = "the teacher is the model without its adapters"
 

@@ -1,5 +1,5 @@
-"""vLLM's and SGLang's servers as they score the tokens of a text: log-probabilities of its tokens and of the most
-likely ones.
+"""Scoring of texts by vLLM's and SGLang's servers: log-probabilities of each token and of the most likely entries
+there.
 
 Both return log-probabilities at temperature 1 over the whole vocabulary. vLLM takes `prompt_logprobs`, at most as
 many as its --max-logprobs (20 by default); SGLang takes `top_logprobs_num`.

@@ -1,8 +1,8 @@
 """A teacher that a vLLM or SGLang server runs.
 
 The first tensor- and context-parallel rank of each replica's last pipeline stage sends its rows, and shares the answers
-with the other ranks of the stage. A server returns the k most likely entries; the probability of all others together is
-the rest.
+with the other ranks of the stage. A server returns the k most likely entries; all others together have the remaining
+probability.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def data_source(dataset: SampleDataset, index: int) -> str:
 
 
 def owner_of(source: str, names: Sequence[str]) -> int:
-    """Return the number of the name that `source` begins with, as a path or as its last part. Raise ConfigError if
+    """Return the index of the first name that `source`, or the last part of its path, begins with. Raise ConfigError if
     there is none."""
     for number, name in enumerate(names):
         for whole in (source, PurePath(source).name):
@@ -79,7 +79,7 @@ def owner_of(source: str, names: Sequence[str]) -> int:
 
 
 def _with_rows(old: Prediction, new: Prediction, rows: Tensor) -> Prediction:
-    """Return `old` with the rows of `new`, bool [batch], in their place."""
+    """Return `old`, with the rows where `rows`, bool [batch], is True taken from `new`."""
     if old.indices is None or new.indices is None:
         return new
     choose: Callable[[Tensor, Tensor], Tensor] = lambda mine, other: torch.where(  # noqa: E731

@@ -4,7 +4,7 @@
 
 The mean over the policy's samples of log π − log π_teacher is the divergence KL(π ‖ π_teacher), so the policy gradient
 with these advantages reduces it (on-policy distillation; Agarwal et al. 2024, Lu and Thinking Machines Lab 2025).
-log π is the old policy's, otherwise the engine's.
+log π is the old policy's if the run computes it, otherwise the engine's.
 """
 
 from __future__ import annotations
