@@ -1,1 +1,2 @@
-"""Hugging Face in and out: a table a family (`families/`), and the streaming converter that works by them."""
+"""Import from and export to Hugging Face: a table per model family (`families/`), and the streaming converter that uses
+them."""

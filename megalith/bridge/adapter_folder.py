@@ -83,7 +83,7 @@ def load_peft_adapters(path: str, config: ModelConfig, model: Model) -> None:
 
 
 def initialize_from_base(config: RunConfig, model: Model) -> None:
-    """Set this rank's shards of DoRA's magnitudes to the lengths of the base's rows, as at B = 0."""
+    """Set this rank's shards of DoRA's magnitudes to the norms of the base's rows, their values while B is 0."""
     shards = {name: shard for name, shard in checkpoint_shards(model).items() if MAGNITUDE in name}
     if not shards:
         return

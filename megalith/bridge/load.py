@@ -84,7 +84,8 @@ def load_initial_weights(
 
 
 def _without_new_head(shards: Mapping[str, LocalShard], stored: Collection[str]) -> dict[str, LocalShard]:
-    """Return the shards without the score's, if the weights are a language model's: it keeps its initial values."""
+    """Return the shards without the score head's if the weights are a language model's. The head keeps its initial
+    values."""
     return {name: shard for name, shard in shards.items() if name != SCORE or name in stored}
 
 

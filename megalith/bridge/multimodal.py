@@ -33,7 +33,7 @@ def wrapper_of(config: Mapping[str, Any]) -> str | None:
 
 
 def language_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the language model; that of any other model as it is. Raises ConfigError."""
+    """Return the language model's config.json; `config` itself if the model is not multimodal. Raises ConfigError."""
     wrapper = wrapper_of(config)
     if wrapper is None:
         return config
@@ -48,7 +48,7 @@ def language_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def language_name(name: str) -> str | None:
-    """Map a tensor name of a multimodal checkpoint to that of a checkpoint with the language model only.
+    """Map a tensor name of a multimodal checkpoint to its name in a checkpoint of the language model alone.
 
     None for tensors of other parts, such as the vision encoder.
     """

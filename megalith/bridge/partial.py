@@ -1,8 +1,8 @@
 """Atomic creation or replacement of a folder: written as `OUT.partial`, then renamed.
 
 `OUT.partial` contains a mark file that its writer locks. A folder without the mark belongs to the user and is not
-touched. A mark without a lock was left by a killed conversion, and the folder is removed. If replacing a folder takes
-two renames (`io.replace_folder`), the next conversion to this path repairs a kill between them.
+touched. A mark without a lock was left by a killed conversion, and the folder is removed. Where replacing a folder
+takes two renames (`io.replace_folder`), a kill between them is repaired by the next conversion to this path.
 """
 
 from __future__ import annotations

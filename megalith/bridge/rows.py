@@ -1,9 +1,9 @@
 """Rules that map rows of Hugging Face tensors to rows of Megalith's tensors, and back.
 
-All differences between the two are orders of rows. Hugging Face has separate query, key and value matrices; Megalith
-has one, grouped by KV head. Gate and up are two matrices there and alternating rows here. GPT-2 stores matrices
-transposed, so its columns are Megalith's rows. A rule lists runs of rows. The runs cover each row of both sides once,
-so one list serves import, export and sharded reads.
+The two formats differ only in the order of rows. Hugging Face has separate query, key and value matrices; Megalith has
+one, grouped by KV head. Gate and up are two matrices in Hugging Face, and alternating rows of one in Megalith. GPT-2
+stores matrices transposed, so its columns are Megalith's rows. A rule lists runs of rows. The runs cover each row of
+both sides once, so one list serves import, export and sharded reads.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class WrapperFolder:
         return language_config(self.config)
 
     def rename(self, tensors: Layout, tied: str) -> Layout:
-        """Return the layout of the whole model for that of the language model; `tied` may be left out of it.
+        """Extend the language model's layout to that of the whole model. The tensor `tied` may be missing in it.
 
         Raises CheckpointError if the folder has another language model.
         """

@@ -3,8 +3,8 @@
 In BERT the norm after a layer is the norm at the start of the next layer, `layers.{layer}.input_layernorm` in Megalith.
 BERT and MegatronBert exist as pre-training models, with only the masked-LM head, and bare with the pooler.
 
-T5's layers are numbered through both stacks in Megalith, the encoder's first; in Hugging Face the decoder starts at 0.
-T5 1.0 ties the output matrix; T5 1.1 and Flan-T5 have a separate one and a gated MLP.
+Megalith numbers T5's layers consecutively, first the encoder's and then the decoder's; in Hugging Face the decoder
+starts at 0. T5 1.0 ties the output matrix; T5 1.1 and Flan-T5 have a separate one and a gated MLP.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ PRE_NORMS = {
 
 
 class Tokentypes:
-    """Row for `type_vocab_size`: transformers has no model without token types."""
+    """Row for `type_vocab_size`. A model without token types is rejected, because transformers has none."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"num_tokentypes": hf_config.get("type_vocab_size", 2)}

@@ -170,7 +170,7 @@ class DenseFirst:
 class MlpLayerTypes:
     """Row for `mlp_layer_types`, a list of `dense` and `sparse`; the latter have experts.
 
-    `dense` is the number of first layers without experts if config.json omits the list, unless the key `count` says it.
+    If config.json omits the list, the key `count`, or else `dense`, is the number of first layers without experts.
     """
 
     def __init__(self, dense: int, count: str | None = None):

@@ -336,7 +336,7 @@ class FalconDecoder:
 
 
 class FalconFamily(Family):
-    """A family whose norms' names depend on their number."""
+    """A family in which the names of the norms depend on how many a layer has."""
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         return ONE_NORM_TENSORS if model.shared_layernorm else FALCON_TENSORS

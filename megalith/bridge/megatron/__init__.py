@@ -1,1 +1,1 @@
-"""Megatron-LM's own checkpoints as a source: read without Megatron, and with no code of theirs run."""
+"""Reading and writing of Megatron-LM's checkpoints, without Megatron and without running code from them."""

@@ -72,7 +72,7 @@ class JoinedTensor:
 
 
 def read_legacy(folder: Path, trust: bool) -> tuple[dict[str, JoinedTensor], dict[str, Any]]:
-    """Return all tensors by their name in the full model, and the arguments. Raises CheckpointError."""
+    """Return all tensors by their names in the full model, and Megatron's arguments. Raises CheckpointError."""
     states = _files(folder, trust)
     first = next(iter(states.values()))
     args = arguments_in(first)

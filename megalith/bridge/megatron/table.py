@@ -4,9 +4,9 @@ settings.
 An argument that affects what the model computes and that every version writes has no default here: a checkpoint without
 it is rejected. If an argument that later versions added is missing, the model does not have the feature.
 
-Fused SwiGLU matrices have the gate before the up there and alternate here. Queries, keys and values are grouped in
-both. The names are those of layers without Transformer Engine and of single experts; readers and writers rename the
-others (`megatron_names.py`).
+In a fused SwiGLU matrix, Megatron has all gate rows before all up rows; in Megalith they alternate. Both group queries,
+keys and values by KV head. The names are those of layers without Transformer Engine and of single experts; readers and
+writers rename the others (`megatron_names.py`).
 """
 
 from __future__ import annotations
