@@ -15,6 +15,7 @@ keeps two numbers per token, and its backward pass computes each chunk's logits 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,22 @@ FEW_LABELS = 0.75  # fraction of tokens with labels above which all tokens get l
 NO_LABEL = -1  # label of a sample that is excluded from classification
 
 
+class HeadMath(NamedTuple):
+    """The forward arithmetic of the output matrix and the softmax."""
+
+    linear: Callable[
+        [Tensor, Tensor, Tensor | None], Tensor
+    ]  # as torch.nn.functional.linear, without a gradient
+    statistics: Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # as `_logit_statistics`
+
+
+def _fused_statistics(logits: Tensor, row: Tensor, temperature: float, entropy: bool):
+    return as_one_kernel(_logit_statistics, logits, row, temperature, entropy)
+
+
+ORDINARY = HeadMath(F.linear, _fused_statistics)
+
+
 def linear_cross_entropy(
     hidden: Tensor,  # [..., hidden]
     weight: Tensor,  # [padded vocab, hidden], any float dtype; cast to hidden's
@@ -51,6 +68,7 @@ def linear_cross_entropy(
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, one entry per row of weight
     max_label_tokens: int | None = None,  # maximum number of tokens with nonzero weight; None: unknown
+    math: HeadMath = ORDINARY,
 ) -> Tensor:
     """Return Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label], a float32 scalar.
 
@@ -80,6 +98,7 @@ def linear_cross_entropy(
         axis,
         scale,
         bias,
+        math,
     )[0]
 
 
@@ -113,6 +132,7 @@ def linear_token_losses(
     first: int = 0,
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, one entry per row of weight
+    math: HeadMath = ORDINARY,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the sum of `of` over tokens, a float32 scalar, and the log-probabilities and entropies of the targets.
 
@@ -137,6 +157,7 @@ def linear_token_losses(
         axis,
         scale,
         bias,
+        math,
     )
     return loss, logprobs.view(targets.shape), None if entropies is None else entropies.view(targets.shape)
 
@@ -165,10 +186,11 @@ class _LinearLosses(torch.autograd.Function):
         axis: Axis,
         scale: Tensor | None,
         bias: Tensor | None,  # [rows]
+        math: HeadMath,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         matrix, added = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         wants_gradient = hidden.requires_grad or weight.requires_grad
-        plain = of is None and axis.size == 1 and softcap is None
+        plain = of is None and axis.size == 1 and softcap is None and math is ORDINARY
         fuses = fused.AVAILABLE and hidden.is_cuda and wants_gradient and plain
         losses, grads, results = [], [], []
         factor = scale if wants_gradient and scale is not None else torch.ones((), device=hidden.device)
@@ -179,8 +201,8 @@ class _LinearLosses(torch.autograd.Function):
                 grad = F.linear(x, matrix, added)  # [chunk, rows]: logits, overwritten by their gradient
                 losses.append(fused.softmax_loss_(grad, row, values[0] * factor, real).sum() / factor)
             else:
-                logits, at, is_local = real_logits(x, matrix, row[:, None], real, softcap, added)
-                parts = as_one_kernel(_logit_statistics, logits, at, temperature, entropy)
+                logits, at, is_local = real_logits(x, matrix, row[:, None], real, softcap, added, math)
+                parts = math.statistics(logits, at, temperature, entropy)
                 log_sum, logit, entropies = _reduce_vocab(parts[0], parts[1], is_local, parts[2], axis)
                 logprobs, chunk_tokens = logit[:, 0] - log_sum, dict(zip(tokens, values))
                 loss, *slopes = _loss_and_slopes(of, logprobs, entropies, chunk_tokens, wants_gradient)
@@ -212,7 +234,7 @@ class _LinearLosses(torch.autograd.Function):
         grad_weight, grad_bias = (None if grad is None else grad * grad_loss for grad in parameter_grads)
         # In fp32: a rounded factor would make the gradients below the head inconsistent with the head's.
         grad_hidden = as_one_kernel(_scaled, grad_hidden, grad_loss)
-        return grad_hidden, grad_weight, *[None] * 10, grad_bias
+        return grad_hidden, grad_weight, *[None] * 10, grad_bias, None
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
@@ -268,6 +290,7 @@ def linear_logprobs(
     first: int = 0,
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, one entry per row of weight
+    math: HeadMath = ORDINARY,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log softmax(hidden · weightᵀ / temperature)[target], float32 with the shape of targets, and entropies.
 
@@ -290,6 +313,7 @@ def linear_logprobs(
         entropy,
         axis,
         bias,
+        math,
     )
     return logprobs.view(targets.shape), None if entropies is None else entropies.view(tokens)
 
@@ -313,13 +337,14 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy: bool,
         axis: Axis,
         bias: Tensor | None,  # [rows]
+        math: HeadMath,
     ) -> tuple[Tensor, Tensor | None]:  # float32 [tokens, k] and [tokens]
         ctx.real, ctx.chunk, ctx.softcap, ctx.temperature = real, chunk, softcap, temperature
         matrix, results = weight.to(hidden.dtype), []
         added = None if bias is None else bias.to(hidden.dtype)
         for x, targets in zip(hidden.split(chunk), index.split(chunk)):
-            logits, row, is_local = real_logits(x, matrix, targets, real, softcap, added)
-            parts = as_one_kernel(_logit_statistics, logits, row, temperature, entropy)
+            logits, row, is_local = real_logits(x, matrix, targets, real, softcap, added, math)
+            parts = math.statistics(logits, row, temperature, entropy)
             results.append(_reduce_vocab(parts[0], parts[1], is_local, parts[2], axis))
         log_sum, logit, entropies = (None if part[0] is None else torch.cat(part) for part in zip(*results))
         ctx.save_for_backward(hidden, weight, index, log_sum, entropies, bias)
@@ -347,11 +372,17 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_weight = add_matmul(grad_weight, product.T, x)
             if grad_bias is not None:
                 grad_bias += product.sum(0, dtype=torch.float32)
-        return torch.cat(grads), grad_weight, *[None] * 7, grad_bias
+        return torch.cat(grads), grad_weight, *[None] * 7, grad_bias, None
 
 
 def real_logits(
-    x: Tensor, matrix: Tensor, index: Tensor, real: int, softcap: float | None, bias: Tensor | None
+    x: Tensor,
+    matrix: Tensor,
+    index: Tensor,
+    real: int,
+    softcap: float | None,
+    bias: Tensor | None,
+    math: HeadMath = ORDINARY,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return softcapped logits, the targets' rows, and a mask of the targets on this rank.
 
@@ -360,10 +391,15 @@ def real_logits(
         Rows of the targets, int64 [tokens, k]; 0 for targets of other ranks.
         True for targets on this rank, bool [tokens, k].
     """
-    logits = softcapped(F.linear(x, matrix, bias), softcap)
-    logits[:, real:] = max(torch.finfo(logits.dtype).min, -1e30)
+    logits = mask_padding(softcapped(math.linear(x, matrix, bias), softcap), real)
     is_local = (index >= 0) & (index < logits.shape[1])
     return logits, torch.where(is_local, index, 0), is_local
+
+
+def mask_padding(logits: Tensor, real: int) -> Tensor:
+    """Set the entries of logits [tokens, rows] from `real` on so low that their probability is 0, in place."""
+    logits[:, real:] = max(torch.finfo(logits.dtype).min, -1e30)
+    return logits
 
 
 def _logit_statistics(
@@ -420,14 +456,18 @@ def _softmax_gradient(
 
 
 def linear_logits(
-    hidden: Tensor, weight: Tensor, softcap: float | None = None, bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    math: HeadMath = ORDINARY,
 ) -> Tensor:
     """Return the softcapped logits [..., rows] of hidden [..., hidden].
 
     weight has rows of the output matrix, bias their entries, [rows].
     """
     bias = None if bias is None else bias.to(hidden.dtype)
-    return softcapped(F.linear(hidden, weight.to(hidden.dtype), bias), softcap)
+    return softcapped(math.linear(hidden, weight.to(hidden.dtype), bias), softcap)
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:

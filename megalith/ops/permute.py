@@ -154,9 +154,13 @@ def take_rows(x: Tensor, order: Permutation, fused: bool = False) -> Tensor:
     return _TakeRows.apply(x, order, fused)
 
 
-def sum_rows(rows: Tensor, order: Permutation, fused: bool = False) -> Tensor:
-    """Sum each token's rows: [rows, width] → [tokens, width]. `fused`: one compiled kernel on a GPU."""
-    return _SumRows.apply(rows, order, fused)
+def sum_rows(rows: Tensor, order: Permutation, fused: bool = False, in_order: bool = False) -> Tensor:
+    """Sum each token's rows: [rows, width] → [tokens, width].
+
+    `fused`: one compiled kernel on a GPU. `in_order`: add one by one, in the order of the token's experts, and never in
+    a compiled kernel.
+    """
+    return _SumRows.apply(rows, order, fused, in_order)
 
 
 class _TakeRows(torch.autograd.Function):
@@ -172,13 +176,13 @@ class _TakeRows(torch.autograd.Function):
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, order: Permutation, fused: bool) -> Tensor:
+    def forward(ctx, rows: Tensor, order: Permutation, fused: bool, in_order: bool) -> Tensor:
         ctx.order, ctx.fused = order, fused
-        return _sums(rows, order, fused)
+        return one_by_one(rows, order.row, order.all_kept) if in_order else _sums(rows, order, fused)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _gather_rows(grad, ctx.order, ctx.fused), None, None
+        return _gather_rows(grad, ctx.order, ctx.fused), None, None, None
 
 
 def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
@@ -215,6 +219,11 @@ def sum_at(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return rows_at(rows, index, complete).sum(1)
+    return one_by_one(rows, index, complete)
+
+
+def one_by_one(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
+    """Return `sum_at`, added in the order of the columns of `index`."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = rows_at(rows, index[:, 0], complete).to(wide)
     for choice in range(1, index.shape[1]):

@@ -1,0 +1,56 @@
+"""LayerNorm and RMSNorm with statistics of a fixed order of additions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalith.ops import kernels
+from megalith.ops.batch_invariant.elementwise import sum_by_halves
+
+if kernels.AVAILABLE:
+    from megalith.ops.kernels.batch_invariant_kernels import row_norm
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, zero_centred: bool) -> Tensor:
+    """Normalize x [..., width] as ops.fused_norm.norm does, in fp32, and round once."""
+    factor = 1 + weight.float() if zero_centred else weight.to(x.dtype).float()
+    shift = None if bias is None else bias.to(x.dtype).float()
+    if x.is_cuda:
+        return _Norm.apply(x, factor, shift, epsilon)
+    y = normalized(x.float(), epsilon, centred=bias is not None) * factor
+    return (y if shift is None else y + shift).to(x.dtype)
+
+
+def normalized(x: Tensor, epsilon: float, centred: bool) -> Tensor:
+    """Return float32 x [..., width] divided by its root mean square, after subtracting its mean if `centred`."""
+    width = x.shape[-1]
+    if centred:
+        x = x - (sum_by_halves(x) / width)[..., None]
+    return x * torch.rsqrt(sum_by_halves(x.square()) / width + epsilon)[..., None]
+
+
+class _Norm(torch.autograd.Function):
+    """The norm with a Triton kernel forward, whose backward pass computes the statistics again."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: Tensor, shift: Tensor | None, epsilon: float) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        ctx.epsilon, ctx.centred = epsilon, shift is not None
+        return row_norm(x, factor, shift, epsilon)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, factor = ctx.saved_tensors
+        wide, grad = x.float(), grad.float()
+        if ctx.centred:
+            wide = wide - wide.mean(-1, keepdim=True)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.epsilon)
+        unit = wide * scale
+        by_unit = grad * factor
+        grad_x = by_unit - unit * (by_unit * unit).mean(-1, keepdim=True)
+        if ctx.centred:
+            grad_x = grad_x - by_unit.mean(-1, keepdim=True)
+        grad_factor = (grad * unit).flatten(0, -2).sum(0)
+        grad_shift = grad.flatten(0, -2).sum(0) if ctx.centred else None
+        return (grad_x * scale).to(x.dtype), grad_factor, grad_shift, None
