@@ -319,6 +319,10 @@ class RlConfig(ToolSettings, OtherModels):
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass over a rollout batch, each of train.global_batch_size completions."""
 
+    exact: Annotated[bool, RequiresSetting("prompts"), Decides.NOTHING] = False
+    """Use the same batch-invariant operators in the trainer and in Megalith's own engine, so that both have the same
+    log-probabilities bit for bit, and end the run if any differs (docs/exactness.md). Slower."""
+
     old_logprobs: Literal["policy", "rollout"] = "policy"
     """Denominator of the ratio: the policy before the rollout batch, or the rollouts' log-probabilities."""
 
@@ -614,7 +618,9 @@ class RlConfig(ToolSettings, OtherModels):
         return [self.reward_funcs] if isinstance(self.reward_funcs, str) else list(self.reward_funcs or ())
 
     def drift_limit(self, precision: str) -> float:
-        """Return max_drift, or its default for this train.precision."""
+        """Return max_drift, or its default for this train.precision; 1, no drift at all, with `exact`."""
+        if self.exact:
+            return 1.0
         return self.max_drift or (1.002 if precision == "fp32" else 1.1)
 
     @property

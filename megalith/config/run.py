@@ -90,6 +90,11 @@ class RunConfig(Section):
         return resets or self.chat is not None or packs
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """True if the forward pass uses operators whose bits do not depend on the batch."""
+        return self.train.batch_invariant or (self.rl.exact and self.rl.prompts is not None)
+
+    @property
     def has_reference_model(self) -> bool:
         """True if a reference model is used; with adapters it is the model without them."""
         has_kl = self.rl.prompts_or_rollouts is not None and self.rl.beta > 0

@@ -283,6 +283,10 @@ class TrainConfig(Section):
     deterministic: bool = False
     """Use deterministic kernels only: bitwise the same run on the same machine."""
 
+    batch_invariant: bool = False
+    """Compute each sequence with operators whose bits do not depend on the batch, and its gradient in a pass of its
+    own, so that losses have the same bits for every micro_batch_size (docs/exactness.md). Slower."""
+
     output_dir: str = "output"
     """Folder of the run for metrics, checkpoints and the resolved configuration."""
 
@@ -300,6 +304,11 @@ class TrainConfig(Section):
 
     exit_duration_in_mins: PositiveFloat | None = None
     """Exit after this many minutes, with a checkpoint."""
+
+    @property
+    def sequences_per_pass(self) -> int:
+        """Sequences of a forward and backward pass, per data-parallel rank."""
+        return 1 if self.batch_invariant else self.micro_batch_size
 
     @property
     def peak_dtype(self) -> str:

@@ -79,6 +79,25 @@ class Batch:
         """Return a copy on a device, without synchronizing the host."""
         return self._each(lambda tensor: to_device(tensor, device))
 
+    def rows(self) -> list[Batch]:
+        """Return a batch of each row, the same whatever batch the row was in; subclasses return themselves.
+
+        A row of one document has no `document_ends`, and one without padding has none of the masks.
+        """
+        if type(self) is not Batch:
+            return [self]
+        rows = []
+        for number in range(len(self.input_ids)):
+            row = self._each(lambda tensor, at=number: tensor[at : at + 1])
+            if row.document_ends is not None and row.document_ends[0, 0] == row.input_ids.shape[1]:
+                row.document_ends = None
+            if row.padding is not None and not row.padding.any():
+                row.padding = None
+            if row.all_padding is not None and not row.all_padding.any():
+                row.all_padding = None
+            rows.append(row)
+        return rows
+
     def pin_memory(self) -> Batch:
         """Return a copy in pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())

@@ -48,6 +48,7 @@ class Loader:
         rules: treatment of document boundaries.
         collate: makes and checks a Batch if samples are more than token ids; with an attribute `takes_list`, it gets a
             list of samples, otherwise they are stacked.
+        interleaved: see `micro_batch_positions`.
         costs: costs of samples by position, by which the samples of each step are assigned to ranks; None: in order.
 
     Raises:
@@ -71,12 +72,13 @@ class Loader:
         rules: BoundaryRules | None = None,
         collate: Collate | None = None,
         costs: BatchCosts | None = None,
+        interleaved: bool = False,
     ) -> None:
         order = order or SingleOrder(len(dataset), wrap=True)
         layout = (micro_batch_size, data_parallel_rank, data_parallel_size)
         batches = global_batches(batch_sizes, micro_batch_size, data_parallel_size, consumed_samples)
         if costs is None:
-            positions = micro_batch_positions(batches, *layout)
+            positions = micro_batch_positions(batches, *layout, interleaved)
         else:
             positions = balanced_positions(batches, costs, *layout)
         self._make = _MicroBatchMaker(dataset, vocab_size, rules or BoundaryRules(), pin_memory, collate)
@@ -151,10 +153,19 @@ def global_batches(
 
 
 def micro_batch_positions(
-    batches: Iterable[range], micro_batch_size: int, rank: int, size: int
+    batches: Iterable[range], micro_batch_size: int, rank: int, size: int, interleaved: bool = False
 ) -> Iterator[range]:
-    """Yield the stream positions of each micro-batch of data-parallel `rank` of `size`."""
+    """Yield the stream positions of each micro-batch of data-parallel `rank` of `size`.
+
+    `interleaved`: the samples of a batch go to the ranks one by one, so that a rank's do not depend on
+    micro_batch_size. Otherwise consecutive samples make a micro-batch.
+    """
     for batch in batches:
+        if interleaved:
+            share = batch[rank::size]
+            for first in range(0, len(share), micro_batch_size):
+                yield share[first : first + micro_batch_size]
+            continue
         for block in range(0, len(batch), micro_batch_size * size):
             first = block + rank * micro_batch_size
             yield batch[first : first + micro_batch_size]

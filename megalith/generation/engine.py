@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megalith.comm.collectives import Axis
 from megalith.config import LoraConfig, ModelConfig
+from megalith.config.rules.batch_invariant_rules import check_batch_invariant_engine
 from megalith.errors import ConfigError
 from megalith.generation.engine_model import engine_model, named_shards
 from megalith.generation.requests import (
@@ -47,11 +48,14 @@ from megalith.models.cache import Cache
 from megalith.models.pass_context import Context, LayerRoutes, PassLayout
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.transformer import Stack, Transformer, layers_of
-from megalith.ops.attention_core import visible_positions
+from megalith.ops.attention_core import cached_attention, visible_positions
+from megalith.ops.batch_invariant import invariant_attention
+from megalith.ops.batch_invariant.token_logprobs import BATCH_INVARIANT, token_logprobs
 from megalith.ops.compiled import run_eagerly, run_with_breaks
-from megalith.ops.cross_entropy import linear_logits
+from megalith.ops.cross_entropy import ORDINARY, linear_logits
 from megalith.ops.dropout import column_keys, mix
 from megalith.ops.gumbel import sample, sample_rows
+from megalith.parallel.batch_invariant import apply_batch_invariant
 from megalith.parallel.seams import plug
 from megalith.parallel.shards import LocalShard
 
@@ -83,6 +87,7 @@ class Engine:
         compile: bool | None = None,
         graphs: bool | None = None,
         records_routes: bool = False,
+        batch_invariant: bool = False,
     ):
         """Build the engine.
 
@@ -98,6 +103,8 @@ class Engine:
             compile: compile the layers. Default: on a GPU.
             graphs: run steps as CUDA graphs. Default: on a GPU.
             records_routes: return the experts that the routers choose with the completions.
+            batch_invariant: use the operators of a trainer with rl.exact or train.batch_invariant, uncompiled, so that
+                log-probabilities are bitwise the trainer's: those of all tokens, also under top-k, top-p and min-p.
 
         Raises:
             ConfigError: the model is not a decoder, it has no experts to record, or there is no room for a sequence.
@@ -135,6 +142,14 @@ class Engine:
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self.version = 0
         self.model = engine_model(config, dtype, self.device, tp, lora) if model is None else model
+        self._batch_invariant, self._head_math = batch_invariant, ORDINARY
+        self._attend_cached = cached_attention
+        if batch_invariant:
+            check_batch_invariant_engine(config, tp.size, lora)
+            apply_batch_invariant(self.model)
+            self._head_math = BATCH_INVARIANT
+            self._attend_cached = invariant_attention.cached_attention
+            compile = False
         self.shards: dict[str, LocalShard] = named_shards([self.model])
         # Experts without grouped GEMM need row counts on the host, so they cannot be captured.
         capturable = on_gpu and (not config.num_experts or self.model.config.moe_grouped_gemm)
@@ -475,11 +490,13 @@ class Engine:
         token, position, count, limit, noise, alive, stops = self._state[:, :rows]
         states = self._states and self._states.first(rows)
         visible = visible_positions(position, longest)
-        cache = Decode(self._cache[:, :, :rows], self._cached_layers, position, visible, states)
+        filled = self._cache[:, :, :rows]
+        cache = Decode(filled, self._cached_layers, position, visible, states, self._attend_cached)
         routes = self._route_memory(rows)
         hidden = self._hidden(token[:, None], position[:, None], cache, routes=routes)[:, 0]  # [rows, hidden]
         head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
-        logits = linear_logits(self.model.head_input(hidden), *head)  # this rank's vocabulary entries
+        # this rank's vocabulary entries
+        logits = linear_logits(self.model.head_input(hidden), *head, math=self._head_math)
         first = self.tp.rank * -(-self.config.padded_vocab_size // self.tp.size)
         shard = dict(vocab_size=self._vocabulary(sampling), axis=self.tp, first=first)
         keys = mix(noise.to(torch.int32) ^ self._position_keys[count])
@@ -490,6 +507,9 @@ class Engine:
         else:
             filters = dict(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
             ids, logprobs = sample(logits, keys, sampling.temperature, **filters, **shard)
+        if self._batch_invariant:
+            temperature = self._row_settings[0, :rows, None] if sampling.by_row else sampling.temperature
+            logprobs = self._exact_logprobs(logits, ids, temperature, shard["vocab_size"])
         active = alive.bool()
         self._ids[:, :rows].index_copy_(0, self._tick, torch.where(active, ids, -1)[None])
         self._logprobs[:, :rows].index_copy_(0, self._tick, logprobs[None])
@@ -500,3 +520,12 @@ class Engine:
         alive.copy_(active & ~(self._stops[ids] & stops.bool()) & (count < limit))
         token.copy_(ids)
         position.add_(1).mul_(alive)  # idle rows attend to one key
+
+    @staticmethod
+    def _exact_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, vocab_size: int) -> Tensor:
+        """Return the log-probabilities that the trainer's loss has, float32 [rows]; greedy ones at temperature 1."""
+        if isinstance(temperature, Tensor):
+            temperature = torch.where(temperature == 0, 1.0, temperature)
+        elif temperature == 0:
+            temperature = 1.0
+        return token_logprobs(logits, ids, temperature, vocab_size)

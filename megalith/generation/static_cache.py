@@ -162,6 +162,7 @@ class Decode:
     positions: Tensor  # int64 [rows]: positions of the tokens
     visible: Tensor | None  # from ops.attention_core.visible_positions
     states: RecurrentStates | LayerState | None = None  # within a layer, its own state
+    attend_cached: Callable[..., Tensor] = cached_attention
 
     def at_layer(self, number: int) -> Decode:
         return replace(self, **_of_layer(self, number))
@@ -185,7 +186,8 @@ class Decode:
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         how = {name: how[name] for name in ("window", "softcap", "scale", "sink", "alibi", "first_head")}
-        return cached_attention(query, key, value, self.keys_values, self.positions, self.visible, **how)
+        cached = self.keys_values, self.positions, self.visible
+        return self.attend_cached(query, key, value, *cached, **how)
 
 
 def _of_layer(cache: Prefill | Decode, number: int) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def engine_for(
     compile: bool | None = None,
     graphs: bool | None = None,
     records_routes: bool = False,
+    batch_invariant: bool | None = None,
 ) -> Engine:
     """Build an engine with the current weights of a model in any layout, over its tensor-parallel axis. Every rank
     calls it.
@@ -72,6 +73,7 @@ def engine_for(
         compile: see `Engine`.
         graphs: see `Engine`.
         records_routes: see `Engine`.
+        batch_invariant: see `Engine`. Default: as the model's run is.
 
     Raises:
         ConfigError: the model is a custom one without a KV cache, or has adapters.
@@ -82,6 +84,7 @@ def engine_for(
         compile=compile,
         graphs=graphs,
         records_routes=records_routes,
+        batch_invariant=bool(batch_invariant),
     )
     if model.config is None:
         raise ConfigError(
@@ -91,6 +94,8 @@ def engine_for(
     if isinstance(model, ParallelModel):
         source = model.chunks[0]
         options |= dict(tp=model.mesh.tp, lora=model.spec.run.lora)
+        if batch_invariant is None:
+            options["batch_invariant"] = model.spec.run.is_batch_invariant
     elif model.has_adapters:
         raise ConfigError("the model has adapters; pass the model to Engine(model=...), or merge them")
     engine = Engine(model.config, model.device, dtype or source.compute_dtype, **options)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from megalith.ops.cross_entropy import (
+    ORDINARY,
+    HeadMath,
     TokenLoss,
     linear_cross_entropy,
     linear_logits,
@@ -230,9 +232,12 @@ def cross_entropy_sum(
     scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
     *,
     bias: Tensor | None = None,  # float32 [padded vocab], added to the logits
+    math: HeadMath = ORDINARY,
 ) -> Tensor:
     of_tokens = labels, loss_mask, vocab_size, softcap, scale
-    return linear_cross_entropy(x, weight, *of_tokens, bias=bias, max_label_tokens=context.max_label_tokens)
+    return linear_cross_entropy(
+        x, weight, *of_tokens, bias=bias, max_label_tokens=context.max_label_tokens, math=math
+    )
 
 
 def target_logprobs(
@@ -246,9 +251,12 @@ def target_logprobs(
     scale: Tensor | None = None,  # float32 scalar: of the gradient of its losses; None: 1
     *,
     bias: Tensor | None = None,
+    math: HeadMath = ORDINARY,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    tokens = objective.tokens
-    return compute_logprobs(objective, x, weight, targets, tokens, vocab_size, softcap, scale, bias=bias)
+    options = dict(bias=bias, math=math)
+    return compute_logprobs(
+        objective, x, weight, targets, objective.tokens, vocab_size, softcap, scale, **options
+    )
 
 
 def all_logits(
@@ -259,5 +267,7 @@ def all_logits(
     context: Context,
     *,
     bias: Tensor | None = None,
+    math: HeadMath = ORDINARY,
 ) -> Tensor:
-    return linear_logits(x, weight[:vocab_size], softcap, None if bias is None else bias[:vocab_size])
+    added = None if bias is None else bias[:vocab_size]
+    return linear_logits(x, weight[:vocab_size], softcap, added, math)

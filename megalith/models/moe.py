@@ -220,13 +220,17 @@ class ExpertRows(NamedTuple):
 
 
 class Dispatch:
-    """Dispatch on one device: sorts rows by expert and sums the outputs of each token's rows."""
+    """Dispatch on one device: sorts rows by expert and sums the outputs of each token's rows.
 
-    def __init__(self, config: ModelConfig):
+    `in_order`: add them one by one, in the order of the token's experts.
+    """
+
+    def __init__(self, config: ModelConfig, in_order: bool = False):
         self.experts = self.local_experts = config.num_experts
         self.fills_up = config.moe_pad_expert_input_to_capacity
         self.bounded = False  # buffers for the worst case, so that the host needs no row counts
         self.fusion = config.moe_permute_fusion
+        self.in_order = in_order
 
     def plan(self, routing: Routing, layout: PassLayout) -> ExpertRows:
         """Return each row's destination, without waiting for the device."""
@@ -265,7 +269,7 @@ class Dispatch:
         groups = RowGroups(plan.counts, sizes, plan.bounded)
         rows, row_weights, order = self.take(x, plan, None if sizes is None else sum(sizes), groups.end)
         rows = experts(rows, row_weights, groups)
-        return sum_rows(rows, order, self.fusion)
+        return sum_rows(rows, order, self.fusion, self.in_order)
 
     def take(
         self, x: Tensor, plan: ExpertRows, count: int | None, end: Tensor | None = None

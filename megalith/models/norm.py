@@ -16,12 +16,14 @@ from megalith.ops.dropout import Mask
 
 
 class Norm(Runnable):
-    """LayerNorm or RMSNorm over `width` features, as the configuration's `normalization` says."""
+    """LayerNorm or RMSNorm over `width` features, as the configuration's `normalization` says. `function` is a seam of
+    batch invariance."""
 
     def __init__(self, config: ModelConfig, width: int, device: torch.device | None = None):
         super().__init__()
         self.epsilon = config.layernorm_epsilon
         self.zero_centred = config.layernorm_zero_centered_gamma
+        self.function = fused_norm.norm
         self.weight = nn.Parameter(torch.empty(width, device=device))
         centred = config.normalization == "LayerNorm"
         self.bias = (
@@ -32,11 +34,14 @@ class Norm(Runnable):
 
     @runnable
     def forward(self, x: Tensor) -> Tensor:  # [..., width]
-        return fused_norm.norm(x, *self._formula())
+        return self.function(x, *self._formula())
 
     @runnable
     def add_norm(self, x: Tensor, y: Tensor | None, dropout: Mask | None) -> tuple[Tensor, Tensor]:
         """Return the residual stream x + dropout(y) [..., width], and its norm."""
+        if self.function is not fused_norm.norm:
+            x = fused_norm.residual_add(x, y, dropout)
+            return x, self.function(x, *self._formula())
         return fused_norm.add_norm(x, y, dropout, *self._formula())
 
     def _formula(self) -> tuple[Tensor, Tensor | None, float, bool]:

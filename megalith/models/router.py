@@ -41,6 +41,7 @@ from megalith.models.load_balance import (
     tallied,
 )
 from megalith.models.pass_context import LayerRoutes
+from megalith.ops.batch_invariant.elementwise import sigmoid
 from megalith.ops.gemm import float32_matmul
 from megalith.ops.permute import index_in_group
 
@@ -64,13 +65,15 @@ class Routing:
 class Router(nn.Module):
     """Chooses the experts of tokens by the scores of a matrix [experts, hidden].
 
-    `local_tokens` is a seam: sequence and context parallelism shard a micro-batch's tokens.
+    `local_tokens` is a seam: sequence and context parallelism shard a micro-batch's tokens. `logits` is a seam of
+    batch invariance.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
         self.config = config
         self.local_tokens = LocalTokens()
+        self.logits = float32_matmul
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device))
         self.bias = None
         if config.add_router_bias:
@@ -102,11 +105,11 @@ class Router(nn.Module):
             real: bool [tokens], False for padding; None: all are real.
             routes: experts to replay, and memory for the chosen ones.
         """
-        logits = float32_matmul(x, local(self.weight).to(x.dtype))  # [tokens, experts]
+        logits = self.logits(x, local(self.weight).to(x.dtype))  # [tokens, experts]
         if self.bias is not None:
             logits = logits + local(self.bias).float()
         by_softmax = self.config.moe_router_score_function == "softmax"
-        scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
+        scores = logits.softmax(-1) if by_softmax else sigmoid(logits)
         if scale is not None and self.config.moe_router_load_balancing_type == "sinkhorn":
             shares = logits.detach().softmax(-1)
             counted = shares if real is None else shares * real[:, None]

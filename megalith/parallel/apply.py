@@ -9,6 +9,7 @@ from megalith.models.init import initialize
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.compiled import run_with_breaks
 from megalith.ops.fp8.recipes import AmaxTable
+from megalith.parallel.batch_invariant import apply_batch_invariant
 from megalith.parallel.coded_base import apply_coded_base
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.data.data_parallel import apply_data
@@ -37,11 +38,13 @@ def apply(
     3. Context: replace the core of attention, which now has this rank's heads.
     4. Experts: they have their own mesh over the same ranks, and dispatch the tokens that SP leaves on this rank.
     5. Quantized base: weights that stay frozen are replaced by codes of the shards that the axes above have made.
-    6. FP8: give sharded linears and experts FP8 matmuls; `table` holds the amax history of delayed scaling.
+    6. FP8: give sharded linears and experts FP8 matmuls; `table` holds the amax history of delayed scaling. Or batch
+       invariance, which replaces every operator of the forward pass.
     7. Ping-pong: layers run two halves of a micro-batch, each with the collectives of all axes. With context
        parallelism alone only attention does, because only attention communicates.
     8. Recompute: wraps the code with its collectives; a recomputed unit of layers contains both halves.
-    9. Compile: after everything that changes a layer's code. Not with zero-bubble, which splits backward passes.
+    9. Compile: after everything that changes a layer's code. Not with zero-bubble, which splits backward passes, nor
+       with batch invariance, because each compiled graph rounds in its own way.
     10. Offload: outside compiled and recomputed layers, so that it can offload their inputs.
     11. Data: FSDP2 shards the tensor-parallel shards; its unit is a layer.
     12. Allocate and initialize: initial weights depend only on parameter name and position, not on the layout.
@@ -72,6 +75,8 @@ def apply(
         )
         apply_coded_base(chunk, config.lora)
         apply_fp8(chunk, config, mesh, device, table)
+        if config.is_batch_invariant:
+            apply_batch_invariant(chunk)
         apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp, compiles(config, device))
         if compiles(config, device):
@@ -94,7 +99,11 @@ def apply(
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
-    """Return whether layers are compiled: `runtime.compile`; "auto" compiles on GPUs unless zero-bubble is used."""
+    """Return whether layers are compiled: `runtime.compile`.
+
+    "auto" compiles on GPUs unless zero-bubble or batch invariance is used.
+    """
     if config.runtime.compile == "auto":
-        return device.type == "cuda" and schedule_kind(config.parallel) != "zero_bubble"
+        excluded = schedule_kind(config.parallel) == "zero_bubble" or config.is_batch_invariant
+        return device.type == "cuda" and not excluded
     return config.runtime.compile

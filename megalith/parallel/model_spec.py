@@ -89,6 +89,8 @@ class ModelSpec:
     mtp_layers = 0
     has_experts = False
     records_logits = False
+    runs_row_by_row = False
+    """Each row of a micro-batch has passes of its own, so that gradients are added in one order."""
 
     def amax_table(self, device: torch.device) -> AmaxTable | None:
         """Return the FP8 amax history of the full model, or None without delayed scaling. Called before `chunks`."""
@@ -194,6 +196,7 @@ class TransformerSpec(ModelSpec):
         self.mtp_layers = len(run.model.mtp_layers)
         self.has_experts = run.model.num_experts is not None
         self.records_logits = run.optim.qk_clip or run.log.log_max_attention_logit
+        self.runs_row_by_row = run.train.batch_invariant
 
     def amax_table(self, device: torch.device) -> AmaxTable | None:
         return amax_table(self.build(None), self.run, device)

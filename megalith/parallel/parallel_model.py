@@ -73,6 +73,8 @@ class ParallelModel:
         self._partial_gradients = [
             spec.partial_gradients(chunk, mesh.tp.size, parallel.sequence_parallel) for chunk in self.chunks
         ]
+        # Rows' losses are added in fp64, in which the order, and so the data-parallel size, does not matter.
+        self._loss_dtype = torch.float64 if spec.runs_row_by_row else torch.float32
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
         self.tallies: Tensor | None = None  # token counts per expert in the last step: see gather_tallies
         self._ids = TokenIds(self._vocab_size(), WRONG_IDS)
@@ -103,7 +105,7 @@ class ParallelModel:
         Returns:
             The unscaled loss, a float32 scalar, the same on every rank.
         """
-        loss = loss or self.spec.loss
+        loss, micro_batches = loss or self.spec.loss, self._by_rows(micro_batches)
         if not isinstance(loss_scale, Tensor):
             loss_scale = torch.full((), loss_scale, device=self.device)
         local_batches = self._train(True)._prepare(micro_batches, loss)
@@ -121,7 +123,8 @@ class ParallelModel:
             self.amaxes.begin_step()
         try:
             with self.step_casts:
-                self.local_loss = total = self._run_passes(local_batches, factor)
+                total = self._run_passes(local_batches, factor)
+                self.local_loss = total.float()
         except BaseException:
             wait_for_reductions(self.chunks)
             raise
@@ -135,7 +138,7 @@ class ParallelModel:
         if self.spec.has_experts:
             sharded = self._parallel.sequence_parallel
             self.tallies = gather_tallies(self.chunks, self.mesh, sharded, self.device)
-        total = self._all_reduce_loss(total) / denominators[0]
+        total = (self._all_reduce_loss(total) / denominators[0]).float()
         self._read_logged(local_batches, total, denominators)
         return total
 
@@ -192,10 +195,10 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch], loss: Loss | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss and the sum of its denominators, float32 scalars, over all ranks."""
-        loss = loss or self.spec.loss
+        loss, micro_batches = loss or self.spec.loss, self._by_rows(micro_batches)
         local_batches = self._train(False)._prepare(micro_batches, loss)
         denominators = self._denominators(loss, micro_batches, local_batches)
-        return self._all_reduce_loss(self._run_passes(local_batches, None)), denominators[0]
+        return self._all_reduce_loss(self._run_passes(local_batches, None)).float(), denominators[0]
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
@@ -266,6 +269,11 @@ class ParallelModel:
             if chunk.training != mode:
                 chunk.train(mode)
         return self
+
+    def _by_rows(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        if not self.spec.runs_row_by_row:
+            return micro_batches
+        return [row for batch in micro_batches for row in batch.rows()]
 
     def _prepare(self, micro_batches: Sequence[Batch], loss: Loss) -> list[LocalMicroBatch]:
         self._ids.check_batches(micro_batches, labels=self.config is not None)
@@ -340,7 +348,7 @@ class ParallelModel:
 
     def _begin_logged(self, local_batches: list[LocalMicroBatch]) -> None:
         """Give the step's passes the tensors that logged losses are summed in."""
-        logged = torch.zeros((), device=self.device)
+        logged = torch.zeros((), dtype=self._loss_dtype, device=self.device)
         mtp_sums = torch.zeros(self.spec.mtp_layers, device=self.device)
         for micro_batch in local_batches:
             micro_batch.logged = None if micro_batch.logged_weight is None else logged
@@ -350,7 +358,9 @@ class ParallelModel:
     def _read_logged(self, local_batches: list[LocalMicroBatch], loss: Tensor, denominators: Tensor) -> None:
         """Set logged_loss and mtp_losses from these sums and the loss of the step. Collective."""
         logged, mtp_targets = local_batches[0].logged, local_batches[0].mtp_targets
-        self.logged_loss = loss if logged is None else self._all_reduce_loss(logged) / denominators[-1]
+        self.logged_loss = loss
+        if logged is not None:
+            self.logged_loss = (self._all_reduce_loss(logged) / denominators[-1]).float()
         self.mtp_losses = mtp_targets and self._all_reduce_loss(mtp_targets.sums) / denominators[1:-1]
 
     def _forward(
@@ -372,7 +382,7 @@ class ParallelModel:
                 if factor is None
                 else self.pipeline.step(local_batches, torch.ones_like(factor))
             )
-        loss = torch.zeros((), device=self.device)
+        loss = torch.zeros((), dtype=self._loss_dtype, device=self.device)
         for number, micro_batch in enumerate(local_batches):
             losses = self._forward(self.chunks[0], micro_batch, None)
             if factor is not None:
@@ -396,6 +406,7 @@ class ParallelModel:
                 self.config.hidden_size, self.mesh.tp.size, parallel.sequence_parallel
             ),
             group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+            loss_dtype=self._loss_dtype,
             before_backward=lambda chunk, last: prepare_backward([chunk], parallel, last),
             after_weights=lambda chunk, last: finish_weight_gradients([chunk], parallel, last),
         )

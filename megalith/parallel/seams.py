@@ -18,8 +18,8 @@ from megalith.models.mixers.attention import Attention, RelativeBias
 from megalith.models.mixers.mamba2 import GatedGroupNorm, Mamba2
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.mixers.recurrent import Recurrent, UnitConvolution
-from megalith.models.moe import GroupedLinear, MoE
-from megalith.models.norm import HeadsNorm
+from megalith.models.moe import Experts, GroupedLinear, MoE
+from megalith.models.norm import HeadsNorm, Norm
 from megalith.models.router import Router
 from megalith.models.runnable import Runnable
 from megalith.models.transformer import Stack, Transformer
@@ -58,6 +58,9 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "heads": "the local query heads: Heads",
         "record_logits": "records the largest logits of a training pass: (query, key, …) → None; None: not recorded",
     },
+    Norm: {
+        "function": "the formula: (x, weight, bias, epsilon, zero_centred) → normed x, as ops.fused_norm.norm"
+    },
     RelativeBias: {
         "scores": "selects local heads, and token indices: (weight [buckets, heads], token_index, layout) → both"
     },
@@ -72,7 +75,11 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     GatedGroupNorm: {"total": "sums over the heads of a group of all ranks: (squares) → squares"},
     HeadsNorm: {"total": "sums over the heads of all ranks: (squares) → squares"},
     Runnable: {"runner": "runs a part of a layer: (method, *args) → its result"},
-    Router: {"local_tokens": "the shard of a micro-batch's tokens on this rank: a LocalTokens"},
+    Router: {
+        "local_tokens": "the shard of a micro-batch's tokens on this rank: a LocalTokens",
+        "logits": "the scores before softmax or sigmoid: (x, weight) → float32 x · weightᵀ",
+    },
+    Experts: {"activation": "the plain activation: (x) → x"},
     MoE: {"dispatch": "sends tokens to experts and back: a Dispatch"},
     Adapter: {"scaling": "factor of the adapter's output; 0 turns it off"},
     LinearAdapter: {

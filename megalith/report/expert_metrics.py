@@ -26,7 +26,7 @@ def add_expert_metrics(
         The metrics, and the number of tokens sent to each expert, by layer number.
     """
     model, rows = config.model, tallies.double().cpu()
-    micro_batches = metrics.global_batch_size // config.train.micro_batch_size
+    micro_batches = metrics.global_batch_size // config.train.sequences_per_pass
     counts = rows[:, : model.num_experts]
     losses = rows[:, [AUX, Z]].mean(0).div(micro_batches).tolist()
     balances = model.moe_aux_loss_coeff > 0 and model.moe_router_load_balancing_type != "none"

@@ -182,8 +182,11 @@ def resolve_config(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
 
 def build_meta_model(config: RunConfig) -> Transformer:
     """Build the complete model on the meta device: names, shapes and dtypes without values."""
+    settings = config.model
+    if config.is_batch_invariant:  # the fused kernels are compiled, and round otherwise than the engine's
+        settings = settings.model_copy(update={"moe_permute_fusion": False})
     model = make_model(
-        config.model,
+        settings,
         compute_dtype=COMPUTE_DTYPES[config.train.precision],
         seed=config.train.seed,
         device="meta",

@@ -215,6 +215,7 @@ class Data:
             rules=self._rules,
             collate=self._collate(dataset),
             costs=costs,
+            interleaved=self._config.train.batch_invariant,
         )
 
     def _collate(self, dataset: SampleDataset) -> Collate | None:

@@ -484,10 +484,6 @@ def test_all_that_is_wrong_is_told_at_once():
             "--position-embedding-type yarn --rotary-scaling-factor 4",
             "--yarn-original-max-position-embeddings",
         ),
-        (
-            "--batch-invariant-mode",
-            "--batch-invariant-mode is refused: kernels do not give the same bits",
-        ),
         ("--export-quant-cfg FP8_DEFAULT_CFG", "is refused: only ModelOpt quantizes models"),
         ("--export-kd-teacher-load t", "is refused: this command has no teacher"),
         ("--pipeline-model-parallel-layout Etm|tL", "must be in the last stage, with the head"),

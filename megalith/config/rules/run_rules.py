@@ -15,6 +15,7 @@ from megalith.config.lora import EXPERTS, QKV, WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
 from megalith.config.rl import DpoConfig, RlConfig
+from megalith.config.rules.batch_invariant_rules import check_batch_invariant
 from megalith.config.rules.data_rules import check_data
 from megalith.config.rules.distill_rules import check_distillation
 from megalith.config.rules.model_rules import check_model
@@ -41,6 +42,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_score_head(config)
     _check_encoder(config)
     check_distillation(config)
+    check_batch_invariant(config)
     BatchSizeSchedule.from_config(
         config.train, data_parallel_size=data_parallel_size(config.parallel, world_size)
     )

@@ -23,7 +23,6 @@ BATCH_SCHEDULE = "only --step-batch-size-schedule changes the batch size; use it
 DATA = "samples are those of Megatron's GPTDataset, without this option; remove it"
 SFT = "it trains on conversations; this command trains on indexed datasets"
 SFT_FILE = "this command trains on indexed datasets; remove it, and use megalith sft"
-BITS = "kernels do not give the same bits for every batch size; remove it, which changes nothing else"
 EVALUATION = "evaluations are --eval-iters global batches every --eval-interval steps; remove it"
 PACKED = "all sequences are split in the same way over the context-parallel ranks; remove it"
 DISTILL = (
@@ -194,6 +193,7 @@ FLAGS: dict[str, Flag] = {
     "--micro-batch-size":      Sets("int", "train.micro_batch_size"),
     "--seed":                  Sets("int", "train.seed", default=1234),
     "--deterministic-mode":    Sets("switch", "train.deterministic"),
+    "--batch-invariant-mode":  Sets("switch", "train.batch_invariant"),
     "--skip-train":            Sets("switch", "train.skip_train"),
     "--exit-interval":         Sets("int", "train.exit_interval"),
     "--exit-duration-in-mins": Sets("int", "train.exit_duration_in_mins"),
@@ -372,7 +372,6 @@ FLAGS: dict[str, Flag] = {
     "--mtp-standalone":                           Refused("switch", FORMULA),
     "--decrease-batch-size-if-needed":            Refused("switch", BATCH_SCHEDULE),
     "--phase-transition-iterations":              Refused("text", BATCH_SCHEDULE),
-    "--batch-invariant-mode":                     Refused("switch", BITS),
     "--error-injection-rate":                     Refused("int", INJECTION, default=0, harmless=True),
     "--fault-injector-fault-probabilities":       Refused("text", INJECTION, harmless=True),
     "--fault-injector-mtti-seconds":              Refused("float", INJECTION, harmless=True),

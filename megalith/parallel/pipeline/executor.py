@@ -89,6 +89,7 @@ class Pipeline:
         *,
         hidden_shape: HiddenShape,
         group: int | None = None,
+        loss_dtype: torch.dtype = torch.float32,
         before_backward: Callable[[Transformer, bool], None] = lambda chunk, last: None,
         after_weights: Callable[[Transformer, bool], None] = lambda chunk, last: None,
     ):
@@ -101,6 +102,7 @@ class Pipeline:
             forward: runs a chunk on a micro-batch.
             hidden_shape: shape of a stream.
             group: micro-batches per group of an interleaved schedule.
+            loss_dtype: dtype that the micro-batches' losses are added in.
             before_backward: called as (chunk, last) before each backward pass of a chunk; `last` if it is the chunk's
                 last one in the step, which reduces gradients. Never last with `zero_bubble`, whose wgrads come later.
             after_weights: called as (chunk, last) after the deferred wgrads of a micro-batch.
@@ -110,7 +112,7 @@ class Pipeline:
         self.record = False  # record the times of a step's actions, for `gather_timeline`
         self.timeline: list[Span] = []  # of the last recorded step, milliseconds
         self._forward = forward
-        self._hidden_shape = hidden_shape
+        self._hidden_shape, self.loss_dtype = hidden_shape, loss_dtype
         self._before_backward, self._after_weights = before_backward, after_weights
         self._links = Links(axis, len(chunks))
         self._wgrads = DeferredWgrads(chunks) if kind == "zero_bubble" else None
@@ -184,7 +186,7 @@ class _Pass:
         self.record = record
         self.warm = (tuple(self._shapes(0).values()), torch.is_grad_enabled())
         self.device = micro_batches[0]["input_ids"].device
-        self.loss = torch.zeros((), device=self.device)
+        self.loss = torch.zeros((), dtype=pipeline.loss_dtype, device=self.device)
         self.output: Tensor | None = None  # output of the last stage for the last micro-batch
         # By (micro-batch, chunk): input streams and graph edges between forward and backward; deferred wgrads.
         self.saved: dict[tuple[int, int], tuple[Streams | None, list[GradientEdge | None]]] = {}

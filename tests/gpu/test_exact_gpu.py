@@ -1,0 +1,226 @@
+"""Batch-invariant kernels against fp32, and engine and trainer with the same bits in bf16."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megalith.config import RunConfig
+from megalith.generation.requests import Sampling
+from megalith.generation.sync import engine_for
+from megalith.ops.attention_core import attention as ordinary_attention
+from megalith.ops.batch_invariant import norms
+from megalith.ops.batch_invariant.invariant_attention import attention, cached_attention
+from megalith.ops.batch_invariant.matmul import matmul
+from megalith.ops.batch_invariant.token_logprobs import statistics
+from megalith.ops.documents import padding_attention_mask
+from megalith.ops.kernels.batch_invariant_kernels import tiled_matmul
+from megalith.parallel.mesh import build_mesh
+from megalith.rl.rollout_data import Sample, make_batch, pack_rows
+from megalith.rl.rollouts import RatedCompletion
+from megalith.training.build import build_model
+from megalith.training.trainer import train
+
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def rand(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float) -> bool:
+    return bool((ours.float() - theirs.float()).norm() <= bound * theirs.float().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "out"), [(64, 96), (2048, 8192), (250, 1000), (8192, 2048)])
+def test_a_matmul_is_right_and_a_row_has_the_same_bits_in_every_batch(inner, out, dtype):
+    torch.manual_seed(0)
+    x, weight = rand(777, inner, dtype=dtype), rand(out, inner, dtype=dtype)
+    every = matmul(x, weight)
+    assert close(every, x.double() @ weight.double().T, DTYPES[dtype])
+    for rows in (1, 2, 16, 100, 128, 129):
+        assert torch.equal(matmul(x[:rows], weight), every[:rows])
+    for position in (1, 17, 63, 127, 128, 500):
+        assert torch.equal(matmul(x.roll(position, 0), weight)[position], every[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_grouped_matmul_is_the_matmul_of_each_expert(dtype):
+    torch.manual_seed(0)
+    sizes = [0, 300, 1, 0, 128, 77, 0]
+    x, weight = rand(sum(sizes) + 40, 512, dtype=dtype), rand(len(sizes), 640, 512, dtype=dtype)
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
+    y, first = tiled_matmul(x, weight, dtype, ends), 0
+    for expert, size in enumerate(sizes):
+        rows = x[first : first + size]
+        assert (
+            close(y[first : first + size], rows.double() @ weight[expert].double().T, DTYPES[dtype])
+            or not size
+        )
+        if size:  # the same expert with fewer rows, elsewhere in the buffer
+            counts = torch.zeros(len(sizes), dtype=torch.int64)
+            counts[expert] = 1
+            alone = tiled_matmul(
+                rows[-1:].contiguous(), weight, dtype, counts.cumsum(0).to("cuda", torch.int32)
+            )
+            assert torch.equal(alone[0], y[first + size - 1])
+        first += size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("width", [64, 1000, 4096])
+def test_a_norm_and_its_gradient_are_the_ordinary_ones(width, centred, dtype):
+    torch.manual_seed(0)
+    x, weight = rand(300, width, dtype=dtype).requires_grad_(), rand(width).requires_grad_()
+    bias = rand(width).requires_grad_() if centred else None
+    y = norms.norm(x, weight, bias, 1e-5, False)
+    wide = x.detach().float().requires_grad_()
+    expected = (
+        F.layer_norm(wide, (width,), weight, bias, 1e-5)
+        if centred
+        else F.rms_norm(wide, (width,), weight, 1e-5)
+    )
+    assert close(y, expected, DTYPES[dtype])
+    assert torch.equal(norms.norm(x[7:8], weight, bias, 1e-5, False), y[7:8])
+    grad = torch.randn_like(y)
+    parameters = [weight] if bias is None else [weight, bias]
+    ours = torch.autograd.grad(y, [x, *parameters], grad)
+    theirs = torch.autograd.grad(expected, [wide, *parameters], grad.float())
+    assert all(close(a, b, DTYPES[dtype]) for a, b in zip(ours, theirs))
+
+
+@pytest.mark.parametrize("vocab", [100, 4096, 50_257])
+def test_softmax_statistics_are_those_of_fp64(vocab):
+    torch.manual_seed(0)
+    logits, ids = 3 * rand(100, vocab), torch.randint(vocab, (100,), device="cuda")
+    log_p = (logits.double() / 0.7).log_softmax(-1)
+    log_sum, logit, entropy = statistics(logits, ids[:, None], 0.7, True)
+    expected = log_p.gather(1, ids[:, None])[:, 0]
+    assert (logit[:, 0] - log_sum - expected).abs().max() < 1e-5
+    assert (entropy + (log_p.exp() * log_p).sum(-1)).abs().max() < 1e-4
+    assert torch.equal(statistics(logits[9:10], ids[9:10, None], 0.7, False)[0], log_sum[9:10])
+
+
+BATCH, SEQ = 3, 300
+DOCUMENTS = torch.tensor([[300, 300, 300], [1, 133, 300], [200, 264, 300]], dtype=torch.int32)
+PADDING = torch.arange(SEQ) < torch.tensor([[0], [9], [133]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(8, 2, 64), (6, 6, 80), (28, 4, 128)])
+def test_attention_is_right_and_has_the_same_bits_in_prefill_decode_and_packed_rows(
+    heads, groups, size, window, dtype
+):
+    torch.manual_seed(0)
+    inputs = [rand(BATCH, SEQ, n, size, dtype=dtype).requires_grad_() for n in (heads, groups, groups)]
+    documents, mask = DOCUMENTS.cuda(), padding_attention_mask(PADDING).cuda()
+    grad = rand(BATCH, SEQ, heads, size, dtype=dtype)
+    for seen in ({}, {"documents": documents}, {"mask": mask}):
+        out = attention(*inputs, window=window, **seen)
+        wide = [x.detach().float().requires_grad_() for x in inputs]
+        expected = ordinary_attention(*wide, window=window, **seen)
+        both = zip(
+            (out, *torch.autograd.grad(out, inputs, grad)),
+            (expected, *torch.autograd.grad(expected, wide, grad.float())),
+        )
+        assert all(close(a, b, 2 * DTYPES[dtype]) for a, b in both)
+    query, key, value = (x.detach() for x in inputs)
+    whole = attention(query, key, value, window=window)
+    packed = attention(query, key, value, window=window, documents=documents)
+    for length in (1, 63, 65, 200):
+        part = (x[1:2, :length] for x in (query, key, value))
+        assert torch.equal(attention(*part, window=window), whole[1:2, :length])
+    for row, first, last in ((1, 1, 133), (2, 200, 264), (2, 264, 300)):
+        alone = (x[row : row + 1, first:last] for x in (query, key, value))
+        assert torch.equal(packed[row : row + 1, first:last], attention(*alone, window=window))
+    cache, each = torch.stack([key, value]).clone(), torch.arange(BATCH, device="cuda")
+    positions = torch.tensor([0, 299, 133], device="cuda")
+    new = (x[each, positions][:, None] for x in (query, key, value))
+    decoded = cached_attention(*new, cache, positions, None, window=window, scale=None)
+    assert torch.equal(decoded[:, 0], whole[each, positions])
+
+
+LLAMA = dict(
+    num_layers=2, hidden_size=256, num_attention_heads=8, num_query_groups=2, ffn_hidden_size=512, vocab_size=1000,
+    make_vocab_size_divisible_by=8, max_position_embeddings=512, position_embedding_type="rope", init_method_std=0.1,
+    normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+MODELS = {
+    "dense": dict(qk_layernorm=True),
+    "windows": dict(window_size=[31, 0], window_attn_skip_freq=2),
+    "experts": dict(num_experts=8, moe_ffn_hidden_size=128, moe_router_topk=3),
+}
+PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11, 80], [3], list(range(20, 155)), [9] * 64]
+
+
+def run_config(folder, model: dict, **sections) -> RunConfig:
+    tree = dict(
+        model=LLAMA | model,
+        data=dict(seq_length=256),
+        optim=dict(lr=1e-3),
+        train=dict(
+            train_iters=3, micro_batch_size=1, global_batch_size=8, precision="bf16", output_dir=str(folder),
+            eval_iters=0,
+        ),
+        log=dict(layout_report=False),
+        checkpoint=dict(save_at_end=False),
+    )  # fmt: skip
+    return RunConfig.from_tree(
+        {name: tree.get(name, {}) | sections.get(name, {}) for name in tree | sections}
+    )
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_and_trainer_have_the_same_bits_in_bf16(tmp_path, name, graphs):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1"}\n')
+    rl = dict(prompts=str(tmp_path / "prompts.jsonl"), reward_funcs="length", exact=True, num_generations=4)
+    config = run_config(tmp_path, MODELS[name], rl=rl)
+    has_experts = config.model.num_experts is not None
+    model = build_model(
+        config, build_mesh(config.parallel, 1, "cuda", has_experts=has_experts), torch.device("cuda")
+    )
+    sampling, results = Sampling(max_new_tokens=60, temperature=0.7, seed=3), []
+    for rows in (16, 3, 1):
+        engine = engine_for(model, max_rows=rows, max_tokens=256, graphs=graphs)
+        done = engine.generate(PROMPTS, sampling, num_generations=3 if rows > 1 else 1)
+        results.append({(each.prompt, each.generation): (each.ids, each.logprobs) for each in done})
+    assert results[1] == results[0]
+    assert all(results[0][which] == found for which, found in results[2].items())
+    samples = [
+        Sample(
+            np.array(PROMPTS[prompt]),
+            RatedCompletion(np.array(ids), np.zeros(1), logprobs=np.array(logprobs, np.float32)),
+            1.0,
+            True,
+        )
+        for (prompt, _), (ids, logprobs) in results[0].items()
+    ]
+    for packing, micro in ((False, 1), (False, 5), (True, 1), (True, 3)):
+        changed = config.with_settings({"rl.packing": packing, "train.micro_batch_size": micro})
+        rows = pack_rows(samples, 256 * packing)
+        rows += [[]] * (-len(rows) % micro)
+        batches = [make_batch(changed, rows[at : at + micro], 0) for at in range(0, len(rows), micro)]
+        for ours, batch in zip(model.all_logprobs(batches, 0.7, 1000), batches):
+            if batch.rollout_logprobs is not None:
+                counted = batch.loss_mask > 0
+                assert torch.equal(ours.cpu()[counted], batch.rollout_logprobs[counted]), (packing, micro)
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_losses_have_the_same_bits_for_every_micro_batch_size(tmp_path, name):
+    losses = []
+    for micro in (1, 2, 8):
+        settings = dict(micro_batch_size=micro, batch_invariant=True, deterministic=True)
+        base = run_config(tmp_path / str(micro), MODELS[name], data=dict(seq_length=256, mock=True))
+        config = base.with_settings({f"train.{key}": value for key, value in settings.items()})
+        try:
+            train(config)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        lines = (tmp_path / str(micro) / "metrics.jsonl").read_text().splitlines()
+        losses.append([line.partition('"loss": ')[2].partition(",")[0] for line in lines])
+    assert losses[0] == losses[1] == losses[2] and len(set(losses[0])) == 3

@@ -1,0 +1,270 @@
+"""rl.exact: the engine's log-probabilities are the trainer's bit for bit. train.batch_invariant: losses are, too."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from small_policy import configuration, metrics
+
+from megalith.config import RunConfig
+from megalith.config.rules.run_rules import check_training
+from megalith.errors import ConfigError
+from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.requests import Sampling
+from megalith.generation.sync import engine_for
+from megalith.parallel.mesh import build_mesh
+from megalith.parity.job import start
+from megalith.rl.grpo import train_grpo
+from megalith.rl.rollout_data import Sample, make_batch, pack_rows
+from megalith.rl.rollouts import RatedCompletion
+from megalith.training.build import build_model
+from megalith.training.trainer import train
+
+VOCAB, SEQ, TEMPERATURE = 300, 64, 0.7
+EXPERTS = dict(num_experts=4, moe_ffn_hidden_size=40, moe_router_topk=2, moe_grouped_gemm=False)
+MODELS = {
+    "llama with grouped queries": dict(num_query_groups=2),
+    "qwen3 with norms of heads": dict(num_query_groups=1, kv_channels=20, qk_layernorm=True),
+    "windows": dict(window_size=[5, 0], window_attn_skip_freq=2, norm_placement="sandwich"),
+    "gpt2": dict(
+        normalization="LayerNorm", position_embedding_type="learned_absolute", swiglu=False, add_bias_linear=True,
+    ),
+    "experts": EXPERTS | dict(moe_router_pre_softmax=True),
+    "sigmoid experts": EXPERTS | dict(
+        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_topk=3,
+        moe_shared_expert_intermediate_size=24,
+    ),
+}  # fmt: skip
+PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11, 80], [3], list(range(20, 55)), [9] * 17]
+SAMPLING = Sampling(max_new_tokens=12, temperature=TEMPERATURE, seed=3, stop=(0,))
+
+
+def run_config(folder, model: dict, **sections) -> RunConfig:
+    sizes = dict(vocab_size=VOCAB, hidden_size=40, ffn_hidden_size=88, max_position_embeddings=SEQ + 1)
+    sections["rl"] = dict(exact=True, temperature=TEMPERATURE) | sections.get("rl", {})
+    data = dict(seq_length=SEQ, tokenizer_type=None)
+    return configuration(folder, model=sizes | dict(init_method_std=0.3) | model, data=data, **sections)
+
+
+def parallel_model(config: RunConfig):
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    has_experts = config.model.num_experts is not None
+    return build_model(
+        config, build_mesh(config.parallel, size, "cpu", has_experts=has_experts), torch.device("cpu")
+    )
+
+
+def engine_samples(model, rows: int) -> list[Sample]:
+    """Two completions of each prompt by an engine with this number of rows, which decides what runs together."""
+    engine = engine_for(model, max_rows=rows, max_tokens=SEQ)
+    done = engine.generate(PROMPTS, SAMPLING, num_generations=2)
+    return [
+        Sample(
+            np.array(PROMPTS[each.prompt]),
+            RatedCompletion(np.array(each.ids), np.zeros(1), logprobs=np.array(each.logprobs, np.float32)),
+            1.0,
+            True,
+        )
+        for each in done
+    ]
+
+
+def scores(config: RunConfig, model, samples: list[Sample], packing: bool, micro: int) -> list[torch.Tensor]:
+    """The trainer's and the engine's log-probabilities of the completions, both ordered by the rows of a layout."""
+    config = config.with_settings({"rl.packing": packing, "train.micro_batch_size": micro})
+    rows = pack_rows(samples, SEQ * packing)
+    rows += [[]] * (-len(rows) % micro)
+    batches = [make_batch(config, rows[at : at + micro], 0) for at in range(0, len(rows), micro)]
+    ours = model.all_logprobs(batches, TEMPERATURE, VOCAB)
+    return [
+        torch.cat([x[batch.loss_mask > 0] for x, batch in zip(each, batches)])
+        for each in (ours, [batch.rollout_logprobs for batch in batches])
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_and_trainer_have_the_same_bits_in_every_batch(tmp_path, name):
+    config = run_config(tmp_path, MODELS[name])
+    model = parallel_model(config)
+    samples = engine_samples(model, 10)
+    assert len({tuple(each.completion.ids) for each in samples}) > 5
+    for rows in (1, 3):
+        for sample, other in zip(samples, engine_samples(model, rows), strict=True):
+            assert np.array_equal(sample.completion.ids, other.completion.ids)
+            assert np.array_equal(sample.completion.logprobs, other.completion.logprobs)
+    for packing, micro in itertools.product((False, True), (1, 4)):
+        ours, engines = scores(config, model, samples, packing, micro)
+        assert len(ours) > 100 and torch.equal(ours, engines), (packing, micro)
+
+
+def test_an_engine_that_takes_requests_at_any_time_has_the_same_bits(tmp_path):
+    model = parallel_model(run_config(tmp_path, MODELS["llama with grouped queries"]))
+    samples, found = engine_samples(model, 10)[::2], {}
+    still_open = set(range(len(PROMPTS)))
+    live = LiveEngine(engine_for(model, max_rows=3, max_tokens=SEQ), stop=SAMPLING.stop, vocab_size=VOCAB)
+
+    def submit(number: int) -> None:
+        def on_tokens(ids, logprobs, reason):
+            found.setdefault(number, []).extend(logprobs)
+            if reason is not None:
+                still_open.remove(number)
+                if number + 3 < len(PROMPTS):
+                    submit(number + 3)
+                if not still_open:
+                    live.close()
+
+        request = LiveRequest(PROMPTS[number], 12, TEMPERATURE, seed=3, key=number * 2**16)
+        live.submit([request], [on_tokens])
+
+    for number in range(3):
+        submit(number)
+    live.run()
+    for number, sample in enumerate(samples):
+        assert np.array_equal(np.array(found[number], np.float32), sample.completion.logprobs)
+
+
+def total(completion_ids, **columns) -> list[float]:
+    """A reward with a spread, so that every step moves the weights."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+@pytest.mark.parametrize(("packing", "mini_batches", "count"), [(True, 1, 20), (False, 2, 4)])
+def test_on_policy_the_ratio_is_1_and_the_drift_0_in_every_step(tmp_path, packing, mini_batches, count):
+    config = configuration(
+        tmp_path,
+        model=EXPERTS | dict(qk_layernorm=True) if packing else {},
+        parallel=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        optim=dict(lr=1e-3),
+        train=dict(train_iters=count),
+        rl=dict(exact=True, temperature=0.9, reward_workers=0, packing=packing, mini_batches=mini_batches),
+        checkpoint=dict(save_at_end=False),
+    )
+    train_grpo(config, total)
+    steps = metrics(tmp_path / "run")
+    assert len(steps) == count and sum(each["grad_norm"] > 0 for each in steps) > count / 2
+    for number, step in enumerate(steps):
+        if number % mini_batches == 0:  # later ones are off policy
+            assert step["ratio"] == 1.0
+        assert (step["mismatch"], step["drift"], step["drift_largest"]) == (1.0, 0.0, 0.0)
+
+
+def scores_equal(config: RunConfig, samples: list[Sample]) -> bool:
+    """Whether this rank's model scores samples as their engine did."""
+    ours, engines = scores(config, parallel_model(config), samples, True, 2)
+    return torch.equal(ours, engines)
+
+
+LAYOUTS = {
+    "pipeline": dict(pipeline_model_parallel_size=2),
+    "zero-bubble": dict(pipeline_model_parallel_size=2, pipeline_schedule="zero_bubble"),
+    "fsdp": dict(data_parallel_sharding_strategy="optim_grads_params"),
+}
+
+
+def test_pipelines_and_shards_score_as_the_engine_of_one_process_did(pool, tmp_path):
+    config = run_config(tmp_path, MODELS["experts"])
+    samples = engine_samples(parallel_model(config), 4)
+    cases = {
+        name: (config.with_settings({f"parallel.{key}": value for key, value in layout.items()}), samples)
+        for name, layout in LAYOUTS.items()
+    }
+    for name, ranks in pool.run_cases(scores_equal, cases, size=2).items():
+        assert all(ranks), name
+
+
+def pretraining(folder, micro: int, **sections) -> RunConfig:
+    return configuration(
+        folder,
+        model=dict(vocab_size=64, hidden_dropout=0.1) | sections.pop("model", {}),
+        data=dict(seq_length=24, tokenizer_type=None, mock=True),
+        train=dict(
+            train_iters=4, micro_batch_size=micro, global_batch_size=8, eval_iters=0,
+            batch_invariant=True, output_dir=str(folder / f"micro{micro}"),
+        ),
+        rl=dict(prompts=None, reward_funcs=None, num_generations=8, max_completion_length=256),
+        checkpoint=dict(save_at_end=False),
+        **sections,
+    )  # fmt: skip
+
+
+def figures(config: RunConfig) -> list[list[float]]:
+    """The loss and the gradient norm of a run's steps, and with experts their balancing loss."""
+    train(config)
+    names = ("loss", "grad_norm", "moe_aux_loss")
+    return [[step[name] for name in names if name in step] for step in metrics(config.train.output_dir)]
+
+
+@pytest.mark.parametrize("model", [{}, EXPERTS | dict(moe_aux_loss_coeff=0.1)], ids=["dense", "experts"])
+def test_losses_and_gradients_have_the_same_bits_for_every_micro_batch_size(tmp_path, model):
+    configs = {micro: pretraining(tmp_path, micro, model=model) for micro in (1, 2, 8)}
+    one, *others = map(figures, configs.values())
+    assert len({loss for loss, *_ in one}) == 4
+    assert all(other == one for other in others)
+    changed = {"train.batch_invariant": False, "train.output_dir": str(tmp_path / "ordinary")}
+    ordinary = figures(configs[1].with_settings(changed))
+    for ours, theirs in zip(one, ordinary, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def first_losses(config: RunConfig) -> list[float]:
+    """The losses of two steps, without the loop."""
+    run = start(config)
+    with run.data.train_loader(0, 0, run.device) as batches:
+        return [run.train_step(batches).loss.item() for _ in range(2)]
+
+
+def test_losses_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path):
+    cases = {micro: (pretraining(tmp_path, micro),) for micro in (1, 4)}
+    one, four = (ranks[0] for ranks in pool.run_cases(first_losses, cases, size=2).values())
+    assert one == four
+    alone = first_losses(pretraining(tmp_path, 2))
+    # The second loss follows gradients that two ranks add in another order.
+    assert one[0] == alone[0] and one[1] == pytest.approx(alone[1], rel=1e-5)
+
+
+REFUSED = {
+    "model.attn_logit_softcapping": (dict(attn_logit_softcapping=20.0), {}),
+    "model.multi_latent_attention": (
+        dict(multi_latent_attention=True, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16), {},
+    ),
+    "model.hidden_dropout": (dict(hidden_dropout=0.1), {}),
+    "model.moe_expert_capacity_factor": (EXPERTS | dict(moe_expert_capacity_factor=1.0), {}),
+    "train.fp8_format": ({}, {"train.fp8_format": "hybrid", "rl.old_logprobs": "rollout"}),
+    "parallel.tensor_model_parallel_size": ({}, {"parallel.tensor_model_parallel_size": 2}),
+    "parallel.context_parallel_size": ({}, {"parallel.context_parallel_size": 2}),
+    "parallel.expert_model_parallel_size": (EXPERTS, {"parallel.expert_model_parallel_size": 2}),
+    "runtime.compile": ({}, {"runtime.compile": True}),
+    "rl.engine": ({}, {"rl.engine": "sglang"}),
+    "rl.max_drift": ({}, {"rl.max_drift": 1.5}),
+    "rl.prompts or rl.rollouts": ({}, {"train.batch_invariant": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_invariant_operators_is_refused_by_name(tmp_path, name):
+    model, settings = REFUSED[name]
+    config = configuration(tmp_path, model=model, rl=dict(exact=True)).with_settings(settings)
+    with pytest.raises(ConfigError, match=rf"{name} is .* is on, but .*; turn one of them off"):
+        check_training(config, 2)
+    if name != "rl.prompts or rl.rollouts":
+        check_training(config.with_settings({"rl.exact": False}), 2)
+
+
+def test_a_single_wrong_bit_ends_the_run(tmp_path, monkeypatch):
+    from megalith.errors import TrainingError
+    from megalith.generation.engine import Engine
+
+    generate = Engine.generate
+
+    def inexact(engine, *args, **options):
+        done = generate(engine, *args, **options)
+        first = [float(np.nextafter(np.float32(done[0].logprobs[0]), np.float32(-9))), *done[0].logprobs[1:]]
+        return [replace(done[0], logprobs=first), *done[1:]]
+
+    monkeypatch.setattr(Engine, "generate", inexact)
+    config = configuration(tmp_path, rl=dict(exact=True, reward_workers=0))
+    with pytest.raises(TrainingError, match="the engine and the trainer differ"):
+        train_grpo(config, total)
