@@ -19,6 +19,7 @@ from benchmarks import (
     async_tp,
     curves,
     data_open,
+    exactness,
     grpo_staleness,
     headlines,
     measure_rows,
@@ -59,6 +60,13 @@ def test_every_module_is_imported(name):
 def test_a_large_dataset_is_opened(program, tmp_path):
     text = program(data_open, "--documents", 2000, "--seq-length", 64, "--folder", tmp_path)
     assert "2,000 documents" in text
+
+
+def test_batch_invariant_operators_are_timed_and_compared(program):
+    sizes = ("--heads", 2, "--groups", 1, "--head-dim", 16, "--vocab", 70, "--context", 33)
+    words = ("--device", "cpu", "--precision", "fp32", "--tokens", 40, "--rows", 3, "--repeats", 1)
+    rows = [line for line in program(exactness, *words, *sizes).splitlines()[2:] if line]
+    assert len(rows) == 6 and all(row.endswith("| yes |") for row in rows)
 
 
 def test_the_old_name_of_the_training_benchmark_has_help(monkeypatch, capsys):

@@ -1,0 +1,134 @@
+"""Times of batch-invariant operators and of PyTorch's: `python -m benchmarks.exactness --device cuda`.
+
+Measures the forward pass of a linear layer, of attention in a prefill and in a decode step, of RMSNorm and of the
+softmax statistics of the output matrix, with the sizes of Llama-3.2-1B by default. Prints the medians in milliseconds,
+and whether a row has the same bits alone and among others. `megalith bench WORKLOAD --set train.batch_invariant=true`
+measures whole steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megalith.ops import attention_core, fused_norm
+from megalith.ops.batch_invariant import invariant_attention, norms
+from megalith.ops.batch_invariant.matmul import matmul
+from megalith.ops.batch_invariant.token_logprobs import statistics as batch_invariant_statistics
+from megalith.ops.cross_entropy import ORDINARY
+
+Case = tuple[str, Callable[[int], Tensor], Callable[[int], Tensor], int]
+"""Name, the ordinary and the batch-invariant operator of the first n rows, and the number of all rows."""
+
+
+def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield the operators with their inputs."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    heads, groups, size, rows = args.heads, args.groups, args.head_dim, args.rows
+    hidden = heads * size
+    x, weight, gain = random(args.tokens, hidden), random(4 * hidden, hidden), random(hidden).float()
+    for tokens in (args.tokens, args.rows):
+        yield (
+            f"linear, {tokens} tokens",
+            lambda n: F.linear(x[:n], weight),
+            lambda n: matmul(x[:n], weight),
+            tokens,
+        )
+    yield (
+        "RMSNorm",
+        lambda n: fused_norm.norm(x[:n], gain, None, 1e-5, False),
+        lambda n: norms.norm(x[:n], gain, None, 1e-5, False),
+        args.tokens,
+    )
+    query, key, value = (random(rows, args.context, n, size) for n in (heads, groups, groups))
+    yield (
+        "attention, prefill",
+        lambda n: attention_core.attention(query[:n], key[:n], value[:n]),
+        lambda n: invariant_attention.attention(query[:n], key[:n], value[:n]),
+        rows,
+    )
+    positions = torch.randint(args.context, (rows,), device=device)
+    cache = torch.stack([key, value])
+    how = dict(window=None, softcap=None, scale=None)
+
+    def decode(function: Callable[..., Tensor], n: int) -> Tensor:
+        new = (each[:n, :1] for each in (query, key, value))
+        seen = attention_core.visible_positions(positions[:n], args.context)
+        return function(*new, cache[:, :n], positions[:n], seen, **how)
+
+    yield (
+        "attention, decode",
+        lambda n: decode(attention_core.cached_attention, n),
+        lambda n: decode(invariant_attention.cached_attention, n),
+        rows,
+    )
+    logits, targets = (
+        random(args.rows, args.vocab),
+        torch.zeros(args.rows, 1, dtype=torch.int64, device=device),
+    )
+    yield (
+        "softmax statistics",
+        lambda n: ORDINARY.statistics(logits[:n], targets[:n], 1.0, False)[0],
+        lambda n: batch_invariant_statistics(logits[:n], targets[:n], 1.0, False)[0],
+        args.rows,
+    )
+
+
+def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median time of a call, after one that is not counted."""
+    run()
+    times = []
+    for _ in range(repeats):
+        _wait(device)
+        began = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a training pass")
+    parser.add_argument("--rows", type=int, default=64, help="sequences of a decode step and of a prefill")
+    parser.add_argument("--context", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    device, dtype = torch.device(args.device), {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
+    print(
+        "| operator | PyTorch, ms | batch invariant, ms | ratio | same bits alone, PyTorch | batch invariant |"
+    )
+    print("|---|---:|---:|---:|---|---|")
+    for name, ordinary, invariant, count in cases(args, device, dtype):
+        times = [milliseconds(lambda f=f, n=count: f(n), device, args.repeats) for f in (ordinary, invariant)]
+        same = ["yes" if torch.equal(f(1)[:1], f(count)[:1]) else "no" for f in (ordinary, invariant)]
+        print(
+            f"| {name} | {times[0]:.3f} | {times[1]:.3f} | {times[1] / times[0]:.2f} | {same[0]} | {same[1]} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
