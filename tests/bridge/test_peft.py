@@ -17,6 +17,7 @@ import megalith
 from megalith.bridge.adapter_folder import export_adapters, merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
+from megalith.bridge.peft.peft_writer import pattern_values
 from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
@@ -76,6 +77,22 @@ def their_logits(name: str, adapters: Path | None = None) -> torch.Tensor:
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_patterns_do_not_depend_on_their_order() -> None:
+    """PEFT sorts them when it saves a folder, and a name also matches experts' parameters that end with it."""
+    names = {
+        "model.layers.0.mlp.down_proj": "down_proj",
+        "model.layers.1.mlp.experts.down_proj": "mlp.experts.down_proj",
+        "model.layers.2.mlp.experts.down_proj": "mlp.experts.down_proj",
+    }
+    dense, *experts = names
+    assert pattern_values(names, {dense: 4, **dict.fromkeys(experts, 2)}, 2) == {dense: 4}
+    assert pattern_values(names, {dense: 4, **dict.fromkeys(experts, 3)}, 2) == {
+        dense: 4,
+        "mlp.experts.down_proj": 3,
+    }
+    assert pattern_values(names, dict.fromkeys(names, 4), 2) == {"down_proj": 4, "mlp.experts.down_proj": 4}
 
 
 @pytest.mark.parametrize("name", by_default(TARGETS, *list(TARGETS)[:7:3], WITH_EXPERTS[2]))

@@ -194,11 +194,15 @@ def _peft_config(
 
 
 def pattern_values(names: Mapping[str, str], values: Mapping[str, Any], default: Any) -> dict[str, Any]:
-    """Return the values other than the default, by the shared name of the modules if they have one value, else by
-    module."""
-    shared: dict[str, set] = {}
-    for module, name in names.items():
-        shared.setdefault(name, set()).add(values[module])
+    """Return the values other than the default, by the shared name of the modules, else by module.
+
+    A name is shared if all modules that end with it have one value. No two patterns then disagree about a module, so
+    their order does not matter: PEFT sorts them when it saves.
+    """
+    shared: dict[str, set] = {
+        name: {values[module] for module in names if f".{module}".endswith(f".{name}")}
+        for name in set(names.values())
+    }
     keys = {module: name if len(shared[name]) == 1 else module for module, name in names.items()}
     return {keys[module]: value for module, value in values.items() if value != default}
 
