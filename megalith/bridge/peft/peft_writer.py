@@ -124,7 +124,7 @@ def _peft_pairs(
 
 
 def _their_rows(target: AdapterTarget, module: str, part: str, b: Tensor) -> Tensor:
-    """Return B of a part with the module's rows in its order; rows of other parts are zero."""
+    """Return B of a part as the module stores it: all rows of the module in its order, zero in those of other parts."""
     weight_rows = len(target.rows_of_modules()[module])
     rows = b.new_zeros(weight_rows, b.shape[1])
     rows[target.rows_of_module(module, part)] = b
@@ -134,7 +134,7 @@ def _their_rows(target: AdapterTarget, module: str, part: str, b: Tensor) -> Ten
 def _fused_pair(
     target: AdapterTarget, pairs: Mapping[str, Pair], lora: LoraConfig, lengths: Mapping[str, Tensor]
 ) -> PeftPair:
-    """Return one pair for a module that fuses all parts, scaled as its first part."""
+    """Return one pair for a module that fuses all parts, with the scale of its first part."""
     if lengths and lengths.keys() != set(SITES[target.site]):
         raise CheckpointError(
             f"{target.name} has DoRA's magnitudes for some of its rows, but PEFT needs those of all; adapt all "

@@ -146,8 +146,8 @@ class ServerEngine:
         remote = [server.http for server in self.servers if not is_loopback(server.http.host)]
         if self._rl.weight_sync_method == "ipc" and remote:
             raise ConfigError(
-                f"rl.weight_sync_method is ipc, but {remote[0]} is not at 127.0.0.1: its handles open memory of a "
-                "GPU of this machine, and are pickled; choose nccl, gloo or checkpoint"
+                f"rl.weight_sync_method is ipc, but {remote[0]} is not at 127.0.0.1: memory handles "
+                "work only on one machine, and are pickled; choose nccl, gloo or checkpoint"
             )
         self._stream: WeightStream | None = None
         self._group: BroadcastGroup | None = None
