@@ -3,7 +3,7 @@
 One sequence in bf16, forward and backward. "ours" is the model's attention, compiled for soft caps and ALiBi; "dense"
 is the same with a [seq, seq] mask, which uses the memory-efficient kernel; "torch" is scaled_dot_product_attention with
 enable_gqa and that mask, free to choose its kernel. Times are medians of ten runs and multiples of the causal kernel's.
-Memory is the peak above the inputs. The bars apply to "ours".
+Memory is the peak above the inputs. The printed bars, upper limits of time and memory, apply to "ours".
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def _lane_speed(settings: StreamSettings) -> float:
 
 
 def _consume(settings: StreamSettings, workers: int, rate: float, seconds: float) -> tuple[float, float, int]:
-    """Take batches of one sample at `rate` tokens/s. Return the seconds waited, the seconds in all, and the batches."""
+    """Take batches of one sample at `rate` tokens/s. Return the seconds waited, the total seconds, and the number of
+    batches."""
     stream, waited, batches = TextStream(settings, workers), 0.0, 0
     with Loader(
         stream,

@@ -140,7 +140,7 @@ RUN = {
 
 
 def print_ratios(result: dict[str, dict[str, Any]], length: int) -> None:
-    """Print the measured ratios and their bars."""
+    """Print the measured ratios, each with the bar that it should reach."""
     rate = {run: figures[RATE] for run, figures in result.items()}
     for run, bar in (("packed", 0.95), ("grpo", 0.9)):
         if {run, "pretrain"} <= set(rate):

@@ -9,7 +9,7 @@ square of each module's output and of the labels' logits. The output matrix star
 random values alone would make logits shrink with the width. The exit code is 1 if a size with µP varies by more than
 `--bound` over widths, or grows by more over depths, where the random part of a branch shrinks.
 
-Losses are those of the bytes of Python's standard library, the mean of the last tenth of the steps.
+Losses are means over the last tenth of the steps, on the bytes of Python's standard library.
 
 The base model has the first width or depth.
 """

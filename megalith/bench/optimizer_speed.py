@@ -8,8 +8,8 @@
         train.precision=bf16 runtime.compile=true parallel.data_parallel_sharding_strategy=optim_grads_params
 
 Every optimizer trains the same model on the same samples with a short warm-up and a constant rate from the table RATES.
-The time is that of the update without the passes, the median of all steps; its share is that of the step. Schedule-free
-AdamW's loss is that of its averaged weights. The table is in docs/optimizers.md.
+The time is that of the update alone, without forward and backward passes: the median over all steps, and its share of
+the step. Schedule-free AdamW's loss is that of its averaged weights. The table is in docs/optimizers.md.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def peer_name(text: str) -> str:
 
 
 def measure_peers(args: argparse.Namespace, peer: str) -> list[dict[str, Any]]:
-    """Measure a peer, or of `best` several, and print each; return their figures."""
+    """Measure a peer, or for `best` several of them; print and return the figures of each."""
     results = {}
     fp8 = any(each.startswith("train.fp8_format=") for each in args.set)
     for name in (BEST_FP8 if fp8 else BEST) if peer == "best" else [peer]:
@@ -311,7 +311,7 @@ def measure_peers(args: argparse.Namespace, peer: str) -> list[dict[str, Any]]:
 
 
 def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
-    """Measure the same model elsewhere, in the processes of the last layout.
+    """Measure the same model in another library, with as many processes as the last layout has.
 
     The micro-batch is ours unless the peer's switches set it. It is halved as long as the peer runs out of memory.
     """

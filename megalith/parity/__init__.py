@@ -1,1 +1,2 @@
-"""One training job in many layouts, compared with one process: the promise of layout invariance, kept by measuring."""
+"""Run one training job in many layouts and compare each with one process, to verify that layouts do not change
+results."""

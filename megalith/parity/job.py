@@ -103,7 +103,8 @@ def run_job(config: RunConfig, step_count: int | None = None, task: Task | None 
 
 
 def _generate(run: Run) -> list[list[int]]:
-    """Return what the model generates, the labels of an encoder, or the tokens with the highest scores."""
+    """Return greedy tokens of a decoder, the most likely token at each position of an encoder, or for a reward model
+    the position with the highest score."""
     if run.config.model.score_head:
         return [run.model(torch.tensor([prompt]))[0].argmax(0).tolist() for prompt in PROMPTS]
     if run.config.model.causal:

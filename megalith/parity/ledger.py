@@ -154,8 +154,8 @@ def select(reports: Sequence[PublicReport], names: Sequence[str]) -> list[Public
 def run_cases(cases: Iterable[str], root: Path = ROOT) -> dict[str, CaseResult]:
     """Run pytest nodes in one session and return the result of each.
 
-    A node fails if one of its tests failed, if none ran and passed, or if there is no such test. Without the nodes that
-    it does not find, pytest runs the others.
+    A node fails if one of its tests failed, if none ran and passed, or if there is no such test. Nodes that pytest does
+    not find are left out, so that the others run.
     """
     cases = list(dict.fromkeys(cases))
     present, tests = cases, []

@@ -1,7 +1,7 @@
 """Sizes of a parity run: all features of a configuration, with a model that a CPU trains in a second.
 
 Every axis can shard it: 4 layers, heads for 4 ranks, a padded vocabulary, sequences for 4 context-parallel ranks. A
-setting has its entry in SIZES, otherwise the rule of its section.
+setting is reduced by its entry in SIZES, or else by the rule of its section.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _linear_value_heads(_: Any, model: ModelConfig) -> int:
 
 
 def _branches(pattern: str | None, _: ModelConfig) -> str | None:
-    """Return a pattern of the first layers with each branch, for the reduced number of layers."""
+    """Return a pattern for the reduced number of layers that keeps layers of every kind, in order."""
     if pattern is None:
         return None
     kept = sorted(sorted(range(len(pattern)), key=lambda at: pattern[:at].count(pattern[at]))[:LAYERS])
@@ -117,7 +117,7 @@ def _tokenizer(_: Any, data: DataConfig) -> str | None:
 
 
 def _micro_batch_size(_: Any, train: TrainConfig) -> int:
-    """Return 1 if the batch grows, because 4 replicas share the smallest batch."""
+    """Return 1 if the batch size grows during the run, because 4 replicas share the smallest batch; otherwise 2."""
     return 1 if train.rampup_batch_size or train.step_batch_size_schedule else 2
 
 

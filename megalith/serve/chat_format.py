@@ -1,4 +1,4 @@
-"""Chat with a model: from a conversation to its tokens, and from a sampled turn to a message with calls of tools."""
+"""Chat with a model: from a conversation to its tokens, and from a sampled turn to a message with tool calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 
 class ChatFormat:
-    """The chat template of a tokenizer, and the format of its calls."""
+    """The chat template of a tokenizer, and the format of the model's tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, calls: str = "auto"):
         """Choose the format of calls.
@@ -28,7 +28,8 @@ class ChatFormat:
         Args:
             tokenizer: the model's tokenizer.
             template: its chat template.
-            calls: name of the format, or path.py:function; auto: by the template, none if it shows no format.
+            calls: name of the format, or path.py:function; auto: detected from the template, without tool calls if it
+                shows no format.
 
         Raises:
             ConfigError: if a format that is named cannot be used.
@@ -53,7 +54,7 @@ class ChatFormat:
 
     @property
     def supports_tools(self) -> bool:
-        """True if calls of tools can be parsed."""
+        """True if tool calls can be parsed."""
         return self._parse is not None
 
     def parse(self, text: str, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> ParsedTurn:

@@ -48,7 +48,7 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """A response: a JSON value, or parts that are sent as they come. `first` is a part that came before them."""
+    """A response: a JSON value, or parts that are sent as they come. `first` is sent before the other parts."""
 
     value: Any = None
     status: int = 200

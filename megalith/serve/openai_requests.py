@@ -137,7 +137,8 @@ TEXT: dict[str, Rule] = COMMON | {
         "0 or 1: log-probabilities of other tokens are not returned",
     ),
 }
-FIXED: dict[str, tuple[Any, ...]] = {  # the only values of fields that the server does not honour
+# fields that the server does not support, with the only values that it accepts
+FIXED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),

@@ -35,7 +35,8 @@ class Conversation(Protocol):
     """Decides the prompts and sampling of a client's requests, and sees what was sampled (rl/agents)."""
 
     def open_prompts(self, request: CompletionRequest) -> list[Any]:
-        """Return an object with `ids`, its tokens, per prompt. Raise ValueError if a prompt is impossible."""
+        """Return one object per prompt, with its tokens in `ids`. Raise ValueError for a prompt that cannot be
+        sampled."""
 
     def live_request(self, request: CompletionRequest, prompt: Any, choice: int, limit: int) -> LiveRequest:
         """Return the engine's request for a choice of a prompt, of at most `limit` tokens."""
@@ -52,7 +53,7 @@ class PlainPrompt:
 
 
 class PlainConversation:
-    """Every request is on its own."""
+    """Answers each request independently of the others."""
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat | None):
         self._tokenizer, self._chat = tokenizer, chat

@@ -370,7 +370,8 @@ def tokenizer(flags: ParsedFlags) -> None:
 
 
 def lengths(flags: ParsedFlags) -> None:
-    """Set data.seq_length and model.num_layers, also from the encoder's flags. A hybrid pattern has its own number."""
+    """Set data.seq_length and model.num_layers, also from the encoder's flags. A hybrid pattern determines the number
+    of layers itself."""
     is_hybrid = any(flags[f"--hybrid-{name}-pattern"] is not None for name in ("layer", "override"))
     for flag, older, path in (
         ("--seq-length", "--encoder-seq-length", "data.seq_length"),
@@ -722,9 +723,9 @@ def mup(flags: ParsedFlags) -> None:
 def emerging_optimizer(flags: ParsedFlags) -> None:
     """Set what --optimizer muon, adaptive_muon and soap mean in Megatron, beyond their own flags. Reject the rest.
 
-    Muon orthogonalizes gate and up as one matrix, and matrices whole in any layout, as with --muon-tp-mode duplicated
-    and distributed. SOAP is that of emerging-optimizers, with KL-Shampoo and no limit on its bases; it ignores
-    --adam-eps.
+    Muon orthogonalizes gate and up as one matrix, and always whole matrices, whatever the layout, as with
+    --muon-tp-mode duplicated and distributed. SOAP is that of emerging-optimizers, with KL-Shampoo and no limit on its
+    bases; it ignores --adam-eps.
     """
     optimizer = flags["--optimizer"]
     if optimizer == "soap":

@@ -120,7 +120,7 @@ def translate(
         words: the flags and their values.
         world_size: number of processes, if known.
         ignore_unknown: ignore unknown flags, and refused ones that do not affect training.
-        trust: allow pickles in the checkpoint to load.
+        trust: allow loading pickles in the checkpoint.
         program: Megalith's name of Megatron's program.
 
     Raises:

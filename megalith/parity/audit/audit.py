@@ -80,7 +80,7 @@ def audit(folder: str | Path, hf_config: Mapping[str, Any], precision: str | Non
     Args:
         folder: written by audit_hook.py.
         hf_config: contents of the model's config.json.
-        precision: of the job: fp32, tf32, bf16 or fp16. Default: what the hook recorded.
+        precision: precision of the job: fp32, tf32, bf16 or fp16. Default: what the hook recorded.
 
     Raises:
         CheckpointError: the dump is damaged, or not of this model.
@@ -203,7 +203,8 @@ class _Step:
                 yield from reference.token_gradients(batch)
 
     def _losses_depart(self) -> bool:
-        """Return whether a recorded loss is neither the micro-batch's sum nor a mean over it, its rank or the step."""
+        """Return whether a recorded loss is neither the sum over its micro-batch nor a mean over the micro-batch, the
+        rank or the step."""
         e = self.evidence
         sums, counts = e.exact.losses, e.exact.counts.clamp(min=1)
         (dp, micro_batches), by_rank = e.shape, counts.sum(1)

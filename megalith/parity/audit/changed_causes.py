@@ -1,6 +1,6 @@
 """Causes that change what is computed: labels, masks, positions, and settings of the model.
 
-Each is rerun with the change, and named if the result equals the recorded gradients.
+For each cause, the step is rerun with the change. The cause is named if the result equals the recorded gradients.
 """
 
 from __future__ import annotations

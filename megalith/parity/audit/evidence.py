@@ -1,7 +1,7 @@
 """Recorded gradients of one step compared with combinations of the reference's gradients.
 
 A rank's recorded gradient is compared with Σ w[d, m] · g[d, m] over the data-parallel ranks d and micro-batches m. g is
-the reference's sum over the tokens of a micro-batch. In a right job each w is 1 / (valid tokens of the step).
+the reference's sum over the tokens of a micro-batch. In a correct job each w is 1 / (valid tokens of the step).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class StepEvidence:
         return self.exact.counts.sum().item() or 1.0
 
     def weights_of_mean(self) -> Tensor:
-        """Return the weights of a right job, [ranks, dp, micro-batches]."""
+        """Return the weights of a correct job, [ranks, dp, micro-batches]."""
         return torch.full((len(self.ranks), *self.shape), 1 / self.tokens)
 
     def combine(self, weights: Tensor, sums: Sums) -> Tensor:
@@ -153,7 +153,7 @@ class StepEvidence:
         return False
 
     def recorded_norm(self, rank: int | None = None) -> float:
-        """Return the norm of all recorded gradients, or of those that one rank has."""
+        """Return the norm of all recorded gradients, or of those of one rank."""
         chosen = self.first_copies() if rank is None else self.rank_index == rank
         return self.norms[chosen].norm().item()
 

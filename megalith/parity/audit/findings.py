@@ -35,7 +35,7 @@ def find(e: StepEvidence, cause: str, details: str = "") -> Finding:
 
 
 def find_in(e: StepEvidence, cause: str, chosen: Tensor, details: str = "") -> Finding:
-    """Return a finding about some entries of a step, with their ranks and names unless they are all.
+    """Return a finding about some entries of a step. It lists their ranks and names unless all entries are chosen.
 
     Args:
         e: evidence of the step.

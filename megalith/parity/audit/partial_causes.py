@@ -12,7 +12,7 @@ from megalith.parity.audit.findings import Finding, find_in
 
 
 def name_parts(e: StepEvidence, tied: Mapping[str, str]) -> list[Finding]:
-    """Return the causes if every departing parameter, of some, has one of its own."""
+    """Return the causes if only some parameters depart and a cause is found for each of them; otherwise none."""
     if e.departing.all():
         return []
     remaining = e.departing.clone()

@@ -43,7 +43,7 @@ def data_findings(step: int, fields: Sequence[Sequence[Mapping[str, Tensor]]]) -
     """Return the findings that need no gradients: equal data on several ranks, labels of padding, labels two ahead.
 
     Args:
-        step: its number.
+        step: number of the step.
         fields: recorded micro-batches by data-parallel rank.
     """
     findings = []

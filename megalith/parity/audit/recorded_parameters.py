@@ -1,8 +1,8 @@
 """Names and shards of recorded parameters: DTensors under Hugging Face's names, or Megatron core's tensor parallelism.
 
 `Parameters` lists the parameters of all ranks of one step under the names of a bridge family. A shard's position is a
-function of the whole tensor, which serves both directions: it cuts the reference's gradient as the job's ranks have it,
-and it tells how the recorded weights are joined.
+function that takes the shard out of a whole tensor. It cuts the reference's gradients into the shards of the job's
+ranks, and determines how recorded weights are joined.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def read_parameters(ranks: Sequence[RankDump], family: Family, model: ModelConfi
 
     Args:
         ranks: the dumps of all ranks.
-        family: of the config.json.
-        model: its model.
+        family: family of the config.json.
+        model: model that the config.json describes.
 
     Raises:
         CheckpointError: they are not the model's.

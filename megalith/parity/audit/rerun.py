@@ -42,7 +42,7 @@ class Reference:
     """A model with the recorded weights of a step.
 
     Args:
-        parameters: of the step.
+        parameters: parameters of the step.
         keys: name and shard of each gradient to compute.
         model: configuration, if it is not that of the parameters.
         compute_dtype: dtype of the layers' computation.
