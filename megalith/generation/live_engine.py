@@ -130,7 +130,7 @@ class LiveEngine:
             self._changed.notify()
 
     def close(self) -> None:
-        """Let `run` return after the current window. Open requests end with the reason closed."""
+        """Let `run` return after the current window. Open requests end with the reason "closed"."""
         with self._changed:
             self._is_over = True
             self._changed.notify()

@@ -96,7 +96,8 @@ class RowSequence:
 
     @property
     def all_routes(self) -> np.ndarray | None:
-        """Experts of its tokens but the last, int16 [tokens - 1, layers with experts, topk]; None: not recorded."""
+        """Experts of all its tokens except the last, int16 [tokens - 1, layers with experts, topk]; None: not
+        recorded."""
         return np.concatenate(self.routes) if self.routes else None
 
     @property
@@ -168,7 +169,7 @@ def check_prompt(
 
 
 def noise_keys(seed: int, stream_keys: Sequence[int]) -> list[int]:
-    """Return the keys of the random numbers of completions with these numbers."""
+    """Return the keys of the sampling noise of completions with these stream keys."""
     samples = torch.tensor(stream_keys, dtype=torch.int64)  # may be empty on a replica
     return token_keys(seed, samples, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
 

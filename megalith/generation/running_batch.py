@@ -3,7 +3,7 @@
      add ─▶ waiting ─▶ a row: prefill, then windows of steps ─▶ ended, cancelled, or paused (LongRoPE) ─▶ waiting
 
 The host launches a window and meanwhile reads the samples of the previous one. A row whose sequence has ended is
-assigned when the host has read it. Every rank of a tensor-parallel axis makes the same calls in the same order.
+reassigned once the host has read the end. Every rank of a tensor-parallel axis makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class RunningBatch:
 
     @torch.no_grad()
     def step(self) -> list[tuple[RowSequence, list[int]]]:
-        """Launch a window of steps, if a sequence is in a row, and return the new tokens of an earlier one or of it."""
+        """Launch a window of steps if any row holds a sequence. Return the new tokens of an earlier window, or of this
+        one."""
         self._fill()
         if any(self._owners):
             self._pending.append(self._launch())

@@ -63,7 +63,7 @@ def engine_for(
     """Build an engine with the current weights of a model in any layout, over its tensor-parallel axis. Every rank
     calls it.
 
-    Each rank then generates from its own prompts; the ranks of a tensor-parallel axis from the same.
+    Each rank then generates from its own prompts, but the ranks of a tensor-parallel axis from the same ones.
 
     Args:
         model: the model.
@@ -124,7 +124,7 @@ class _Part:
 
 
 class _WeightSource:
-    """Source of an engine's weights. Built once, because the storage of both stays in place."""
+    """Source of an engine's weights. It is built once, because the storage of model and engine stays in place."""
 
     def __init__(self, engine: Engine, model: Transformer | ParallelModel):
         self.engine, self.model = engine, model

@@ -52,8 +52,8 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 
 
 def _chosen(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[_Kernel, Block]:
-    """Return the fastest suitable kernel, and the block as it needs it: most kernels need a mask for documents and
-    windows."""
+    """Return the fastest suitable kernel, and the block in the form that it takes: most kernels take documents and
+    windows as a mask."""
     if not block.changes_scores:
         for name in ("cudnn", "flash"):
             if KERNELS[name].suits(query, key, value, block):

@@ -42,8 +42,8 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
     """Run function(*args) compiled on a GPU. Within code that is being compiled, run it as part of that code.
 
     The first argument is a tensor. With `sizes_vary`, a size that changes is compiled as dynamic instead of once per
-    value, and after a few variants the function runs eagerly. With `rows_vary`, also, and dimension 0 of each tensor is
-    dynamic from the start.
+    value, and after a few variants the function runs eagerly. `rows_vary` does the same and makes dimension 0 of each
+    tensor dynamic from the start.
     """
     if not _on_gpu(args[0]) or torch.compiler.is_compiling():
         return function(*args)

@@ -107,7 +107,7 @@ def visible_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return the blocks of `size` queries and `size` keys that are partly or completely visible.
 
-    Allocates nothing of [queries, keys]. The queries are the last tokens.
+    No tensor of shape [queries, keys] is allocated. The queries are the last tokens.
 
     Returns:
         Blocks with at least one visible pair, bool [batch or 1, 1, row blocks, column blocks].

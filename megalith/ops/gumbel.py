@@ -205,7 +205,7 @@ def _mass_above(z: Tensor, weights: Tensor, bound: Tensor) -> Tensor:
 
 
 def _ordered(x: Tensor, back: bool = False) -> Tensor:
-    """Map float32 to int32 with the same order, and `back`."""
+    """Map float32 to int32 so that the order is preserved; with `back`, invert the map."""
     bits = x if back else x.view(torch.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return bits.view(torch.float32) if back else bits

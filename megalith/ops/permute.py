@@ -186,7 +186,8 @@ class _SumRows(torch.autograd.Function):
 
 
 def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
-    """Return x [n, width] at an index of any shape; zeros for indices of n or more. `complete`: there are none."""
+    """Return x [n, width] at an index of any shape; zeros for indices of n or more. `complete`: no index is n or
+    more."""
     if complete:
         return x.index_select(0, index) if index.ndim == 1 else x[index]
     if not len(x):

@@ -131,7 +131,8 @@ def state_bytes_of(name: str, config: OptimConfig) -> tuple[float, float]:
 
 
 def state_bytes(config: OptimConfig) -> tuple[float, float]:
-    """Return the bytes of optimizer state per parameter, in layers and outside of layers, with a moving average.
+    """Return the bytes of optimizer state per parameter, in layers and outside of layers, including that of a moving
+    average.
 
     Vectors are counted as matrices, since they are few. With several optimizers, the largest is counted.
     """

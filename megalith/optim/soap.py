@@ -9,8 +9,8 @@ For a matrix W [rows, columns] with gradient G:
 
 The first step only sets the bases. Afterwards they follow L and R after every `soap_precondition_frequency` steps, by a
 power iteration and a QR decomposition. This is the authors' code. With `soap_use_kl_shampoo`, it is Megatron-LM's SOAP
-(emerging-optimizers 0.4): L and R are those of KL-Shampoo (Lin et al. 2025), and the bases are updated in every step,
-before it, with an update in the first step too.
+(emerging-optimizers 0.4): L and R are those of KL-Shampoo (Lin et al. 2025), and every step, including the first,
+updates the bases and then the weights.
 
 The update depends on the whole matrix. One of the ranks that shard it owns it and keeps its state: the others send
 their shards of the gradient, and receive their shards of the update. AdamW updates the other parameters. Fused weights
