@@ -1,1 +1,1 @@
-"""Other systems' front doors: each turns what a user of that system types into a RunConfig."""
+"""Interfaces of other systems: each turns what a user of that system types into a RunConfig."""

@@ -1,7 +1,7 @@
 """Compare two outcomes of one job.
 
-Scalars are compared by relative error, gradients by ‖a − b‖ / max(‖b‖, 1e-6 · ‖all gradients‖). The floor is for
-tensors whose true gradient is zero, such as the key bias, where both values are rounding errors.
+Scalars are compared by relative error, gradients by ‖a − b‖ / max(‖b‖, 1e-6 · ‖all gradients‖). The lower bound on the
+divisor is for tensors whose true gradient is zero, such as the key bias, where both values are rounding errors.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _branches(pattern: str | None, _: ModelConfig) -> str | None:
 
 
 def _rope_scaling(value: RopeScaling | None, model: ModelConfig) -> RopeScaling | None:
-    """Return LongRoPE with factors for the remaining pairs and an original length below the sequence length."""
+    """Return LongRoPE with factors for the remaining rotary pairs and an original length below the sequence length."""
     if value is None or value.type != "longrope":
         return value
     pairs = int(HEAD_DIM * model.rotary_percent) // 2

@@ -22,7 +22,7 @@ UNSUPPORTED = {
 def hybrid_layers(flags: ParsedFlags) -> None:
     """Set model.hybrid_layer_pattern, and with it model.num_layers and the sizes of Mamba-2 and gated delta nets.
 
-    --spec may name Megatron's own hybrid stack. --is-hybrid-model has no effect beside a pattern.
+    --spec may name Megatron's own hybrid stack. --is-hybrid-model has no effect if there is a pattern.
     """
     older, pattern = flags["--hybrid-override-pattern"], flags[PATTERN]
     if older is not None and pattern is not None:

@@ -48,7 +48,7 @@ class StepEvidence:
         batches: micro-batches by data-parallel rank.
         keys: distinct names and shards of the entries.
         exact: the reference's sums.
-        noisy: the sums in the job's precision, which bound what rounding explains.
+        noisy: the sums in the job's precision. Their errors bound what rounding can explain.
         floor: smallest bound of a relative error.
     """
 

@@ -30,7 +30,8 @@ def reinforce_plus_plus(rl: RlConfig, rewards: np.ndarray, *, lengths: np.ndarra
 
 
 def reinforce_plus_plus_baseline(rl: RlConfig, rewards: np.ndarray, *, lengths: np.ndarray) -> np.ndarray:
-    """Return the rewards minus their group's mean, standardized as in `reinforce_plus_plus`, with its arguments."""
+    """Return the rewards minus their group's mean, standardized as in `reinforce_plus_plus`, which has the same
+    arguments."""
     return _standardized(group_centered(rewards), np.where(np.isnan(rewards), 0, lengths))
 
 

@@ -10,8 +10,9 @@ Each rank that scores completions sends its share of the prompts, one request pe
 within rl.weight_sync_timeout. After a failure the servers get a request to resume, and the group is abandoned. With
 `checkpoint`, rank 0 writes a folder that the servers read; with `ipc`, requests carry memory handles.
 
-A server that dies or refuses during an update is awaited, and everything is sent again in a new group. A server that
-is lost while sampling, or has unexpected weights, raises ServerLost; `WeightSync` then repeats the update.
+If a server dies or refuses a request during an update, the engine waits for it and sends everything again in a new
+group. If a server is lost while sampling, or has unexpected weights, ServerLost is raised, and `WeightSync` repeats the
+update.
 """
 
 from __future__ import annotations
