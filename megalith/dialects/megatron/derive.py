@@ -200,7 +200,7 @@ def _yarn(flags: ParsedFlags, factor: float, latent: bool) -> dict[str, Any] | N
     original = length or (MLA_ORIGINAL_LENGTH if latent else None)
     if original is None:
         flags.problems.append(
-            f"--rotary-scaling-factor {factor} by yarn needs the length of the first training; give "
+            f"--rotary-scaling-factor {factor} with yarn needs the context length before the extension; give "
             "--yarn-original-max-position-embeddings"
         )
         return None
