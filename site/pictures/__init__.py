@@ -8,7 +8,7 @@ from logo import logo
 from pictures.holdings import checkpoint, context, data, expert, pipeline, ranks, tensor
 from pictures.loops import fp8, grpo
 from pictures.order import moves
-from pictures.terminals import plan, run
+from pictures.terminals import chat, plan, run
 from pictures.times import axes, schedules, step, zero
 
 PICTURES = {
@@ -29,5 +29,6 @@ PICTURES = {
     "checkpoint": checkpoint,
     "terminal_run": run,
     "terminal_plan": plan,
+    "terminal_chat": chat,
 }
 """By the file's name in docs/images/."""

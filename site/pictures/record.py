@@ -1,7 +1,7 @@
 """Record the terminal pictures: `python -m pictures.record` runs the commands in a terminal of 100 columns.
 
 The output goes to recordings/ as text with ANSI colours. `make pictures` draws it. Run it in a folder with examples/ of
-the checkout and the data of `make train`.
+the checkout and the data of `make train`; chat also needs the run of examples/notebooks/finetune_and_chat.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import fcntl
 import os
 import pty
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -25,6 +26,11 @@ COMMANDS: dict[
     "run": (
         "megalith train examples/quickstart.yaml --train.train_iters 60 --log.log_interval 10",
         "step 54/60",
+    ),
+    "chat": (
+        'megalith chat runs/chat --message "What is the capital of Italy?" \\\n'
+        '    --message "Name the capital of Peru." --temperature 0',
+        None,
     ),
     "plan": ("megalith plan llama3-8b --gpus 8 --device H100 --top 4", None),
 }
@@ -57,7 +63,7 @@ def record(
     """Run a command in a terminal; return the lines on its screen when `until` is printed, or at the end."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
-    words = [sys.executable, "-m", *command.split()]
+    words = [sys.executable, "-m", *shlex.split(command.replace("\\\n", ""))]
     variables = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "COLORTERM": "truecolor"}
     process = subprocess.Popen(
         words, stdin=follower, stdout=follower, stderr=subprocess.DEVNULL, env=variables
@@ -83,7 +89,8 @@ def main() -> None:
     """Record the commands that are named, or all."""
     for name in sys.argv[1:] or COMMANDS:
         command, until = COMMANDS[name]
-        lines = [f"\x1b[1m$ {command}\x1b[0m", *record(command, until)]
+        shown = [f"\x1b[1m{line}\x1b[0m" for line in f"$ {command}".splitlines()]
+        lines = [*shown, *record(command, until)]
         (RECORDINGS / f"{name}.ansi").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 

@@ -30,6 +30,12 @@ def plan() -> str:
     return draw("plan", "The plan of Llama-3-8B on eight H100 GPUs: four layouts with time, speed and memory")
 
 
+def chat() -> str:
+    return draw(
+        "chat", "A conversation in a terminal: two questions about capitals, each with the model's answer"
+    )
+
+
 def draw(recording: str, title: str) -> str:
     """Return the SVG of a recording."""
     lines = (RECORDINGS / f"{recording}.ansi").read_text(encoding="utf-8").splitlines()[:MAX_LINES]
