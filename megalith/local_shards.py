@@ -1,4 +1,4 @@
-"""From a parameter that may be a DTensor to its shard on this process, without importing torch.distributed first."""
+"""Access to the local shard of a parameter that may be a DTensor, without importing torch.distributed."""
 
 from __future__ import annotations
 

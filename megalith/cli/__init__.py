@@ -1,1 +1,1 @@
-"""The command line: one table row a command (main.py), a file for each group of them."""
+"""The command line: one table row per command (commands.py), and one file per group of commands."""

@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Rerun the steps that audit_hook.py has recorded, in one process in fp32, and print which gradients depart "
         "beyond what the job's precision explains, with the likely cause. Exit code 5 if any does."
     )
-    parser.add_argument("dump", metavar="DUMP", help="folder that AuditHook has written, of all ranks")
+    parser.add_argument(
+        "dump", metavar="DUMP", help="folder with the files that AuditHook has written on all ranks"
+    )
     parser.add_argument(
         "--model", required=True, metavar="CONFIG", help="config.json of the model, or its folder"
     )

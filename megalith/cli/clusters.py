@@ -163,8 +163,8 @@ def launch_job(args: Arguments) -> int:
         print(between.join(texts), end="")
         if len(files) > 1:
             print(
-                "note: these are to begin each after the one before, which --submit sees to; --write FOLDER gives them "
-                "file by file",
+                "note: each job must start after the previous one has ended, which --submit ensures; --write FOLDER "
+                "writes one file per job",
                 file=sys.stderr,
             )
     return 0

@@ -52,7 +52,9 @@ def _certify(
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Write a checkpoint of Megatron-LM (torch_dist or mp_rank_XX) as one of ours."
+    parser.description = (
+        "Write a Megatron-LM checkpoint (torch_dist or mp_rank_XX) as a checkpoint of Megalith."
+    )
     parser.add_argument("source", metavar="MEGATRON_DIR", help="its save folder, or one iteration's")
     parser.add_argument("out", metavar="OUT", help="run folder to write")
     parser.add_argument(
@@ -103,7 +105,8 @@ def run_megatron_export(args: argparse.Namespace) -> int:
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Convert weights between Hugging Face's format, Megatron's and ours; also python -m megalith.convert."
+        "Convert weights between the formats of Hugging Face, Megatron-LM and Megalith; also "
+        "python -m megalith.convert."
     )
     kinds = {"source": ("hf", "megatron", "megalith"), "target": ("hf", "megatron", "megalith")}
     for option, choices in kinds.items():

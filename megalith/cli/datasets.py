@@ -48,7 +48,11 @@ def add_tokenizer_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", required=True, metavar="PATH", help="a .json file, or a folder that gets tokenizer.json"
     )
     parser.add_argument(
-        "--min-frequency", type=int, default=2, metavar="N", help="merge only pairs as frequent (default 2)"
+        "--min-frequency",
+        type=int,
+        default=2,
+        metavar="N",
+        help="merge only pairs that occur N times (default 2)",
     )
     add_json_option(parser, "path, vocab_size, documents, bytes, seconds, notes")
 
@@ -89,7 +93,7 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dataset",
         metavar="NAME[:SPLIT]",
-        help="in place of --input a Hugging Face dataset, or a .parquet file; its text is written to PREFIX.jsonl",
+        help="Hugging Face dataset or .parquet file, in place of --input; its text is written to PREFIX.jsonl",
     )
     _add_input_arguments(parser, or_else="--dataset")
     parser.add_argument(
@@ -116,7 +120,7 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split-sentences",
         action="store_true",
-        help="each sentence a sequence; files named PREFIX_KEY_sentence",
+        help="make each sentence a sequence; the files are named PREFIX_KEY_sentence",
     )
     parser.add_argument(
         "--workers",

@@ -211,7 +211,7 @@ def checkpoint_tokenizer(args: Arguments, tokenizer: Tokenizer | None, vocab_siz
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
     if tokenizer is None:
         raise ConfigError(
-            f"{args.checkpoint} carries no tokenizer; name the one that it was trained with by --tokenizer-type and "
+            f"{args.checkpoint} carries no tokenizer; name the one that it was trained with, with --tokenizer-type and "
             "--tokenizer-model"
         )
     if tokenizer.vocab_size > vocab_size:

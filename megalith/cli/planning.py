@@ -125,7 +125,9 @@ def run_layouts(args: Arguments) -> int:
         print(json.dumps(plan_json(answer, args.tokens, args.price_per_gpu_hour)))
     else:
         if args.longest:
-            print(f"longest sequence: {answer.config.data.seq_length:,} tokens, to an eighth or 1,024 tokens")
+            print(
+                f"longest sequence: {answer.config.data.seq_length:,} tokens, accurate to an eighth or 1,024 tokens"
+            )
         print(plan_text(answer, args.tokens, args.price_per_gpu_hour, args.explain))
     return 0 if answer.best else ConfigError.exit_code
 
@@ -139,7 +141,8 @@ def _say_what_is_chosen(args: Arguments) -> None:
     chosen = [name for name in settings if name in (*SEARCHED_DEFAULTS, *OFFLOADED, "train.micro_batch_size")]
     if chosen:
         print(
-            f"note: the plan ignores {', '.join(chosen)} and chooses them; `megalith plan show` evaluates one layout",
+            f"note: the plan ignores {', '.join(chosen)} and chooses its own values; "
+            "`megalith plan show` evaluates one layout",
             file=sys.stderr,
         )
 

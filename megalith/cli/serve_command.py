@@ -22,8 +22,8 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", help="run folder or one of its step folders, or a Hugging Face folder")
-    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: every network")
-    add("--port", type=int, default=8000, help="port to listen at; 0: a free one")
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network")
+    add("--port", type=int, default=8000, help="port to listen on; 0: a free one")
     add("--api-key-file", metavar="FILE", help="file with the key that clients must send as a bearer token")
     add(
         "--served-model-name", metavar="NAME", help="name of the model in the API; default: the folder's name"

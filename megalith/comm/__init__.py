@@ -1,1 +1,1 @@
-"""Axes, collectives with gradients, and the ways by which bytes travel."""
+"""Mesh axes, and the collectives over them."""

@@ -100,8 +100,9 @@ def begin_all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Seque
 
     end_all_to_all returns the received rows.
 
-    Computation between the two overlaps the transfer, and so does its backward pass: of the ready nodes autograd runs
-    the one created last, so the gradients' transfer starts first and is waited for last.
+    Computation between the two calls overlaps the transfer. In the backward pass it overlaps the gradients' transfer:
+    autograd runs the most recently created of the nodes that are ready, so this transfer starts before the
+    computation's backward pass and is waited for after it.
     """
     exchange = PendingAllToAll(x, axis, list(sent), list(received))
     return exchange if axis.size == 1 else replace(exchange, rows=_BeginAllToAll.apply(x, exchange))
@@ -234,7 +235,8 @@ def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | PendingReduceScatter
 
 @dataclass(frozen=True)
 class PendingAllReduce:
-    """An all-reduce by copy engines: each rank sums a chunk, and the chunks are gathered, the same bits everywhere."""
+    """An all-reduce by copy engines: each rank sums a chunk, and the chunks are gathered, so all ranks get the same
+    bits."""
 
     chunk: Tensor | PendingReduceScatter
     axis: Axis

@@ -219,7 +219,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
 def remove_overridden(tree: dict[str, dict[str, Any]], name: str, value: Any) -> None:
     """Remove from `tree` other spellings of the setting that `name` = `value` overrides.
 
-    A false spelling only excludes a value, so settings to other values stay.
+    A spelling that is set to false only excludes a value, so other values of the setting stay.
     """
     path, excluded = _target(name, value), None
     if isinstance(ALIASES.get(name), Choose) and value is False:

@@ -53,8 +53,8 @@ class DataConfig(Section):
     packing: Annotated[
         Literal["concat", "best_fit"], RequiresSetting("model.model_type", "gpt", strict=True)
     ] = "concat"
-    """Filling of samples: `concat` cuts them from concatenated documents; `best_fit` packs documents into samples, cuts
-    those alone that are longer than a sample, and pads the rest."""
+    """Filling of samples: `concat` cuts them from concatenated documents; `best_fit` packs documents into samples,
+    cuts only those that are longer than a sample, and pads the rest."""
 
     fim_data: Annotated[bool, RequiresSetting("model.model_type", "gpt", strict=True)] = False
     """Rearrange documents for fill-in-the-middle: prefix, suffix, middle (PSM) or suffix, prefix, middle (SPM)."""
@@ -71,10 +71,10 @@ class DataConfig(Section):
     fim_fragment_rate: Annotated[
         Annotated[float, Field(ge=0.0, le=1.0)] | None, FIM, RequiresSetting("fim_split_sample")
     ] = None
-    """Probability that a fragment is rearranged, in documents with fragments that are chosen with fim_rate."""
+    """Probability that a fragment is rearranged, in documents with fragments (chosen with probability fim_rate)."""
 
     fim_no_prefix: Annotated[str | None, FIM] = None
-    """Leave documents and fragments as they are if their text begins with this text."""
+    """Do not rearrange documents and fragments that begin with this text."""
 
     fim_prefix_token: Annotated[str, FIM] = "<fim_prefix>"
     """Token before the prefix."""
@@ -181,8 +181,8 @@ class DataConfig(Section):
     L}`, from 0 on. Samples keep seq_length tokens, and attention stays within sequences of L tokens."""
 
     balance_batches: Annotated[bool, Decides.NOTHING] = False
-    """Assign the packed samples of each step to data-parallel ranks by the cost of their attention, so that the slowest
-    rank has the least work. The samples of a step stay the same."""
+    """Assign the packed samples of each step to data-parallel ranks by the cost of their attention, so that the
+    slowest rank has as little work as possible. The samples of a step stay the same."""
 
     eod_mask_loss: Annotated[bool, Decides.UPDATES] = False
     """Exclude predictions after an end-of-document token from the loss."""

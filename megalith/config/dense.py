@@ -134,7 +134,7 @@ class DenseModel(Section):
     query."""
 
     relative_attention_max_distance: Annotated[PositiveInt, RELATIVE_ONLY] = 128
-    """Distances at or beyond this share one bucket, in tokens."""
+    """Distances of at least this many tokens share one bucket."""
 
     rotary_base: Annotated[float, Field(gt=1.0), Decides.REACH, ROTARY] = 10000.0
     """Base of the RoPE frequencies (theta)."""

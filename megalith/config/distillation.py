@@ -33,8 +33,8 @@ class DistillConfig(Section):
     """Time limit of a served teacher for the predictions of a step, in seconds."""
 
     top_k: PositiveInt | None = None
-    """Compare the teacher's most likely vocabulary entries, and all others as one. A served teacher and several
-    teachers require it. Default: all entries."""
+    """Number of the teacher's most likely vocabulary entries to compare, with all others as one. A served teacher and
+    several teachers require it. Default: all entries."""
 
     logits_dir: str | None = None
     """Folder of the teacher's stored predictions. `megalith teacher-logits` writes it; `distill` then reads
@@ -82,7 +82,7 @@ class DistillConfig(Section):
 
     @property
     def mixture(self) -> float:
-        """Share in the mixture that the divergence compares with."""
+        """Share of one model in the mixture that the divergence compares with: `beta` or `skew`."""
         return self.beta if self.divergence == "generalized_jsd" else self.skew
 
     @property

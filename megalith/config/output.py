@@ -185,7 +185,7 @@ class RuntimeConfig(Section):
     straggler_threshold: Annotated[
         float, Field(gt=1), RequiresSetting("enable_straggler_detection", True)
     ] = 1.25
-    """Ratio to the median compute time of ranks with the same work above which a rank is slow."""
+    """A rank is slow if its compute time exceeds this multiple of the median of ranks with the same work."""
 
     replace_unhealthy_ranks: bool = False
     """Replace a rank after the step in which its GPU is slowed by heat or power or has memory errors, or in which it is

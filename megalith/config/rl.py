@@ -447,8 +447,8 @@ class RlConfig(ToolSettings, OtherModels):
     highest entropy. 1: all."""
 
     off_policy_mask_threshold: NonNegativeFloat | None = None
-    """Exclude sequences with a negative advantage from the policy loss if the mean over their tokens of
-    log π_rollout − log π is larger (DeepSeek-V3.2). Default: none."""
+    """Exclude sequences with a negative advantage from the policy loss if the mean over their tokens of log π_rollout
+    − log π exceeds this (DeepSeek-V3.2). Default: none."""
 
     delta: PositiveFloat | None = None
     """Cap of the ratio in the unclipped branch (INTELLECT-2). It must exceed 1 + epsilon_high."""
@@ -538,7 +538,7 @@ class RlConfig(ToolSettings, OtherModels):
     behav_imp_weight_cap: Annotated[
         float | None, Field(gt=1), RequiresSetting("use_decoupled_loss", True)
     ] = None
-    """Exclude tokens whose weight is larger (AReaL). Default: no bound, as published."""
+    """Exclude tokens whose weight exceeds this (AReaL). Default: no bound, as published."""
 
     prox_logp_method: Annotated[
         Literal["recompute", "loglinear"], RequiresSetting("use_decoupled_loss", True)
@@ -575,7 +575,7 @@ class RlConfig(ToolSettings, OtherModels):
     @field_validator(*OTHER_SPELLINGS, mode="before")
     @classmethod
     def _read_other_spellings(cls, value: Any, info: ValidationInfo) -> Any:
-        """Map the off values of TRL, NeMo-RL and verl (null, −1) TRL's booleans and verl's modes."""
+        """Map values of other systems: null and −1 for off (TRL, NeMo-RL, verl), TRL's booleans and verl's modes."""
         return OTHER_SPELLINGS[info.field_name].get(str(value), value)
 
     @property
@@ -675,7 +675,7 @@ class RlConfig(ToolSettings, OtherModels):
 
     @property
     def replays_routes(self) -> bool:
-        """True if the trainer's routers take over the experts that the engine chose."""
+        """True if the trainer's routers replay the experts that the engine chose."""
         return self.router_replay != "none"
 
     @property

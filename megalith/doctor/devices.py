@@ -37,7 +37,7 @@ def check_devices(timeout: float = 300.0, measured: bool = True) -> Iterator[Che
     """
     if not torch.cuda.is_available():
         built = "torch is built for CPUs" if torch.version.cuda is None else "torch sees no CUDA device"
-        advice = "a GPU machine: look at nvidia-smi, and install a CUDA build of torch"
+        advice = "a GPU machine: check nvidia-smi, and install a CUDA build of torch"
         yield Check("devices", GOOD, f"{local_device_info('cpu').name}; {built}", advice)
         if measured:
             yield check_gloo(timeout)
@@ -83,7 +83,7 @@ def check_gpu(number: int) -> Iterator[Check]:
         name, finding, is_known, "its peak FLOP/s is unknown: no MFU is reported, all else works"
     )
     used = (total - free) / total
-    advice = "another process uses it: look at nvidia-smi, and start the run when it has ended"
+    advice = "another process uses it: see nvidia-smi, and start the run when it has ended"
     yield make_check(f"{name}: memory", f"{free / 1e9:.1f} GB free", used < 0.1, advice)
     state = read_gpu(gpu_uuid(number))
     if state is None:

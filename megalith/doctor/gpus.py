@@ -144,7 +144,7 @@ class GpuMonitor:
     """Reads the GPUs of all ranks at each log interval and reports each new fault on rank 0 through `on_event`."""
 
     def __init__(self, device: torch.device, world: Axis, on_event: Callable[..., None]):
-        """A collective call if the ranks have GPUs."""
+        """Prepare to read the GPUs. A collective call if the ranks have GPUs."""
         self._world, self._on_event = world, on_event
         self._device = device
         self._uuid = gpu_uuid(device) if device.type == "cuda" else None

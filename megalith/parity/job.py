@@ -131,7 +131,7 @@ def state_by_name(run: Run) -> dict[str, Tensor]:
 
 
 def unequal_copies(run: Run) -> list[str]:
-    """Return the tensors of the state with replicated shards that differ bitwise; equal on every rank."""
+    """Return the tensors of the state with replicated shards that differ bitwise. Every rank gets the same result."""
     world = run.mesh.world
     local = [
         [name, shard.offset, tuple(shard.values.shape), _digest(shard.values)]

@@ -222,7 +222,7 @@ def test_a_run_is_warned_of_few_micro_batches_only():
     [
         (
             {"data_parallel_sharding_strategy": "optim_grads"},
-            "zero_bubble puts those of weights off; choose optim or no_shard, or another schedule",
+            "zero_bubble defers wgrads; choose optim or no_shard, or another schedule",
         ),
         ({"recompute_granularity": "full"}, "recompute core_attn or layernorm only"),
         (
@@ -231,7 +231,7 @@ def test_a_run_is_warned_of_few_micro_batches_only():
         ),
         (
             {"compile": True},
-            "runtime.compile is true, but compiled layers make all their gradients in one go",
+            "runtime.compile is true, but compiled layers compute dgrad and wgrad together",
         ),
     ],
 )

@@ -165,7 +165,7 @@ def _layer_work(config: RunConfig) -> float:
 
 
 def _direct_axes(config: RunConfig, machine: Machine, overlaps: bool) -> list[str]:
-    """Return the axes within a host whose collectives copy engines do faster than NCCL.
+    """Return the axes within a host for whose collectives copy engines are faster than NCCL.
 
     `overlaps`: tp_comm_overlap as chosen.
     """

@@ -28,7 +28,7 @@ def check_distillation(config: RunConfig) -> None:
     other = f"{chat.name}.enabled" if chat else "rl.prompts or rl.rollouts"
     if chat or config.rl.prompts_or_rollouts:
         raise ConfigError(
-            f"distill.teacher and {other} are both set, and a run learns by one; leave out the other"
+            f"distill.teacher and {other} are both set, and a run uses one method; leave out the other"
         )
     _check_teachers(config)
     if distill.on_policy_fraction:

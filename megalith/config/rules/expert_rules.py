@@ -78,7 +78,7 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
     if model.num_experts % ep:
         raise ConfigError(
             f"model.num_experts {model.num_experts} is not divisible by parallel.expert_model_parallel_size {ep}; "
-            f"each rank holds as many: choose among {divisors(model.num_experts)}"
+            f"each rank holds the same number: choose among {divisors(model.num_experts)}"
         )
     if model.expert_size % etp:
         raise ConfigError(

@@ -30,7 +30,8 @@ def check_model(model: ModelConfig) -> None:
     if model.num_attention_heads % model.query_groups:
         raise ConfigError(
             f"model.num_attention_heads {model.num_attention_heads} is not divisible by model.num_query_groups "
-            f"{model.query_groups}: each key and value head serves as many query heads; choose a divisor, or 0"
+            f"{model.query_groups}: each key and value head serves the same number of query heads; choose "
+            "a divisor, or 0"
         )
     if model.parallel_attn_mlp and model.num_experts is not None:
         raise ConfigError(
@@ -323,7 +324,7 @@ def _check_mamba(model: ModelConfig) -> None:
     if heads % groups:
         raise ConfigError(
             f"model.mamba_num_groups {groups} does not divide the {heads} heads (model.mamba_num_heads): each group "
-            "has as many; change one"
+            "has the same number; change one"
         )
     limit = model.mamba_dt_limit
     if limit is not None and not limit[0] < limit[1] < math.inf:

@@ -77,7 +77,7 @@ def shard_size(parallel: ParallelConfig, world_size: int) -> int:
     if parallel.pipeline_schedule == "zero_bubble" and strategy != "optim":
         raise ConfigError(
             f"parallel.data_parallel_sharding_strategy {strategy} reduces gradients after each micro-batch, but "
-            "pipeline_schedule zero_bubble puts those of weights off; choose optim or no_shard, or another schedule"
+            "pipeline_schedule zero_bubble defers wgrads; choose optim or no_shard, or another schedule"
         )
     if ranks % copies:
         raise ConfigError(
@@ -105,7 +105,7 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
         if value % size:
             raise ConfigError(
                 f"model.{name} {value} is not divisible by parallel.tensor_model_parallel_size {size}; each rank "
-                f"takes as many; choose a tensor size among {divisors(value)}"
+                f"takes the same number; choose a tensor size among {divisors(value)}"
             )
     groups = model.mamba_num_groups
     if "mamba2" in model.recurrent_mixers and groups % size and size % groups:
@@ -279,13 +279,13 @@ def _check_zero_bubble(parallel: ParallelConfig, runtime: RuntimeConfig) -> None
         )
     if runtime.compile is True:
         raise ConfigError(
-            "runtime.compile is true, but compiled layers make all their gradients in one go, which pipeline_schedule "
-            "zero_bubble takes apart; set it to false, or pipeline_schedule to 1f1b"
+            "runtime.compile is true, but compiled layers compute dgrad and wgrad together, which pipeline_schedule "
+            "zero_bubble runs separately; set it to false, or pipeline_schedule to 1f1b"
         )
 
 
 def check_overlap(config: RunConfig) -> None:
-    """Raise ConfigError if tp_comm_overlap has no two halves of a micro-batch, or no communication to hide."""
+    """Raise ConfigError if micro-batches cannot be halved for tp_comm_overlap, or there is no communication to hide."""
     parallel, size = config.parallel, config.train.micro_batch_size
     if not parallel.overlaps:
         return
@@ -306,11 +306,11 @@ def check_overlap(config: RunConfig) -> None:
         )
     if config.model.num_experts is not None:
         raise ConfigError(
-            f"parallel.tp_comm_overlap does not know the exchange of tokens of model.num_experts "
-            f"{config.model.num_experts} experts; leave it out"
+            f"parallel.tp_comm_overlap does not support the token exchange of experts, but model.num_experts is "
+            f"{config.model.num_experts}; leave it out"
         )
     if parallel.pipeline_schedule == "zero_bubble":
         raise ConfigError(
-            "parallel.tp_comm_overlap orders the work inside compiled layers, but pipeline_schedule zero_bubble takes "
-            "backward passes apart and compiles none; choose another schedule, or leave tp_comm_overlap out"
+            "parallel.tp_comm_overlap orders the work inside compiled layers, but pipeline_schedule zero_bubble splits "
+            "backward passes and compiles no layers; choose another schedule, or leave tp_comm_overlap out"
         )

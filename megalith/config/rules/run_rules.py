@@ -193,7 +193,7 @@ def _check_fine_tuning(config: RunConfig) -> None:
     enabled = [f"{section.name}.enabled" for section in config.chat_sections if section.enabled]
     if len(enabled) > 1:
         raise ConfigError(
-            f"{enabled[0]} and {enabled[1]} are both on, and a run trains by one; leave out the other"
+            f"{enabled[0]} and {enabled[1]} are both on, and a run uses one method; leave out the other"
         )
     if config.rl.prompts_or_rollouts:
         raise ConfigError(
@@ -245,7 +245,7 @@ def _check_encoder(config: RunConfig) -> None:
 
 
 def check_score_head(config: RunConfig) -> None:
-    """Raise ConfigError unless the run trains a reward model exactly if the model has a score."""
+    """Raise ConfigError if a reward model has no score head, or a model with one is trained otherwise."""
     if config.model.score_head and not config.reward.enabled:
         raise ConfigError(
             "model.score_head is on, so the model gives scores in place of tokens, and only `megalith reward` trains "
@@ -442,8 +442,8 @@ def _check_prompts(config: RunConfig) -> None:
         )
     if rl.weight_sync_method == "ipc" and rl.engine != "vllm":
         raise ConfigError(
-            f"rl.weight_sync_method is ipc, but rl.engine is {rl.engine}: handles of a GPU's memory are vLLM's way "
-            "alone; choose nccl, gloo or checkpoint"
+            f"rl.weight_sync_method is ipc, but rl.engine is {rl.engine}: only vLLM takes handles of GPU memory; "
+            "choose nccl, gloo or checkpoint"
         )
     if rl.max_staleness and rl.is_colocated:
         raise ConfigError(

@@ -160,7 +160,7 @@ class StepEvidence:
     def _clipped(self, gradients: Tensor) -> Tensor:
         """Return the gradients with the clipping that the job declared, if their norm shows that it took place.
 
-        A sketch estimates a norm only to some percent, so the factor is that of the recorded gradients.
+        A sketch estimates a norm only to within a few percent, so the factor is that of the recorded gradients.
         """
         bound = max(dump.header.max_norm for dump in self.ranks)
         if bound <= 0 or abs(self.recorded_norm() / bound - 1) > CLIPPED_NORM:

@@ -1,7 +1,7 @@
 """The order in which the causes of a step's departures are tried, from the simplest on.
 
 Each cause predicts the gradients that its fault would give. It is named only if the prediction equals every recorded
-gradient, within the precision of the job. What nothing predicts is reported as unexplained.
+gradient, within the precision of the job. Departures that no cause predicts are reported as unexplained.
 """
 
 from __future__ import annotations
