@@ -26,11 +26,11 @@ class RefusedFile(OSError):
 
 
 def read_small_file(path: Path | StorePath, folder: Path | StorePath, largest: int = LARGEST) -> bytes:
-    """Return the content of a file in a folder that may be someone else's.
+    """Return the content of a file in a folder that is not trusted.
 
     Args:
         path: the file.
-        folder: the folder, named by the user, that the file has to be in after all links are resolved.
+        folder: folder named by the user. The file must be in it after all links are resolved.
         largest: bound of its size in bytes.
 
     Raises:

@@ -242,7 +242,7 @@ class MemorySnapshots:
         collectively(world, keep)  # no rank may replace its previous snapshot before every rank has this one
 
     def _foreign_buffers(self, serial: int, counts: Sequence[int]) -> list[Tensor]:
-        """Return buffers of these sizes: those of the snapshot before the previous one, if they fit."""
+        """Return buffers of these sizes. Reuse the buffers of the snapshot before the previous one if they fit."""
         for old in [other for other in self._foreign if other < serial - 1]:
             self._spare = self._foreign.pop(old).buffers
         spare, self._spare = self._spare, []

@@ -227,7 +227,7 @@ def save_checkpoint(
 ) -> Path | StorePath:
     """Save a run in `checkpoints/step_NNNNNNNN`. Every rank of `world` calls it with its shards.
 
-    The arguments are those of `Saver`, which should be used to save repeatedly.
+    Takes the arguments of `Saver`. To save repeatedly, use `Saver` itself.
 
     Returns:
         The step's folder, once it is complete.

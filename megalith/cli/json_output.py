@@ -41,6 +41,7 @@ def print_written(args: argparse.Namespace, path: Any, note: str = "", **more: A
 
 @contextlib.contextmanager
 def text_on_stderr(enabled: bool) -> Iterator[None]:
-    """Send the text that is printed within to standard error, if `enabled`, so that stdout has the document alone."""
+    """Send text that is printed in this context to standard error, if `enabled`, so that stdout has only the
+    document."""
     with contextlib.redirect_stdout(sys.stderr) if enabled else contextlib.nullcontext():
         yield

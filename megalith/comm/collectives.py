@@ -1,9 +1,9 @@
 """Differentiable collectives.
 
 A collective takes the mesh axis that it runs over, so that every transfer and its ranks are visible in the code. Its
-gradient is another collective: that of an all-gather is a reduce-scatter; an all-reduce whose result all ranks use in
-the same way passes its gradient through. They are torch's functional collectives, which return new tensors, so that
-torch.compile traces them and orders them by their data.
+gradient is another collective: the gradient of an all-gather is a reduce-scatter. An all-reduce whose result all
+ranks use in the same way passes its gradient through. They are torch's functional collectives, which return new
+tensors, so that torch.compile traces them and orders them by their data.
 """
 
 from __future__ import annotations

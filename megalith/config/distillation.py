@@ -82,7 +82,7 @@ class DistillConfig(Section):
 
     @property
     def mixture(self) -> float:
-        """Share of one model in the mixture that the divergence compares with: `beta` or `skew`."""
+        """Weight in the divergence's mixture: `beta` for generalized_jsd, otherwise `skew`."""
         return self.beta if self.divergence == "generalized_jsd" else self.skew
 
     @property

@@ -251,7 +251,7 @@ def model_sites(model: ModelConfig) -> dict[str, Parts]:
 
 
 def target_name(site: str, part: str, model: ModelConfig) -> str:
-    """Return the shortest target that means this part of this site alone."""
+    """Return the shortest target that names only this part of this site."""
     present = model_sites(model)
     for name in SHORT_NAMES:
         meant = {each: parts or present[each] for each, parts in TARGETS[name].items() if each in present}
@@ -261,7 +261,7 @@ def target_name(site: str, part: str, model: ModelConfig) -> str:
 
 
 def adapter_names(layer: str, site: str, part: str) -> list[str]:
-    """Return the names of an adapter that patterns may match: Megalith's, and those by transformers' names."""
+    """Return the names of an adapter that patterns may match: Megalith's and transformers' names."""
     before = f"model.{layer}.{site.rpartition('.')[0]}".replace("self_attention", "self_attn")
     names = [f"{layer}.{site}.{part}", f"{layer}.{site}"]
     for target in SHORT_NAMES:

@@ -58,7 +58,7 @@ def in_layers(name: str) -> bool:
 
 
 class MupModel(DenseModel):
-    """Model settings with those of µP."""
+    """Model settings, including the settings of µP."""
 
     use_mup: bool = False
     """Scale initial values, learning rates, attention scores and logits by the model's width relative to a base model

@@ -91,7 +91,7 @@ class ToolSettings(Section):
 
     @property
     def tools_environment_or_agent(self) -> str | list[str] | None:
-        """Setting that makes completions of several turns: rl.agent, rl.tools or rl.environment."""
+        """The first that is set of rl.agent, rl.tools and rl.environment. Each can give a completion several turns."""
         return self.agent or self.tools_or_environment
 
     @property

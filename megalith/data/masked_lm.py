@@ -61,8 +61,8 @@ class WordPieces:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, vocab_size: int) -> WordPieces:
-        """Read a tokenizer's vocabulary. Further entries count as words. Raise ConfigError if special tokens are
-        missing."""
+        """Read a tokenizer's vocabulary. Ids beyond it, up to `vocab_size`, count as words. Raise ConfigError if
+        special tokens are missing."""
         pieces = tokenizer.pieces()
         ids = {piece: i for i, piece in enumerate(pieces)}
         if missing := [token for token in SPECIAL if token not in ids]:

@@ -2,8 +2,8 @@
 
 In each epoch, in document order, sentences are joined until they reach the target length or the document's end. The
 target is the maximum length or, with probability short_seq_prob, a random length. Documents with a sentence of more
-than 512 tokens, or with too few sentences, are skipped. Finally all samples are shuffled. The random numbers are
-those of C++: a 32-bit Mersenne Twister for the lengths, which numpy has, and a 64-bit one (Nishimura 2000) for the
+than 512 tokens, or with too few sentences, are skipped. Finally all samples are shuffled. The random numbers are the
+same as in C++: a 32-bit Mersenne Twister for the lengths, which numpy has, and a 64-bit one (Nishimura 2000) for the
 shuffle, implemented here. Megatron walks over the sentences; here a binary search in their cumulative lengths finds
 the end of a sample.
 """

@@ -1,8 +1,8 @@
 """Text as pre-training data: text inputs among the data paths are tokenized into the run's cache before the first step.
 
 Each entry of a data path becomes one indexed dataset, with the files that `preprocess --input ENTRY` would write. So
-samples, their order and the position in checkpoints are those of preprocessed data. The cache is reused while names,
-sizes and times of the inputs, the tokenizer and the settings are the same.
+samples, their order and the position in checkpoints are the same as with preprocessed data. The cache is reused while
+names, sizes and times of the inputs, the tokenizer and the settings are the same.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class CallOrder:
     Args:
         rank: this rank.
         world_size: number of ranks.
-        store: a connection for this object alone.
+        store: a connection that only this object uses.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store):

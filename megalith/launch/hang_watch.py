@@ -67,7 +67,7 @@ class HangWatch:
         rank: this rank.
         world_size: ranks of the job.
         timeout: seconds without progress.
-        store: a connection for this thread alone. None for a single rank, where only the launcher is watched.
+        store: a connection that only this thread uses. None for a single rank, where only the launcher is watched.
         output: folder for a dump of the flight recorder.
         restart: in-process restart of this rank; None if a hang always ends the job.
     """

@@ -52,7 +52,7 @@ class RestartStore:
     """Keys of in-process restarts in the job's store, as launchers and ranks use them.
 
     Args:
-        store: a connection for one thread alone.
+        store: a connection that only one thread uses.
         world_size: ranks of the job.
     """
 
@@ -196,7 +196,7 @@ class InProcessRestart:
         return newest
 
     def _connect_groups(self) -> Store:
-        """Open a store connection for the process groups alone. An abort shuts it down with the groups' connections."""
+        """Open a store connection for the process groups only. An abort shuts it down with the groups' connections."""
         return self._connect().groups_store(self.generation)
 
     def connected(self) -> None:

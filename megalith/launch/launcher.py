@@ -92,7 +92,7 @@ def init_distributed(
     """Initialize the process group. A single process gets none.
 
     Args:
-        device: this process's device. CUDA gets NCCL and gloo, the CPU gloo alone.
+        device: this process's device. CUDA gets NCCL and gloo, the CPU only gloo.
         timeout: timeout of collectives.
         mute_other_ranks: discard the standard output of all ranks but 0.
         store: store of the process group. None opens the job's, with keys of this start of the job.

@@ -3,7 +3,7 @@
 Kubeflow's operators set PET_NNODES, PET_NPROC_PER_NODE and the rendezvous address, which torchrun reads as its options.
 A PyTorchJob also sets RANK to the pod's rank, and WORLD_SIZE to the number of processes or of pods (operators before
 1.6, and jobs without nprocPerNode). Slurm's `srun` sets the numbers of tasks and nodes: a single task per node starts
-that node's processes, several tasks per node are themselves the ranks.
+that node's processes; if there are several tasks per node, each task is a rank.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class Loss:
     def fused_head_loss(self, batch: Batch) -> FusedHeadLoss | None:
         """Return a function that computes the loss from the output matrix's input, or None.
 
-        For a loss that needs more than the log-probabilities of `targets`. The function gets `tokens`, and its outputs
-        go to `observe`.
+        Define it for a loss that needs more than the log-probabilities of `targets`. The function gets `tokens`, and
+        its outputs go to `observe`.
         """
         return None
 

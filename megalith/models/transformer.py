@@ -64,7 +64,7 @@ class Stack(nn.Module):
     Args:
         config: sizes, norms, positions.
         layer_numbers: numbers of the layers, which no other stack of the model has.
-        seed: of dropout.
+        seed: seed of dropout.
         device: where parameters are created, without values.
         causal: if False, every token attends to all tokens of its document.
         cross: every layer also attends to `context.encoded`.
@@ -217,7 +217,7 @@ class Transformer(Stack):
         config: the model's configuration.
         layer_numbers: numbers of the layers; None: all.
         compute_dtype: dtype of the layers' computation.
-        seed: of dropout.
+        seed: seed of dropout.
         device: where parameters are created.
         causal, cross, mixer: see Stack.
     """

@@ -155,7 +155,7 @@ class MetaModel:
         """Return the number of parameters outside of layers, by part of the model.
 
         Args:
-            chunks: count only those of a pipeline rank with these chunks.
+            chunks: count only the parameters of a pipeline rank with these chunks; None: all.
         """
         if chunks is None:
             return self._count(self._model)

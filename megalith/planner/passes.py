@@ -1,11 +1,11 @@
 """Time of a rank's forward and backward passes over one micro-batch, in seconds by part.
 
 A layer takes the time of its GEMMs at their shapes, its attention, and the bytes that all other operators read and
-write; the sizes come from the model on the meta device. Exposed collectives are added, those of tensor and context
-parallelism by the bytes of traffic.py. Collectives that overlap GEMMs add the time by which they slow the GEMMs
-(GEMM_SLOWDOWN). If the host launches kernels more slowly than the GPU runs them, the host sets the pace. Recomputation
-repeats the forward pass without gathering weights, without saved attention, and, in a layer compiled with its
-recomputation, without the last matmul, whose result no gradient needs.
+write; the sizes come from the model on the meta device. The time of exposed collectives is added; for tensor and
+context parallelism it follows from the bytes in traffic.py. Collectives that overlap GEMMs add the time by which they
+slow the GEMMs (GEMM_SLOWDOWN). If the host launches kernels more slowly than the GPU runs them, the host sets the
+pace. Recomputation repeats the forward pass without gathering weights, without saved attention, and, in a layer
+compiled with its recomputation, without the last matmul, whose result no gradient needs.
 """
 
 from __future__ import annotations

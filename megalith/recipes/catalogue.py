@@ -64,9 +64,9 @@ class RecipeTask:
     """A kind of run.
 
     Attributes:
-        title: for the first line of a recipe's file, with the model's name for `{model}`.
-        command: of megalith.
-        data: what the user puts where, one line.
+        title: first line of the recipe's file; `{model}` is replaced with the model's name.
+        command: command of megalith.
+        data: one line that explains which data to put where.
         tree: takes a preset and a hub name, and returns the run file without a layout.
     """
 

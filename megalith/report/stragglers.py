@@ -2,7 +2,7 @@
 
 All ranks wait for a straggler in every step. A step takes equally long on every rank, because the ranks meet in its
 collectives. So one step per interval is measured, and the time that a rank spent neither in communication nor waiting
-for the pipeline counts as compute. It is compared with that of the other ranks of the same pipeline stage.
+for the pipeline counts as compute. This time is compared with the times of the other ranks of the same pipeline stage.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from megalith.training.run_datasets import Data
 class RunData:
     """A run's data as one process reads it, without processes, model or device.
 
-    `step` is the number of finished steps: 0, or those of the newest checkpoint in the output folder.
+    `step` is the number of finished steps: 0, or the step of the newest checkpoint in the output folder.
     """
 
     def __init__(self, config: RunConfig, from_checkpoint: bool = False):

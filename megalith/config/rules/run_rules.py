@@ -576,8 +576,8 @@ def check_fp8(config: RunConfig) -> None:
         )
     if train.fp8_recipe == "blockwise" and train.fp8_format != "e4m3":
         raise ConfigError(
-            f"train.fp8_format is {train.fp8_format}, but PyTorch's matmul of blocks takes e4m3 alone, whose range a "
-            "scale for each block makes enough for gradients too; set it to e4m3 with train.fp8_recipe blockwise"
+            f"train.fp8_format is {train.fp8_format}, but PyTorch's blockwise matmul supports only e4m3, whose range "
+            "suffices for gradients because each block has a scale; set it to e4m3 with train.fp8_recipe blockwise"
         )
     kept = train.num_layers_at_start_in_bf16 + train.num_layers_at_end_in_bf16
     if train.first_last_layers_bf16 and kept >= config.model.num_layers:

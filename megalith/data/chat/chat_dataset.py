@@ -1,7 +1,7 @@
 """Rows of chat samples: padded, with one sample per row, or packed, with several complete samples per row.
 
-Packing is best fit decreasing: the longest samples first, each into the fullest row that has room for it. It leaves
-a few per cent of padding, splits no sample, and depends only on the lengths and the seed. In a packed row attention
+Packing is best fit decreasing: the longest samples first, each into the fullest row that has room for it. It leaves a
+few percent of padding, splits no sample, and depends only on the lengths and the seed. In a packed row attention
 stays within a sample (`document_ends`) and positions restart at 0, so a sample's loss is the same as without packing.
 Batch sizes, epochs and positions in the data count rows.
 """

@@ -1,4 +1,4 @@
-"""Opening of the entries of data paths that are streams."""
+"""Opens the streams among the entries of data paths."""
 
 from __future__ import annotations
 

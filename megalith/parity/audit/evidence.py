@@ -143,7 +143,7 @@ class StepEvidence:
         return [j for j in same_key if others(self.entries[j].rank) == others(rank)]
 
     def copies_differ(self, axis: str | None = None) -> bool:
-        """Return whether ranks have different gradients of the same parameter: those of an axis, or any."""
+        """Return whether ranks have different gradients of the same parameter: ranks along `axis`, or any ranks."""
         for i in self.departing.nonzero().flatten().tolist():
             copies = self.observed[
                 self.key_index == self.key_index[i] if axis is None else self.copies(i, axis)

@@ -148,7 +148,7 @@ class Parameters:
     entries: list[Entry]
     matched: Match
     tied_copy: str | None
-    """Name of the output matrix if the model's is the embedding and the job has a parameter for it all the same."""
+    """Name of the output matrix's parameter in a job that has one although the model ties it to the embedding."""
 
     @property
     def embedding(self) -> str:

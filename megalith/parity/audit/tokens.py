@@ -45,7 +45,7 @@ def read_tokens(fields: Mapping[str, Tensor], model: ModelConfig, where: str) ->
     """Return the batch that recorded fields describe.
 
     Args:
-        fields: as in RankDump.batches.
+        fields: recorded tensors of the micro-batch by name, as in RankDump.batches.
         model: bounds the tokens and the positions.
         where: names the micro-batch in errors.
 

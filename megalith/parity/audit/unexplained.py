@@ -1,4 +1,4 @@
-"""Departures that no prediction equals: dropout, and faults that are located by the layers where they begin."""
+"""Departures that no cause predicts: dropout, and faults of which only the layers where they begin are located."""
 
 from __future__ import annotations
 
