@@ -2,7 +2,7 @@
 
 Each rank records the maxima of its heads and tokens in every forward pass, and one all-reduce per step takes the
 maximum over all ranks. The table is a few kilobytes, and every rank holds all of it. Recomputed passes record nothing.
-Under context parallelism, each layer all-gathers its keys for it.
+Under context parallelism, each layer all-gathers its keys for the recording.
 
 Self-attention is recorded, cross-attention is not.
 """

@@ -27,7 +27,8 @@ def count(codes: Tensor, x: Tensor, sums: Tensor) -> Tensor:
     """Return a copy of `codes`, the FP8 codes of x, and accumulate statistics in `sums`, float64 [4].
 
     `sums` holds the amax, the number of elements, the number with the largest code, and the number of nonzero elements
-    with code 0. Autograd does not see that it changes, as with `seen` of fp8_cast.
+    with code 0. The operator does not declare that it changes `sums`, so autograd ignores it, as for `seen` of
+    fp8_cast.
     """
     magnitude = codes.float().abs()
     with keep_version_counter(sums):

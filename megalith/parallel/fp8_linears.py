@@ -59,7 +59,8 @@ def saves_weight_codes(config: RunConfig) -> bool:
 
 
 def casts_weights_once(config: RunConfig) -> bool:
-    """Return whether FP8 codes of weights are kept for a whole step, at least in layers that stay unsharded so long."""
+    """Return whether FP8 codes of weights are kept for a complete step, at least in layers that stay unsharded for
+    that long."""
     train = config.train
     return (
         train.fp8_format is not None
@@ -69,7 +70,7 @@ def casts_weights_once(config: RunConfig) -> bool:
 
 
 def layers_cast_once(layer_numbers: Sequence[int], config: RunConfig) -> set[int]:
-    """Return the layers, of a chunk's layer `layer_numbers` in order, whose weights are cast to FP8 once per step."""
+    """Return the layers of a chunk, `layer_numbers` in order, whose weights are cast to FP8 once per step."""
     parallel = config.parallel
     if not casts_weights_once(config):
         return set()
@@ -138,8 +139,8 @@ def apply_fp8(
 class SharedGradient:
     """The style of a linear whose keys and values are replicated on several ranks, because they share a KV group.
 
-    One process casts the sum of the replicas' gradients to FP8, so the first rank of a group gets that sum here, and
-    the others get zeros.
+    A run in one process casts the sum of the replicas' gradients to FP8. To match it, the first rank of a group gets
+    that sum, and the others get zeros.
     """
 
     def __init__(self, style: Callable[..., Tensor], axis: Axis, model: ModelConfig):

@@ -68,7 +68,7 @@ class SharedMatrix:
 
     @property
     def key(self) -> tuple:
-        """Value that matrices collected together share."""
+        """Value that must be equal for matrices to be collected together."""
         return (self.mesh, *(cut.axis for cut in self.cuts))
 
     @property
@@ -107,7 +107,7 @@ def owned_matrices(matrices: Sequence[SharedMatrix], costs: Sequence[float]) -> 
 
 
 class CollectedMatrices:
-    """Shards on their way to the owners of their matrices and back. Every rank of the axes runs the same ones."""
+    """Shards on their way to the owners of their matrices and back. Every rank of the axes makes the same calls."""
 
     def __init__(self, matrices: Sequence[SharedMatrix], shards: Sequence[Tensor], costs: Sequence[float]):
         """Start the first all-to-all. All `matrices` have the same `key`; `costs` decide the owners."""
@@ -216,7 +216,7 @@ class CollectedMatrices:
 
 
 def assign(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return a rank per cost: the largest first, each to the rank with the least so far."""
+    """Return a rank for each cost. Costs are assigned from the largest on, each to the rank with the smallest total."""
     loads, owners = [0.0] * ranks, [0] * len(costs)
     for position in sorted(range(len(costs)), key=lambda at: -costs[at]):
         owner = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""The record of a chunk's replicated plain parameters. DTensors have their replication in their placements."""
+"""The record of a chunk's replicated plain parameters. DTensors record theirs in their placements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Replication:
-    """Replicated plain parameters, and what all-reduces their gradients."""
+    """Replicated plain parameters, and the object that all-reduces their gradients."""
 
     axes: Mapping[str, Axis]
     """Axis of the ranks that replicate each parameter, by name."""

@@ -29,8 +29,8 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Stack: {
         "pass_layout": "sharding of the tokens of a pass: (tokens, trains=, has_position_ids=) → PassLayout",
         "runner": "runs a list of layers: (layers, x, context) → x",
-        "shard_sequence": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
-        "reduce_sequence": "the sum of what was made of the shares, used alike by all: (x, layout) → sum",
+        "shard_sequence": "shards a per-token tensor like the residual stream: (x [batch, seq], layout) → shard",
+        "reduce_sequence": "sums the ranks' results from their shards, for use on all ranks: (x, layout) → sum",
     },
     Transformer: {
         "loss": "the tokens' losses: (x, weight, labels, loss_mask, vocab_size, softcap, context, scale) → their sum",
@@ -93,7 +93,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
 
 
 def plug(module: nn.Module, seam: str, value: Any) -> None:
-    """Replace a seam of `module` by `value`.
+    """Replace a seam of `module` with `value`.
 
     Args:
         module: the module, of a class in SEAMS.

@@ -111,7 +111,7 @@ def _can_free_weight(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> bool:
 
 
 def _reshard(layer: FSDPModule) -> None:
-    """Make FSDP2 gather the layer again for its next pass, whichever pass failed.
+    """Make FSDP2 gather the layer again for its next pass, after a forward or backward pass that failed.
 
     During a forward pass, FSDP2 would not free a layer that stays unsharded.
     """

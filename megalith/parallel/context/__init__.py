@@ -1,1 +1,1 @@
-"""Context parallelism: sequences cut over ranks."""
+"""Context parallelism: sequences sharded over ranks."""

@@ -1,8 +1,8 @@
 """Context parallelism: each rank has a shard of every sequence, and only attention and other mixers communicate.
 
 Every rank of the axis has an early and a late chunk of each sequence (zigzag.py). Positions, dropout and the loss use
-each token's global position, so the model runs on them unchanged. Mixers with a state need that of
-all earlier tokens (recurrent_states.py). Attention needs all earlier keys and values, by `cp_comm_type`:
+each token's global position, so the model runs on them unchanged. Mixers with a state need the state after all
+earlier tokens (recurrent_states.py). Attention needs all earlier keys and values, by `cp_comm_type`:
 
     p2p         keys and values go around a ring, overlapped with compute (Liu et al. 2023)
     all_gather  keys and values are all-gathered
@@ -142,8 +142,8 @@ def _pass_layout(
 def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
     """Return this rank's shard of `batch` along seq, and the index of its tokens in the full sequence.
 
-    Document ends and padding masks stay those of full sequences. If an encoder reads another sequence, the batch also
-    gets that one's encoder_token_index.
+    Document ends and padding masks still describe full sequences. If an encoder reads another sequence, the batch also
+    gets encoder_token_index, the index of that sequence's tokens.
 
     Args:
         batch: seq is a multiple of 2 · size (rules.check_context).

@@ -1,12 +1,13 @@
-"""Context parallelism of mixers with a state: what a rank's chunks need of all earlier tokens.
+"""Context parallelism of mixers with a state: each rank computes the states that precede its chunks.
 
 A recurrence maps the state S before a chunk of tokens to A S + W after it (`transition` of the operator). Every rank
-computes A and W of its early and its late chunk (zigzag.py) from the initial state 0, all-gathers those of all chunks,
-and applies them in order for the states before its own chunks. Then it computes its tokens. A convolution needs the
-last tokens of the chunk before.
+computes A and W of its early and its late chunk (zigzag.py) from the initial state 0, all-gathers A and W of all
+chunks, and applies them in order to get the states before its own chunks. Then it computes its tokens. A convolution
+needs the last tokens of the chunk before.
 
 The all-gathers are small: their size does not depend on the sequence length. A delta rule computes its writes twice,
-and its A is a matrix per head; a state space model's is a number. States and convolutions end with their documents.
+and its A is a matrix per head; a state space model's is a number. States and convolutions do not cross the end of a
+document.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _local_chunks(axis: Axis) -> tuple[int, int]:
 
 
 def _before(axis: Axis, every: Tensor, first: int) -> Tensor:
-    """Return the chunks before this rank's, [2 · batch, ...]; `first` fills that before the first one."""
+    """Return the chunks before this rank's, [2 · batch, ...]; `first` fills the chunk before the first one."""
     chunks = _in_order(axis, every)
     chunks = [torch.full_like(chunks[0], first), *chunks]
     return torch.cat([chunks[number] for number in _local_chunks(axis)])

@@ -1,7 +1,7 @@
 """Zigzag sharding of a sequence for context parallelism, and the masks of its attention blocks.
 
 A sequence is split into 2·size chunks, and rank r has chunks r and 2·size − 1 − r. Causal attention takes more work for
-late tokens than for early ones; with an early and a late chunk all ranks have the same (Brandon et al. 2023;
+late tokens than for early ones; with an early and a late chunk, all ranks have the same work (Brandon et al. 2023;
 Megatron-LM does the same). For size 2, rank 0 has chunks 0 and 3, and rank 1 has 1 and 2.
 
 When keys and values are sent (ring.py), each shard is one attention block. Kernels take documents; a window with

@@ -6,9 +6,10 @@
     optim_grads (2)           sharded          sharded     full during a step    reduce-scatter
     optim_grads_params (3)    sharded          sharded     one layer at a time   two all-gathers, reduce-scatter
 
-A layer is the unit. Embedding, final norm and a tied head form another, and so does an untied head; both stay unsharded
-for the step. Under optim_grads_params the last `fsdp_unsharded_layers` of a stage stay unsharded too: with all layers
-of Llama-3-8B on two GPUs and two micro-batches, a step takes 1,634 ms instead of 1,721, for 13.5 GB.
+Each layer is one FSDP2 unit. Embedding, final norm and a tied head form another unit, and an untied head is a unit of
+its own; these units stay unsharded for the step. Under optim_grads_params the last `fsdp_unsharded_layers` of a stage
+stay unsharded too: with all layers of Llama-3-8B on two GPUs and two micro-batches, a step takes 1,634 ms instead of
+1,721, for 13.5 GB.
 
 Gradients are summed, not averaged, because the loss is divided by the global number of valid tokens. FSDP2 gathers
 layers in the compute dtype and accumulates gradients in fp32. Embedding and head are gathered in fp32, because the row
@@ -96,8 +97,8 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
 def prepare_backward(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
     """Set whether the next backward pass reduces gradients. Call it before each micro-batch's backward pass.
 
-    The pass that `is_last` of the step on these chunks reduces the gradients, also over replicas, and reshards the
-    parameters, so that the next step gathers the optimizer's updates.
+    If the pass `is_last` in the step on these chunks, it reduces the gradients, also over replicas, and reshards the
+    parameters, so that the next step gathers the updated ones.
     """
     if _is_replicated(parallel):
         for chunk in chunks:
@@ -164,7 +165,8 @@ def _is_replicated(parallel: ParallelConfig) -> bool:
 
 
 def _has_untied_head(chunk: nn.Module) -> bool:
-    """Return whether the output matrix is an FSDP2 unit of its own. MTP would call it several times per pass."""
+    """Return whether the output matrix is an FSDP2 unit of its own. It is not with MTP, which calls it several times
+    per pass."""
     head = getattr(chunk, "output_layer", None)
     return isinstance(head, OutputMatrix) and not chunk.config.mtp_layers
 
@@ -194,7 +196,7 @@ class ReduceScatter:
         self._input, self._compute_stream = 0, None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer for FSDP2: by turns the reduce-scatter's input, in `dtype`, and its result, in fp32."""
+        """Allocate a buffer for FSDP2: alternately the reduce-scatter's input, in `dtype`, and its result, in fp32."""
         length = math.prod(size)
         if length * self._ranks != self._input:  # an input; after an exception calls need not alternate
             self._input = length

@@ -61,7 +61,7 @@ class LayerNorms:
 
     @torch.no_grad()
     def updates(self, before: Mapping[str, list[Tensor]]) -> Tensor:
-        """Return the norms of the change since `before`, a result of `weights`. `before` is changed."""
+        """Return the norms of the change since `before`, a result of `weights`. Overwrites `before`."""
         for layer, copies in before.items():
             for copy, plain in zip(copies, self._layers[layer], strict=True):
                 copy.sub_(plain)

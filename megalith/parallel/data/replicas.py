@@ -2,9 +2,9 @@
 
 Every rank holds all fp32 parameters, which layers cast where they use them, and the fp32 gradients that autograd
 accumulates over micro-batches. Gradients are all-reduced in place in the last backward pass of a step: once every
-parameter of a bucket has its gradient, its all-reduce starts and overlaps the backward passes of earlier layers. A
-bucket is a layer. Its experts are another one, because they have fewer replicas. Parameters outside of the layers are
-one bucket, so that a tied weight is reduced once.
+parameter of a bucket has its gradient, its all-reduce starts and overlaps the backward passes of earlier layers. Each
+layer is a bucket; its experts are another bucket, because they have fewer replicas. Parameters outside of the layers
+are one bucket, so that a tied weight is reduced once.
 
 All ranks must start their all-reduces in the same order. They do, because they run the same code and autograd runs the
 ready node that was created last, so a layer's gradients are complete before those of the layer before it. A bucket in
@@ -121,7 +121,7 @@ class Replicated:
 
 
 def replicate(chunk: Transformer, mesh: Mesh, bucket_size: int | None = None) -> None:
-    """Replicate the chunk's parameters, in place, and record what all-reduces their gradients.
+    """Replicate the chunk's parameters, in place, and record the Replicated that all-reduces their gradients.
 
     Args:
         chunk: replicated over mesh.dp_cp, its experts over mesh.edp.

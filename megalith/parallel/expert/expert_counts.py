@@ -55,7 +55,8 @@ def gather_tallies(
 
 
 def update_expert_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped: Tensor) -> None:
-    """Update the expert bias of every layer that has one from the step's tallies. `skipped` is 1 if the step was."""
+    """Update the expert bias of every layer that has one from the step's tallies. `skipped`: 1 if the step was
+    skipped, else 0."""
     config = chunks[0].config
     for index, router in _routers(chunks):
         if router.expert_bias is not None:

@@ -1,7 +1,8 @@
 """Expert parallelism (Lepikhin et al. 2020): a layer's experts are distributed over ranks, and tokens are dispatched.
 
-The ranks of a pipeline stage (data × context × tensor for everything else) are for the experts edp replicas of ep
-ranks, with each expert sharded over etp of them (mesh.py). Every rank has its own tokens:
+The ranks of a pipeline stage are data × context × tensor ranks for everything else. For the experts they are edp
+replicas; in each, the experts are distributed over ep, and each expert is sharded over etp (mesh.py). Each rank
+dispatches its own tokens:
 
     1. Without sequence parallelism the TP ranks have the same tokens: each dispatches a part of them.
     2. The etp ranks of an expert need the same tokens, and all-gather them.
@@ -123,7 +124,7 @@ class ExpertParallel(Dispatch):
 
     The sizes that alltoall sends, and the number of rows that allgather computes, depend on the tokens, so the host
     reads them once per layer. It reads nothing in static dispatch (moe_static_dispatch): every rank gets every token,
-    so buffers have one size for any routing, and the number of rows of the experts here stays on the device, where
+    so buffers have one size for any routing, and the number of rows of the local experts stays on the device, where
     grouped matmuls read it. It also reads nothing with experts padded to their capacity, where each pair is a row.
 
     Work that needs no tokens overlaps the all-to-alls. The backward pass runs in reverse order, so the same two

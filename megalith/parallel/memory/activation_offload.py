@@ -7,9 +7,9 @@ gradient that reaches the layer above starts a layer's copies back, so that they
     forward    [ layer 0 ][ layer 1 ][ layer 2 ] …      backward  … [ layer 2 ][ layer 1 ][ layer 0 ]
     down                  [0        ][1        ]        up          [1        ][0        ]
 
-What is copied is storage, not tensors: views of the same memory, saved by several operations, are copied once. Not
-offloaded are parameters (those that FSDP2 has gathered included), what all layers share, and small tensors. It is
-hidden as long as copying a layer takes no longer than computing it.
+What is copied is storage, not tensors: views of the same memory, saved by several operations, are copied once.
+Parameters (also those that FSDP2 has gathered), tensors that all layers share, and small tensors are not offloaded.
+The copies are hidden as long as copying a layer takes no longer than computing it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SMALLEST = 2**20  # bytes: below it a copy costs more time than the memory is wo
 def apply_activation_offload(model: Transformer, parallel: ParallelConfig) -> None:
     """Offload the activations of the first cpu_offloading_num_layers layers of a model or stage to the host.
 
-    With full recomputation these are the inputs of the units of layers that start among them.
+    With full recomputation, the offloaded activations are the inputs of the recomputed units that start in these
+    layers.
     """
     if parallel.cpu_offloading_num_layers:
         for stack in stacks_of(model):
@@ -48,7 +49,7 @@ def apply_activation_offload(model: Transformer, parallel: ParallelConfig) -> No
 
 
 class ActivationOffload:
-    """A runner around another one, and so outside of compiled and recomputed layers."""
+    """A runner that calls another runner, so that offloading happens outside of compiled and recomputed layers."""
 
     def __init__(self, run_layers: Runner, layers: int, unit: int = 1):
         """Offload the first `layers` layers, `unit` layers at a time."""

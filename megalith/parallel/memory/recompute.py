@@ -121,7 +121,7 @@ def _recomputes_in_graph(model: Transformer, parallel: ParallelConfig) -> bool:
 
 
 def can_recompute_in_graph(config: ModelConfig, parallel: ParallelConfig, experts: bool) -> bool:
-    """Return whether a compiled layer, with `experts` or not, can recompute in its graph, unless it uses FP8."""
+    """Return whether a compiled layer without FP8, with `experts` or not, can recompute inside its graph."""
     alone = parallel.tensor_model_parallel_size == parallel.context_parallel_size == 1
     return alone and unit_size(parallel) == 1 and not config.attention_dropout and not experts
 

@@ -89,8 +89,9 @@ class Interleave(GraphPass):
 def split(nodes: list[Node]) -> list[list[Node]] | None:
     """Split the nodes into those of each half and the rest, each in order.
 
-    The rest depends on both halves, or neither depends on a collective nor leads to one, such as the gradient of the
-    last weight. The first half of the collectives belongs to one half of the micro-batch, the others to the other.
+    The rest are nodes that depend on both halves, and nodes without a path from or to a collective, such as the
+    gradient of the last weight. In the order of the graph, the first half of the collectives belongs to one half of
+    the micro-batch and the second half to the other.
 
     Returns:
         The three lists. None if the collectives of the halves differ or depend on each other: then the graph does not
@@ -119,8 +120,9 @@ class Merge:
     So the all-gather in the backward pass of a column-parallel linear, whose input was saved, starts long before its
     matmul.
 
-    Nodes that no collective depends on leave their chains, so that these reach their collectives earlier. The inputs of
-    such nodes stay in memory until they run, within one layer. Those that fill no gap overlap the last collectives.
+    Nodes that no collective depends on are taken out of their chains, so that the chains reach their collectives
+    earlier. Their inputs stay in memory until they run, within one layer. Such nodes that fill no gap overlap the
+    last collectives.
     """
 
     def __init__(self, nodes: list[Node], chains: list[list[Node]]):
@@ -154,7 +156,8 @@ class Merge:
         return waits(node) or (self._seconds[node] > 0 and not starts_collective(node))
 
     def _next(self, current: int) -> int:
-        """Return the chain to continue. At the end, waits come last."""
+        """Return the chain to continue: the one with the shortest wait, then the one that starts its next collective
+        first."""
 
         def key(number: int) -> tuple[float, float, bool, bool]:
             chain = self._chains[number]

@@ -36,7 +36,8 @@ from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
 def apply_ping_pong(model: Transformer, parallel: ParallelConfig, tensor: TensorParallel | None) -> None:
-    """Make layers, or attention only, run on two halves of each micro-batch, in place, if the configuration says so.
+    """Make layers, or attention only, run on two halves of each micro-batch, in place, if the configuration requires
+    it.
 
     `tensor` is None without tensor parallelism.
     """

@@ -47,7 +47,7 @@ PASS, WAITS = "megalith: pipeline", "megalith: waiting for a stage"
 
 
 class MicroBatch(Protocol):
-    """The interface of a micro-batch that the pipeline itself uses; `forward` uses the rest."""
+    """The part of a micro-batch that the pipeline itself uses. The function `forward` may use more of it."""
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the tensor of this name; token tensors are int64 [batch, seq]."""
@@ -63,7 +63,7 @@ HiddenShape = Callable[[int, int], tuple[int, ...]]
 def residual_shape(hidden_size: int, tensor_size: int, sequence_parallel: bool) -> HiddenShape:
     """Return the shape function of the residual stream: [batch, seq, hidden], under SP [1, tokens / tp, hidden].
 
-    SP does not shard a number of tokens that tp does not divide, such as generation's.
+    If tp does not divide the number of tokens, as in generation, SP does not shard them.
     """
 
     def shape(batch: int, seq: int) -> tuple[int, ...]:

@@ -4,15 +4,16 @@ The layers are cut into stages, one per rank, or with interleaving `virtual` per
 through all stages and backward through them again, so the last rank waits for work at the start of a step, and the
 first at its end: the bubble. A schedule orders each rank's work to keep the bubble and the activations that wait for
 their backward pass small. Nothing here runs anything: the executor (executor.py), the simulator (simulate.py), the
-drawings (drawing.py) and the tests' checker (schedule_check.py) all read the same lists.
+drawings (report/pipeline_drawing.py) and the tests' checker (schedule_check.py) all read the same lists.
 
 - `1f1b` (Narayanan et al. 2019; Fan et al. 2021): after a warm-up, one forward, one backward.
 - `interleaved` (Narayanan et al. 2021): each rank holds several chunks of layers, one from each lap around the ranks,
   which divides the bubble by their number and multiplies the transfers by it. Micro-batches go through the chunks in
-  groups. In groups of as many as there are ranks, the fewest, each is back from the lap just when its rank wants it;
-  larger groups leave time for the transfer, and hold more activations (breadth-first, Lamy-Poirier 2023).
+  groups. The smallest group has as many micro-batches as there are ranks: each is then back from its lap just when
+  its rank needs it. Larger groups leave time for the transfer, and hold more activations (breadth-first, Lamy-Poirier
+  2023).
 - `zero_bubble` (ZB-H1; Qi et al. 2023): the backward pass is split. dgrad goes to the stage before at once; wgrad,
-  which nobody waits for, fills what was the bubble.
+which no rank waits for, fills the bubble.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def build_schedule(
         stages: number of pipeline ranks.
         micro_batches: micro-batches per step.
         virtual: chunks of layers per rank.
-        group: for `interleaved`, number of micro-batches that go through a chunk in turn. Default: `stages`.
+        group: for `interleaved`, number of micro-batches that go through a chunk before the next chunk's turn.
+            Default: `stages`.
 
     Raises:
         ConfigError: the schedule does not support these sizes. The message names sizes that it does.
@@ -194,7 +196,8 @@ def _1f1b(rank: int, stages: int, micro_batches: int, virtual: int, group: int) 
 
 
 def _interleaved(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
-    """Order as 1F1B over (micro-batch, chunk): `group` micro-batches through a chunk, then through the next one."""
+    """Order (micro-batch, chunk) pairs as in 1F1B: `group` micro-batches go through a chunk, then through the next
+    one."""
     order = _interleaved_order(micro_batches, virtual, group)
     forward = [Action(Kind.FORWARD, m, c) for m, c in order]
     backward = [Action(Kind.BACKWARD, m, virtual - 1 - c) for m, c in order]

@@ -4,7 +4,7 @@ The bubble is the fraction of a step in which ranks wait. For equal stages and f
 I, W the durations of forward, dgrad and wgrad of a rank, S ranks, M micro-batches and V chunks per rank, a step takes
 M·(F + I + W) plus
 
-- 1f1b: (S − 1)·(F + I + W), so the bubble is (S − 1) / (M + S − 1) of the step, whatever M;
+- 1f1b: (S − 1)·(F + I + W), so the bubble is (S − 1) / (M + S − 1) of the step, for any M;
 - interleaved: (S − 1)·(F + I + W) / V, so it is (S − 1) / (V·M + S − 1);
 - zero_bubble: (S − 1)·(F + I − W), for M ≥ S and W no longer than F or I; a third of 1f1b's where all are equal.
 """

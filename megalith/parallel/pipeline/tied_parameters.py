@@ -3,9 +3,10 @@
 Two kinds of parameters are on several stages: a tied word embedding, on the first and the last stage; and relative
 position embeddings [buckets, heads], which all layers of a stack share, on every stage.
 
-The copies start equal, because initial values depend only on the name. Each stage computes a partial gradient: of the
-embedding, the first stage that of the lookup and the last stage that of the logits; of relative positions, each stage
-that of its layers. The partial gradients are summed once per step, and the same update keeps the copies bitwise equal.
+The copies start equal, because initial values depend only on the name. Each stage computes a partial gradient. For
+the embedding, the first stage has the gradient of the lookup and the last stage the gradient of the logits. For
+relative positions, each stage has the gradient of its own layers. The partial gradients are summed once per step, and
+the same update keeps the copies bitwise equal.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class TensorParallel:
         return by_rank.reshape(1, -1, *x.shape[2:])
 
     def reduce_sequence(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """Sum results of each rank's tokens over the ranks, all of which then compute the same."""
+        """Sum the ranks' results for their tokens. All ranks then compute the same from the sum."""
         return all_reduce(x, self.axis) if layout.sharded else x
 
     def from_sp_order(self, x: Tensor, layout: PassLayout, batch: int) -> Tensor:
@@ -217,7 +217,7 @@ def _as_bytes(x: Tensor) -> Tensor:
 class SharedKVGroup:
     """Rows of linear_qkv (or linear_kv) that this rank uses if several ranks share a KV group.
 
-    These are its own query heads (of linear_qkv), and the group's key and value.
+    The rows are this rank's own query heads (in linear_qkv only), and the group's key and value.
     """
 
     def __init__(self, axis: Axis, attention: SelfAttention | CrossAttention, groups: int):
@@ -239,7 +239,7 @@ class SharedKVGroup:
 class SharedMambaGroup:
     """Rows of linear_zxbcdt and units of conv_xbc that this rank uses if several ranks share a group of Mamba-2.
 
-    These are those of its own heads (z, x, dt), and the group's B and C.
+    The rows are z, x and dt of this rank's own heads, and the group's B and C.
     """
 
     def __init__(self, axis: Axis, mixer: Mamba2, groups: int):
