@@ -71,7 +71,8 @@ class SnapshotResult:
 
 
 class MemorySnapshots:
-    """This rank's snapshots, and those of the rank whose partner it is. They outlive a run's process groups.
+    """This rank's snapshots, and the snapshots of the rank whose partner this rank is. They outlive a run's process
+    groups.
 
     Args:
         is_aborted: returns True after this rank's collectives have been aborted. Results that the device computes

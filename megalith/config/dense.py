@@ -72,7 +72,7 @@ RELATIVE_ONLY = RequiresSetting("position_embedding_type", "relative", strict=Tr
 
 
 class DenseModel(Section):
-    """Model settings shared by all models. ModelConfig adds those of layers with experts."""
+    """Settings shared by all models. ModelConfig adds the settings of layers with experts."""
 
     decides: ClassVar[Decides] = Decides.FUNCTION
 

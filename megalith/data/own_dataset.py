@@ -245,7 +245,7 @@ OwnDataset = MapDataset | StreamDataset
 
 
 def open_own_dataset(name: str, request: DatasetRequest) -> OwnDataset | None:
-    """Return the dataset of `data.dataset` for one split; None if it has no data for it.
+    """Return the dataset of `data.dataset` for one split; None if there is no data for the split.
 
     Raises:
         ConfigError: there is no such function, or it returns something else than a dataset.

@@ -16,8 +16,9 @@ PR_SET_PDEATHSIG = 1  # Linux: prctl option
 def exit_with_launcher() -> None:
     """Make this process exit when its launcher exits, or now if it has already. A rank calls this first.
 
-    On Linux the kernel kills the process; elsewhere the hang watch ends it once it runs. If the launcher has exited
-    before this call, it is no longer the parent. Does nothing in a process without a launcher.
+    On Linux the kernel kills the process; elsewhere the hang watch ends it once it runs. A launcher that has exited
+    before this call is recognized because it is no longer the parent process. Does nothing in a process without a
+    launcher.
     """
     launcher = os.environ.pop(LAUNCHER, None)  # not inherited by this process's children
     if launcher is None and "TORCHELASTIC_RUN_ID" not in os.environ:

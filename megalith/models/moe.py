@@ -9,9 +9,9 @@ weights, and the gradient of the routing weights does not need the experts' outp
 multiplied by the routing weight too, as in Megatron-LM.
 
 The number of rows per expert stays on the device, where the grouped matmul reads it. The host waits for it, once per
-layer, only for separate matmuls or if pairs are dropped without padding; with worst-case buffers (`bounded_rows`)
-never. A compiled graph ends before the experts, because their number of rows depends on the data: the router and the
-rows' destinations are in the graph (`MoE.plan`), the experts are not (`MoE.forward`).
+layer, only for separate matmuls or if pairs are dropped without padding. It never waits with worst-case buffers
+(`bounded_rows`). A compiled graph ends before the experts, because their number of rows depends on the data: the
+router and the rows' destinations are in the graph (`MoE.plan`), the experts are not (`MoE.forward`).
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def _result_of(case: str, tests: Sequence[ElementTree.Element]) -> CaseResult:
 
 
 def format_results(reports: Sequence[PublicReport], results: Mapping[str, CaseResult]) -> str:
-    """Return the results as text: a line with seconds and name of each report, and the counts."""
+    """Return the results as text: a line per report with its seconds and name, and the counts."""
     lines = []
     for report in reports:
         result = results[report.case]

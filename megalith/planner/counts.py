@@ -418,7 +418,7 @@ def flops_per_token(
 
 
 def _encoder_decoder_flops(meta: MetaModel, encoder_length: int, decoder_length: float) -> TokenFlops:
-    """Return the FLOPs per encoder token. Cross-attention computes keys and values from the encoder's tokens."""
+    """Return the FLOPs of a sample per encoder token. Cross-attention computes keys and values from encoder tokens."""
     model, share = meta.config, decoder_length / encoder_length
     encoders, decoders = range(model.encoder_layers), range(model.encoder_layers, model.num_layers)
     encoder, decoder = (

@@ -184,7 +184,7 @@ class _Search:
     def __init__(self, answer: PlanResult, limited: bool = False, show_progress: bool = False):
         """Prepare a search.
 
-        `limited`: the memory is limited to less than the devices have, which the run itself does not know.
+        `limited`: the search may use less memory than the devices have, a limit that the run itself does not know.
         """
         self.answer, self.config, self.show_progress = answer, answer.config, show_progress
         self.limited = limited

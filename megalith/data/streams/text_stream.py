@@ -97,7 +97,7 @@ class TextStream(SampleStream):
         return {"entry": self.name, "shards": self._identity, "lanes": lanes}
 
     def merged_state(self, position: int, states: Sequence[State | None]) -> State | None:
-        """See SampleStream: of each lane, the latest position of any rank."""
+        """See SampleStream. The merged position of a lane is the latest position that any rank has for it."""
         lanes = [
             max(each) for each in zip(*(state["lanes"] for state in states))
         ]  # lists begin with `samples`

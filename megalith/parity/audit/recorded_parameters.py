@@ -1,4 +1,4 @@
-"""Names and shards of recorded parameters: DTensors under Hugging Face's names, or Megatron core's tensor parallelism.
+"""Names and shards of recorded parameters: DTensors with Hugging Face's names, or Megatron core's parameters.
 
 `Parameters` lists the parameters of all ranks of one step under the names of a bridge family. A shard's position is a
 function that takes the shard out of a whole tensor. It cuts the reference's gradients into the shards of the job's
