@@ -258,6 +258,19 @@ def test_fine_tuning_is_measured(bench):
         assert ratio in text
 
 
+def test_post_training_is_compared_with_its_parts(bench):
+    sizes = ("model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=32", "model.vocab_size=64")
+    words = ("--batch", 4, "--rounds", 2, "--warmup", 1, "--set", *sizes, "data.seq_length=16")
+    result = json.loads(bench("posttrain", "tiny", *words).splitlines()[-1])
+    assert all(value > 0 for value in result["seconds"].values())
+    assert (
+        result["kto_tokens_per_second_over_sft"]
+        < 1
+        < result["seconds"]["distill"] / result["seconds"]["forward"]
+    )
+    assert result["reward_over_forward"] > 0 and result["orpo_tokens_per_second_over_sft"] > 0
+
+
 @pytest.mark.full
 def test_grpo_is_measured_by_phase(bench):
     sizes = "--nproc 1 --prompts 2 --generations 2 --prompt 4 --tokens 12 --packed 24 --micro 1 --steps 3 --spread"
