@@ -11,7 +11,14 @@ from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss
 from megalith.rl.reward_model import train_reward
 from megalith.rl.rollout_reader import load_rollouts
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
-from megalith.rl.tuning_trainers import DPOTrainer, GKDTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from megalith.rl.tuning_trainers import (
+    DPOTrainer,
+    GKDTrainer,
+    KTOTrainer,
+    ORPOTrainer,
+    RewardTrainer,
+    SFTTrainer,
+)
 
 __all__ = [
     "DPOTrainer",
@@ -19,6 +26,7 @@ __all__ = [
     "GRPOTrainer",
     "GrpoLoss",
     "KTOTrainer",
+    "ORPOTrainer",
     "PolicyLoss",
     "PreferenceBatch",
     "PreferenceLoss",

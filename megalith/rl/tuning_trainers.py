@@ -1,4 +1,4 @@
-"""SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer and GKDTrainer with TRL's signatures, for scripts written for TRL.
+"""SFTTrainer, DPOTrainer, ORPOTrainer, KTOTrainer, RewardTrainer and GKDTrainer with TRL's signatures.
 
     from megalith.rl import DPOTrainer
     DPOTrainer(model="models/Qwen2.5-0.5B", args={"max_steps": 100, …}, train_dataset=records).train()
@@ -113,6 +113,15 @@ class DPOTrainer(_TuningTrainer):
     """Trains on pairs of a chosen and a rejected answer (`megalith dpo`)."""
 
     section, run = "dpo", staticmethod(train_dpo)
+
+
+class ORPOTrainer(_TuningTrainer):
+    """Trains on pairs without a reference model (`megalith dpo` with `dpo.loss_type: orpo`).
+
+    The likelihood is that of the answer, as in the paper. TRL's class includes the prompt.
+    """
+
+    section, run = "orpo", staticmethod(train_dpo)
 
 
 class KTOTrainer(_TuningTrainer):

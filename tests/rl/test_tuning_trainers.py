@@ -1,9 +1,10 @@
-"""TRL's SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer and GKDTrainer: whatever differs from the class's default is
+"""TRL's SFTTrainer, DPOTrainer, ORPOTrainer, KTOTrainer, RewardTrainer and GKDTrainer: what differs from the default is
 a setting, has no effect for a reason, or is refused by name; and they train. The classes are TRL's where TRL is
 installed, else transformers' with the fields that TRL 1.16 adds."""
 
 import dataclasses
 from dataclasses import field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from test_trl_arguments import another
 from transformers import TrainingArguments
 
 from megalith.errors import ConfigError
-from megalith.rl import DPOTrainer, GKDTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from megalith.rl import DPOTrainer, GKDTrainer, KTOTrainer, ORPOTrainer, RewardTrainer, SFTTrainer
 from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
 
 COMMON = dict(
@@ -34,6 +35,10 @@ OF_TRL: dict[str, dict[str, Any]] = {
         truncation_mode="keep_start", padding_free=False, loss_type="sigmoid", loss_weights=None, ld_alpha=None,
         f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5, label_smoothing=0.0, use_weighting=False,
         discopop_tau=0.05, pad_token=None),
+    "ORPOConfig": dict(
+        learning_rate=1e-6, logging_steps=10, gradient_checkpointing=True, max_length=1024, max_completion_length=None,
+        beta=0.1, disable_dropout=True, padding_value=None, generate_during_eval=False, is_encoder_decoder=None,
+        model_init_kwargs=None, trust_remote_code=False, dataset_num_proc=None),
     "KTOConfig": COMMON | REFERENCE | dict(
         train_sampling_strategy="sequential", loss_type="kto", desirable_weight=1.0, undesirable_weight=1.0),
     "RewardConfig": COMMON | dict(
@@ -53,17 +58,15 @@ def config_class(name: str) -> type:
     try:
         import trl
 
-        if name == "GKDConfig":
-            from trl.experimental.gkd import GKDConfig
-
-            return GKDConfig
+        if name in ("GKDConfig", "ORPOConfig"):
+            return getattr(import_module(f"trl.experimental.{name.removesuffix('Config').lower()}"), name)
         return getattr(trl, name)
     except ImportError:
         made = [(key, Any, field(default=value)) for key, value in OF_TRL[name].items()]
         return dataclasses.make_dataclass(name, made, bases=(TrainingArguments,))
 
 
-@pytest.mark.parametrize("section", ["sft", "dpo", "kto", "reward", "gkd"])
+@pytest.mark.parametrize("section", ["sft", "dpo", "orpo", "kto", "reward", "gkd"])
 def test_every_argument_is_honoured_or_explained_or_refused_by_name(section: str):
     """The value is set on a finished object, whose class does not check it."""
     kind = config_class(f"{section.upper()}Config".replace("REWARD", "Reward"))
@@ -109,6 +112,10 @@ def test_what_they_mean():
     assert {path: made[path] for path in expected} == expected
     made = tuning_settings("sft", dict(packing=True, num_train_epochs=3), 16, 1)
     assert made["sft.num_train_epochs"] == 3 and "train.train_iters" not in made
+    made = tuning_settings("orpo", dict(beta=0.2), 16, 1)
+    assert (made["dpo.loss_type"], made["dpo.beta"], made["optim.lr"]) == ("orpo", 0.2, 1e-6)
+    with pytest.raises(ConfigError, match="ORPOConfig has no loss_type"):
+        tuning_settings("orpo", dict(loss_type="sigmoid"), 16, 1)
     assert tuning_settings("reward", {}, 16, 1)["reward.truncation_mode"] == "drop"
     assert made_by_gkd(beta=0.0) == {"distill.divergence": "forward_kl"}
     assert made_by_gkd(beta=1, lmbda=1.0, seq_kd=True) == {
@@ -133,7 +140,13 @@ def test_they_train(tmp_path: Path, monkeypatch):
         "data.num_workers": 0, "runtime.device": "cpu", "runtime.compile": False, "log.layout_report": False,
         "model.hidden_dropout": 0.0, "model.attention_dropout": 0.0,
     }  # fmt: skip
-    trainers = {SFTTrainer: learned, DPOTrainer: pairs, KTOTrainer: marked, RewardTrainer: pairs}
+    trainers = {
+        SFTTrainer: learned,
+        DPOTrainer: pairs,
+        ORPOTrainer: pairs,
+        KTOTrainer: marked,
+        RewardTrainer: pairs,
+    }
     losses = {}
     for trainer, records in trainers.items():
         output = str(tmp_path / trainer.section)

@@ -1,5 +1,5 @@
-"""Arguments of TRL's SFTConfig, DPOConfig, KTOConfig, RewardConfig and GKDConfig: those that are settings here, and
-those without effect.
+"""Arguments of TRL's SFTConfig, DPOConfig, ORPOConfig, KTOConfig, RewardConfig and GKDConfig: those that are settings
+here, and those without effect.
 
 Any other argument that differs from its default is an error. The tables are from TRL 1.16.0.
 """
@@ -21,6 +21,7 @@ OURS: dict[str, dict[str, str]] = {  # settings by the section's trainer, with t
     "dpo": {"loss_type": "dpo.loss_type", "loss_weights": "dpo.loss_weights", "beta": "dpo.beta",
             "label_smoothing": "dpo.label_smoothing", "discopop_tau": "dpo.discopop_tau",
             "truncation_mode": "dpo.truncation_mode"},
+    "orpo": {"beta": "dpo.beta", "truncation_mode": "dpo.truncation_mode"},
     "kto": {"loss_type": "kto.loss_type", "beta": "kto.beta", "desirable_weight": "kto.desirable_weight",
             "undesirable_weight": "kto.undesirable_weight"},
     "reward": {"center_rewards_coefficient": "reward.center_rewards_coefficient"},
@@ -30,6 +31,7 @@ OURS: dict[str, dict[str, str]] = {  # settings by the section's trainer, with t
 DEFAULTS: dict[str, dict[str, object]] = {  # of a dict: TRL's, where Megalith's differ or have none
     "sft": {"learning_rate": 2e-5, "assistant_only_loss": False, "packing": False, "truncation_mode": "keep_start"},
     "dpo": {"learning_rate": 1e-6, "truncation_mode": "keep_start"},
+    "orpo": {"learning_rate": 1e-6, "truncation_mode": "keep_start"},
     "kto": {"learning_rate": 1e-6},
     "reward": {"learning_rate": 1e-4},
     "gkd": {"learning_rate": 2e-5, "packing": False, "truncation_mode": "keep_start", "lmbda": 0.5, "beta": 0.5,
@@ -54,6 +56,7 @@ NO_EFFECT = {name: reason for name, reason in grpo.NO_EFFECT.items() if name not
     "group_by_length": _ORDER,
     "length_column_name": _ORDER,
     "pad_token": _PADDING,
+    "padding_value": _PADDING,
     "padding_free": "with packing=True, rows have several samples without padding",
     "packing_strategy": "packing keeps samples whole: best fit decreasing",
     "per_device_eval_batch_size": "evaluation has the batches of training",
@@ -69,7 +72,8 @@ NO_EFFECT = {name: reason for name, reason in grpo.NO_EFFECT.items() if name not
 UNSUPPORTED_DEFAULTS: dict[str, object] = {
     **{name: value for name, value in grpo.UNSUPPORTED_DEFAULTS.items() if name != "remove_unused_columns"},
     "dataset_kwargs": None, "dataset_text_field": "text", "eos_token": None, "eval_packing": None,
-    "f_divergence_type": "reverse_kl", "ld_alpha": None, "use_weighting": False,
+    "f_divergence_type": "reverse_kl", "ld_alpha": None, "use_weighting": False, "generate_during_eval": False,
+    "is_encoder_decoder": None, "max_completion_length": None,
 }  # fmt: skip
 REMEDIES = grpo.REMEDIES | {
     "dataset_text_field": "; records have prompt and completion, or messages",

@@ -1,5 +1,5 @@
-"""Translation of TRL's SFTConfig, DPOConfig, KTOConfig, RewardConfig and GKDConfig, or a dict with their names, to
-settings.
+"""Translation of TRL's SFTConfig, DPOConfig, ORPOConfig, KTOConfig, RewardConfig and GKDConfig, or a dict with their
+names, to settings.
 
 A value that differs from the class's default becomes a setting, or has no effect for a printed reason, or is an
 error.
@@ -36,11 +36,12 @@ from megalith.rl.from_trl.tuning_arguments import (
 TRAINERS = {
     "sft": "SFTTrainer",
     "dpo": "DPOTrainer",
+    "orpo": "ORPOTrainer",
     "kto": "KTOTrainer",
     "reward": "RewardTrainer",
     "gkd": "GKDTrainer",
 }
-SECTIONS = {"gkd": "sft"}  # of a method's data, where it has another name
+SECTIONS = {"gkd": "sft", "orpo": "dpo"}  # of a method's data, where it has another name
 
 
 def tuning_settings(
@@ -49,7 +50,7 @@ def tuning_settings(
     """Translate TRL's arguments to settings, "section.field" → value.
 
     Args:
-        method: sft, dpo, kto, reward or gkd.
+        method: sft, dpo, orpo, kto, reward or gkd.
         args: a dict of TRL's names, a config object of TRL, or an object with such attributes.
         samples: number of training samples, which determines the length of an epoch.
         world_size: number of processes, by which TRL multiplies its batch.
@@ -78,6 +79,10 @@ def tuning_settings(
     if "chat_template_path" in values:
         settings[f"{section}.chat_template_path"] = values["chat_template_path"]
     settings |= {f"{section}.enabled": True} | _objective(section, values)
+    if method == "orpo":
+        if "loss_type" in arguments.values:
+            reject("loss_type", arguments.values["loss_type"], "ORPOConfig has no loss_type; omit it")
+        return settings | {"dpo.loss_type": "orpo"}
     return settings | _distillation(values) if method == "gkd" else settings
 
 
