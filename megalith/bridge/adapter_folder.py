@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.families import family_for, family_named, family_of
+from megalith.bridge.families.sequence_classification import with_score
 from megalith.bridge.family import Family, build_on_meta
 from megalith.bridge.folder import read_config_json, read_json, resolve_folder
 from megalith.bridge.importer import Change, check_absent, import_hf, new_run
@@ -34,6 +35,7 @@ from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import ADAPTER, adapters, add_adapters
 from megalith.models.model_types import make_model
+from megalith.models.score_model import SCORE
 from megalith.models.transformer import Transformer
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
@@ -79,7 +81,8 @@ def with_lora_load(config: RunConfig) -> RunConfig:
 
 def load_peft_adapters(path: str, config: ModelConfig, model: Model) -> None:
     """Load this rank's shards of the adapters in a folder in PEFT's format."""
-    _copy_shards(model, _open_peft(path, config).read)
+    folder = _open_peft(path, config)
+    _copy_shards(model, folder.read, without=() if folder.has_score else (SCORE,))
 
 
 def initialize_from_base(config: RunConfig, model: Model) -> None:
@@ -187,6 +190,8 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
         return coded.full(name)
 
     def change(name: str, shard: LocalShard) -> Tensor:
+        if name == SCORE:
+            return shard.slice_of(model_with_adapters.score.weight.detach())
         samples.setdefault(name, {}).update(sample(shard))
         values = shard.values
         if coded is not None and name in coded.names:
@@ -231,10 +236,17 @@ def _open_adapters(
             config.lora,
             _reader(checkpoint),
         )
+    if model.score_head and not model_of(_check_base_name(base, source)).score_head:
+        raise ConfigError(
+            f"{source} is a reward model, but its base {base} has no score, so they cannot be merged; write the "
+            "adapters with megalith lora export, and merge them with PEFT's merge_and_unload"
+        )
     model_with_adapters = make_model(model, device="meta")
     add_adapters(model_with_adapters, lora)
     for _, adapter in adapters(model_with_adapters):
         adapter.to_empty(device="cpu")
+    if model.score_head:
+        model_with_adapters.score.to_empty(device="cpu")
     _copy_shards(model_with_adapters, read)
     return _check_base_name(base, source), model_with_adapters, checkpoint, config
 
@@ -250,9 +262,10 @@ def _check_base_name(base: str | None, source: str | Path) -> str:
 
 
 @torch.no_grad()
-def _copy_shards(model: Model, read: Callable[[str], Tensor]) -> None:
+def _copy_shards(model: Model, read: Callable[[str], Tensor], without: tuple[str, ...] = ()) -> None:
     for name, shard in checkpoint_shards(model).items():
-        shard.values.copy_(shard.slice_of(read(name)))
+        if name not in without:
+            shard.values.copy_(shard.slice_of(read(name)))
 
 
 def _rewrite(checkpoint: Checkpoint, out: Path, change: Change, show_progress: bool) -> Path:
@@ -300,5 +313,6 @@ def _family(model: ModelConfig, base: str | None = None) -> Family:
     base = base or model.init_from
     if base is not None and is_foreign_weights(base) and not is_megatron_folder(base):
         folder = resolve_folder(base)
-        return family_of(read_config_json(folder), str(folder))
+        family = family_of(read_config_json(folder), str(folder))
+        return with_score(family) if model.score_head else family
     return family_for(model)

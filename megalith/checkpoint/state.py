@@ -26,7 +26,7 @@ from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.read import Checkpoint, files_for
 from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError, shorten
-from megalith.models.adapters import ADAPTER
+from megalith.models.adapters import ADAPTER, is_trained_with_adapters
 from megalith.ops.fp8.recipes import AmaxTable
 from megalith.optim.moments import Moment
 from megalith.parallel.coded_base import coded_weights
@@ -74,11 +74,11 @@ def base_shards(model: Model) -> dict[str, LocalShard]:
 
 
 def checkpoint_shards(model: Model) -> dict[str, LocalShard]:
-    """Return the shards that the run's checkpoints contain: all, or only the adapters if there are any."""
+    """Return the shards that the run's checkpoints contain: all, or with adapters only the trained ones."""
     shards = model_shards(model)
     if not any(getattr(chunk, "has_adapters", False) for chunk in _chunks(model)):
         return shards
-    return {name: shard for name, shard in shards.items() if ADAPTER in name}
+    return {name: shard for name, shard in shards.items() if is_trained_with_adapters(name)}
 
 
 def _chunks(model: Model) -> Sequence[nn.Module]:
@@ -178,10 +178,11 @@ def base_fingerprint(
     model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
 ) -> str | None:
     """Return the fingerprint of all weights except adapters, on rank 0. Every rank of `world` calls it."""
+    shards = {name: x for name, x in base_shards(model).items() if not is_trained_with_adapters(name)}
     sampled = {
         name: weight.base_sample for chunk in _chunks(model) for name, weight in coded_weights(chunk).items()
     }
-    return fingerprint(_unpad(base_shards(model), unpadded_rows or {}), world, sampled)
+    return fingerprint(_unpad(shards, unpadded_rows or {}), world, sampled)
 
 
 def load_optimizer(

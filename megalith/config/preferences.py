@@ -19,12 +19,13 @@ class RewardConfig(ChatConfig):
     """Pack several answers into a row, with separate attention: of pairs the chosen ones into one row and the
     rejected ones into another. Off: one padded answer per row."""
 
-    loss_type: Literal["bradley_terry", "mse", "bce"] = "bradley_terry"
-    """bradley_terry: the chosen answer of a pair gets the higher score. mse and bce read single answers with a
-    label: the square of score − label, or the cross-entropy of σ(score) with a label from 0 to 1."""
+    loss_type: Literal["bradley_terry", "ordinal", "mse", "bce"] = "bradley_terry"
+    """bradley_terry: the chosen answer of a pair gets the higher score. ordinal: pairs with graded feedback, by how
+    much the first answer is preferred, from 0 to 1. mse and bce read single answers with a label: the square of
+    score − label, or the cross-entropy of σ(score) with a label from 0 to 1."""
 
     center_rewards_coefficient: Annotated[
-        NonNegativeFloat | None, RequiresSetting("loss_type", "bradley_terry"), Decides.UPDATES
+        NonNegativeFloat | None, RequiresSetting("loss_type", "bradley_terry", "ordinal"), Decides.UPDATES
     ] = None
     """Weight of the square of a pair's summed scores, which keeps scores around 0."""
 
@@ -35,12 +36,18 @@ class RewardConfig(ChatConfig):
     @property
     def record_form(self) -> str:
         """Form of the records: SAMPLE_FORMS of data/chat/sample_forms.py."""
-        return "pairs with a margin" if self.loss_type == "bradley_terry" else "scored answers"
+        forms = {"bradley_terry": "pairs with a margin", "ordinal": "pairs with a preference"}
+        return forms.get(self.loss_type, "scored answers")
 
     @property
     def rows_per_sample(self) -> int:
         """Rows of a sample: a pair has two."""
-        return 2 if self.loss_type == "bradley_terry" else 1
+        return 2 if self.compares_pairs else 1
+
+    @property
+    def compares_pairs(self) -> bool:
+        """True if the loss compares the answers of pairs."""
+        return self.loss_type in ("bradley_terry", "ordinal")
 
 
 class KtoConfig(ChatConfig):
@@ -51,9 +58,10 @@ class KtoConfig(ChatConfig):
     packing: bool = False
     """Pack several answers into a row, with separate attention. Off: one padded answer per row."""
 
-    loss_type: Annotated[Literal["kto", "apo_zero_unpaired"], Decides.SAMPLES] = "kto"
+    loss_type: Annotated[Literal["kto", "apo_zero_unpaired", "bco"], Decides.SAMPLES] = "kto"
     """kto compares an answer's log-ratio to the reference with an estimate of the KL divergence, apo_zero_unpaired
-    with 0."""
+    with 0. bco is the cross-entropy of a classifier, with the mean log-ratio of all answers of the run so far as
+    shift."""
 
     beta: Annotated[PositiveFloat, Decides.UPDATES] = 0.1
     """Strength of the pull towards the reference: larger stays closer to it."""

@@ -31,11 +31,17 @@ from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Heads
 from megalith.models.moe import GroupedLinear
 from megalith.models.pass_context import Context
+from megalith.models.score_model import SCORE
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
 from megalith.ops.grouped_gemm import RowGroups
 
 ADAPTER = ".adapter."  # in the name of every parameter of an adapter, and in no other
+
+
+def is_trained_with_adapters(name: str) -> bool:
+    """Return True for a parameter that a run with adapters trains: an adapter's, or a reward model's score."""
+    return ADAPTER in name or name == SCORE
 
 
 class Adapter(nn.Module):
@@ -239,10 +245,13 @@ class GroupedAdapter(Adapter):
 def add_adapters(model: Transformer, lora: LoraConfig, config: ModelConfig | None = None) -> None:
     """Add adapters on the meta device to the matrices that `lora` names, and freeze everything else, in place.
 
+    A reward model's score stays trained.
+
     `config` is the configuration of the full model if `model` has only some of its layers.
     """
     config = config or model.config
-    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == SCORE)
     model.has_adapters = True
     model.draws_dropout = model.draws_dropout or lora.dropout > 0
     sites = lora.parts(config)

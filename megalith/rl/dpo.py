@@ -15,11 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.comm.collectives import all_reduce_no_grad
+from megalith.comm.collectives import all_reduce_no_grad, gather_json
 from megalith.config import RunConfig, require_run_config
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
 from megalith.rl.answer_batch import answer_fields
-from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss, chosen_counts
+from megalith.rl.preference_loss import (
+    PreferenceBatch,
+    PreferenceLoss,
+    answer_pairs,
+    chosen_counts,
+    rank_values,
+)
+from megalith.rl.preference_losses.ranked_losses import match_ranks
 from megalith.rl.reference import StepData, reference_logprobs
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
@@ -79,6 +86,7 @@ class PreferenceData(StepData):
     def __init__(self, run: Run):
         super().__init__(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
         self._reference = reference_logprobs(run) if run.config.dpo.needs_reference else None
+        self._run = run
         self._needs_nll, self._device = not run.config.dpo.losses.keys().isdisjoint(LIKELIHOOD), run.device
         model = run.config.model
         dropout = {name for name in ("hidden_dropout", "attention_dropout") if getattr(model, name)}
@@ -95,7 +103,39 @@ class PreferenceData(StepData):
         if self._reference is None:
             return list(batches)
         logprobs = self._reference(batches)
-        return [replace(batch, reference_logprobs=x) for batch, x in zip(batches, logprobs, strict=True)]
+        batches = [replace(batch, reference_logprobs=x) for batch, x in zip(batches, logprobs, strict=True)]
+        return self._with_partners(batches) if self._run.config.dpo.sorts_pairs else batches
+
+    def _with_partners(self, batches: Sequence[PreferenceBatch]) -> list[PreferenceBatch]:
+        """Return the micro-batches with the values of the same rank in the step, by a forward pass of the policy."""
+        if any(batch.values is not None for batch in batches):
+            raise DataError(
+                f"dpo.loss_type {self._run.config.dpo.loss_type} compares pairs by rank, so pairs have no weights; "
+                "remove the key weight from the records, or choose another loss"
+            )
+        local, present = [], []  # a row per pair: position in the step's stream, and its values
+        for batch, logprobs in zip(batches, self._run.model.all_logprobs(batches), strict=True):
+            batch = batch.to(self._device)
+            is_pair = batch.sequence_tokens[::2] > 0
+            rows = batch.sample_numbers[::2]
+            positions = [
+                rows.repeat_interleave(len(is_pair) // len(rows)),
+                torch.arange(len(is_pair)).to(rows),
+            ]
+            values = rank_values(answer_pairs(batch, logprobs))
+            local += torch.cat([torch.stack(positions), values.double()]).T[is_pair].tolist()
+            present.append(is_pair)
+        step = sorted(pair for part in gather_json(local, self._dp) for pair in part)
+        values = torch.tensor([pair[2:] for pair in step], device=self._device).T
+        partners = dict(zip((tuple(pair[:2]) for pair in step), match_ranks(*values).T))
+        matched = iter([partners[tuple(pair[:2])] for pair in local])
+        results = []
+        for batch, is_pair in zip(batches, present):
+            every = torch.zeros(3, len(is_pair), device=self._device)
+            for number in is_pair.nonzero().flatten().tolist():
+                every[:, number] = next(matched)
+            results.append(replace(batch, partners=every))
+        return results
 
     def _pairs_per_token(self, batches: Sequence[PreferenceBatch]) -> Tensor:
         """Return a step's number of pairs divided by its number of tokens in chosen answers, a float32 scalar."""

@@ -7,6 +7,9 @@ An answer's log-ratio to the reference, r, is compared with a baseline z:
 
 With kto, z estimates the KL divergence from the reference: the mean log-ratio of mismatched answers, each prompt with
 an answer of another record, over the whole step, and at least 0. It has no gradient. With apo_zero_unpaired, z is 0.
+
+With bco (Jung et al. 2024) the loss is −log σ(±β · (r − z)), and z the mean of r over all answers of the run so far,
+those of the step included, without gradient.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig, require_run_config
@@ -29,6 +33,8 @@ from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
+
+SHIFT_SUM, SHIFT_COUNT = "bco_log_ratios", "bco_answers"  # counters of a checkpoint
 
 
 def train_kto(config: RunConfig) -> TrainingResult:
@@ -78,7 +84,8 @@ class KtoLoss(SummedLoss):
         baseline = torch.zeros((), device=ratios.device) if batch.baseline is None else batch.baseline
         signs = torch.where(desirable, 1.0, -1.0)
         weights = torch.where(desirable, kto.desirable_weight, kto.undesirable_weight)
-        losses = weights * (1 - torch.sigmoid(kto.beta * signs * (ratios - baseline)))
+        logits = kto.beta * signs * (ratios - baseline)
+        losses = weights * (-logsigmoid(logits) if kto.loss_type == "bco" else 1 - torch.sigmoid(logits))
         chosen, rejected = present & desirable, present & ~desirable
         rewards, logps = kto.beta * ratios.detach(), sequences.sums(logprobs.detach())
         metrics = [rewards * chosen, rewards * rejected, logps * chosen, logps * rejected, baseline * present]
@@ -93,6 +100,8 @@ class KtoLoss(SummedLoss):
             name: value / max(counts[name.rpartition("/")[2]], 1)
             for name, value in zip(self.METRICS[2:], rest)
         }
+        if self.kto.loss_type == "bco":
+            metrics["delta"] = self.kto.beta * metrics.pop("kl")
         margin = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         return metrics | {"rewards/margins": margin, "desirable": chosen / max(answers, 1)}
 
@@ -107,6 +116,8 @@ class KtoTask(Task):
 
     def build_data(self, run: Run) -> KtoData:
         self.loss, self.evaluation_loss = (KtoLoss(run.config.kto) for _ in range(2))
+        if run.config.kto.loss_type == "bco":
+            self.console_metrics = ("rewards/margins", "delta")
         return KtoData(run)
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
@@ -138,14 +149,25 @@ class KtoData(StepData):
     def __init__(self, run: Run):
         super().__init__(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
         self._run, self._reference = run, reference_logprobs(run)
-        self._needs_kl = run.config.kto.needs_kl
+        self._needs_kl, self._needs_shift = run.config.kto.needs_kl, run.config.kto.loss_type == "bco"
 
     def augment(self, batches: Sequence[KtoBatch]) -> list[KtoBatch]:
+        return self._augment(batches, is_training=True)
+
+    def augment_evaluation(self, batches: Sequence[KtoBatch]) -> list[KtoBatch]:
+        """Return micro-batches for evaluation. They do not count in the shift of bco."""
+        return self._augment(batches, is_training=False)
+
+    def _augment(self, batches: Sequence[KtoBatch], is_training: bool) -> list[KtoBatch]:
         baseline = None
         if self._needs_kl:
             baseline = self._divergence([alternate_rows(batch, 1) for batch in batches])
             batches = [alternate_rows(batch, 0) for batch in batches]
         logprobs = self._reference(batches)
+        if self._needs_shift:
+            if is_training:
+                self._count(self._log_ratios(batches, self._run.model.all_logprobs(batches), logprobs))
+            baseline = self._shift()
         return [
             replace(batch, reference_logprobs=x, baseline=baseline)
             for batch, x in zip(batches, logprobs, strict=True)
@@ -154,10 +176,29 @@ class KtoData(StepData):
     def _divergence(self, batches: Sequence[KtoBatch]) -> Tensor:
         """Return the mean log-ratio of the step's mismatched answers, at least 0: a float32 scalar."""
         policy, reference = self._run.model.all_logprobs(batches), self._reference(batches)
+        total, count = self._log_ratios(batches, policy, reference)
+        return (total / count.clamp(min=1)).clamp(min=0).float()
+
+    def _log_ratios(
+        self, batches: Sequence[KtoBatch], policy: Sequence[Tensor], reference: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the sum of the step's log-ratios and the number of its answers, float64 [2]."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._run.device)
         for batch, ours, theirs in zip(batches, policy, reference, strict=True):
             batch = batch.to(self._run.device)
             ratios = Sequences.from_batch(batch).sums(ours - theirs)
             sums += torch.stack([ratios.sum(dtype=torch.float64), (batch.sequence_tokens > 0).sum().double()])
-        total, count = all_reduce_no_grad(sums, self._dp)
-        return (total / count.clamp(min=1)).clamp(min=0).float()
+        return all_reduce_no_grad(sums, self._dp)
+
+    def _count(self, sums: Tensor) -> None:
+        """Add a step's sums to those of the run, which are among the counters of its checkpoints."""
+        totals = self._run.totals
+        for name, value in zip((SHIFT_SUM, SHIFT_COUNT), sums.tolist()):
+            totals[name] = totals.get(name, 0) + value
+
+    def _shift(self) -> Tensor:
+        """Return the mean log-ratio of all answers of the run so far, a float32 scalar."""
+        totals = self._run.totals
+        return torch.tensor(totals.get(SHIFT_SUM, 0) / max(totals.get(SHIFT_COUNT, 0), 1)).to(
+            self._run.device
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from megalith.config.load_extension import load_extension
 from megalith.config.rl import DpoConfig
 from megalith.rl.answer_batch import AnswerBatch
 from megalith.rl.preference_losses.answer_pairs import AnswerPairs
+from megalith.rl.preference_losses.ranked_losses import match_ranks
 from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
 
@@ -29,6 +30,7 @@ class PreferenceBatch(AnswerBatch):
     reference_logprobs: Tensor | None = None  # float32 [batch, seq]
     # float32 scalar, pairs of the step / tokens of its chosen answers; None: those of this micro-batch
     pairs_per_token: Tensor | None = None
+    partners: Tensor | None = None  # float32 [3, pairs], see AnswerPairs; None: those of this micro-batch
 
 
 class PreferenceLoss(SummedLoss):
@@ -54,16 +56,12 @@ class PreferenceLoss(SummedLoss):
         return (present if weights is None else weights).sum().double()
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: PreferenceBatch) -> Tensor:
-        sequences, reference = Sequences.from_batch(batch), batch.reference_logprobs
-        logps = sequences.sums(logprobs)  # [sequences]
-        log_ratios = logps if reference is None else sequences.sums(logprobs - reference)
-        counts, ratio = sequences.tokens.clamp(min=1), batch.pairs_per_token
-        if ratio is None:
-            pairs, tokens = chosen_counts(batch)
-            ratio = pairs / tokens.clamp(min=1)
-        by_answer = (x.unflatten(0, (-1, 2)).T for x in (logps, log_ratios, counts))  # [2, pairs] each
-        pairs = AnswerPairs(*itertools.chain(*by_answer), ratio.to(logps))
-        present = batch.sequence_tokens[::2] > 0  # [pairs]
+        pairs, present = answer_pairs(batch, logprobs), batch.sequence_tokens[::2] > 0  # [pairs]
+        if self.dpo.sorts_pairs and pairs.partners is None:
+            partners = match_ranks(*rank_values(pairs)[:, present])
+            pairs = replace(
+                pairs, partners=partners.new_zeros(3, len(present)).masked_scatter(present, partners)
+            )
         rewards = [
             self.dpo.beta * pairs.chosen_ratios.detach(),
             self.dpo.beta * pairs.rejected_ratios.detach(),
@@ -75,6 +73,31 @@ class PreferenceLoss(SummedLoss):
         losses = torch.where(present, preference_losses(self.dpo, pairs), 0.0)
         weights = pair_weights(batch)
         return losses.sum() if weights is None else (losses * weights).sum()
+
+
+def answer_pairs(batch: PreferenceBatch, logprobs: Tensor) -> AnswerPairs:
+    """Return the sums over the answers of a micro-batch's pairs.
+
+    Args:
+        batch: the micro-batch.
+        logprobs: log-probabilities of the policy, float32 [batch, seq].
+    """
+    sequences, reference = Sequences.from_batch(batch), batch.reference_logprobs
+    logps = sequences.sums(logprobs)  # [sequences]
+    log_ratios = logps if reference is None else sequences.sums(logprobs - reference)
+    counts, ratio = sequences.tokens.clamp(min=1), batch.pairs_per_token
+    if ratio is None:
+        pairs, tokens = chosen_counts(batch)
+        ratio = pairs / tokens.clamp(min=1)
+    by_answer = (x.unflatten(0, (-1, 2)).T for x in (logps, log_ratios, counts))  # [2, pairs] each
+    return AnswerPairs(*itertools.chain(*by_answer), ratio.to(logps), batch.partners)
+
+
+def rank_values(pairs: AnswerPairs) -> Tensor:
+    """Return the arguments of `match_ranks`, [4, pairs], without gradient."""
+    margins = (pairs.chosen_logps - pairs.rejected_logps).detach()
+    chosen, rejected = pairs.chosen_ratios.detach(), pairs.rejected_ratios.detach()
+    return torch.stack([chosen, rejected, margins - (chosen - rejected), margins])
 
 
 def pair_weights(batch: PreferenceBatch) -> Tensor | None:

@@ -94,6 +94,10 @@ class StepData(Data):
         """Return the micro-batches of a step with the other model's outputs. Every rank calls it."""
         raise NotImplementedError(f"{type(self).__name__} does not implement augment")
 
+    def augment_evaluation(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return micro-batches for evaluation with the other model's outputs: by default as for training."""
+        return self.augment(batches)
+
     def train_loader(
         self, step: int, consumed_samples: int, device: torch.device, left_out: Sequence[Sequence[int]] = ()
     ) -> closing:
@@ -106,18 +110,20 @@ class StepData(Data):
                 yield sizes.micro_batches(consumed)
                 consumed += sizes.size(consumed)
 
-        return closing(self._augmented(loader, counts()))
+        return closing(self._augmented(loader, counts(), self.augment))
 
     def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> closing:
         loader = super().evaluation_loader(dataset, device)
         train = self._config.train
         count = self._batch_sizes.global_batch_size // (train.micro_batch_size * self._dp.size)
-        return closing(self._augmented(loader, iter(lambda: count, None)))
+        return closing(self._augmented(loader, iter(lambda: count, None), self.augment_evaluation))
 
-    def _augmented(self, loader: Any, counts: Iterator[int]) -> Iterator[Batch]:
+    def _augmented(
+        self, loader: Any, counts: Iterator[int], augment: Callable[[Sequence[Batch]], list[Batch]]
+    ) -> Iterator[Batch]:
         with loader as batches:
             for count in counts:
                 step = list(islice(batches, count))
                 if not step:
                     return
-                yield from self.augment(step)
+                yield from augment(step)

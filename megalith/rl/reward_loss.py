@@ -17,12 +17,16 @@ from megalith.rl.summed_loss import SummedLoss
 
 
 class PairwiseRewardLoss(SummedLoss):
-    """Mean over pairs of −log σ(s_chosen − s_rejected − margin) (Bradley and Terry; margin: Touvron et al. 2023)."""
+    """Mean over pairs of −log σ(s_chosen − s_rejected − margin) (Bradley and Terry; margin: Touvron et al. 2023).
+
+    ordinal: −z · log σ(d) − (1 − z) · log σ(−d), with d = s_chosen − s_rejected and the pair's preference z (Liu et al.
+    2024, Reward Modeling with Ordinal Feedback).
+    """
 
     METRICS = ("pairs", "accuracy", "margin", "mean_reward")
 
     def __init__(self, reward: RewardConfig):
-        self.center = reward.center_rewards_coefficient
+        self.center, self.is_ordinal = reward.center_rewards_coefficient, reward.loss_type == "ordinal"
 
     def denominator(self, batch: AnswerBatch) -> Tensor:
         return (batch.sequence_tokens[::2] > 0).sum().double()
@@ -33,8 +37,13 @@ class PairwiseRewardLoss(SummedLoss):
         scores = sequences.sums(logprobs).unflatten(0, (-1, 2))  # [pairs, 2]
         present = batch.sequence_tokens[::2] > 0  # [pairs]
         margins = scores[:, 0] - scores[:, 1]
-        required = 0.0 if batch.values is None else sequences.sums(batch.values)[::2]
-        losses = -logsigmoid(margins - required)
+        values = None if batch.values is None else sequences.sums(batch.values)[::2]
+        if values is None:
+            losses = -logsigmoid(margins)
+        elif self.is_ordinal:
+            losses = -values * logsigmoid(margins) - (1 - values) * logsigmoid(-margins)
+        else:
+            losses = -logsigmoid(margins - values)
         if self.center is not None:
             losses = losses + self.center * scores.sum(1).square()
         detached = margins.detach()
@@ -67,4 +76,4 @@ class LabelledRewardLoss(SummedLoss):
 
 def reward_loss(reward: RewardConfig) -> SummedLoss:
     """Return the loss that section `reward` names."""
-    return PairwiseRewardLoss(reward) if reward.loss_type == "bradley_terry" else LabelledRewardLoss(reward)
+    return PairwiseRewardLoss(reward) if reward.compares_pairs else LabelledRewardLoss(reward)

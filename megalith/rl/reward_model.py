@@ -50,6 +50,8 @@ class RewardTask(Task):
 
     def build_data(self, run: Run) -> RewardData:
         self.loss, self.evaluation_loss = (reward_loss(run.config.reward) for _ in range(2))
+        if not run.config.reward.compares_pairs:
+            self.console_metrics = ("accuracy", "mean_reward")
         return RewardData(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:

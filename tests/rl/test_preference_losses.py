@@ -11,7 +11,14 @@ from megalith.config import DpoConfig, RunConfig
 from megalith.config.extensions import PREFERENCE_LOSSES
 from megalith.config.rules.run_rules import check_preference_losses
 from megalith.errors import ConfigError
-from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss, chosen_counts
+from megalith.rl.preference_loss import (
+    PreferenceBatch,
+    PreferenceLoss,
+    answer_pairs,
+    chosen_counts,
+    rank_values,
+)
+from megalith.rl.preference_losses.ranked_losses import match_ranks
 
 LOGPS = torch.tensor([[-6.0, -11.0, -4.5, -20.0], [-7.5, -9.0, -8.0, -21.0]], dtype=torch.float64)
 REFERENCE = torch.tensor([[-7.0, -10.5, -6.5, -14.0], [-6.0, -9.5, -6.0, -22.5]], dtype=torch.float64)
@@ -19,6 +26,8 @@ TOKENS = torch.tensor([[3, 5, 2, 9], [4, 4, 7, 8]])
 SETTINGS = {
     "exo_pair": {"label_smoothing": 0.1},
     "robust": {"label_smoothing": 0.1},
+    "aot": {"label_smoothing": 0.1},
+    "aot_unpaired": {"label_smoothing": 0.1},
     "cpo": {"cpo_alpha": 0.5},
     "simpo": {"beta": 2.0, "simpo_gamma": 0.7},
 }
@@ -53,6 +62,10 @@ TRL = {  # mean loss, and its gradients by the log-probabilities of the chosen a
         [0.09013939, 0.08070703, 0.06775343, 0.02960222]],
     "orpo": [2.44932620, [-0.06814193, -0.06082980, -0.08612258, -0.05628777],
         [0.01188035, 0.01018587, 0.01256848, 0.00395389]],
+    "aot": [0.84268611, [-0.01907578, -0.03558319, -0.05381809, -0.01907578],
+        [0.01907578, 0.03558319, 0.05381809, 0.01907578]],
+    "aot_unpaired": [0.79988795, [-0.02719276, -0.02441681, -0.02719276, -0.05013936],
+        [0.02441681, 0.02719276, 0.05013936, 0.02719276]],
     "sft": [2.18421052, [-0.05263157, -0.05263157, -0.05263157, -0.05263157], [0.0, 0.0, 0.0, 0.0]],
 }
 # fmt: on
@@ -80,11 +93,12 @@ def test_loss_and_gradient_are_trls(name):
     dpo = DpoConfig(loss_type=name, **{"beta": 0.3} | SETTINGS.get(name, {}))
     value, *gradients = TRL[name]
     total, found = 0.0, []
-    whole, _ = batch_of(slice(4))
+    whole, every = batch_of(slice(4))
+    partners = match_ranks(*rank_values(answer_pairs(whole, every)))
     pairs, tokens = chosen_counts(whole)
     for part in (slice(0, 1), slice(1, 4)):  # two micro-batches of a step
         batch, logprobs = batch_of(part)
-        batch = replace(batch, pairs_per_token=pairs / tokens)
+        batch = replace(batch, pairs_per_token=pairs / tokens, partners=partners[:, part])
         if not dpo.needs_reference:
             batch.reference_logprobs = None
         loss = PreferenceLoss(dpo)(logprobs.requires_grad_(), None, batch)
@@ -156,7 +170,6 @@ def test_losses_without_a_reference_load_none(loss_type, needs, means):
 
 
 REFUSED = [
-    ({"loss_type": "aot"}, "aot sorts each micro-batch's pairs, so the run would depend on the layout"),
     ({"loss_type": "simp"}, "'simp': write a built-in name or path.py:function"),
     ({"loss_type": []}, "name at least one loss"),
     ({"loss_type": ["sigmoid", "sigmoid"]}, "names sigmoid 2 times"),

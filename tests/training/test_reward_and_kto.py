@@ -10,9 +10,11 @@ import torch
 import transformers
 from default_cases import in_full
 from models.reference import CASES, random_parameters, random_reference
+from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
 import megalith
+from megalith.bridge.adapter_folder import export_adapters
 from megalith.bridge.exporter import export_hf
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, DataError
@@ -81,27 +83,41 @@ def kto_config(tree: dict, **sections) -> RunConfig:
     return config_of(tree, kto=kto, data=data | sections.pop("data", {}), **sections)
 
 
+KINDS = {  # function that makes the configuration, and settings of its section
+    "reward": (reward_config, {}),
+    "kto": (kto_config, {}),
+    "bco": (kto_config, {"loss_type": "bco"}),
+    "aot": (config_of, {"enabled": True, "loss_type": ["aot", "aot_unpaired"], "beta": 1.0}),
+}
+
+
 def job(config: RunConfig) -> Outcome:
     return run_job(config, task=TASKS[config.chat.name]())
 
 
 PP2 = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}  # of 3 layers
 LAYOUT_NAMES = ("tp2-sp", "pp2", "cp2", "tp2", "dp2-zero2", "dp2-zero3")
-GRID = [(kind, layout) for kind in ("reward", "kto") for layout in LAYOUT_NAMES]
+GRID = [(kind, layout) for kind in ("reward", "kto", "bco", "aot") for layout in LAYOUT_NAMES]
 
 
 # Packing takes context parallelism, as documents do.
 @pytest.mark.parametrize(
-    "cases", [[("reward", "tp2-sp"), ("kto", "pp2")], in_full(GRID)], ids=["some", "all"]
+    "cases",
+    [[("reward", "tp2-sp"), ("kto", "pp2"), ("bco", "dp2-zero2"), ("aot", "dp2-zero2")], in_full(GRID)],
+    ids=["some", "all"],
 )
 def test_every_layout_equals_one_process(pool, tree: dict, cases: list[tuple[str, str]]):
-    kinds, ones, jobs = {"reward": reward_config, "kto": kto_config}, {}, {}
+    ones, jobs = {}, {}
     for kind, layout in cases:
-        section = {kind: {"packing": layout == "cp2"}}
+        make, settings = KINDS[kind]
+        section = {
+            "kto" if kind == "bco" else "dpo" if kind == "aot" else kind: settings
+            | {"packing": layout == "cp2"}
+        }
         if (kind, layout == "cp2") not in ones:
-            ones[kind, layout == "cp2"] = job(kinds[kind](tree, **section))
+            ones[kind, layout == "cp2"] = job(make(tree, **section))
         parallel = PP2 if layout == "pp2" else LAYOUTS[layout].parallel
-        jobs[f"{kind} {layout}"] = (kinds[kind](tree, parallel=parallel, **section),)
+        jobs[f"{kind} {layout}"] = (make(tree, parallel=parallel, **section),)
     for name, ranks in pool.run_cases(job, jobs, size=2).items():
         kind, _, layout = name.partition(" ")
         errors = compare(ranks, ones[kind, layout == "cp2"])
@@ -193,9 +209,10 @@ def log_prob(model, prompt: list[int], answer: list[int]) -> torch.Tensor:
     return logprobs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()
 
 
-@pytest.mark.parametrize("loss_type", ["kto", in_full("apo_zero_unpaired")])
+@pytest.mark.parametrize("loss_type", ["kto", in_full("apo_zero_unpaired"), "bco"])
 def test_marked_answers_have_trls_loss_and_gradients_through_transformers_model(tree: dict, loss_type: str):
-    """KTOTrainer._compute_loss of TRL 1.16.0, whose dataset rotates completions by one for the KL estimate."""
+    """KTOTrainer._compute_loss of TRL 1.16.0, whose dataset rotates completions by one for the KL estimate, and
+    BCOTrainer.bco_loss of TRL 0.24.0, whose running mean has the rewards of the first step."""
     config = kto_config(tree, kto={"loss_type": loss_type}, train={"global_batch_size": 16})
     _, loss, gradients, figures = kto_step(config)
     policy, reference = (
@@ -212,17 +229,24 @@ def test_marked_answers_have_trls_loss_and_gradients_through_transformers_model(
             base = log_prob(reference, prompt, row["completion_ids"])
             kls.append(log_prob(policy, prompt, mismatched) - log_prob(reference, prompt, mismatched))
         ratios.append(log_prob(policy, prompt, row["completion_ids"]) - base)
-    kl = torch.stack(kls).mean().clamp(min=0) if loss_type == "kto" else torch.zeros(())
+    kl = {
+        "kto": torch.stack(kls).mean().clamp(min=0),
+        "apo_zero_unpaired": torch.zeros(()),
+        "bco": torch.stack(ratios).mean().detach(),
+    }[loss_type]
+
+    def term(logit: torch.Tensor) -> torch.Tensor:
+        return -logsigmoid(logit) if loss_type == "bco" else 1 - torch.sigmoid(logit)
+
     losses = [
-        1.5 * (1 - torch.sigmoid(beta * (ratio - kl)))
-        if row["label"]
-        else 0.7 * (1 - torch.sigmoid(beta * (kl - ratio)))
+        1.5 * term(beta * (ratio - kl)) if row["label"] else 0.7 * term(beta * (kl - ratio))
         for row, ratio in zip(rows, ratios)
     ]
     expected = torch.stack(losses).mean()
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5)
-    assert figures["kl"] == pytest.approx(kl.item(), rel=1e-3) and (kl > 0.005) == (loss_type == "kto")
+    shift = figures["delta"] / beta if loss_type == "bco" else figures["kl"]
+    assert shift == pytest.approx(kl.item(), rel=1e-3) and (kl > 0.005) == (loss_type != "apo_zero_unpaired")
     chosen = [beta * ratio.item() for row, ratio in zip(rows, ratios) if row["label"]]
     assert figures["rewards/chosen"] == pytest.approx(np.mean(chosen), rel=1e-4)
     for ours, name in (("output_layer.weight", "lm_head.weight"), ("final_layernorm.weight", "model.norm.weight"),
@@ -230,6 +254,93 @@ def test_marked_answers_have_trls_loss_and_gradients_through_transformers_model(
         grad = dict(policy.named_parameters())[name].grad
         error = (gradients[ours] - grad).norm() / grad.norm()
         assert error < 1e-4, (ours, error)
+
+
+def test_the_shift_of_bco_is_the_mean_over_all_steps_also_after_resuming(tree: dict, tmp_path: Path):
+    """RunningMoments.mean of TRL 0.24.0."""
+    kto = {"enabled": True, "loss_type": "bco", "beta": 0.5}
+    optim = {"lr": 0.02, "lr_decay_style": "constant"}
+    for steps in (2, 4):  # the second run resumes
+        train = {"output_dir": str(tmp_path), "train_iters": steps}
+        load = {"load": str(tmp_path)} if steps == 4 else {}
+        megalith.rl.train_kto(kto_config(tree, kto=kto, optim=optim, train=train, checkpoint=load))
+    whole = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(whole) == 4
+    means = [
+        one["desirable"] * one["rewards/chosen"] + (1 - one["desirable"]) * one["rewards/rejected"]
+        for one in whole
+    ]
+    for step, one in enumerate(whole):
+        assert one["delta"] == pytest.approx(np.mean(means[: step + 1]), rel=1e-5, abs=1e-7)
+    assert abs(means[-1] - np.mean(means)) > 1e-3
+
+
+def test_graded_pairs_have_the_loss_of_ordinal_feedback(tree: dict, tmp_path: Path):
+    """Equation 4 of Liu et al. 2024: the cross-entropy of σ(s_chosen − s_rejected) with the grade, and its gradient."""
+    grades = [0.0, 0.25, 0.5, 1.0]
+    rows = [
+        {key: value for key, value in one.items() if key != "margin"} | {"preference": grade}
+        for one, grade in zip(records(4), grades)
+    ]
+    del rows[3]["preference"]  # the default
+    data = written(tmp_path / "graded.jsonl", *rows)
+    config = reward_config(tree, reward={"loss_type": "ordinal"}, data=data)
+    run = start(config, RewardTask())
+    with run.data.train_loader(0, 0, run.device) as batches:
+        steps = [next(batches) for _ in range(2)]
+    loss, scores, total = run.task.loss, [], 0.0
+    for batch in steps:
+        outputs = run.model.all_logprobs([batch])[0].double().requires_grad_()
+        total += loss(outputs, None, batch)
+        scores.append((outputs, batch))
+    pairs = torch.cat([outputs[batch.loss_mask > 0].view(-1, 2) for outputs, batch in scores]).double()
+    by_answer = {(*one["prompt_ids"], *one["chosen_ids"]): grade for one, grade in zip(rows, grades)}
+    chosen = [(batch.input_ids[row], batch.loss_mask[row]) for _, batch in scores for row in (0, 2)]
+    seen = torch.tensor([by_answer[tuple(ids[: ends.nonzero()[-1] + 1].tolist())] for ids, ends in chosen])
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(
+        pairs[:, 0] - pairs[:, 1], seen.double(), reduction="sum"
+    )
+    assert total.item() == pytest.approx(expected.item(), rel=1e-6)
+    leaves = [outputs for outputs, _ in scores]
+    for mine, theirs in zip(
+        torch.autograd.grad(total, leaves, retain_graph=True), torch.autograd.grad(expected, leaves)
+    ):
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-9)
+    bad = written(tmp_path / "bad.jsonl", rows[0] | {"preference": 2})
+    with pytest.raises(DataError, match="its preference is 2; give a number from 0"):
+        start(reward_config(tree, reward={"loss_type": "ordinal"}, data=bad), RewardTask())
+
+
+def test_adapters_of_a_reward_model_go_to_peft_with_its_score_and_back(tree: dict, tmp_path: Path):
+    """transformers' model with PEFT's formula, W + alpha / r · B · A, has the scores of the trained run."""
+    lora = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "linear_fc2"]}
+    train = {"output_dir": str(tmp_path / "run")}
+    config = reward_config(tree, lora=lora, optim={"lr": 0.05}, train=train)
+    train_reward(config)
+    export_adapters(tmp_path / "run", tmp_path / "peft", show_progress=False)
+    stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tree["model"]["init_from"], num_labels=1, pad_token_id=0
+    )
+    weights = theirs.state_dict()
+    with torch.no_grad():
+        weights["score.weight"].copy_(stored.pop("base_model.model.score.weight"))
+        for name in [name for name in stored if ".lora_A." in name]:
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            weights[f"{module}.weight"] += 2.0 * stored[name.replace("lora_A", "lora_B")] @ stored[name]
+    assert len(stored) == 2 * 2 * 3  # A and B of two matrices in three layers
+    again = {"lora": {"load": str(tmp_path / "peft")}, "train": {"output_dir": str(tmp_path / "again")}}
+    run = start(reward_config(tree, **again), RewardTask())
+    with run.data.train_loader(0, 0, run.device) as batches:
+        batch = next(batches)
+    scores = run.model.all_logprobs([batch])[0][batch.loss_mask > 0]
+    with torch.no_grad():
+        rows = [(batch.input_ids[row], ends.nonzero()[-1, 0]) for row, ends in enumerate(batch.loss_mask)]
+        expected = torch.stack([theirs(ids[None, : end + 1]).logits[0, 0] for ids, end in rows])
+    assert torch.allclose(scores, expected, rtol=1e-5, atol=1e-5)
+    assert scores.std() > 0.01
 
 
 def written(path: Path, *rows: dict) -> dict:

@@ -76,3 +76,9 @@ def _families() -> tuple[Family, ...]:
 
 
 FAMILIES = _families()
+
+
+def with_score(family: Family) -> Family:
+    """Return the family of reward models on a family's decoder; the family itself if it is one, or has none."""
+    name, _ = CLASSES.get(family.architecture, (None, None))
+    return next((each for each in FAMILIES if each.architecture == name), family)

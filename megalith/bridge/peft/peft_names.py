@@ -9,6 +9,7 @@ from megalith.bridge.peft.adapter_targets import AdapterTarget
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+SCORE_TASK, SCORE_MODULES = "SEQ_CLS", ("score", "classifier")  # of reward models; PEFT names both heads
 # Keys of adapter_config.json that select other methods than LoRA, with the only supported value.
 ONLY = {
     "peft_type": "LORA", "bias": "none", "lora_bias": False, "use_qalora": False,

@@ -20,6 +20,8 @@ from megalith.bridge.peft.peft_names import (
     CONFIG_FILE,
     MAGNITUDE,
     ONLY,
+    PREFIX,
+    SCORE_MODULES,
     TENSORS_FILE,
     nested_parameters,
     wrapper_name,
@@ -30,6 +32,7 @@ from megalith.config.base import as_config_error
 from megalith.config.lora import SITES, WHOLE, index_in_stack, target_name
 from megalith.errors import CheckpointError, shorten
 from megalith.models.adapters import ADAPTER
+from megalith.models.score_model import SCORE
 
 
 def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -68,8 +71,15 @@ class PeftFolder:
         self._fused = self._find_fused_parts()
         self.lora = self._lora()
 
+    @property
+    def has_score(self) -> bool:
+        """True if the folder has a trained score, which only fits a reward model."""
+        return self._model.score_head and bool(self._config.get("modules_to_save"))
+
     def read(self, name: str) -> Tensor:
-        """Return a parameter of an adapter by Megalith's name, in float32."""
+        """Return a parameter of an adapter, or the score, by Megalith's name, in float32."""
+        if name == SCORE:
+            return self._tensors[f"{PREFIX}{SCORE}"].read().float()
         matrix, _, rest = name.partition(ADAPTER)
         half, part, _ = rest.split(".")
         target = self._targets[matrix]
@@ -156,6 +166,8 @@ class PeftFolder:
         }
         if self._config.get("use_dora"):
             expected |= {f"{stored.prefix}.{MAGNITUDE}" for stored in self._adapters.values()}
+        if self.has_score:
+            expected.add(f"{PREFIX}{SCORE}")
         missing, extra = expected - self._tensors.keys(), self._tensors.keys() - expected
         if missing or extra or not expected:
             messages = [
@@ -269,6 +281,8 @@ class PeftFolder:
     def _reject_other_methods(self) -> None:
         for key, only in ONLY.items():
             value = self._config.get(key, only)
+            if key == "modules_to_save" and self._model.score_head and not set(value or ()) - {*SCORE_MODULES}:
+                continue
             if value != only and value not in (None, {}, []):
                 raise CheckpointError(
                     f"{self.path / CONFIG_FILE} has {key} {value!r}, but only LoRA is supported "

@@ -19,6 +19,8 @@ from megalith.bridge.peft.peft_names import (
     CONFIG_FILE,
     MAGNITUDE,
     ONLY,
+    PREFIX,
+    SCORE_TASK,
     TENSORS_FILE,
     nested_parameters,
     wrapper_name,
@@ -29,6 +31,7 @@ from megalith.config.lora import EXPERTS, SITES, WHOLE
 from megalith.errors import CheckpointError
 from megalith.io import make_folder, sync_folder, write_file
 from megalith.models.adapters import ADAPTER
+from megalith.models.score_model import SCORE
 
 TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}  # PEFT has no name for BERT's task
 
@@ -73,6 +76,8 @@ def save_peft(
             lengths = {part: read(f"{target.name}{ADAPTER}lora_magnitude.{part}.weight") for part in parts}
         pairs |= _peft_pairs(target, stored, lora, lengths)
     nested, tensors = nested_parameters(pairs), {}
+    if model.score_head:
+        tensors[f"{PREFIX}{SCORE}"] = read(SCORE)
     for module, pair in pairs.items():
         prefix = wrapper_name(pair.target, module, module in nested)
         tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = pair.a, pair.b
@@ -174,7 +179,8 @@ def _peft_config(
     return {
         **ONLY,
         "base_model_name_or_path": base,
-        "task_type": TASKS[model.model_type],
+        "task_type": SCORE_TASK if model.score_head else TASKS[model.model_type],
+        "modules_to_save": ["score"] if model.score_head else None,
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": lora.alpha,

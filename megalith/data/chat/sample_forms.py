@@ -5,6 +5,7 @@
 | conversations | one | – |
 | pairs | chosen, rejected | `weight`, 1 by default |
 | pairs with a margin | chosen, rejected | `margin`, 0 by default |
+| pairs with a preference | chosen, rejected | `preference` for the first, from 0 to 1; 1 by default |
 | marked answers | an answer after its prompt | `label`, 1 or 0 |
 | marked answers with another | also another record's answer after this prompt | `label` |
 | scored answers | an answer after its prompt, or its steps | `label`, a number, or one per step |
@@ -82,6 +83,15 @@ def _weighted_pairs(record: Record, chat: ChatConfig) -> list[ParsedSample]:
 def _pairs_with_margin(record: Record, chat: ChatConfig) -> list[ParsedSample]:
     value = _number(record, "margin") if record.get("margin") is not None else None
     return [ParsedSample(parse_preference(_without(record, "margin")), value)]
+
+
+def _pairs_with_preference(record: Record, chat: ChatConfig) -> list[ParsedSample]:
+    value = _number(record, "preference") if record.get("preference") is not None else None
+    if value is not None and not 0 <= value <= 1:
+        raise ValueError(
+            f"its preference is {value:g}; give a number from 0, the rejected answer is better, to 1, the chosen one is"
+        )
+    return [ParsedSample(parse_preference(_without(record, "preference")), value)]
 
 
 def _marked_answers(record: Record, chat: ChatConfig) -> list[ParsedSample]:
@@ -169,6 +179,12 @@ SAMPLE_FORMS: dict[str, SampleForm] = {  # by ChatConfig.record_form
     ),
     "pairs with a margin": SampleForm(
         _pairs_with_margin, ("its chosen answer", "its rejected answer"), is_preference=True
+    ),
+    "pairs with a preference": SampleForm(
+        _pairs_with_preference,
+        ("its chosen answer", "its rejected answer"),
+        is_preference=True,
+        default=1.0,
     ),
     "marked answers": SampleForm(_marked_answers),
     "marked answers with another": SampleForm(_marked_answers, adds_mismatched=True),

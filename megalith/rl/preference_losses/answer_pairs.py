@@ -22,6 +22,10 @@ class AnswerPairs:
     rejected_tokens: Tensor
     pairs_per_token: Tensor
     """Pairs of the step / tokens of its chosen answers, a scalar."""
+    partners: Tensor | None = None
+    """Values of other pairs of the step, without gradient, [3, pairs]: the reference's margin, the rejected and the
+    chosen log ratio whose rank is that of this pair's margin, chosen and rejected log ratio. None unless
+    dpo.sorts_pairs."""
 
     @property
     def margin(self) -> Tensor:

@@ -17,7 +17,7 @@ from megalith.rl.preference_losses.answer_pairs import AnswerPairs
 
 def sigmoid(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
     """Return −(1 − λ) · log σ(β·h) − λ · log σ(−β·h), [pairs] (DPO, Rafailov et al. 2023)."""
-    return _smoothed(dpo, pairs.margin)
+    return smoothed(dpo, pairs.margin)
 
 
 def hinge(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
@@ -55,6 +55,7 @@ def discopop(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
     return -(1 - share) * logsigmoid(scaled) + share * (-scaled).exp()
 
 
-def _smoothed(dpo: DpoConfig, margin: Tensor) -> Tensor:
+def smoothed(dpo: DpoConfig, margin: Tensor) -> Tensor:
+    """Return −(1 − λ) · log σ(β·h) − λ · log σ(−β·h) of margins h."""
     smoothing = dpo.label_smoothing
     return -(1 - smoothing) * logsigmoid(dpo.beta * margin) - smoothing * logsigmoid(-dpo.beta * margin)

@@ -1,0 +1,52 @@
+"""Alignment via optimal transport (AOT, Melnyk et al. 2024): losses that compare the pairs of a step by rank.
+
+Both compare two sorted lists: aot the policy's margins with the reference's, and aot_unpaired the log ratios of the
+chosen answers with those of the rejected ones. Formulas are those of TRL's DPOTrainer, which sorts each micro-batch.
+Here the lists are those of the whole step, so the loss does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalith.config.rl import DpoConfig
+from megalith.rl.preference_losses.answer_pairs import AnswerPairs
+from megalith.rl.preference_losses.margin_losses import smoothed
+
+
+def aot(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
+    """Return −(1 − λ) · log σ(β·d) − λ · log σ(−β·d), [pairs].
+
+    d is the pair's log π(chosen) − log π(rejected), minus the reference's value of the same rank.
+    """
+    return smoothed(dpo, pairs.chosen_logps - pairs.rejected_logps - pairs.partners[0])
+
+
+def aot_unpaired(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
+    """Return the same function of the chosen log ratio minus the rejected one of the same rank, [pairs].
+
+    A term of the sum over ranks belongs to the pair of its chosen answer. The pair of its rejected answer has a term of
+    value 0 with the gradient.
+    """
+    rejected = smoothed(dpo, pairs.partners[2] - pairs.rejected_ratios)
+    return smoothed(dpo, pairs.chosen_ratios - pairs.partners[1]) + rejected - rejected.detach()
+
+
+def match_ranks(chosen: Tensor, rejected: Tensor, reference_margins: Tensor, margins: Tensor) -> Tensor:
+    """Return `AnswerPairs.partners` of all pairs of a step, [3, pairs]. Equal values keep their order.
+
+    Args:
+        chosen: log ratios of the chosen answers, [pairs].
+        rejected: log ratios of the rejected answers, [pairs].
+        reference_margins: differences of the reference's log-probabilities, [pairs].
+        margins: differences of the policy's log-probabilities, [pairs].
+    """
+    matched = ((margins, reference_margins), (chosen, rejected), (rejected, chosen))
+    return torch.stack([_values_at_ranks_of(keys, values) for keys, values in matched])
+
+
+def _values_at_ranks_of(keys: Tensor, values: Tensor) -> Tensor:
+    """Return for each key the element of `values` with the key's rank."""
+    order = torch.sort(keys, stable=True).indices
+    return torch.empty_like(values).index_copy(0, order, torch.sort(values, stable=True).values)
