@@ -12,6 +12,9 @@ WITHOUT_ADAPTERS = "without_adapters"
 """Value of distill.teacher and rl.teacher: the run's own model without its LoRA adapters."""
 
 
+ON_POLICY = RequiresSetting("on_policy_fraction", greater_than=0)
+
+
 class DistillConfig(Section):
     """Distillation from a larger model (`megalith distill`; docs/distillation.md)."""
 
@@ -67,18 +70,51 @@ class DistillConfig(Section):
     on_policy_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the samples whose last answer is replaced by one that the student samples (GKD's λ)."""
 
-    max_completion_length: Annotated[PositiveInt, RequiresSetting("on_policy_fraction", greater_than=0)] = 128
+    max_completion_length: Annotated[PositiveInt, ON_POLICY] = 128
     """Maximum number of tokens that the student samples per answer."""
 
-    sampling_temperature: Annotated[PositiveFloat, RequiresSetting("on_policy_fraction", greater_than=0)] = (
-        1.0
-    )
+    sampling_temperature: Annotated[PositiveFloat, ON_POLICY] = 1.0
     """Temperature at which the student samples."""
 
-    generation_rows: Annotated[
-        PositiveInt, RequiresSetting("on_policy_fraction", greater_than=0), Decides.NOTHING
-    ] = 256
+    generation_rows: Annotated[PositiveInt, ON_POLICY, Decides.NOTHING] = 256
     """Maximum number of answers that a rank samples at a time: the rows of its KV cache."""
+
+    engine: Annotated[Literal["own", "vllm", "sglang"], ON_POLICY] = "own"
+    """Program that samples the student's answers: Megalith's engine on the training devices, or servers."""
+
+    engine_url: Annotated[
+        str | list[str] | None, RequiresSetting("engine", "vllm", "sglang", strict=True), Decides.NOTHING
+    ] = None
+    """Address of the server that samples, or several as a list or comma-separated."""
+
+    weight_sync_method: Annotated[
+        Literal["nccl", "gloo", "checkpoint"], RequiresSetting("engine", "vllm", "sglang"), Decides.NOTHING
+    ] = "nccl"
+    """Transfer of the student's weights to a server: broadcast between GPUs (nccl) or through the hosts (gloo), or a
+    folder that both see (checkpoint)."""
+
+    weight_sync_timeout: Annotated[
+        PositiveFloat, RequiresSetting("engine", "vllm", "sglang"), Decides.NOTHING
+    ] = 600.0
+    """Time limit of a weight sync in seconds, including the wait for a server that is starting."""
+
+    generation_timeout: Annotated[
+        PositiveFloat, RequiresSetting("engine", "vllm", "sglang"), Decides.NOTHING
+    ] = 1800.0
+    """Time limit of a server for the answers of a step, in seconds."""
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Addresses of the sampling servers."""
+        if self.engine == "own" or self.engine_url is None:
+            return []
+        entries = self.engine_url if isinstance(self.engine_url, list) else [self.engine_url]
+        return [url.strip().rstrip("/") for entry in entries for url in entry.split(",")]
+
+    @property
+    def replays_routes(self) -> bool:
+        """False: distillation does not take over the experts that an engine chose."""
+        return False
 
     @property
     def mixture(self) -> float:

@@ -22,6 +22,9 @@ LOSSES: dict[str, str] = {  # rl.loss_type
     "clip_cov": "megalith.rl.losses.clip_cov:ClipCov",
     "token_sum": "megalith.rl.losses.token_sum:TokenSum",
     "rloo": "megalith.rl.losses.rloo_loss:RlooLoss",
+    "reinforce": "megalith.rl.losses.reinforce:Reinforce",
+    "online_dpo": "megalith.rl.losses.pair_loss:OnlineDpo",
+    "online_ipo": "megalith.rl.losses.pair_loss:OnlineIpo",
 }
 ADVANTAGE_ESTIMATORS: dict[str, str] = {  # rl.advantage_estimator
     "group": "megalith.rl.advantage_estimators.group:group_relative",
@@ -47,6 +50,7 @@ PREFERENCE_LOSSES: dict[str, str] = {  # dpo.loss_type
         name: f"megalith.rl.preference_losses.reference_free:{name}"
         for name in ("cpo", "simpo", "orpo", "sft")
     },
+    **{name: f"megalith.rl.preference_losses.ranked_losses:{name}" for name in ("aot", "aot_unpaired")},
 }
 REWARDS: dict[str, str] = {  # rl.reward_funcs
     "gsm8k": "megalith.rl.reward_functions.gsm8k:gsm8k",

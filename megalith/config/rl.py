@@ -72,6 +72,8 @@ class SftConfig(ChatConfig):
 
 REFERENCE_FREE = {"cpo", "simpo", "orpo", "sft"}
 """Values of dpo.loss_type that read no reference model."""
+SORTED = {"aot", "aot_unpaired"}
+"""Values of dpo.loss_type that compare the pairs of a step by rank."""
 
 
 class DpoConfig(ChatConfig):
@@ -86,8 +88,8 @@ class DpoConfig(ChatConfig):
 
     loss_type: Annotated[str | list[str], Decides.UPDATES] = "sigmoid"
     """Loss of a pair, or several that are added: sigmoid, hinge, ipo, robust, sigmoid_norm, exo_pair, discopop,
-    nca_pair, bco_pair, sppo_hard, apo_zero, apo_down; without a reference model cpo, simpo, orpo, sft. Or
-    path.py:function."""
+    nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired; without a reference model cpo, simpo,
+    orpo, sft. Or path.py:function."""
 
     loss_weights: Annotated[list[float] | None, Decides.UPDATES] = None
     """Weight of each loss in loss_type. Default: 1 each."""
@@ -98,7 +100,7 @@ class DpoConfig(ChatConfig):
     label_smoothing: Annotated[
         NonNegativeFloat,
         Field(lt=0.5),
-        RequiresSetting("loss_type", "sigmoid", "robust", "exo_pair"),
+        RequiresSetting("loss_type", "sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"),
         Decides.UPDATES,
     ] = 0.0
     """Assumed probability that a preference label is wrong."""
@@ -116,9 +118,6 @@ class DpoConfig(ChatConfig):
     @classmethod
     def _check_losses(cls, value: str | list[str]) -> str | list[str]:
         for name in value if isinstance(value, list) else [value]:
-            if name in ("aot", "aot_unpaired"):
-                text = f"{name} sorts each micro-batch's pairs, so the run would depend on the layout; choose sigmoid"
-                raise PydanticCustomError("aot", text)
             if not is_extension(name, PREFERENCE_LOSSES):
                 text = f"{name!r}: write a built-in name or path.py:function{nearest_of(name, PREFERENCE_LOSSES)}"
                 raise PydanticCustomError("extension", text.replace("{", "{{").replace("}", "}}"))
@@ -136,6 +135,11 @@ class DpoConfig(ChatConfig):
     def needs_reference(self) -> bool:
         """True if a loss reads the reference's log-probabilities."""
         return not self.losses.keys() <= REFERENCE_FREE
+
+    @property
+    def sorts_pairs(self) -> bool:
+        """True if a loss compares the pairs of a step by rank."""
+        return not self.losses.keys().isdisjoint(SORTED)
 
     @property
     def uses_mean_rewards(self) -> bool:
@@ -384,9 +388,10 @@ class RlConfig(ToolSettings, OtherModels):
     """Aggregation: mean over tokens (dapo, cispo), mean of the sequences' means (grpo) or sums (luspo), a
     constant divisor (dr_grpo), or the sum over tokens (token_sum). In place of PPO's clip, cispo weights
     log-probabilities by a capped ratio, vespo by a smooth function of the sequence's ratio, and gpg not at all;
-    kl_cov and clip_cov treat tokens with a high covariance differently (all means over tokens). sapo has a
-    sigmoid, and gmpo the geometric mean of a sequence's clipped ratios (means of sequences). Or
-    path.py:object, your own loss."""
+    kl_cov and clip_cov treat tokens with a high covariance differently (all means over tokens). reinforce
+    weights them by the bounded ratio to the rollout's policy. sapo has a sigmoid, and gmpo the geometric mean of a
+    sequence's clipped ratios (means of sequences). online_dpo and online_ipo are preferences between the two
+    completions of a prompt. Or path.py:object, your own loss."""
 
     count_masked_sequences: bool | None = None
     """Count sequences without a token in the loss in the divisor of grpo, luspo and dr_grpo, as TRL and verl
@@ -457,7 +462,8 @@ class RlConfig(ToolSettings, OtherModels):
     """Dual clip: for negative advantages, the loss is at most this times their magnitude."""
 
     beta: NonNegativeFloat = 0.0
-    """Weight of the KL divergence from the reference, the run's initial weights. 0: no KL."""
+    """Weight of the KL divergence from the reference, the run's initial weights. 0: no KL. With online_dpo and
+    online_ipo, β of the preference loss."""
 
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], RequiresSetting("beta", greater_than=0)] = "k3"
     """With d = log π_ref − log π: −d (k1), d² / 2 (k2), or exp(d) − d − 1 (k3)."""
@@ -530,6 +536,20 @@ class RlConfig(ToolSettings, OtherModels):
     ] = None
     """Lower bound of that weight. Default: none, as in TRL; if the upper bound is absent too, 0.5 for
     token_mask and 0.999 for geometric_mask."""
+
+    rollout_is_batch_normalize: Annotated[
+        bool, RequiresSetting("vllm_importance_sampling_correction", True)
+    ] = False
+    """Divide that weight by its mean over the rollout batch (verl)."""
+
+    rollout_rs: str | None = None
+    """Reject tokens or sequences by how far the trainer's probabilities are from the engine's (verl): token_k1 to k3,
+    seq_sum_k1 to k3, seq_mean_k1 to k3, seq_max_k2, seq_max_k3, or several separated by commas. With
+    old_logprobs policy they leave the loss and its divisor, with rollout only the loss."""
+
+    rollout_rs_threshold: Annotated[float | str | None, RequiresSetting("rollout_rs", strict=True)] = None
+    """Largest divergence that is kept, or one per criterion separated by commas. For k1 the bounds of the ratio as
+    lower_upper; an upper bound alone has its inverse as lower bound."""
 
     use_decoupled_loss: bool = False
     """AReaL's decoupled PPO: clip around a proximal policy (the trainer's before the rollout batch) and
@@ -641,7 +661,12 @@ class RlConfig(ToolSettings, OtherModels):
     @property
     def loss_beta(self) -> float:
         """Weight of the KL in the loss."""
-        return 0.0 if self.use_kl_in_reward else self.beta
+        return 0.0 if self.use_kl_in_reward or self.compares_completions else self.beta
+
+    @property
+    def compares_completions(self) -> bool:
+        """True if the loss compares the two completions of a prompt."""
+        return self.loss_type in ("online_dpo", "online_ipo")
 
     @property
     def upper_epsilon(self) -> float:
@@ -674,6 +699,21 @@ class RlConfig(ToolSettings, OtherModels):
         return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None
 
     @property
+    def normalizes_mismatch(self) -> bool:
+        """True if the mismatch weights are divided by their mean."""
+        return self.rollout_is_batch_normalize and self.mismatch_mode is not None
+
+    @property
+    def rejects_in_loss(self) -> bool:
+        """True if rollout_rs compares the policy that trains, in the loss (verl's bypass mode)."""
+        return self.rollout_rs is not None and self.old_logprobs == "rollout"
+
+    @property
+    def corrects_batches(self) -> bool:
+        """True if rollout_rs or rollout_is_batch_normalize compares the old policy, before the rollout batch."""
+        return self.old_logprobs == "policy" and (self.rollout_rs is not None or self.normalizes_mismatch)
+
+    @property
     def replays_routes(self) -> bool:
         """True if the trainer's routers replay the experts that the engine chose."""
         return self.router_replay != "none"
@@ -688,6 +728,6 @@ class RlConfig(ToolSettings, OtherModels):
         """True if the old log-probabilities need forward passes of their own."""
         return (
             self.old_logprobs == "policy"
-            and (self.steps_per_batch > 1 or self.use_kl_in_reward)
+            and (self.steps_per_batch > 1 or self.use_kl_in_reward or self.corrects_batches)
             and not self.interpolates_old_logprobs
         )

@@ -257,6 +257,8 @@ class PolicyTask(Task):
         )
         if run.config.rl.use_kl_in_reward:
             metrics["reward_kl"] = run.data.reward_kl
+        if run.config.rl.corrects_batches:
+            metrics["rollout_rejected"] = run.data.rejected
         if self._teacher is not None:
             metrics["teacher_kl"] = self._teacher.mean_divergence.item()
         if self._live is None:

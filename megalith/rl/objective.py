@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from megalith.config.rl import RlConfig
+from megalith.config.rules.rejection import Criterion, rejection_criteria
 from megalith.data.batch import Batch
 from megalith.errors import ConfigError
 from megalith.rl.losses.grpo_loss import load_loss
+from megalith.rl.losses.pair_loss import PairLoss
 from megalith.rl.losses.selective_loss import SelectiveLoss
 from megalith.rl.losses.sequence_loss import SequenceLoss
 from megalith.rl.sequences import Sequences
@@ -47,6 +49,10 @@ class RolloutBatch(Batch):
     # bool [batch, seq], from token_selection.py: tokens of high entropy, and those that a SelectiveLoss selects
     high_entropy: Tensor | None = None
     selected: Tensor | None = None
+    # float32 [batch, seq], normalized mismatch weights (rollout_correction.py); None: computed by the loss
+    mismatch: Tensor | None = None
+    # float32 [batch, seq], log-ratio of the other completion of the pair (online_pairs.py)
+    partners: Tensor | None = None
     # float32 [batch, seq], of PPO's critic (gae.py)
     values: Tensor | None = None
     returns: Tensor | None = None
@@ -111,6 +117,26 @@ def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequ
     return torch.where(in_bounds, weights, 0.0)
 
 
+def accepted_tokens(criteria: Sequence[Criterion], gap: Tensor, sequences: Sequences) -> Tensor:
+    """Return True for tokens that every criterion of rl.rollout_rs keeps, bool [batch, seq].
+
+    Args:
+        criteria: the criteria.
+        gap: log π_old − log π_rollout, float [batch, seq]; NaN counts as equal.
+        sequences: the tokens' sequences.
+    """
+    gap = gap.detach().nan_to_num(nan=0.0).clamp(-20, 20)  # verl's SAFETY_BOUND
+    divergences = {"k1": -gap, "k2": gap.square() / 2, "k3": gap.exp() - 1 - gap}
+    aggregates = {"seq_sum": sequences.sums, "seq_mean": sequences.means, "seq_max": sequences.maxima}
+    keeps = torch.ones_like(gap, dtype=torch.bool)
+    for level, estimator, low, high in criteria:
+        values = divergences[estimator]
+        if level != "token":
+            values = sequences.per_token(aggregates[level](values))
+        keeps = keeps & (values >= low) & (values <= high)
+    return keeps
+
+
 def off_policy_mask(
     rl: RlConfig, logprobs: Tensor, sampling: Tensor, advantages: Tensor, sequences: Sequences
 ) -> Tensor:
@@ -154,6 +180,9 @@ class PolicyLoss(SummedLoss):
         self.rl, self.vocab_size, self._loss = rl, vocab_size, load_loss(rl.loss_type)
         self.temperature = rl.temperature
         self.needs_entropy = rl.has_entropy_bonus or rl.log_entropy
+        self._criteria = (
+            rejection_criteria(rl.rollout_rs, rl.rollout_rs_threshold) if rl.rejects_in_loss else ()
+        )
         self.entropy_coef = rl.entropy_coef
         """Weight of the entropy bonus, which adaptive_entropy.py may change between steps."""
         self._largest_drifts: list[Tensor] = []
@@ -164,15 +193,17 @@ class PolicyLoss(SummedLoss):
     def tokens(self, batch: RolloutBatch) -> dict[str, Tensor] | None:
         """Return the per-token inputs of `token_losses`, or None if the loss needs sums over sequences first.
 
-        Such sums are needed for GSPO's ratio, losses over sequences, off-policy masks, and sequence-level mismatch
-        weights when the old policy is the trained one.
+        Such sums are needed for GSPO's ratio, losses over sequences, off-policy masks, and sequence-level rejection and
+        mismatch weights that compare the trained policy.
         """
         rl, terms, sequences = self.rl, self._terms(batch), Sequences.from_batch(batch)
-        needs_sums = isinstance(self._loss, SequenceLoss) or rl.off_policy_mask_threshold is not None
+        needs_sums = isinstance(self._loss, SequenceLoss | PairLoss)
+        needs_sums |= rl.off_policy_mask_threshold is not None
+        needs_sums |= any(criterion.level != "token" for criterion in self._criteria)
         if rl.importance_sampling_level == "sequence" or needs_sums:
             return None
         if "rollout" in terms and not rl.mismatch_mode.startswith("token"):
-            if "old" not in terms:
+            if "old" not in terms or self._loss.weighs_policy:
                 return None
             terms["mismatch"] = mismatch_weights(rl, terms["old"], terms.pop("rollout"), sequences)
         return terms
@@ -189,8 +220,12 @@ class PolicyLoss(SummedLoss):
         log_ratios = log_ratio(rl, logprobs, old, sequences)
         ratio, advantages = log_ratios.exp(), tokens["advantages"]
         if "rollout" in tokens:
-            mismatch = mismatch_weights(rl, old, tokens["rollout"], sequences)
-        if isinstance(self._loss, SequenceLoss):
+            trainer = logprobs.detach() if self._loss.weighs_policy else old
+            mismatch = mismatch_weights(rl, trainer, tokens["rollout"], sequences)
+        if isinstance(self._loss, PairLoss):
+            others = tokens["reference"], advantages, tokens["partners"]
+            losses = self._loss.pair_losses(rl, logprobs, *others, sequences)
+        elif isinstance(self._loss, SequenceLoss):
             losses = self._loss.sequence_losses(rl, log_ratios, logprobs, advantages, mismatch, sequences)
         else:
             losses = self._loss.token_losses(rl, ratio, logprobs, advantages)
@@ -202,6 +237,9 @@ class PolicyLoss(SummedLoss):
             losses = losses * off_policy_mask(
                 rl, logprobs, tokens.get("sampling", old), advantages, sequences
             )
+        if self._criteria:
+            gap = logprobs.detach() - tokens["sampling"]
+            losses = losses * accepted_tokens(self._criteria, gap, sequences)
         if "high_entropy" in tokens:
             losses = losses * tokens["high_entropy"]
         if rl.loss_beta:
@@ -227,10 +265,13 @@ class PolicyLoss(SummedLoss):
         old, rollout = batch.old_logprobs, batch.rollout_logprobs
         if old is None and rl.old_logprobs == "rollout":
             old = rollout
-        terms = {"old": old, "reference": batch.reference_logprobs if rl.loss_beta else None}
-        terms["rollout"] = rollout if rl.mismatch_mode else None
-        terms["proximal_weight"] = batch.proximal_weight
-        terms["sampling"] = rollout if rl.off_policy_mask_threshold is not None else None
+        needs_reference = rl.loss_beta or rl.compares_completions
+        terms = {"old": old, "reference": batch.reference_logprobs if needs_reference else None}
+        terms["partners"] = batch.partners
+        terms["rollout"] = rollout if rl.mismatch_mode and batch.mismatch is None else None
+        terms["mismatch"], terms["proximal_weight"] = batch.mismatch, batch.proximal_weight
+        compares = rl.off_policy_mask_threshold is not None or self._criteria
+        terms["sampling"] = rollout if compares else None
         terms = {name: sequences.masked(x) for name, x in terms.items() if x is not None}
         weights = self._loss.token_weights(rl, sequences, batch.advantages.dtype)
         self._check_selection(batch)

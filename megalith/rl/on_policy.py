@@ -3,7 +3,8 @@
 In a fraction of a step's rows, the last answer is replaced by one that the student samples with its current weights.
 The rows are chosen by their position in the run, and a completion depends only on the weights, the seed and that
 position, so every layout and a resumed run sample the same ones. The rows of all data-parallel ranks are divided over
-the generation replicas, which are the groups of tensor-parallel ranks.
+the generation replicas, which are the groups of tensor-parallel ranks. Servers (`distill.engine`) sample by their own
+random numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from megalith.generation.engine import Engine
 from megalith.generation.requests import Sampling
 from megalith.generation.sync import engine_for, sync
 from megalith.report.report import TokenCounts
+from megalith.rl.engines import student_servers
 from megalith.rl.prompts import max_sequence_tokens, policy_vocab_size
+from megalith.rl.sampling.phase_timer import PhaseTimer
+from megalith.rl.sampling.weight_sync import EngineClient
 from megalith.training.run_state import Run
 
 
@@ -42,6 +46,9 @@ class StudentSamples:
         """Prepare to sample; the engine is built at the first use, because the run's model is built later."""
         self._run, self._distill = run, run.config.distill
         self._engine: Engine | None = None
+        self._client = EngineClient(
+            run, PhaseTimer(run.device), student_servers(run) if self._distill.engine != "own" else None
+        )
         self.metrics: dict[str, float] = {}
         """Metrics of the last step: fraction of sampled rows, mean completion length, fraction that reached the length
         limit, and seconds of generation."""
@@ -95,21 +102,26 @@ class StudentSamples:
         all_requests = [_Request(*fields) for part in everyone for fields in part]
         if not all_requests:
             return {}
-        engine = self._synced_engine()
         share = all_requests[mesh.world.rank // mesh.tp.size :: mesh.world.size // mesh.tp.size]
-        completions = (
-            engine.generate(
+        uses_servers = self._distill.engine != "own"
+        if uses_servers:
+            self._client.update()
+        engine = self._client.engine if uses_servers else self._synced_engine()
+
+        def sample() -> list[tuple[int, list[int]]]:
+            """Return the tokens by position; on the first of the ranks that generate together."""
+            if not share:
+                return []
+            completions = engine.generate(
                 [one.prompt for one in share],
                 self._sampling(),
                 keys=[one.position for one in share],
                 max_new_tokens=[one.new_tokens for one in share],
             )
-            if share
-            else []
-        )
+            return [(one.position, done.ids) for one, done in zip(share, completions) if mesh.tp.rank == 0]
+
+        parts = self._client.request(sample)
         engine.release()
-        local = [[one.position, done.ids] for one, done in zip(share, completions, strict=True)]
-        parts = gather_json(local if mesh.tp.rank == 0 else [], mesh.world)
         return {position: ids for part in parts for position, ids in part}
 
     def _synced_engine(self) -> Engine:

@@ -16,7 +16,7 @@ import torch
 from megalith.comm.collectives import all_reduce_no_grad
 from megalith.rl.advantages import apply_estimator
 from megalith.rl.objective import RolloutBatch
-from megalith.rl.sequences import Sequences
+from megalith.rl.online_pairs import completion_sums
 from megalith.training.run_state import Run
 
 
@@ -46,17 +46,13 @@ def with_reward_kl(
     Returns:
         The micro-batches, and the mean KL per token.
     """
-    sums = torch.zeros(rewards.total.size + 1, dtype=torch.float64, device=run.device)
-    for batch, owners in zip(batches, owners_by_batch, strict=True):
+    gaps = []
+    for batch in batches:
         old = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-        if not owners:
-            continue
-        local = batch.to(run.device)
-        gap = old.to(run.device) - local.reference_logprobs
-        per_sequence = Sequences.from_batch(local).sums(gap.nan_to_num(nan=0.0)).double()
-        sums.index_add_(0, torch.tensor(owners, device=run.device), per_sequence[: len(owners)])
-        sums[-1] += local.loss_mask.sum(dtype=torch.float64)
-    *kl, tokens = all_reduce_no_grad(sums, run.mesh.dp).tolist()
+        gaps.append(old.to(run.device) - batch.reference_logprobs.to(run.device))
+    kl = completion_sums(run, batches, owners_by_batch, gaps, rewards.total.size).tolist()
+    tokens = sum(batch.loss_mask.sum(dtype=torch.float64).to(run.device) for batch in batches)
+    tokens = all_reduce_no_grad(tokens, run.mesh.dp).item()
     rl, shape = run.config.rl, rewards.total.shape
     total = rewards.total - rl.beta * np.array(kl).reshape(shape)
     values = apply_estimator(rl, total, rewards.lengths).flatten()

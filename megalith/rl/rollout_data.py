@@ -29,9 +29,11 @@ from megalith.parallel.pipeline.stages import padded_micro_batches
 from megalith.report.report import TokenCounts
 from megalith.rl.advantages import ZERO_STD
 from megalith.rl.objective import RolloutBatch, entropy_weight, without_routes
+from megalith.rl.online_pairs import with_pairs
 from megalith.rl.prompts import policy_vocab_size
 from megalith.rl.reference import LogProbs
 from megalith.rl.reward_kl import BatchRewards, with_reward_kl
+from megalith.rl.rollout_correction import correct_batches
 from megalith.rl.rollout_metrics import (
     absent_message,
     absent_rewards,
@@ -104,6 +106,7 @@ class RolloutData:
         config = run.config
         self._teacher = teacher
         self.reward_kl = 0.0  # mean over the tokens of the rollout batch
+        self.rejected = 0.0  # fraction of the tokens of the rollout batch
         self._run, self._rl, self._reference = run, config.rl, reference
         self._size = config.train.global_batch_size
         self._steps: dict[int, list[RolloutStep]] = {}  # of the most recent rollout batches, by number
@@ -222,7 +225,7 @@ class RolloutData:
                     prefetch = self.source.can_prefetch and has_next
                     next_batch = reader.submit(self._local_mini_batches, batch + 1) if prefetch else None
                 batches = self._with_proximal(step, self._ready[within % rl.mini_batches])
-                yield from self._with_selection(step, batches)
+                yield from self._with_selection(step, self._with_pairs(step, batches))
                 step += 1
 
     def _local_mini_batches(self, batch: int) -> list[list[RolloutBatch]]:
@@ -273,14 +276,18 @@ class RolloutData:
         if self._rl.use_kl_in_reward:
             first = number * self._rl.steps_per_batch
             owners = [
-                [sample.number for row in rows for sample in row]
+                each
                 for mini_batch in range(self._rl.mini_batches)
-                for _, rows in self.local_rows(first + mini_batch)
+                for each in self._owners(first + mini_batch)
             ]
             flat, self.reward_kl = with_reward_kl(self._run, flat, owners, self.step(first).rewards)
         if self._teacher is not None:
             with self.source.timed("teacher_logprobs"):
                 flat = self._teacher.add(flat)
+        if self._rl.corrects_batches:
+            batches = iter(flat)
+            by_step, mesh = [[next(batches) for _ in step] for step in steps], self._run.mesh
+            flat, self.rejected = correct_batches(self._rl, by_step, mesh.dp, self._run.device)
         batches = iter(flat)
         return [[next(batches) for _ in step] for step in steps]
 
@@ -294,6 +301,20 @@ class RolloutData:
             replace(batch, proximal_weight=proximal_weights(chunk, first, step, batch.labels))
             for chunk, batch in zip(rows, batches, strict=True)
         ]
+
+    def _owners(self, step: int) -> list[list[int]]:
+        """Return the completion of each sequence of this rank's micro-batches, counted over the rollout batch."""
+        return [[sample.number for row in rows for sample in row] for _, rows in self.local_rows(step)]
+
+    def _with_pairs(self, step: int, batches: list[RolloutBatch]) -> list[RolloutBatch]:
+        """Add what a loss of pairs of completions reads, if the run has one. Every rank calls it."""
+        if not self._rl.compares_completions:
+            return batches
+        run, rl = self._run, self._rl
+        entries = policy_vocab_size(run.config, run.tokenizer)
+        with self.source.timed("pairs"):
+            logprobs = run.model.all_logprobs(batches, rl.temperature, entries)
+            return with_pairs(run, batches, self._owners(step), logprobs, self.step(step).rewards.total)
 
     def _with_selection(self, step: int, batches: list[RolloutBatch]) -> list[RolloutBatch]:
         """Add the masks of the tokens that the loss treats differently, if there are any. Every rank calls it."""

@@ -40,6 +40,11 @@ class Sequences:
         flat = self.masked(x).flatten()
         return flat.new_zeros(len(self.tokens)).index_add(0, self.sequence_ids.flatten(), flat)
 
+    def maxima(self, x: Tensor) -> Tensor:
+        """Return the maximum over the loss tokens of each sequence of x ≥ 0: [batch, seq] → [sequences]."""
+        flat = self.masked(x).flatten()
+        return flat.new_zeros(len(self.tokens)).scatter_reduce(0, self.sequence_ids.flatten(), flat, "amax")
+
     def per_token(self, x: Tensor) -> Tensor:
         """Expand [sequences] → [batch, seq]: each token gets the value of its sequence."""
         return x[self.sequence_ids]

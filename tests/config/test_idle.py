@@ -154,6 +154,8 @@ READ_WITH = {
         ("distill.logits_top_k=8", "distill.logits_dir=logits"),
     "distill.on_policy_fraction above 0":
         ("distill.sampling_temperature=0.5", "distill.on_policy_fraction=0.5"),
+    "distill.engine vllm or sglang":
+        ("distill.weight_sync_timeout=9", "distill.engine=vllm"),
     "rl.use_adaptive_entropy true":
         ("rl.entropy_target=0.5", "rl.use_adaptive_entropy=true"),
     "rl.teacher":
@@ -162,7 +164,7 @@ READ_WITH = {
         ("kto.beta=0.2", "kto.enabled=true"),
     "reward.enabled true":
         ("reward.skip_bad_samples=true", "reward.enabled=true"),
-    "reward.loss_type bradley_terry":
+    "reward.loss_type bradley_terry or ordinal":
         ("reward.center_rewards_coefficient=0.1", "reward.enabled=true reward.loss_type=bradley_terry"),
     "reward.loss_type mse or bce":
         ("reward.step_separator=;", "reward.loss_type=bce"),
@@ -174,7 +176,7 @@ READ_WITH = {
         ("dpo.cpo_alpha=2", "dpo.loss_type=cpo dpo.enabled=true"),
     "dpo.loss_type discopop":
         ("dpo.discopop_tau=1", "dpo.loss_type=discopop dpo.enabled=true"),
-    "dpo.loss_type sigmoid or robust or exo_pair":
+    "dpo.loss_type sigmoid or robust or exo_pair or aot or aot_unpaired":
         ("dpo.label_smoothing=0.1", "dpo.loss_type=robust"),
     "runtime.loss_spike_threshold":
         ("runtime.loss_spike_window=9", "runtime.loss_spike_threshold=2"),
@@ -266,6 +268,8 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["reward.enabled=true", f"reward.loss_type={'mse' if 'bradley' in need else 'bradley_terry'}"]
     if need == "distill.logits_dir" or need.startswith(("distill.divergence", "distill.on_policy")):
         off = ["distill.teacher=runs/large"]
+    if need.startswith("distill.engine"):
+        off = ["distill.teacher=runs/large", "distill.on_policy_fraction=0.5"]
     if need.startswith("rl.") and need != "rl.prompts_or_rollouts":
         off = ["rl.rollouts=a", "rl.vllm_importance_sampling_correction=false"]
     notes = idle_notes(RunConfig.load(None, own + off))

@@ -127,9 +127,9 @@ rl.rollout_is                            null                   rl.vllm_importan
 rl.rollout_is_threshold                  2.0                    rl.vllm_importance_sampling_clip_max   2.0
 rl.rollout_is_threshold                  "0.5_4"                rl.vllm_importance_sampling_clip_max   4.0
 rl.rollout_is_threshold                  "0.5_4"                rl.vllm_importance_sampling_mode       token_mask
-rl.rollout_is_batch_normalize            false                  rl.vllm_importance_sampling_mode       token_truncate
-rl.rollout_rs                            null                   rl.vllm_importance_sampling_mode       token_truncate
-rl.rollout_rs_threshold                  null                   rl.vllm_importance_sampling_mode       token_truncate
+rl.bypass_mode                           true                   rl.old_logprobs                        rollout
+rl.bypass_mode                           false                  rl.old_logprobs                        policy
+rl.rollout_correction                    {"rollout_rs":"token_k2"} rl.vllm_importance_sampling_correction false
 rl.truncated_importance_sampling_type    tis                    rl.vllm_importance_sampling_mode token_truncate
 rl.truncated_importance_sampling_type    icepop                 rl.vllm_importance_sampling_mode       token_mask
 rl.truncated_importance_sampling_type    seq-mask-tis           rl.vllm_importance_sampling_mode       geometric_mask
@@ -189,7 +189,8 @@ REFUSED = [
     ("disable_ppo_ratio", True, "there is no loss without the ratio"),
     ("use_on_policy_kl_approximation", True, "the KL is not weighted"),
     ("positive_example_nll_weight", 0.1, "there is no further loss"),
-    ("rollout_rs", "token_k1", "rl.rollout_rs is 'token_k1', which is not supported"),
+    ("rollout_correction", {"rollout_veto": 1}, "rl.rollout_correction.rollout_veto is not a setting"),
+    ("rollout_correction", {"bypass_mode": True, "loss_type": "gspo"}, "'gspo': one of ppo_clip, reinforce is needed"),
     ("loss_scale_factor", 100, "the divisor of seq-mean-token-sum-norm is rl.max_completion_length"),
     ("rollout_is", "geometric", "'geometric': one of token, sequence is needed"),
     ("truncated_importance_sampling_type", "clip", "'clip': one of tis, icepop, seq-mask-tis is needed"),

@@ -547,7 +547,7 @@ def test_by_ipc_a_server_is_told_where_each_tensor_lies(run, tmp_path, monkeypat
     with served(kind, model_tree(tmp_path)) as server:
         server.transfer = {"backend": "ipc"}
         engine = engine_at(run, server, weight_sync_method="gloo")
-        engine._rl = engine._rl.model_copy(update={"weight_sync_method": "ipc"})
+        engine.settings = engine.settings.model_copy(update={"weight_sync_method": "ipc"})
         for version in (1, 2):
             engine.update(version)
         assert server.calls.count("/init_weight_transfer_engine") == 1 and server.group is None

@@ -85,9 +85,13 @@ SEQUENCE = dict(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high
                 entropy_coef=0.05)  # fmt: skip
 SELECTED = dict(mini_batches=2, loss_type="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=0.0, epsilon=0.9,
                 top_entropy_quantile=0.6, entropy_coef=0.05, **PART)  # fmt: skip
-RUNS = {"padded": OFF_POLICY | PART, "packed": SEQUENCE | PART | dict(packing=True), "selected": SELECTED}
+REJECTED = dict(mini_batches=2, entropy_coef=0.05, rollout_is_batch_normalize=True, packing=True,
+                rollout_rs="token_k2,seq_max_k3", rollout_rs_threshold="0.02,2.0", **PART)  # fmt: skip
+RUNS = {"padded": OFF_POLICY | PART, "packed": SEQUENCE | PART | dict(packing=True), "selected": SELECTED,
+        "rejected": REJECTED}  # fmt: skip
 DENSE = [("tp2-sp", "padded"), ("tp2-sp", "packed"), ("cp2", "packed"), ("pp2", "padded"), ("pp2", "packed"),
-         ("dp2-zero3", "packed"), ("dp2-zero3", "selected"), ("cp2", "selected"), ("pp2", "selected")]  # fmt: skip
+         ("dp2-zero3", "packed"), ("dp2-zero3", "selected"), ("cp2", "selected"), ("pp2", "selected"),
+         ("cp2", "rejected"), ("pp2", "rejected"), ("dp2-zero3", "rejected")]  # fmt: skip
 
 
 def at(folder, layout: str, kind: str, **more) -> RunConfig:
@@ -107,7 +111,9 @@ def ones(folder) -> dict[str, dict]:
     return {kind: outcome(at(folder, "", kind)) for kind in RUNS}
 
 
-@pytest.mark.parametrize(("layout", "kind"), by_default(DENSE, ("tp2-sp", "padded"), ("cp2", "packed")))
+@pytest.mark.parametrize(
+    ("layout", "kind"), by_default(DENSE, ("tp2-sp", "padded"), ("cp2", "packed"), ("dp2-zero3", "rejected"))
+)
 def test_every_layout_is_one_process(pool, folder, ones, layout, kind):
     for mine in pool.run(outcome, at(folder, layout, kind), size=2):
         assert_same(mine, ones[kind], (layout, kind))
@@ -151,6 +157,10 @@ def test_selected_tokens_do_not_depend_on_micro_batches(folder):
         configuration(folder, train=dict(train_iters=1), lr=1e-3, **SELECTED | dict(clip_cov_ratio=1e-9))
     )
     assert abs(plain["norms"][0] - one["norms"][0]) > 1e-3 * one["norms"][0]  # the choice matters
+
+
+def test_some_tokens_are_rejected(ones):
+    assert all(0.05 < one["rollout_rejected"] < 0.95 for one in ones["rejected"]["figures"])
 
 
 @pytest.mark.full  # test_every_layout_is_one_process has each axis

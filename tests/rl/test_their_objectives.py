@@ -4,14 +4,18 @@ Each transcription takes a padded batch [sequences, tokens], as its system does;
 one row. The batch reaches every clip and clamp, and its last sequence is wholly masked.
 """
 
+import math
 from collections.abc import Callable
+from copy import copy
 
 import pytest
 import torch
 from torch import Tensor
 
+from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.rl.objective import PolicyLoss, RolloutBatch
+from megalith.rl.rollout_correction import correct_batches
 
 LENGTHS, TOKENS = (7, 3, 5, 4), 7
 MASKED = 3  # this sequence has no token in the loss
@@ -76,14 +80,26 @@ def trl(batch: Padded, *, loss_type="dapo", level="token", epsilon=0.2, epsilon_
 
 
 def verl(batch: Padded, *, mode="vanilla", low=0.2, high=0.2, c=3.0, aggregation="token-mean", kl=0.0,
-         kl_type="low_var_kl", entropy=0.0, rollout_is=None, threshold=2.0, longest=7) -> Tensor:  # fmt: skip
-    """verl 0.9.1's ppo_loss: the registered policy loss, agg_loss by global_batch_size, kl_penalty, rollout_is."""
+         kl_type="low_var_kl", entropy=0.0, rollout_is=None, threshold=2.0, longest=7, normalize=False, rs=None,
+         bounds=None, bypass=None) -> Tensor:  # fmt: skip
+    """verl 0.9.1's ppo_loss: the registered policy loss, agg_loss by global_batch_size, kl_penalty, and
+    rollout_corr_helper.py; `bypass` is the loss_type of its bypass mode."""
     mask, advantages = batch.mask, batch.advantages
+    whole = mask
+    if bypass:
+        batch = copy(batch)
+        batch.old = batch.rollout
+    if rs:
+        trainer = batch.logprobs.detach() if bypass else batch.old
+        keeps = rejection_mask(trainer - batch.rollout, mask, rs, bounds)
+        assert 0 < keeps.sum() < mask.sum()
+        mask = keeps
+    in_batch = whole if bypass else mask  # which rejection changes before the loss, or within it
 
-    def aggregate(x: Tensor) -> Tensor:
+    def aggregate(x: Tensor, mask: Tensor) -> Tensor:
         per_sequence = (x * mask).sum(-1)
         return {
-            "token-mean": lambda: by_tokens(x, mask),
+            "token-mean": lambda: per_sequence.sum() / in_batch.sum(),
             "seq-mean-token-mean": lambda: by_sequences(x, mask, len(mask)),
             "seq-mean-token-sum": lambda: per_sequence.sum() / len(mask),
             "seq-mean-token-sum-norm": lambda: per_sequence.sum() / len(mask) / longest,
@@ -104,25 +120,55 @@ def verl(batch: Padded, *, mode="vanilla", low=0.2, high=0.2, c=3.0, aggregation
         losses = torch.maximum(-advantages * ratio, -advantages * clipped)
         if mode == "vanilla":
             losses = torch.where(advantages < 0, torch.min(-advantages * c, losses), losses)
-    if rollout_is:
-        gap = (batch.old - batch.rollout).clamp(-20, 20)
+    if bypass == "reinforce":
+        losses = -advantages * batch.logprobs
+    if rollout_is and bypass != "ppo_clip":
+        difference = (batch.logprobs.detach() if bypass else batch.old) - batch.rollout
+        gap = difference.clamp(-20, 20)
         if rollout_is == "sequence":
-            gap = ((batch.old - batch.rollout) * mask).sum(-1, keepdim=True).clamp(-20, 20).expand_as(gap)
-        weights = gap.exp()
+            gap = (difference * whole).sum(-1, keepdim=True).clamp(-20, 20).expand_as(gap)
+        weights = gap.exp() * whole
         if isinstance(threshold, str):
             least, most = map(float, threshold.split("_"))
             weights = torch.where((weights >= least) & (weights <= most), weights, 0)
         else:
             weights = weights.clamp(max=threshold)
+        if normalize:
+            per_sequence = (weights * whole).sum(-1) / whole.sum(-1).clamp(min=1e-8)
+            is_present = whole.sum(-1) > 0
+            by_level = {"token": weights[whole > 0].mean(), "sequence": per_sequence[is_present].mean()}
+            weights = weights / by_level[rollout_is]
         losses = losses * weights
-    loss = aggregate(losses) - entropy * aggregate(batch.entropy)
+    loss = aggregate(losses, mask) - entropy * aggregate(batch.entropy, in_batch)
     d = batch.reference - batch.logprobs
     if kl_type == "low_var_kl":
         d = d.clamp(-20, 20)
         estimate = (d.exp() - d - 1).clamp(-10, 10)
     else:
         estimate = {"kl": -d, "mse": d.square() / 2}[kl_type]
-    return loss + kl * aggregate(estimate)
+    return loss + kl * aggregate(estimate, in_batch)
+
+
+def rejection_mask(log_ratio: Tensor, mask: Tensor, names: str, thresholds: str | float) -> Tensor:
+    """compute_rollout_rejection_mask of verl 0.9.1."""
+    options, texts = names.split(","), str(thresholds).split(",")
+    safe, keeps = log_ratio.clamp(-20, 20), torch.ones_like(mask)
+    tokens = {"k1": -safe, "k2": 0.5 * safe**2, "k3": safe.exp() - 1 - safe}
+    for option, text in zip(options, texts if len(texts) > 1 else texts * len(options)):
+        level, _, kind = option.rpartition("_")
+        values = tokens[kind]
+        if level == "seq_max":
+            values = values.masked_fill(mask == 0, -math.inf).max(-1, keepdim=True).values
+        elif level != "token":
+            values = (values * mask).sum(-1, keepdim=True)
+            values = values / (mask.sum(-1, keepdim=True) + 1e-8) if level == "seq_mean" else values
+        if kind == "k1":
+            low, high = text.split("_") if "_" in text else (1 / float(text), text)
+            keep = (values >= math.log(float(low))) & (values <= math.log(float(high)))
+        else:
+            keep = values <= float(text)
+        keeps = keeps * keep
+    return mask * keeps
 
 
 def nemo(batch: Padded, *, low=0.2, high=0.2, c=None, kl=0.0, kl_type="k3", in_clamp=20.0, out_clamp=10.0,
@@ -190,9 +236,12 @@ def packed_batch(
 
     numbers = packed(torch.arange(len(LENGTHS))[:, None])
     ids = torch.zeros_like(numbers)
+    old = packed(batch.old) if rl.old_logprobs == "policy" else None
     rows = RolloutBatch(ids, ids, packed(batch.mask), ids, None, ids[:, 0], packed(batch.advantages), numbers,
-                        batch.mask.sum(-1), packed(batch.rollout), packed(batch.old), packed(batch.reference),
+                        batch.mask.sum(-1), packed(batch.rollout), old, packed(batch.reference),
                         )  # fmt: skip
+    if rl.corrects_batches:
+        (rows,), _ = correct_batches(rl, [[rows]], Axis(), torch.device("cpu"))
     return PolicyLoss(rl), rows, packed
 
 
@@ -233,6 +282,30 @@ VERL = {
     **{f"rollout_is {level} {threshold}": (dict(rollout_is=level, threshold=threshold),
                                            dict(clip_ratio=0.2, rollout_is=level, rollout_is_threshold=threshold))
        for level in ("token", "sequence") for threshold in (1.2, "0.7_1.4")},
+    **{f"rollout_is {level} normalized": (
+        dict(rollout_is=level, threshold=threshold, normalize=True),
+        dict(clip_ratio=0.2, rollout_is=level, rollout_is_threshold=threshold, rollout_is_batch_normalize=True))
+       for level, threshold in (("token", 1.2), ("sequence", "0.3_1.4"))},
+    **{f"rollout_rs {rs}{' bypass' * bypass}": (
+        dict(rs=rs, bounds=bounds, bypass="ppo_clip" if bypass else None, kl=0.02, entropy=0.1),
+        dict(clip_ratio=0.2, kl_loss_coef=0.02, use_kl_loss=True, entropy_coeff=0.1,
+             rollout_correction=dict(rollout_rs=rs, rollout_rs_threshold=bounds, bypass_mode=bypass)))
+       for bypass in (False, True) for rs, bounds in (
+           ("token_k1", "0.9_1.3"), ("token_k2", 0.02), ("token_k3", "0.03"), ("seq_sum_k1", 1.65), ("seq_sum_k2", 0.7),
+           ("seq_sum_k3", 0.6), ("seq_mean_k1", "0.88_1.2"), ("seq_mean_k2", 0.11), ("seq_mean_k3", 0.13),
+           ("seq_max_k2", 0.4), ("seq_max_k3", 0.3), ("token_k1,seq_mean_k3", "0.8_1.3,0.13"))},
+    "rollout_rs with rollout_is": (
+        dict(rs="token_k1", bounds="0.9_1.3", rollout_is="token", threshold=1.2, aggregation="seq-mean-token-mean"),
+        dict(clip_ratio=0.2, loss_agg_mode="seq-mean-token-mean",
+             rollout_correction=dict(rollout_is="token", rollout_is_threshold=1.2, rollout_rs="token_k1",
+                                     rollout_rs_threshold="0.9_1.3"))),
+    **{f"bypass {kind} {level} {threshold}": (
+        dict(bypass=kind, rollout_is=level, threshold=threshold, rs="token_k2", bounds=0.3),
+        dict(clip_ratio=0.2, rollout_correction=dict(
+            rollout_is=level, rollout_is_threshold=threshold, bypass_mode=True, loss_type=kind, rollout_rs="token_k2",
+            rollout_rs_threshold=0.3)))
+       for kind in ("ppo_clip", "reinforce")
+       for level, threshold in (("token", 1.2), ("sequence", 1.5), ("token", "0.6_1.4"), (None, 2.0))},
 }  # fmt: skip
 MIN, MAX = "truncated_importance_sampling_ratio_min", "truncated_importance_sampling_ratio"
 KIND, KL = "truncated_importance_sampling_type", "reference_policy_kl_penalty"
@@ -267,7 +340,8 @@ def cases():
     for name, (theirs, more) in TRL.items():
         yield f"TRL {name}", trl, theirs, PLAIN | {key: theirs[key] for key in NAMES if key in theirs} | more
     for name, (theirs, own) in VERL.items():
-        yield f"verl {name}", verl, theirs, {} if "rollout_is" in own else PLAIN, own
+        has_own = own.keys() & {"rollout_is", "rollout_correction"}
+        yield f"verl {name}", verl, theirs, {} if has_own else PLAIN, own
     for name, (theirs, own) in NEMO.items():
         yield (
             f"NeMo-RL {name}",

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from default_cases import in_full
-from engine_stand_ins import SglangStandIn, VllmStandIn
+from engine_stand_ins import SglangStandIn, VllmStandIn, served
 from models.reference import LLAMA, random_reference
 from test_distillation import config_of, job, models, parallel  # noqa: F401 (a fixture)
 
+from megalith.bridge.families import family_for
 from megalith.config import RunConfig
 from megalith.config.rules.distill_rules import check_distillation
 from megalith.data.batch import Batch
@@ -22,6 +23,7 @@ from megalith.parity.job import start
 from megalith.rl.distill import DistillationTask
 from megalith.rl.on_policy import prompt_length, replace_rows
 from megalith.rl.teachers.several_teachers import owner_of
+from megalith.training.build import prepare
 
 ON_POLICY = {"kd_ratio": 1.0, "temperature": 1.0, "on_policy_fraction": 0.5, "max_completion_length": 6}
 
@@ -124,6 +126,32 @@ def test_a_fraction_of_the_answers_is_the_students_and_follows_its_prompts(conve
     assert changed / 4 == metrics["on_policy"] and 0 < changed < 4
     again, *_ = first_step(chat_config(conversations))
     assert all(torch.equal(a.labels, b.labels) for a, b in zip(mixed, again))
+
+
+@pytest.mark.parametrize("kind", ["vllm 0.24", "sglang"])
+def test_servers_answer_with_the_students_weights(conversations, kind):
+    """So close to temperature 0, every engine chooses the most likely token."""
+    cold = {"on_policy_fraction": 1.0, "sampling_temperature": 1e-4}
+    own, loss, *_ = first_step(chat_config(conversations, distill=cold))
+    model = prepare(chat_config(conversations), 1)[0].model
+    tree = family_for(model).write_config(model)
+    with served(kind, tree) as server:
+        cold |= {"engine": kind.split()[0], "engine_url": server.url, "weight_sync_method": "gloo"}
+        answers, served_loss, _, metrics = first_step(chat_config(conversations, distill=cold))
+        weights = conversations["student"].state_dict()
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in server.received.items())
+    assert len(server.received) > 20 and metrics["on_policy"] == 1.0
+    for mine, theirs in zip(own, answers):
+        with torch.no_grad():
+            length = prompt_length(mine.loss_mask[0].numpy())
+            print(
+                "HF",
+                conversations["student"](mine.input_ids[:1, :length]).logits[0, -1].topk(3),
+                mine.labels[0, length - 1],
+                theirs.labels[0, length - 1],
+            )
+        assert torch.equal(mine.labels, theirs.labels) and torch.equal(mine.loss_mask, theirs.loss_mask)
+    assert served_loss == pytest.approx(loss, rel=1e-6)
 
 
 def test_a_row_ends_at_its_length_and_a_prompt_before_the_last_answer():

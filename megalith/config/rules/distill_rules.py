@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megalith.config.distillation import WITHOUT_ADAPTERS, DistillConfig, is_served
+from megalith.config.rules.addresses import check_address
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 
@@ -105,6 +106,13 @@ def _check_on_policy(config: RunConfig) -> None:
             f"distill.on_policy_fraction is {distill.on_policy_fraction:g}, but {state}: the student answers the "
             "prompts of conversations, one per row; set sft.enabled to true and sft.packing to false"
         )
+    if distill.engine != "own" and not distill.engine_urls:
+        raise ConfigError(
+            f"distill.engine is {distill.engine}, but distill.engine_url is not set; set it to the server's address, "
+            "such as http://127.0.0.1:8000, or choose own"
+        )
+    for url in distill.engine_urls:
+        check_address(url, "distill.engine_url")
     if distill.kd_ratio != 1:
         raise ConfigError(
             f"distill.kd_ratio is {distill.kd_ratio:g}, but the student learns nothing from the cross-entropy of "

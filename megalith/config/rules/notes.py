@@ -17,7 +17,7 @@ from megalith.config.run import RunConfig
 
 SLOW_LAUNCH = 8.0  # microseconds; 2 to 6 on the machines of benchmarks/RESULTS.md
 
-UNCLIPPED = ("sapo", "vespo", "gpg", "kl_cov")
+UNCLIPPED = ("sapo", "vespo", "gpg", "kl_cov", "reinforce", "online_dpo", "online_ipo")
 """Values of rl.loss_type that read neither epsilon nor epsilon_high."""
 
 GROUP_SETTINGS: dict[str, tuple[str, ...]] = {

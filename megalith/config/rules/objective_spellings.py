@@ -56,7 +56,10 @@ LOSS_MODES = {  # verl's name → rl.loss_type
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
 }
-TOKEN_MEANS, SEQUENCE_MEANS = ("cispo", "gpg", "kl_cov", "clip_cov"), ("sapo",)  # values of rl.loss_type
+TOKEN_MEANS, SEQUENCE_MEANS = (
+    ("cispo", "gpg", "kl_cov", "clip_cov", "reinforce"),
+    ("sapo",),
+)  # values of rl.loss_type
 AGGREGATIONS = {
     "token-mean": "dapo",
     "seq-mean-token-mean": "grpo",
@@ -81,6 +84,16 @@ NO_EFFECT = {  # keys of verl's policy_loss that other losses read, with its def
     "_target_": "verl.workers.config.PolicyLossConfig",
     "dro_beta": None,
 }
+ROLLOUT_CORRECTION = {  # keys of verl's section, with its defaults
+    "_target_": None,
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+    "rollout_is_batch_normalize": False,
+}
 COVARIANCE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
 
 
@@ -88,7 +101,16 @@ def _is_cispo(rl: Rl) -> bool:
     return rl.get("loss_type") == "cispo"
 
 
-WITHOUT_CLIP = ("cispo", "sapo", "vespo", "gpg", "gmpo", "kl_cov", "clip_cov")  # values of rl.loss_type
+WITHOUT_CLIP = (
+    "cispo",
+    "sapo",
+    "vespo",
+    "gpg",
+    "gmpo",
+    "kl_cov",
+    "clip_cov",
+    "reinforce",
+)  # values of rl.loss_type
 
 
 def _is_per_sequence(rl: Rl) -> bool:
@@ -283,6 +305,45 @@ def _rollout_threshold(value: Any, rl: Rl) -> dict[str, Any]:
     return {"vllm_importance_sampling_clip_max": value}
 
 
+def _bypass(value: bool, rl: Rl) -> dict[str, Any]:
+    return {"old_logprobs": "rollout" if value else "policy"}
+
+
+def _rollout_correction(value: Any, rl: Rl) -> dict[str, Any]:
+    """Return the settings of verl's section algorithm.rollout_correction."""
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"rl.rollout_correction is {value!r}; write a mapping, such as {{rollout_is: token}}"
+        )
+    keys = {name: default for name, default in ROLLOUT_CORRECTION.items() if name != "_target_"}
+    unknown = [key for key in value if key not in ROLLOUT_CORRECTION]
+    if unknown:
+        raise ConfigError(
+            f"rl.rollout_correction.{unknown[0]} is not a setting; the settings are {', '.join(keys)}"
+        )
+    keys |= value
+    settings = _rollout_is(keys["rollout_is"], keys)
+    if keys["rollout_is"] is not None:
+        settings |= _rollout_threshold(keys["rollout_is_threshold"], {**rl, **settings})
+    for name in ("rollout_rs", "rollout_rs_threshold", "rollout_is_batch_normalize"):
+        if keys[name] != ROLLOUT_CORRECTION[name]:
+            settings[name] = keys[name]
+    if not keys["bypass_mode"]:
+        return settings
+    if keys["loss_type"] not in ("ppo_clip", "reinforce"):
+        raise ConfigError(
+            f"rl.rollout_correction.loss_type is {keys['loss_type']!r}: one of ppo_clip, reinforce is needed"
+        )
+    if keys["loss_type"] == "reinforce":
+        if (aggregation := rl.get("loss_agg_mode", "token-mean")) != "token-mean":
+            raise ConfigError(
+                f"rl.rollout_correction.loss_type is reinforce and rl.loss_agg_mode {aggregation!r}; reinforce is a mean "
+                "over tokens; leave loss_agg_mode out"
+            )
+        settings |= {"loss_type": "reinforce", "clip_ratio_c": None}
+    return settings | _bypass(True, rl)
+
+
 def _correction(value: bool, rl: Rl) -> dict[str, Any]:
     return {"vllm_importance_sampling_correction": value}
 
@@ -403,6 +464,8 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     # verl
     "rl.rollout_is":                              ObjectiveSpelling("rl.vllm_importance_sampling_mode", ("token", "sequence"), _rollout_is, null_counts=True, note="token: token_truncate; sequence: sequence_truncate; *_mask if rollout_is_threshold is \"lower_upper\"; null: rl.vllm_importance_sampling_correction = false"),
     "rl.rollout_is_threshold":                    ObjectiveSpelling("rl.vllm_importance_sampling_clip_max", None, _rollout_threshold, note="or \"lower_upper\", both bounds"),
+    "rl.bypass_mode":                             ObjectiveSpelling("rl.old_logprobs", bool, _bypass, note="true: rollout; false: policy"),
+    "rl.rollout_correction":                      ObjectiveSpelling("rl.rollout_rs", None, _rollout_correction, note="a mapping with verl's keys: rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold, bypass_mode, loss_type"),
     # NeMo-RL
     "rl.truncated_importance_sampling_type":      ObjectiveSpelling("rl.vllm_importance_sampling_mode", tuple(TRUNCATIONS), _truncation, _min_weight, note="tis: token_truncate; icepop: token_mask (sequence_* with sequence_level_importance_ratios); seq-mask-tis: geometric_mask"),
     "rl.truncated_importance_sampling_ratio":     ObjectiveSpelling("rl.vllm_importance_sampling_clip_max", None, lambda value, rl: {"vllm_importance_sampling_clip_max": value}),
@@ -418,8 +481,5 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     "rl.disable_ppo_ratio":                       _must_be("disable_ppo_ratio", False, "there is no loss without the ratio to the old policy"),
     "rl.use_on_policy_kl_approximation":          _must_be("use_on_policy_kl_approximation", False, "the KL is not weighted by the ratio to the engine's policy"),
     "rl.positive_example_nll_weight":             _must_be("positive_example_nll_weight", 0.0, "there is no further loss on the completions with a reward"),
-    "rl.rollout_rs":                              _must_be("rollout_rs", None, "sequences are not rejected apart from rl.vllm_importance_sampling_mode"),
-    "rl.rollout_rs_threshold":                    _must_be("rollout_rs_threshold", None, "sequences are not rejected apart from rl.vllm_importance_sampling_mode"),
-    "rl.rollout_is_batch_normalize":              _must_be("rollout_is_batch_normalize", False, "weights are not divided by their mean"),
 }
 # fmt: on

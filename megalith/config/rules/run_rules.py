@@ -7,7 +7,6 @@ of the layout, optim_rules.py those of length and schedules.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 from megalith.config.base import NOT_YET
 from megalith.config.data import SPECIAL_COUNT, DataConfig
@@ -15,12 +14,14 @@ from megalith.config.lora import EXPERTS, QKV, WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
 from megalith.config.rl import DpoConfig, RlConfig
+from megalith.config.rules.addresses import check_address
 from megalith.config.rules.batch_invariant_rules import check_batch_invariant
 from megalith.config.rules.data_rules import check_data
 from megalith.config.rules.distill_rules import check_distillation
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
+from megalith.config.rules.rejection import rejection_criteria
 from megalith.config.run import RunConfig
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
@@ -255,11 +256,6 @@ def check_score_head(config: RunConfig) -> None:
         return
     if not config.model.score_head:
         raise ConfigError("reward.enabled trains a score, but model.score_head is off; omit model.score_head")
-    if config.lora.rank is not None:
-        raise ConfigError(
-            f"lora.rank is {config.lora.rank}, with which only adapters are trained, but a reward model's score needs "
-            "training; leave it out"
-        )
 
 
 def check_preference_losses(dpo: DpoConfig) -> None:
@@ -351,6 +347,9 @@ def check_rollouts(config: RunConfig) -> None:
             "rl.top_entropy_quantile, kl_cov and clip_cov"
         )
     _check_clips(config)
+    _check_rollout_correction(rl)
+    if rl.compares_completions:
+        _check_pairs(config)
     if rl.replays_routes:
         _check_router_replay(config)
 
@@ -370,22 +369,6 @@ def _check_router_replay(config: RunConfig) -> None:
         raise ConfigError(
             f"rl.router_replay is {rl.router_replay}, but vLLM in the trainer's processes returns no routes; set "
             "rl.engine_url to a server that was started with --enable-return-routed-experts, or rl.engine to own"
-        )
-
-
-def _check_address(url: str) -> None:
-    """Raise ConfigError unless `url` is the address of a server."""
-    try:
-        parts = urlsplit(url)
-        wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
-    except ValueError:  # a port that is not a number, an incomplete IPv6 address
-        wrong = True
-    if wrong:
-        raise ConfigError(f"rl.engine_url is {url!r}; give an address such as http://127.0.0.1:8000")
-    if parts.username is not None:
-        raise ConfigError(
-            f"rl.engine_url has a user name for {parts.hostname}, but servers are called without a password; leave it "
-            "out, and run the server in a network that only the job can reach"
         )
 
 
@@ -434,7 +417,7 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave it out"
         )
     for url in rl.engine_urls:
-        _check_address(url)
+        check_address(url, "rl.engine_url")
     if repeated := [url for url in rl.engine_urls if rl.engine_urls.count(url) > 1]:
         raise ConfigError(
             f"rl.engine_url names {repeated[0]} {rl.engine_urls.count(repeated[0])} times; name each "
@@ -473,6 +456,9 @@ OTHER_RATIOS: dict[str, str | None] = {
     "cispo": "caps each token's ratio",
     "sapo": None,
     "gpg": "has no ratio",
+    "reinforce": "has a weight of its own",
+    "online_dpo": "has no ratio to the old policy",
+    "online_ipo": "has no ratio to the old policy",
     "kl_cov": "selects tokens",
     "clip_cov": "selects tokens",
     "gmpo": "clips each token's ratio before its mean over the sequence",
@@ -544,6 +530,53 @@ def _check_clips(config: RunConfig) -> None:
         raise ConfigError(
             f"rl.vllm_importance_sampling_clip_min {low} is above vllm_importance_sampling_clip_max {high} "
             f"({rl.vllm_importance_sampling_mode}); lower it, or raise the other"
+        )
+
+
+def _check_pairs(config: RunConfig) -> None:
+    """Raise ConfigError if a loss of pairs of completions cannot be computed."""
+    rl = config.rl
+    if rl.num_generations != 2 or config.train.global_batch_size % 2:
+        raise ConfigError(
+            f"rl.loss_type is {rl.loss_type}, which compares two completions of a prompt, but rl.num_generations is "
+            f"{rl.num_generations} and train.global_batch_size {config.train.global_batch_size}; set the first to 2, "
+            "and the second to an even number"
+        )
+    if not rl.beta:
+        raise ConfigError(f"rl.loss_type is {rl.loss_type}, but rl.beta, its β, is 0; set it, such as to 0.1")
+    others = {
+        "mask_truncated_completions": rl.mask_truncated_completions,
+        "max_staleness": rl.max_staleness,
+        "rollout_rs": rl.rollout_rs is not None,
+        "use_kl_in_reward": rl.use_kl_in_reward,
+        "teacher": rl.teacher is not None,
+        "off_policy_mask_threshold": rl.off_policy_mask_threshold is not None,
+        "top_entropy_quantile": rl.top_entropy_quantile < 1,
+        "importance_sampling_level": rl.importance_sampling_level == "sequence",
+        "advantage_estimator gae": rl.uses_critic,
+        "agents and environments": bool(rl.agent or rl.uses_turns),
+    }
+    if used := [name for name, is_used in others.items() if is_used]:
+        raise ConfigError(
+            f"rl.loss_type is {rl.loss_type}, a loss of pairs of completions, which rl.{used[0]} does not apply to; "
+            "leave it out"
+        )
+
+
+def _check_rollout_correction(rl: RlConfig) -> None:
+    """Raise ConfigError if rejection or normalized mismatch weights cannot be computed."""
+    if rl.rollout_rs is not None:
+        rejection_criteria(rl.rollout_rs, rl.rollout_rs_threshold)
+    if rl.normalizes_mismatch and (rl.old_logprobs == "rollout" or rl.loss_type == "reinforce"):
+        raise ConfigError(
+            f"rl.rollout_is_batch_normalize is set, but with rl.old_logprobs {rl.old_logprobs} and rl.loss_type "
+            f"{rl.loss_type} the weights change within the step, and their mean would be that of a micro-batch; leave "
+            "it out"
+        )
+    if rl.corrects_batches and (rl.interpolates_old_logprobs or rl.uses_critic):
+        other = "advantage_estimator is gae" if rl.uses_critic else "prox_logp_method is loglinear"
+        raise ConfigError(
+            f"rl.{other}, which rl.rollout_rs and rl.rollout_is_batch_normalize do not support; leave one out"
         )
 
 

@@ -21,3 +21,10 @@ def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
     if rl.is_colocated:
         return ColocatedVllm(run, prompts)
     return ServerEngine(run, [SERVERS[rl.engine](url) for url in rl.engine_urls])
+
+
+def student_servers(run: Run) -> ServerEngine:
+    """Return the engine behind the servers that `distill.engine_url` names. No request is sent yet."""
+    distill = run.config.distill
+    servers = [SERVERS[distill.engine](url) for url in distill.engine_urls]
+    return ServerEngine(run, servers, distill)

@@ -32,6 +32,8 @@ import torch
 
 from megalith.bridge.folder import CONFIG
 from megalith.comm.collectives import gather_json
+from megalith.config import RlConfig
+from megalith.config.distillation import DistillConfig
 from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
@@ -47,7 +49,6 @@ from megalith.training.run_state import Run
 CLEANUP_SECONDS = 5.0  # per request after a failure
 MAX_REQUESTS = 256  # concurrent requests per rank
 MAX_UPDATE_ATTEMPTS = 3
-SYNC, GENERATION = "rl.weight_sync_timeout", "rl.generation_timeout"
 T = TypeVar("T")
 
 
@@ -131,27 +132,34 @@ class ServerEngine:
 
     shared = True
 
-    def __init__(self, run: Run, servers: Sequence[EngineServer]):
-        """Check the settings. No request is sent yet."""
-        self._run, self._rl, self._world = run, run.config.rl, run.mesh.world
+    def __init__(
+        self, run: Run, servers: Sequence[EngineServer], settings: RlConfig | DistillConfig | None = None
+    ):
+        """Check the settings, by default those of section `rl`. No request is sent yet."""
+        self.settings = run.config.rl if settings is None else settings
+        self._run, self._world = run, run.mesh.world
         self.version = -1
         self.servers = list(servers)
         for server in self.servers:
-            server.route_bytes = route_bytes(run.config.model) if self._rl.replays_routes else 0
+            server.route_bytes = route_bytes(run.config.model) if self.settings.replays_routes else 0
         self.vocab_size = run.config.model.vocab_size
-        if self._rl.weight_sync_method in ("nccl", "ipc") and run.device.type != "cuda":
+        if self.settings.weight_sync_method in ("nccl", "ipc") and run.device.type != "cuda":
             raise ConfigError(
-                f"rl.weight_sync_method is {self._rl.weight_sync_method}, but the trainer is on {run.device.type}; "
-                "choose gloo or checkpoint"
+                f"{self._name('weight_sync_method')} is {self.settings.weight_sync_method}, but the trainer is on "
+                f"{run.device.type}; choose gloo or checkpoint"
             )
         remote = [server.http for server in self.servers if not is_loopback(server.http.host)]
-        if self._rl.weight_sync_method == "ipc" and remote:
+        if self.settings.weight_sync_method == "ipc" and remote:
             raise ConfigError(
                 f"rl.weight_sync_method is ipc, but {remote[0]} is not at 127.0.0.1: memory handles "
                 "work only on one machine, and are pickled; choose nccl, gloo or checkpoint"
             )
         self._stream: WeightStream | None = None
         self._group: BroadcastGroup | None = None
+
+    def _name(self, setting: str) -> str:
+        """Return the full name of a setting."""
+        return f"{'distill' if isinstance(self.settings, DistillConfig) else 'rl'}.{setting}"
 
     # Completions
 
@@ -172,7 +180,7 @@ class ServerEngine:
         """
         if self._run.mesh.tp.rank or not prompts:
             return []
-        deadline = Deadline(self._rl.generation_timeout, GENERATION)
+        deadline = Deadline(self.settings.generation_timeout, self._name("generation_timeout"))
         keys = range(len(prompts)) if keys is None else keys
         replica = self._world.rank // self._run.mesh.tp.size
         samplings = request_samplings(sampling, len(prompts), max_new_tokens)
@@ -193,7 +201,9 @@ class ServerEngine:
                 for g, one in enumerate(answers)
             ]
 
-        max_concurrent = max(1, min(len(prompts), MAX_REQUESTS, self._rl.generation_rows // num_generations))
+        max_concurrent = max(
+            1, min(len(prompts), MAX_REQUESTS, self.settings.generation_rows // num_generations)
+        )
         self._require_versions(deadline)
         groups = run_concurrently([lambda n=n: request(n) for n in range(len(prompts))], max_concurrent)
         self._require_versions(deadline)
@@ -235,7 +245,7 @@ class ServerEngine:
         If a server was lost, call it again with the same version: it waits for the server and sends everything again.
         """
         start = time.perf_counter()
-        deadline = Deadline(self._rl.weight_sync_timeout, SYNC)
+        deadline = Deadline(self.settings.weight_sync_timeout, self._name("weight_sync_timeout"))
         if self._stream is None:
             self._stream = WeightStream(self._run.model, self._run.config)
         if version == self.version:
@@ -258,7 +268,7 @@ class ServerEngine:
     def _send(self, version: int, deadline: Deadline) -> int:
         """Send all buckets and return their bytes. Raise ServerLost on every rank if another attempt may succeed."""
         transfer_class = {"checkpoint": _FolderTransfer, "ipc": _HandleTransfer}.get(
-            self._rl.weight_sync_method, _GroupTransfer
+            self.settings.weight_sync_method, _GroupTransfer
         )
         transfer, sent = transfer_class(self, version, deadline), 0
         can_retry = lambda error: isinstance(error, ServerLost | RequestRefused) and not deadline.is_over  # noqa: E731
@@ -298,7 +308,7 @@ class ServerEngine:
             if server.facts and server.weight_version(deadline) not in (None, str(self.version)):
                 self._run.log(f"{server.http} was restarted: it joins a new weight group")
                 self.forget()
-        method = self._rl.weight_sync_method
+        method = self.settings.weight_sync_method
         return [server.facts or server.check(deadline, method) for server in self.servers]
 
     def group(self, deadline: Deadline) -> BroadcastGroup:
@@ -307,7 +317,7 @@ class ServerEngine:
             size = 1 + sum(server.facts["workers"] for server in self.servers)
             farthest = min(self.servers, key=lambda server: is_loopback(server.http.host))
             address = address_towards(farthest.http.host, farthest.http.port)  # local servers reach it too
-            method = self._rl.weight_sync_method
+            method = self.settings.weight_sync_method
             meeting, make = self.servers[0].new_group(method, address, size, deadline.left())
             group = Background(make, "joining the weight group", self._run.device)
             rank, joins = 1, []
@@ -346,7 +356,7 @@ class _GroupTransfer:
 
     def __init__(self, engine: ServerEngine, version: int, deadline: Deadline):
         self._engine, self._version, self._deadline = engine, version, deadline
-        on_gpu = engine._rl.weight_sync_method in ("nccl", "ipc")
+        on_gpu = engine.settings.weight_sync_method in ("nccl", "ipc")
         self.device = engine._run.device if on_gpu else torch.device("cpu")
 
     def begin(self) -> None:
@@ -434,7 +444,7 @@ def _give_up(engine: ServerEngine) -> None:
         return
     for server in engine.servers:
         with suppress(MegalithError):
-            server.give_up(Deadline(CLEANUP_SECONDS, SYNC))
+            server.give_up(Deadline(CLEANUP_SECONDS, "weight sync"))
 
 
 @contextmanager
@@ -444,7 +454,7 @@ def _detect_loss(server: EngineServer) -> Iterator[None]:
         yield
     except RequestRefused as error:
         if error.status >= 500:
-            server.http.get(server.health_path, Deadline(CLEANUP_SECONDS, GENERATION))
+            server.http.get(server.health_path, Deadline(CLEANUP_SECONDS, "generation"))
         raise
 
 

@@ -22,6 +22,9 @@ class GrpoLoss:
     terms that all losses share: mismatch weight, KL and entropy.
     """
 
+    weighs_policy = False
+    """The mismatch weight compares the policy that trains with the rollout's, instead of the old policy."""
+
     def token_losses(self, rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         """Return the policy term of each token's loss, [batch, seq]: PPO's clipped ratio.
 

@@ -30,19 +30,11 @@ ERRORS = (DataError, ServerLost, TrainingError)  # raised on every rank; subclas
 ATTEMPTS = 3  # per request whose server is lost
 
 
-class WeightSync:
-    """The engine of a run, which is built at the first sync, and its weights."""
+class EngineClient:
+    """Requests to the engine of a run, which survive the loss of a server."""
 
-    def __init__(
-        self, run: Run, prompts: Sequence[Prompt], canary_prompts: Sequence[Prompt], timed: PhaseTimer
-    ):
-        """Prepare to build the engine. `prompts` are all that it will get, and determine its size."""
-        if run.config.rl.is_colocated:
-            imported_vllm()
-        self._run, self._prompts, self._timed = run, prompts, timed
-        self._engine: RolloutEngine | None = None
-        ids = [prompt.ids for prompt in canary_prompts]
-        self._canary = Canary(run, ids, [f"prompt {prompt.id} of the canary" for prompt in canary_prompts])
+    def __init__(self, run: Run, timed: PhaseTimer, engine: RolloutEngine | None = None):
+        self._run, self._timed, self._engine = run, timed, engine
 
     @property
     def engine(self) -> RolloutEngine:
@@ -50,42 +42,14 @@ class WeightSync:
         assert self._engine is not None
         return self._engine
 
-    def sync(self) -> dict[str, float]:
-        """Send the weights, check the canary, and return the metrics. Every rank calls it.
-
-        Raises:
-            TrainingError: if the engine does not compute the trainer's log-probabilities.
-        """
-        run, report = self._run, self.update()
-        run.totals[VERSION] = run.step
-        versions = run.step, self.engine.version
-        ratio = self._canary.check(self._sample_canary, versions, self.engine.weights_to_compare)
-        return {"sync_gb_per_second": report.gb_per_second, "drift_canary": ratio}
-
     def update(self) -> SyncReport:
         """Send the current weights. Every rank calls it."""
-        if self._engine is None:
-            self._engine = engine_of(self._run, self._prompts)
-        return self._engine.update(self._run.step)
+        return self.engine.update(self._run.step)
 
-    def _sample_canary(self, prompts: list[list[int]], keys: list[int], tokens: int) -> list[CanarySample]:
-        engine, world = self.engine, self._run.mesh.world
-
-        def sample() -> list[list[Any]]:
-            completions = engine.generate(prompts, run_sampling(self._run, tokens), keys=keys)
-            return [
-                [one.prompt, list(one.ids), list(map(float, one.logprobs)), new_routes(one.routes, 0)]
-                for one in completions
-            ]
-
-        if engine.shared:
-            samples = self.request(lambda: sample() if world.rank == 0 else [])[0]
-        else:
-            samples = sample()
-        return [
-            CanarySample(prompts[number], ids, np.array(logprobs), join_routes(routes))
-            for number, ids, logprobs, routes in samples
-        ]
+    def resync(self) -> None:
+        """Send the current weights to a server that was lost. Every rank calls it."""
+        with self._timed("sync"):
+            self.engine.update(self._run.step)
 
     def request(
         self, act: Callable[[], Any], phase: str | None = None, retry: Callable[[], Any] | None = None
@@ -109,9 +73,8 @@ class WeightSync:
                 if not attempts_left:
                     raise
                 self._run.log(f"{lost}; waiting for it, then the requests are repeated")
-            with self._timed("sync"):
-                self.engine.update(self._run.step)
-            self._run.totals[VERSION], act = self._run.step, retry or act
+            self.resync()
+            act = retry or act
 
     def _gather(self, act: Callable[[], Any], phase: str | None) -> list[Any]:
         """Return all ranks' results, or raise on every rank what `act` raised on one."""
@@ -125,6 +88,63 @@ class WeightSync:
         for failed in (rank for rank in ranks if isinstance(rank, dict)):
             raise ERRORS[failed["kind"]](failed["text"])
         return [value for (value,) in ranks]
+
+
+class WeightSync(EngineClient):
+    """The engine of a run, which is built at the first sync, and its weights."""
+
+    def __init__(
+        self, run: Run, prompts: Sequence[Prompt], canary_prompts: Sequence[Prompt], timed: PhaseTimer
+    ):
+        """Prepare to build the engine. `prompts` are all that it will get, and determine its size."""
+        if run.config.rl.is_colocated:
+            imported_vllm()
+        super().__init__(run, timed)
+        self._prompts = prompts
+        ids = [prompt.ids for prompt in canary_prompts]
+        self._canary = Canary(run, ids, [f"prompt {prompt.id} of the canary" for prompt in canary_prompts])
+
+    def sync(self) -> dict[str, float]:
+        """Send the weights, check the canary, and return the metrics. Every rank calls it.
+
+        Raises:
+            TrainingError: if the engine does not compute the trainer's log-probabilities.
+        """
+        run, report = self._run, self.update()
+        run.totals[VERSION] = run.step
+        versions = run.step, self.engine.version
+        ratio = self._canary.check(self._sample_canary, versions, self.engine.weights_to_compare)
+        return {"sync_gb_per_second": report.gb_per_second, "drift_canary": ratio}
+
+    def update(self) -> SyncReport:
+        """Send the current weights. Every rank calls it."""
+        if self._engine is None:
+            self._engine = engine_of(self._run, self._prompts)
+        return super().update()
+
+    def resync(self) -> None:
+        """Send the current weights to a server that was lost. Every rank calls it."""
+        super().resync()
+        self._run.totals[VERSION] = self._run.step
+
+    def _sample_canary(self, prompts: list[list[int]], keys: list[int], tokens: int) -> list[CanarySample]:
+        engine, world = self.engine, self._run.mesh.world
+
+        def sample() -> list[list[Any]]:
+            completions = engine.generate(prompts, run_sampling(self._run, tokens), keys=keys)
+            return [
+                [one.prompt, list(one.ids), list(map(float, one.logprobs)), new_routes(one.routes, 0)]
+                for one in completions
+            ]
+
+        if engine.shared:
+            samples = self.request(lambda: sample() if world.rank == 0 else [])[0]
+        else:
+            samples = sample()
+        return [
+            CanarySample(prompts[number], ids, np.array(logprobs), join_routes(routes))
+            for number, ids, logprobs, routes in samples
+        ]
 
     def close(self) -> None:
         if self._engine is not None:

@@ -1,0 +1,75 @@
+"""Online DPO (Guo et al. 2024): preferences between the two completions of a prompt, by their rewards.
+
+With u the sum of log π − log π_ref over a completion's tokens, and h the difference of u between the completion with
+the larger reward and the other one, the loss of a pair is that of `dpo.loss_type` sigmoid or ipo. A micro-batch may
+have one completion of a pair, so each has a term with its own gradient, in which the other's u of before the step is a
+constant (online_pairs.py). Formulas are those of TRL's OnlineDPOTrainer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megalith.config.rl import RlConfig
+from megalith.rl.losses.grpo_loss import GrpoLoss
+from megalith.rl.sequences import Sequences
+
+
+class PairLoss(GrpoLoss):
+    """A loss of pairs of completions, averaged over the pairs. It takes two passes over the output matrix."""
+
+    def losses_of_margins(self, rl: RlConfig, margins: Tensor) -> Tensor:
+        """Return the losses of pairs with these margins h, of any shape."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement losses_of_margins")
+
+    def pair_losses(
+        self,
+        rl: RlConfig,
+        logprobs: Tensor,
+        reference: Tensor,
+        signs: Tensor,
+        partners: Tensor,
+        sequences: Sequences,
+    ) -> Tensor:
+        """Return each sequence's part of its pair's loss at its first token in the loss, [batch, seq].
+
+        The value of a pair belongs to the preferred completion. The other one has a part of value 0 with its gradient.
+
+        Args:
+            rl: section `rl` of the configuration.
+            logprobs: log π with its gradient, float [batch, seq].
+            reference: log π_ref, float [batch, seq].
+            signs: 1 for the preferred completion of a pair, −1 for the other, float [batch, seq].
+            partners: u of the other completion, float [batch, seq].
+            sequences: the tokens' sequences.
+        """
+        ratios = sequences.sums(logprobs - reference)
+        signs, partners = sequences.means(signs).round(), sequences.means(partners)
+        losses = self.losses_of_margins(rl, signs * (ratios - partners))
+        losses = torch.where(signs > 0, losses, losses - losses.detach())
+        return sequences.per_token(losses / sequences.tokens.clamp(min=1))
+
+    def divisor(self, rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
+        """Return the number of pairs: half of the sequences with tokens in the loss."""
+        return (sequence_tokens > 0).sum(dtype=torch.float64) / 2
+
+    def clip_bounds(self, rl: RlConfig) -> tuple[float, float]:
+        return 0.0, math.inf
+
+
+class OnlineDpo(PairLoss):
+    """−log σ(rl.beta · h)."""
+
+    def losses_of_margins(self, rl: RlConfig, margins: Tensor) -> Tensor:
+        return -logsigmoid(rl.beta * margins)
+
+
+class OnlineIpo(PairLoss):
+    """(h − 1 / (2 · rl.beta))²."""
+
+    def losses_of_margins(self, rl: RlConfig, margins: Tensor) -> Tensor:
+        return (margins - 1 / (2 * rl.beta)).square()
