@@ -147,7 +147,7 @@ def run_config(args: argparse.Namespace, folder: Path, method: str, length: int)
 def write_records(folder: Path, count: int, length: int, vocab: int) -> None:
     """Write the records of all methods: prompts of a quarter of the row, whose answers fill it."""
     rng, prompt = np.random.default_rng(SEED), length // 4
-    ids = rng.integers(1, vocab, size=(count, length + 1)).tolist()
+    ids = rng.integers(1, vocab, size=(count, length)).tolist()
     start_of = [one[:prompt] for one in ids]
     rows = {
         "sft": [{"input_ids": one, "labels": [-100] * prompt + one[prompt:]} for one in ids],

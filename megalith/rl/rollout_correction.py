@@ -56,13 +56,15 @@ def correct_batches(
     return results, 1 - kept / max(tokens, 1)
 
 
-def _gap(batch: RolloutBatch) -> Tensor:
-    return batch.old_logprobs - batch.rollout_logprobs.to(batch.old_logprobs.device)
+def _rollout_logprobs(batch: RolloutBatch) -> Tensor:
+    """Return the engine's log-probabilities, or the old policy's without them, as in a batch of empty rows."""
+    old, rollout = batch.old_logprobs, batch.rollout_logprobs
+    return old if rollout is None else rollout.to(old.device)
 
 
 def _without_rejected(rl: RlConfig, batch: RolloutBatch) -> RolloutBatch:
     criteria = rejection_criteria(rl.rollout_rs, rl.rollout_rs_threshold)
-    gap = _gap(batch)
+    gap = batch.old_logprobs - _rollout_logprobs(batch)
     sequences = Sequences.from_batch(batch.to(gap.device))
     keeps = sequences.mask & accepted_tokens(criteria, gap, sequences)
     counts = sequences.sums(keeps.to(gap.dtype))[: len(batch.sequence_tokens)].to(batch.sequence_tokens)
@@ -78,7 +80,7 @@ def _normalized_weights(
     for batch in batches:
         local = batch.to(batch.old_logprobs.device)
         sequences = Sequences.from_batch(local)
-        each = mismatch_weights(rl, local.old_logprobs, local.rollout_logprobs, sequences)
+        each = mismatch_weights(rl, local.old_logprobs, _rollout_logprobs(local), sequences)
         counted = sequences.tokens > 0 if by_sequence else sequences.mask
         values = torch.where(counted, sequences.means(each) if by_sequence else each, 0.0)
         sums += torch.stack([values.sum(dtype=torch.float64), counted.sum().double()]).to(device)

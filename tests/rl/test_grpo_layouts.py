@@ -86,7 +86,7 @@ SEQUENCE = dict(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high
 SELECTED = dict(mini_batches=2, loss_type="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=0.0, epsilon=0.9,
                 top_entropy_quantile=0.6, entropy_coef=0.05, **PART)  # fmt: skip
 REJECTED = dict(mini_batches=2, entropy_coef=0.05, rollout_is_batch_normalize=True, packing=True,
-                rollout_rs="token_k2,seq_max_k3", rollout_rs_threshold="0.02,2.0", **PART)  # fmt: skip
+                rollout_rs="token_k2,seq_max_k3", rollout_rs_threshold="0.5,6.0", **PART)  # fmt: skip
 RUNS = {"padded": OFF_POLICY | PART, "packed": SEQUENCE | PART | dict(packing=True), "selected": SELECTED,
         "rejected": REJECTED}  # fmt: skip
 DENSE = [("tp2-sp", "padded"), ("tp2-sp", "packed"), ("cp2", "packed"), ("pp2", "padded"), ("pp2", "packed"),

@@ -131,7 +131,7 @@ def test_a_fraction_of_the_answers_is_the_students_and_follows_its_prompts(conve
 @pytest.mark.parametrize("kind", ["vllm 0.24", "sglang"])
 def test_servers_answer_with_the_students_weights(conversations, kind):
     """So close to temperature 0, every engine chooses the most likely token."""
-    cold = {"on_policy_fraction": 1.0, "sampling_temperature": 1e-4}
+    cold = {"on_policy_fraction": 1.0, "sampling_temperature": 1e-6}
     own, loss, *_ = first_step(chat_config(conversations, distill=cold))
     model = prepare(chat_config(conversations), 1)[0].model
     tree = family_for(model).write_config(model)
@@ -142,14 +142,6 @@ def test_servers_answer_with_the_students_weights(conversations, kind):
         assert all(torch.equal(tensor, weights[name]) for name, tensor in server.received.items())
     assert len(server.received) > 20 and metrics["on_policy"] == 1.0
     for mine, theirs in zip(own, answers):
-        with torch.no_grad():
-            length = prompt_length(mine.loss_mask[0].numpy())
-            print(
-                "HF",
-                conversations["student"](mine.input_ids[:1, :length]).logits[0, -1].topk(3),
-                mine.labels[0, length - 1],
-                theirs.labels[0, length - 1],
-            )
         assert torch.equal(mine.labels, theirs.labels) and torch.equal(mine.loss_mask, theirs.loss_mask)
     assert served_loss == pytest.approx(loss, rel=1e-6)
 
