@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -196,10 +195,9 @@ def timed(act: Callable[[], Any]) -> float:
         act()
         torch.cuda.synchronize()
         return time.perf_counter() - begin
-    begin = os.times()
+    begin = time.process_time()
     act()
-    end = os.times()
-    return end.user + end.system - begin.user - begin.system
+    return time.process_time() - begin
 
 
 if __name__ == "__main__":

@@ -281,7 +281,11 @@ class PeftFolder:
     def _reject_other_methods(self) -> None:
         for key, only in ONLY.items():
             value = self._config.get(key, only)
-            if key == "modules_to_save" and self._model.score_head and not set(value or ()) - {*SCORE_MODULES}:
+            if (
+                key == "modules_to_save"
+                and self._model.score_head
+                and not set(value or ()) - {*SCORE_MODULES}
+            ):
                 continue
             if value != only and value not in (None, {}, []):
                 raise CheckpointError(
