@@ -1,7 +1,7 @@
 """Loss curves of optimizers on real text, each at the best rate of a small grid.
 
     python -m benchmarks.optimizer_curves                               one GPU: 12 layers of width 768, 1,000 steps
-    python -m benchmarks.optimizer_curves --only adamw muon --steps 200 --trial-steps 50
+    python -m benchmarks.optimizer_curves --only soap --trial-steps 50  one optimizer, with a shorter sweep
 
 The text is the bytes of Python's standard library. Every optimizer trains the same model from the same seed on the same
 samples: first at each rate of its grid for `--trial-steps`, then at the rate with the lowest loss for `--steps`. Both
@@ -31,10 +31,14 @@ from megalith.optim.schedule import build_schedule
 RATES = {
     "adamw": (3e-4, 1e-3, 3e-3),
     "muon": (3e-4, 1e-3, 3e-3),
+    "soap": (3e-4, 1e-3, 3e-3),
     "lion": (3e-5, 1e-4, 3e-4),
 }
 """Peak learning rates by optimizer."""
-OPTIONS = {"lion": {"optim.weight_decay": 0.5}}
+OPTIONS = {
+    "lion": {"optim.weight_decay": 0.5},
+    "soap": {"optim.adam_beta1": 0.95, "optim.adam_beta2": 0.95, "optim.soap_max_precond_dim": 2048},
+}
 """Further settings by optimizer."""
 DEFAULTS = {
     **TEXT_MODEL,

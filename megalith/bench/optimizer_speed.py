@@ -42,12 +42,15 @@ RATES = {
     "sgd": 0.3,
     "muon": 3e-3,
     "normuon": 3e-3,
+    "adamuon": 3e-4,
+    "soap": 3e-3,
     "lion": 5e-4,
     "ademamix": 3e-3,
     "adafactor": 1e-1,
     "schedule_free_adamw": 1e-2,
 }
-"""Learning rates by name; `normuon` is Muon with `muon_moment2_method: normuon`."""
+"""Learning rates by name; `normuon` and `adamuon` are Muon with this `muon_moment2_method`."""
+MUON_METHODS = ("normuon", "adamuon")
 
 DEFAULTS = {
     **TEXT_MODEL,
@@ -116,9 +119,9 @@ def main(arguments: list[str]) -> int:
 def measure(config: RunConfig, mesh: Mesh, device: torch.device, name: str, steps: int, lr: float) -> Row:
     """Train with the optimizer `name` of RATES for some steps and return its results."""
     settings = {
-        "optim.optimizer": "muon" if name == "normuon" else name,
+        "optim.optimizer": "muon" if name in MUON_METHODS else name,
         "optim.lr": lr,
-        "optim.muon_moment2_method": "normuon" if name == "normuon" else "none",
+        "optim.muon_moment2_method": name if name in MUON_METHODS else "none",
         "optim.lr_warmup_iters": max(steps // 10, 1),
         "train.train_iters": steps,
     }

@@ -230,6 +230,8 @@ def _eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     values, vectors = torch.linalg.eigh(matrix)
     is_null = values <= NULL * values[..., -1:]
+    if not is_null.any():
+        return values.flip(-1), vectors.flip(-1)
     null = vectors * is_null[..., None, :]
     null = null @ null.mT
     ramp = torch.linspace(1, 0, matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
