@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megalith.config.base import Decides, RequiresSetting, Resolved, Section
 
@@ -358,6 +358,10 @@ class DenseModel(Section):
         0.1
     )
     """Weight of the mean MTP loss."""
+
+    output_z_loss_coeff: Annotated[NonNegativeFloat, Decides.UPDATES] = 0.0
+    """Weight of the squared log of the sum of exponentials of each token's logits in the gradient, which keeps logits
+    small (PaLM used 1e-4). The logged loss does not include it."""
 
     num_experts: PositiveInt | None = None
     """Number of experts in each mixture-of-experts layer."""

@@ -235,9 +235,8 @@ def cross_entropy_sum(
     math: HeadMath = ORDINARY,
 ) -> Tensor:
     of_tokens = labels, loss_mask, vocab_size, softcap, scale
-    return linear_cross_entropy(
-        x, weight, *of_tokens, bias=bias, max_label_tokens=context.max_label_tokens, math=math
-    )
+    options = dict(max_label_tokens=context.max_label_tokens, z_loss_coeff=context.output_z_loss_coeff)
+    return linear_cross_entropy(x, weight, *of_tokens, bias=bias, math=math, **options)
 
 
 def target_logprobs(

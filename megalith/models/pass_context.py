@@ -75,6 +75,7 @@ class Context:
     layer_routes: LayerRoutes | None = None  # a layer's entry of `routes`
     mtp_embeddings: Tensor | None = None  # [batch, seq, hidden], embeddings of an MTP layer's input tokens
     max_label_tokens: int | None = None  # local tokens with a nonzero loss_mask, at most; None: unknown
+    output_z_loss_coeff: float = 0.0  # weight of the logits' z-loss in the gradient
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass
     encoded: Encoded | None = None  # the sequence that cross-attention attends to
 

@@ -69,6 +69,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,  # float32, one entry per row of weight
     max_label_tokens: int | None = None,  # maximum number of tokens with nonzero weight; None: unknown
     math: HeadMath = ORDINARY,
+    z_loss_coeff: float = 0.0,
 ) -> Tensor:
     """Return Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label], a float32 scalar.
 
@@ -77,6 +78,9 @@ def linear_cross_entropy(
     full rank has `rows` rows. The result is the same on every rank, and the gradient of hidden must be summed over
     ranks. The gradient is multiplied by `scale` before it is first rounded, so that an fp16 loss scale preserves small
     probabilities; the result is not. If `max_label_tokens` is small, logits of the other tokens are not computed.
+
+    The gradient includes that of the z-loss z_loss_coeff · Σ loss_mask · (log Σ exp logits)² (Chowdhery et al. 2022,
+    section 5); the result does not.
     """
     if not torch.is_grad_enabled():  # in an autograd function, parameters require gradients even then
         hidden, weight = hidden.detach(), weight.detach()
@@ -99,6 +103,7 @@ def linear_cross_entropy(
         scale,
         bias,
         math,
+        z_loss_coeff,
     )[0]
 
 
@@ -187,10 +192,11 @@ class _LinearLosses(torch.autograd.Function):
         scale: Tensor | None,
         bias: Tensor | None,  # [rows]
         math: HeadMath,
+        z_loss_coeff: float = 0.0,  # only without `of`
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         matrix, added = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         wants_gradient = hidden.requires_grad or weight.requires_grad
-        plain = of is None and axis.size == 1 and softcap is None and math is ORDINARY
+        plain = of is None and axis.size == 1 and softcap is None and math is ORDINARY and not z_loss_coeff
         fuses = fused.AVAILABLE and hidden.is_cuda and wants_gradient and plain
         losses, grads, results = [], [], []
         factor = scale if wants_gradient and scale is not None else torch.ones((), device=hidden.device)
@@ -211,7 +217,10 @@ class _LinearLosses(torch.autograd.Function):
                 if wants_gradient:
                     slopes = [None if slope is None else slope * factor / temperature for slope in slopes]
                     softmax = (log_sum, entropies, temperature, softcap)
-                    grad = _logits_gradient(logits, at, is_local, slopes[0][:, None], slopes[1], *softmax)
+                    of_sum = 2 * z_loss_coeff * log_sum * slopes[0] if z_loss_coeff else None
+                    grad = _logits_gradient(
+                        logits, at, is_local, slopes[0][:, None], slopes[1], *softmax, of_sum
+                    )
                 del logits
             if wants_gradient:
                 grads.append(grad @ matrix)
@@ -234,7 +243,7 @@ class _LinearLosses(torch.autograd.Function):
         grad_weight, grad_bias = (None if grad is None else grad * grad_loss for grad in parameter_grads)
         # In fp32: a rounded factor would make the gradients below the head inconsistent with the head's.
         grad_hidden = as_one_kernel(_scaled, grad_hidden, grad_loss)
-        return grad_hidden, grad_weight, *[None] * 10, grad_bias, None
+        return grad_hidden, grad_weight, *[None] * 10, grad_bias, None, None
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
@@ -428,10 +437,12 @@ def _logits_gradient(
     entropy: Tensor | None,
     temperature: float,
     softcap: float | None,
+    log_sums: Tensor | None = None,  # float32 [tokens]: minus the z-loss's gradient by log Σ exp
 ) -> Tensor:
     """Return the gradient of the logits before soft-capping, in their dtype."""
     rest = (entropies, log_sum, entropy, temperature)
-    grad = as_one_kernel(_softmax_gradient, logits, logprobs.sum(1), *rest)
+    total = logprobs.sum(1) if log_sums is None else logprobs.sum(1) + log_sums
+    grad = as_one_kernel(_softmax_gradient, logits, total, *rest)
     grad.scatter_add_(1, row, (logprobs * is_local).to(grad.dtype))
     return grad if softcap is None else grad * softcap_slope(logits, softcap)
 

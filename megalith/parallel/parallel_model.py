@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.comm.collectives import all_reduce_no_grad
-from megalith.config import OptimConfig, ParallelConfig
+from megalith.config import ModelConfig, OptimConfig, ParallelConfig
 from megalith.data.batch import Batch
 from megalith.data.token_ids import TokenIds
 from megalith.errors import ConfigError
-from megalith.models.loss import Loss, Objective
+from megalith.models.loss import CrossEntropy, Loss, Objective
 from megalith.models.mtp import make_mtp_targets
 from megalith.ops.compiled import run_eagerly
 from megalith.optim.optimizer import Placement
@@ -106,6 +106,7 @@ class ParallelModel:
             The unscaled loss, a float32 scalar, the same on every rank.
         """
         loss, micro_batches = loss or self.spec.loss, self._by_rows(micro_batches)
+        _check_z_loss(self.config, loss)
         if not isinstance(loss_scale, Tensor):
             loss_scale = torch.full((), loss_scale, device=self.device)
         local_batches = self._train(True)._prepare(micro_batches, loss)
@@ -441,3 +442,11 @@ class _CollectLogprobs(Loss):
         if entropy is not None:
             self.entropies.append(entropy)
         return logprobs.new_zeros(())
+
+
+def _check_z_loss(config: ModelConfig | None, loss: Loss) -> None:
+    if config is not None and config.output_z_loss_coeff and not isinstance(loss, CrossEntropy):
+        raise ConfigError(
+            f"model.output_z_loss_coeff is {config.output_z_loss_coeff:g}, which supports the cross-entropy of "
+            f"`megalith train` and `megalith sft`, but the loss is {type(loss).__name__}; set it to 0"
+        )

@@ -168,6 +168,7 @@ class StageMemory:
             moments += (of_ends - each) * self.outside / self.shards
         activations = int(width * tokens * self._saved_per_token()) + self._masked_attention()
         fused = self.tensor == 1 and self.model.final_logit_softcapping is None
+        fused = fused and not self.model.output_z_loss_coeff
         loss = (1 if fused else 2) * width * logits + (0 if self.adapters else GRADIENT_BYTES * head)
         gradients = GRADIENT_BYTES * self.adapters or int(
             self._gradients(self.dense + self.outside, self.dense, self.shards)

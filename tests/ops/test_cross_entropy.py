@@ -280,3 +280,22 @@ def test_losses_of_tokens_in_one_pass_equal_two(rows, softcap, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     with torch.no_grad():
         assert torch.equal(one_pass(hidden, weight, bias)[0], results[0][0])
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_z_loss_is_in_the_gradients_and_not_in_the_loss(softcap, monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 3 * 16)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 8, generator=generator, requires_grad=True) for size in (11, 16))
+    labels = torch.randint(13, (11,), generator=generator)
+    mask = torch.rand(11, generator=generator).round()
+    logits = cross_entropy.softcapped(hidden @ weight[:13].T, softcap)
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    z_losses = logits.logsumexp(-1).square()
+    expected = torch.autograd.grad((mask * (losses + 0.3 * z_losses)).sum() * 2, [hidden, weight])
+    loss = cross_entropy.linear_cross_entropy(
+        hidden, weight, labels, mask, 13, softcap, torch.tensor(2.0), z_loss_coeff=0.3
+    )
+    torch.testing.assert_close(loss, (mask * losses).sum())
+    for ours, theirs in zip(torch.autograd.grad(loss, [hidden, weight]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from default_cases import by_default
 from torch import Tensor
 
-from megalith.config import DpoConfig, RunConfig
+from megalith.config import DpoConfig, ModelConfig, RunConfig
 from megalith.data.batch import Batch
+from megalith.errors import ConfigError
 from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.parallel_model import ParallelModel
+from megalith.parallel.parallel_model import ParallelModel, _check_z_loss
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import BOUND, gradient_errors, relative_error
 from megalith.rl import PreferenceLoss
@@ -246,3 +247,12 @@ def test_equal_one_process_in_every_layout(pool, layouts, model):
     ranks = pool.run(outcomes, [configuration(layout, **model) for layout in layouts], size=4)
     for number, layout in enumerate(layouts):
         same_as_alone([rank[number] for rank in ranks], alone(**model), layout)
+
+
+def test_a_z_loss_of_the_logits_is_refused_for_other_losses():
+    config = ModelConfig(output_z_loss_coeff=1e-4)
+    _check_z_loss(config, CrossEntropy())
+    with pytest.raises(
+        ConfigError, match=r"output_z_loss_coeff is 0.0001, .* but the loss is Grpo; set it to 0"
+    ):
+        _check_z_loss(config, Grpo())

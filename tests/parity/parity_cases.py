@@ -68,6 +68,7 @@ GEMMA = LLAMA | {
     "qk_l2_norm": True,
     "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 3.0,
+    "output_z_loss_coeff": 0.05,
     "norm_placement": "sandwich",
     "layernorm_zero_centered_gamma": True,
     "scale_embeddings": True,

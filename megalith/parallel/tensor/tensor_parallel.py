@@ -426,6 +426,7 @@ class VocabParallel:
             rows=self.rows,
             bias=bias,
             max_label_tokens=context.max_label_tokens,
+            z_loss_coeff=context.output_z_loss_coeff,
         )
         hidden = self.tensor.gather(hidden, context)
         return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)
