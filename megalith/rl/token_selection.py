@@ -99,8 +99,8 @@ def _old_logprobs(rl: RlConfig, batch: RolloutBatch, logprobs: Tensor) -> Tensor
 
 
 def _at(mask: Tensor, indices: Tensor) -> Tensor:
-    """Return a bool tensor of `mask`'s shape. `indices` count the True elements of `mask`; those that they select are
-    True."""
+    """Return a bool tensor of `mask`'s shape. It is True at the tokens with these indices, which count only the True
+    elements of `mask`."""
     flat = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
     flat[mask.flatten().nonzero().flatten()[indices]] = True
     return flat.view(mask.shape)

@@ -214,10 +214,10 @@ class T5TrainStep(AbstractTrainStep):
         self.forward_step = self.get_forward_step_func()
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
-        """Return a function of an iterator of micro-batches.
+        """Return a function that takes an iterator of micro-batches and returns the fields of the next one.
 
-        It returns encoder tokens, decoder tokens, loss mask, labels (both None without labels) and the encoder's
-        padding mask or None.
+        These are encoder tokens, decoder tokens, loss mask, labels, and the encoder's padding mask or None. Without
+        labels, loss mask and labels are None.
         """
         plugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_get_batch_function is not None:

@@ -176,7 +176,7 @@ class EndpointAgent:
         session.reward, session.failure = result.get("reward"), result.get("failed")
 
     def _report(self, sessions: Sequence[AgentSession]) -> None:
-        """Note the failures of a batch. Raise DataError if nothing was sampled in any session."""
+        """Record the failures of a batch for the log. Raise DataError if nothing was sampled in any session."""
         failed = [one for one in sessions if one.failure is not None]
         if failed:
             prompt = self._prompts[failed[0].prompt_index]

@@ -373,7 +373,8 @@ def _piece(one: Completion, continues_at: int, earlier: int) -> Sampled:
 
     Args:
         one: the completion.
-        continues_at: a completion of this number of tokens that has not ended stays open. 0: none stays open.
+        continues_at: a completion that was truncated at this number of tokens stays open, to be continued. 0: none
+            does.
         earlier: tokens of the sample that were sampled before, whose routes were recorded then.
     """
     ids, versions = list(one.ids), list(map(int, one.versions))

@@ -82,8 +82,8 @@ class ServedTeacher:
     def _answers(
         self, batches: Sequence[Batch], ask: Callable[..., Any], takes_part: bool
     ) -> list[list[Any] | None]:
-        """Return the server's answer for each row of each micro-batch, None for rows without a loss; None in place of
-        the rows on ranks that do not send requests. Every rank calls it, and all raise if one request fails."""
+        """Return a list of answers per micro-batch: the server's for each row, None for a row without a loss. On ranks
+        that do not send requests, each list is None. Every rank calls it, and all raise if one request fails."""
         mesh = self._run.mesh
         sends = takes_part and mesh.tp.rank == mesh.cp.rank == 0
         results, error = [None] * len(batches), None
