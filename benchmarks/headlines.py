@@ -46,7 +46,7 @@ class Comparison:
 
 
 EQUAL, TUNED = "Against peers with equal freedom", "Fine-tuning"
-EIGHT = "Layouts on eight GPUs"
+EIGHT, FP8 = "Layouts on eight GPUs", "FP8 against torchtitan"
 OTHERS, DROPOUT = "Against other code", "fp16 with dropout 0.1"
 ENCODERS = "BERT-large and T5-3B"
 PER_GPU, MEMORY = "tokens/s/GPU", "memory, GB"
@@ -84,6 +84,18 @@ COMPARISONS = (
         "one call",
         "megalith bench llama3-8b --layout dp=8,data_parallel_sharding_strategy=optim_grads --batch 16 --steps 15 "
         "--warmup 5 --peer torchtitan:never",
+    ),
+    Comparison(
+        "Llama-3-8B, 12 layers, FP8, 1 GPU",
+        PER_GPU,
+        Bar("Megalith, delayed scaling", FP8, "Megalith, delayed scaling", PER_GPU),
+        (
+            Bar("torchtitan, tensorwise", FP8, "torchtitan, tensorwise", PER_GPU),
+            Bar("torchtitan, rowwise", FP8, "torchtitan, rowwise", PER_GPU),
+        ),
+        "one call",
+        "megalith bench llama3-8b --layout dp=1 --batch 2 --steps 12 --warmup 5 --set model.num_layers=12 "
+        "train.fp8_format=hybrid train.micro_batch_size=1 --peer torchtitan:fp8 torchtitan:fp8-rowwise",
     ),
     Comparison(
         "Qwen3-30B-A3B, 12 layers, EP4, balanced",
