@@ -215,7 +215,6 @@ class DistillationLoss(SummedLoss):
             vocab_size: int,
             softcap: float | None,
             scale: Tensor | None,
-            math: object = None,  # the divergence has one way of multiplying
             **shard,
         ) -> tuple[Tensor, Tensor, Tensor]:
             distill = self.distill

@@ -90,7 +90,8 @@ def answer_pairs(batch: PreferenceBatch, logprobs: Tensor) -> AnswerPairs:
         pairs, tokens = chosen_counts(batch)
         ratio = pairs / tokens.clamp(min=1)
     by_answer = (x.unflatten(0, (-1, 2)).T for x in (logps, log_ratios, counts))  # [2, pairs] each
-    return AnswerPairs(*itertools.chain(*by_answer), ratio.to(logps), batch.partners)
+    partners = getattr(batch, "partners", None)  # a caller's own batch may have no such field
+    return AnswerPairs(*itertools.chain(*by_answer), ratio.to(logps), partners)
 
 
 def rank_values(pairs: AnswerPairs) -> Tensor:

@@ -26,7 +26,7 @@ def test_tensor_parallelism_and_the_exchange_of_heads_are_hidden(parallel):
         (run(A2A | {"context_parallel_size": 1}), "context_parallel_size 1 with cp_comm_type a2a has none"),
         (run(A2A | {"cp_comm_type": "p2p"}), "context_parallel_size 2 with cp_comm_type p2p has none"),
         (run(TP2, micro_batch_size=3), "train.micro_batch_size is 3; make it even"),
-        (run(TP2, num_experts=4, add_bias_linear=False), "model.num_experts 4"),
+        (run(TP2, num_experts=4, add_bias_linear=False), "model.num_experts is 4"),
         (
             run(TP2 | {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero_bubble"}),
             "pipeline_schedule zero_bubble .* choose another schedule",

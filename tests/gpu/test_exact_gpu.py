@@ -9,12 +9,12 @@ from megalith.config import RunConfig
 from megalith.generation.requests import Sampling
 from megalith.generation.sync import engine_for
 from megalith.ops.attention_core import attention as ordinary_attention
+from megalith.ops.batch_invariant import matmul as matmuls
 from megalith.ops.batch_invariant import norms
 from megalith.ops.batch_invariant.invariant_attention import attention, cached_attention
 from megalith.ops.batch_invariant.matmul import matmul
 from megalith.ops.batch_invariant.token_logprobs import statistics
 from megalith.ops.documents import padding_attention_mask
-from megalith.ops.kernels.batch_invariant_kernels import tiled_matmul
 from megalith.parallel.mesh import build_mesh
 from megalith.rl.rollout_data import Sample, make_batch, pack_rows
 from megalith.rl.rollouts import RatedCompletion
@@ -51,7 +51,7 @@ def test_a_grouped_matmul_is_the_matmul_of_each_expert(dtype):
     sizes = [0, 300, 1, 0, 128, 77, 0]
     x, weight = rand(sum(sizes) + 40, 512, dtype=dtype), rand(len(sizes), 640, 512, dtype=dtype)
     ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
-    y, first = tiled_matmul(x, weight, dtype, ends), 0
+    y, first = matmuls.tiled_matmul(x, weight, dtype, ends), 0
     for expert, size in enumerate(sizes):
         rows = x[first : first + size]
         assert (
@@ -61,7 +61,7 @@ def test_a_grouped_matmul_is_the_matmul_of_each_expert(dtype):
         if size:  # the same expert with fewer rows, elsewhere in the buffer
             counts = torch.zeros(len(sizes), dtype=torch.int64)
             counts[expert] = 1
-            alone = tiled_matmul(
+            alone = matmuls.tiled_matmul(
                 rows[-1:].contiguous(), weight, dtype, counts.cumsum(0).to("cuda", torch.int32)
             )
             assert torch.equal(alone[0], y[first + size - 1])

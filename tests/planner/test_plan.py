@@ -297,13 +297,16 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
         (["plan", "gpt2", "--gpus", "8", "--top", "0"], "--top is 0; give a number above 0"),
         (
             ["plan", "gpt2", "--gpus", "8", "--device", "H100", "--memory-gb", "85"],
-            "a job has 80.3; give less",
+            "a job can use 80.3 GB",
         ),
         (["plan", "goodput", "gpt2", "--gpus", "8", "0"], "--gpus is 0; give a number above 0"),
         (["plan", "calibrate", "--seconds", "nan"], "--seconds is nan; give a number above 0"),
         (["plan", "goodput", "gpt2", "--stall", "-1"], "--stall is -1.0; give a number of 0 or more"),
         (["plan", "gpt2", "--gpus", "8", "--device-json", "nowhere.json"], "nowhere.json cannot be read"),
-        (["plan", "gpt2", "--gpus", "8", "--device", "H100", "--device-json", "a.json"], "give one of them"),
+        (
+            ["plan", "gpt2", "--gpus", "8", "--device", "H100", "--device-json", "a.json"],
+            "give one of the two",
+        ),
         (
             ["plan", "gpt2", "--gpus", "8", "--price-per-gpu-hour", "2"],
             "the cost needs --tokens too; give both",

@@ -656,7 +656,7 @@ def test_a_deadline_covers_headers_that_trickle():
         Thread(target=trickle, daemon=True).start()
         server = json_http.JsonServer(f"http://127.0.0.1:{listener.getsockname()[1]}", "vLLM")
         with pytest.raises(TrainingError, match=r"has not answered GET /x within 0\.2 s"):
-            server.get("/x", Deadline(0.2, server_engine.SYNC))
+            server.get("/x", Deadline(0.2, "rl.weight_sync_timeout"))
 
 
 @contextmanager
@@ -680,7 +680,7 @@ def test_an_answer_without_end_is_ended_by_its_bytes(monkeypatch):
     for completion_bytes in (0, 1 << 20):
         said = rf"answers POST /x with more than {(1 << 20) + completion_bytes:,} bytes, which no engine does"
         with answering(b"200 OK", b"x" * 4096) as server, pytest.raises(TrainingError, match=said):
-            server.post("/x", {}, Deadline(60.0, server_engine.SYNC), completion_bytes)
+            server.post("/x", {}, Deadline(60.0, "rl.weight_sync_timeout"), completion_bytes)
 
 
 @pytest.mark.parametrize("target", ["http://127.0.0.1:9/other", "file:///etc/passwd", "/there"])
@@ -689,18 +689,18 @@ def test_a_redirect_is_not_followed(status, target):
     head = f"{status} Elsewhere\r\nLocation: {target}\r\nContent-Length: 0".encode()
     said = f"redirects POST /x to {target}, but redirects are not followed"
     with answering(head, b"") as server, pytest.raises(TrainingError, match=said):
-        server.post("/x", {"prompt": "private"}, Deadline(60.0, server_engine.SYNC))
+        server.post("/x", {"prompt": "private"}, Deadline(60.0, "rl.weight_sync_timeout"))
 
 
 def test_json_that_is_nested_too_deeply_is_a_sentence():
     body, said = b"[" * 1_000_000, "answers GET /x with JSON nested too deeply to read"
     head = b"200 OK\r\nContent-Length: %d" % len(body)
     with answering(head, body) as server, pytest.raises(TrainingError, match=said):
-        server.get("/x", Deadline(60.0, server_engine.SYNC))
+        server.get("/x", Deadline(60.0, "rl.weight_sync_timeout"))
 
 
 def test_a_deadline_covers_an_answer_that_trickles():
-    deadline = Deadline(60.0, server_engine.SYNC)
+    deadline = Deadline(60.0, "rl.weight_sync_timeout")
 
     class Trickle:
         def read1(self, size):
