@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 DASHES = (0, (4, 4))
 MAX_POINTS = 3000  # of a smoothed curve, twice the width of the picture
-MAX_DRAWN = 12_000  # of the loss: two intervals of `downsample` per pixel, so that no spike is missed
-MAX_DRAWN_SMALL = 4000  # of a small chart, likewise
+MAX_DRAWN = 6000  # of the loss: an interval of `downsample` per pixel, so that no spike is missed
+MAX_DRAWN_SMALL = 2000  # of a small chart, likewise
 MAX_LINES = 500  # for lost losses
 PANELS = (
     ("lr", "learning rate", 1.4),
