@@ -174,7 +174,7 @@ class Engine:
 
         Raises ConfigError if a tensor is missing, unexpected or has another shape.
         """
-        missing = set(self.shards)
+        missing, self.source = set(self.shards), None  # the next `sync` copies everything
         for name, tensor in tensors:
             if name not in self.shards:
                 if self.is_mtp_parameter(name):

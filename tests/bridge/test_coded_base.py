@@ -135,6 +135,9 @@ def test_an_engine_receives_the_decoded_base_once_and_then_the_adapters_alone(
     assert report.bytes == sum(parameter.nbytes for _, parameter in trained)
     assert all(torch.equal(engine.shards[name].values, parameter) for name, parameter in trained)
     assert torch.equal(engine.shards[QKV].values, decoded)
+    engine.load((name, torch.zeros(shard.shape)) for name, shard in engine.shards.items())
+    sync(engine, model)  # other weights were loaded in between
+    assert torch.equal(engine.shards[QKV].values, decoded)
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8", "nf4", "mxfp4"])
