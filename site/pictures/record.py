@@ -60,7 +60,11 @@ def screen(output: str) -> list[str]:
 def record(
     command: str, until: str | None, on_output: Callable[[str], None] = lambda text: None
 ) -> list[str]:
-    """Run a command in a terminal; return the lines on its screen when `until` is printed, or at the end."""
+    """Run a command in a terminal; return the lines on its screen when `until` is printed, or at the end.
+
+    Raises:
+        RuntimeError: the command failed, or did not print `until`.
+    """
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     words = [sys.executable, "-m", *shlex.split(command.replace("\\\n", ""))]
@@ -80,8 +84,10 @@ def record(
         output += more
         if until is not None and kept is None and until.encode() in output:
             kept = output
-    process.wait()
     os.close(leader)
+    if process.wait() or (until is not None and kept is None):
+        ended = f"ended with {process.returncode}" + ("" if until is None else f" and without {until!r}")
+        raise RuntimeError(f"{command} {ended}; the recording is unchanged. Does it have its data?")
     return screen((kept or output).decode(errors="replace"))
 
 
