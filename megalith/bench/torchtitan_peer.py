@@ -50,10 +50,8 @@ def main() -> None:
     model, flavor = MODELS[args.workload]
     if not torch.cuda.is_available():
         raise SystemExit("the torchtitan peer needs GPUs")
-    sys.argv = [
-        "torchtitan",
-        *options(args, model, flavor, run),
-    ]  # which torchtitan reads when it is imported
+    # Before the import in specialize: torchtitan's parser takes sys.argv when its module is loaded.
+    sys.argv = ["torchtitan", *options(args, model, flavor, run)]
     specialize(model, flavor, run.model)
     times = train(args.steps)
     if os.environ["RANK"] == "0":
