@@ -17,7 +17,8 @@ from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.families.sequence_classification import with_score
 from megalith.bridge.family import Family, build_on_meta
 from megalith.bridge.folder import read_config_json, read_json, resolve_folder
-from megalith.bridge.importer import Change, check_absent, import_hf, new_run
+from megalith.bridge.importer import SEED, Change, check_absent, import_hf, new_run
+from megalith.bridge.initial_factors import initialize_factors
 from megalith.bridge.load import check_base, config_of, is_foreign_weights, model_of, open_weights
 from megalith.bridge.megatron.megatron_importer import is_megatron_folder
 from megalith.bridge.partial import new_folder
@@ -31,12 +32,14 @@ from megalith.checkpoint.files import stored_bytes
 from megalith.checkpoint.fingerprint import Sample, digest, sample
 from megalith.checkpoint.rewrite import part_bytes
 from megalith.checkpoint.state import MODEL, Model, checkpoint_shards
+from megalith.comm.collectives import Axis
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.adapters import ADAPTER, adapters, add_adapters
+from megalith.models.adapters import ADAPTER, adapters, add_adapters, is_initial_factor
 from megalith.models.model_types import make_model
 from megalith.models.score_model import SCORE
 from megalith.models.transformer import Transformer
+from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 from megalith.remote import open_location, remove_all
@@ -51,6 +54,7 @@ STORED_SETTINGS = (
     "layers_to_transform",
     "use_rslora",
     "use_dora",
+    "init_lora_weights",
 )
 """Settings of `lora` that a PEFT folder determines."""
 
@@ -82,16 +86,29 @@ def with_lora_load(config: RunConfig) -> RunConfig:
 def load_peft_adapters(path: str, config: ModelConfig, model: Model) -> None:
     """Load this rank's shards of the adapters in a folder in PEFT's format."""
     folder = _open_peft(path, config)
-    _copy_shards(model, folder.read, without=() if folder.has_score else (SCORE,))
+    without_score = not folder.has_score
+    _copy_shards(
+        model, folder.read, lambda name: is_initial_factor(name) or (name == SCORE and without_score)
+    )
 
 
-def initialize_from_base(config: RunConfig, model: Model) -> None:
-    """Set this rank's shards of DoRA's magnitudes to the norms of the base's rows, their values while B is 0."""
+def initialize_from_base(
+    config: RunConfig,
+    model: Model,
+    world: Axis = ALONE,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Set this rank's shards of the adapters' values that depend on the base. Every rank of `world` calls it.
+
+    These are the factors of PiSSA and OLoRA, and DoRA's magnitudes: the norms of the base's rows.
+    """
     shards = {name: shard for name, shard in checkpoint_shards(model).items() if MAGNITUDE in name}
-    if not shards:
+    if not shards and not config.lora.decomposes_base:
         return
     full = dict(adapters(build_on_meta(config.model, config.lora)))
-    read = _base_reader(config.model.init_from, config)
+    read = _base_reader(config.model.init_from, config.checkpoint.trust, config.model, config.train.seed)
+    if config.lora.decomposes_base:
+        initialize_factors(model, config.lora, full, read, config.train.seed, world, device)
 
     if config.lora.has_quantized_base:
         read = CodedBase(config).full
@@ -105,16 +122,16 @@ def initialize_from_base(config: RunConfig, model: Model) -> None:
         shard.values.copy_(shard.slice_of(lengths(linear)[part]))
 
 
-def _base_reader(path: str, config: RunConfig) -> Callable[[str], Tensor]:
-    """Return a function that reads a tensor of the weights that `model.init_from` names."""
+def _base_reader(path: str, trust: bool, model: ModelConfig, seed: int = SEED) -> Callable[[str], Tensor]:
+    """Return a function that reads a tensor of the weights that adapters are for."""
     if not is_foreign_weights(path):
         return _reader(open_existing(path, show_progress=False))
-    matched = open_weights(path, config.checkpoint.trust, config.model.vocab_size)
+    matched = open_weights(path, trust, model.vocab_size)
     groups = {group.name: group for group in matched.groups}
 
     def read(name: str) -> Tensor:
         group = groups[name]
-        return matched.read(group, config.train.seed, (0,) * len(group.shape), group.shape)
+        return matched.read(group, seed, (0,) * len(group.shape), group.shape)
 
     return read
 
@@ -247,7 +264,12 @@ def _open_adapters(
         adapter.to_empty(device="cpu")
     if model.score_head:
         model_with_adapters.score.to_empty(device="cpu")
-    _copy_shards(model_with_adapters, read)
+    from_peft = checkpoint is None
+    _copy_shards(model_with_adapters, read, lambda name: from_peft and is_initial_factor(name))
+    if from_peft and lora.decomposes_base:
+        full = dict(adapters(model_with_adapters))
+        read = _base_reader(_check_base_name(base, source), False, model)
+        initialize_factors(model_with_adapters, lora, full, read, SEED, ALONE, "cpu", trained=False)
     return _check_base_name(base, source), model_with_adapters, checkpoint, config
 
 
@@ -262,9 +284,11 @@ def _check_base_name(base: str | None, source: str | Path) -> str:
 
 
 @torch.no_grad()
-def _copy_shards(model: Model, read: Callable[[str], Tensor], without: tuple[str, ...] = ()) -> None:
+def _copy_shards(
+    model: Model, read: Callable[[str], Tensor], is_excluded: Callable[[str], bool] = lambda name: False
+) -> None:
     for name, shard in checkpoint_shards(model).items():
-        if name not in without:
+        if not is_excluded(name):
             shard.values.copy_(shard.slice_of(read(name)))
 
 

@@ -450,7 +450,6 @@ PLAIN_LORA = "adapters are plain LoRA on the matrices that lora.targets names"
 UNSUPPORTED_NAMES: dict[str, str] = {
     "bias":                PLAIN_LORA + ", and biases stay frozen",
     "modules_to_save":     PLAIN_LORA + ", and every other weight stays frozen",
-    "init_lora_weights":   PLAIN_LORA + "; A starts random and B at zero",
     "task_type":           "leave it out: the model and the command decide the task",
     "peft_type":           PLAIN_LORA,
 }  # fmt: skip

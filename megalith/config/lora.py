@@ -138,6 +138,11 @@ class LoraConfig(Section):
     use_dora: Annotated[bool, Decides.FUNCTION] = False
     """Train the length of each row of the adapted matrices too, apart from its direction (DoRA, Liu et al. 2024)."""
 
+    init_lora_weights: Annotated[str, Decides.FUNCTION] = "default"
+    """Initial A and B, in PEFT's words. default: A random, B 0. pissa: the largest singular values of the matrix and
+    their vectors (Meng et al. 2024); pissa_niter_N approximates them with N iterations. olora: the first columns of its
+    QR decomposition (Büyükakyüz 2024). The frozen part is then the matrix without B · A."""
+
     loraplus_lr_ratio: Annotated[PositiveFloat | None, Decides.UPDATES] = None
     """Learning rate of B relative to A's, which is optim.lr (LoRA+, Hayou et al. 2024). Default: 1."""
 
@@ -158,6 +163,20 @@ class LoraConfig(Section):
             except re.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
         return patterns
+
+    @field_validator("init_lora_weights", mode="before")
+    @classmethod
+    def _check_initialization(cls, value: Any) -> Any:
+        if value is True:  # PEFT's word for the default
+            return "default"
+        if value in ("default", "pissa", "olora") or re.fullmatch(r"pissa_niter_[1-9]\d*", str(value)):
+            return value
+        raise ValueError(f"{value!r} is not supported; choose default, pissa, pissa_niter_N or olora")
+
+    @property
+    def decomposes_base(self) -> bool:
+        """True if A and B begin as factors of the matrix, which the frozen part then lacks (PiSSA, OLoRA)."""
+        return self.rank is not None and self.init_lora_weights != "default"
 
     @property
     def has_quantized_base(self) -> bool:

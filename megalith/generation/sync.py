@@ -24,7 +24,7 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
 from megalith.generation.engine_model import named_shards
-from megalith.models.adapters import ADAPTER
+from megalith.models.adapters import ADAPTER, is_initial_factor
 from megalith.models.transformer import Transformer
 from megalith.parallel.coded_base import CodedShard, coded_shards
 from megalith.parallel.gather import ALONE, global_tensors
@@ -170,7 +170,10 @@ class _WeightSource:
         _wait(device)
         began = time.perf_counter()
         sent = {
-            name for name in shards if ADAPTER in name or not (self.has_adapters and self.has_copied_base)
+            name
+            for name in shards
+            if (ADAPTER in name and not is_initial_factor(name))
+            or not (self.has_adapters and self.has_copied_base)
         }
         names = [name for name in self.local if name in sent]
         for name in names:

@@ -14,11 +14,15 @@ Each expert has its own pair; the pairs of all experts are stacked in two tensor
 DoRA (Liu et al. 2024) also trains a length m for each row of the adapted matrix, initially the row's actual length:
 
     y = (x · Wᵀ + x · ΔWᵀ) · m / ‖W + ΔW‖ + bias        no gradient flows through the norms of the rows
+
+PiSSA and OLoRA begin with factors A₀, B₀ of W and train on W − B₀ · A₀. Here W stays as it is, A₀ and B₀ are kept,
+frozen, and ΔW is the scale times B · A − B₀ · A₀.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +41,12 @@ from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
 from megalith.ops.grouped_gemm import RowGroups
 
 ADAPTER = ".adapter."  # in the name of every parameter of an adapter, and in no other
+INITIAL = ".adapter.initial_"  # of the frozen factors among them
+
+
+def is_initial_factor(name: str) -> bool:
+    """Return True for A₀ and B₀ of an adapter, which stay frozen."""
+    return INITIAL in f".{name}"
 
 
 def is_trained_with_adapters(name: str) -> bool:
@@ -115,6 +125,12 @@ class LinearAdapter(Adapter):
         self.lora_B = nn.ModuleDict(
             {part: Linear(self.ranks[part], count, bias=False, device="meta") for part, count in rows.items()}
         )
+        self.initial_A: nn.ModuleDict | None = None  # PiSSA and OLoRA
+        self.initial_B: nn.ModuleDict | None = None
+        if lora.decomposes_base:
+            self.initial_A, self.initial_B = deepcopy(self.lora_A), deepcopy(self.lora_B)
+            self.initial_A.requires_grad_(False)
+            self.initial_B.requires_grad_(False)
         self.sum_columns: Callable[[Tensor], Tensor] = identity
         self.lora_magnitude: nn.ModuleDict | None = None
         if lora.use_dora:
@@ -144,31 +160,39 @@ class LinearAdapter(Adapter):
         total = weight + self.delta()
         return total if not self.rescales else total * self.row_factors(weight)[:, None]
 
+    def part_rows(self, part: str) -> Tensor:
+        """Return the linear's row of each row of a part's B, int64; the adapter must be unsharded."""
+        rows = {
+            other: torch.arange(1, b.weight.shape[0] + 1)
+            if other == part
+            else torch.zeros(b.weight.shape[0], dtype=torch.int64)
+            for other, b in self.lora_B.items()
+        }
+        order = self.join(rows)
+        return order.argsort(stable=True)[-rows[part].numel() :]
+
     def row_lengths(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the initial lengths of each part's rows, from the full weight; the adapter must be unsharded."""
-        norms, lengths = weight.float().norm(dim=1), {}
-        for part, each in self.lora_magnitude.items():
-            count = each.weight.shape[0]
-            row_indices = {
-                other: torch.arange(1, count + 1)
-                if other == part
-                else torch.zeros(len(m.weight), dtype=torch.int64)
-                for other, m in self.lora_magnitude.items()
-            }
-            order = self.join(row_indices)
-            lengths[part] = torch.empty(count)
-            lengths[part][order[order > 0] - 1] = norms[order > 0]
-        return lengths
+        norms = weight.float().norm(dim=1)
+        return {part: norms[self.part_rows(part)] for part in self.lora_magnitude}
 
     def forward(self, x: Tensor, context: Context | None) -> Tensor:  # [..., in] -> [..., out]
+        whole_x = x
         if self.dropout and context is not None and context.dropout is not None:
             keys, site = context.dropout, self.dropout_site
             rows = keys.stream_rows(site) if self.takes_stream else keys.token_rows(site)
             columns = column_keys(x.shape[-1], x.device, self.first_column)
             x = counter_dropout(x, self.dropout, rows.view(x.shape[:-1]), columns)
-        low = torch.cat([a(x, context) for a in self.lora_A.values()], dim=-1)  # [..., sum of the ranks]
-        low = self.gather(low, context).split(list(self.ranks.values()), dim=-1)
+        low = [a(x, context) for a in self.lora_A.values()]
+        if self.initial_A is not None:  # the frozen part W − B₀ · A₀ has no dropout
+            low += [a(whole_x, context) for a in self.initial_A.values()]
+        low = torch.cat(low, dim=-1)  # [..., sum of the ranks], or twice that
+        ranks = list(self.ranks.values()) * (1 if self.initial_A is None else 2)
+        low = self.gather(low, context).split(ranks, dim=-1)
         high = {part: b(z, context) for (part, b), z in zip(self.lora_B.items(), low)}
+        if self.initial_B is not None:
+            initial = zip(self.initial_B.items(), low[len(high) :])
+            high = {part: high[part] - b(z, context) for (part, b), z in initial}
         return self.join(self.scaled(high)) * self.scaling
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
@@ -176,10 +200,10 @@ class LinearAdapter(Adapter):
         return parts[WHOLE]
 
     def delta(self) -> Tensor:
-        products = {
-            part: _product(b.rows(local(b.weight)), local(self.lora_A[part].weight)).T
-            for part, b in self.lora_B.items()
-        }
+        products = _products(self.lora_A, self.lora_B)
+        if self.initial_A is not None:
+            initial = _products(self.initial_A, self.initial_B)
+            products = {part: product - initial[part] for part, product in products.items()}
         return self.join(self.scaled(products)).T * self.scaling
 
 
@@ -288,6 +312,13 @@ def _make_adapter(
         return adapter
     kind = GateUpAdapter if name == "linear_fc1" else LinearAdapter
     return kind(lora, layer, site, inputs, {part: rows if part == WHOLE else rows // 2 for part in parts})
+
+
+def _products(a: nn.ModuleDict, b: nn.ModuleDict) -> dict[str, Tensor]:
+    """Return (B · A)ᵀ by part, [in, rows]."""
+    return {
+        part: _product(each.rows(local(each.weight)), local(a[part].weight)).T for part, each in b.items()
+    }
 
 
 def _product(b: Tensor, a: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megalith.comm.collectives import Axis, gather_json
 from megalith.local_shards import local, local_shape_and_offset
+from megalith.models.adapters import is_initial_factor
 from megalith.optim.optimizer import Placement
 from megalith.parallel.owners import CollectedMatrices, SharedMatrix, owned_matrices
 from megalith.parallel.replication import replica_axes
@@ -154,8 +155,9 @@ class LocalParameters:
         """
         frozen = [
             at
-            for at, (_, parameter) in enumerate(self._state)
+            for at, (name, parameter) in enumerate(self._state)
             if not (parameter.requires_grad or parameter.ndim < 2 or parameter.dtype == dtype)
+            and not is_initial_factor(name)  # without values until the base is read
         ]
 
         def is_exact(parameter: Tensor) -> bool:

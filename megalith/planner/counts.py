@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megalith.config import LoraConfig, ModelConfig, ParallelConfig, RunConfig
-from megalith.models.adapters import ADAPTER, add_adapters
+from megalith.models.adapters import ADAPTER, add_adapters, is_initial_factor
 from megalith.models.layer import TransformerLayer, layer_class
 from megalith.models.linear import Linear
 from megalith.models.model_types import make_model
@@ -61,8 +61,9 @@ class Matmul(NamedTuple):
 class MetaModel:
     """A model on the meta device with one layer of each kind.
 
-    Parameters are counted by part: embedding, attention, mlp, experts, norms, head, adapters. Biases count with their
-    part. Sizes on a rank follow the sharding tables: ROLES for tensor parallelism, EXPERT_SHARDING for experts.
+    Parameters are counted by part: embedding, attention, mlp, experts, norms, head, adapters, and the frozen first
+    factors of PiSSA and OLoRA. Biases count with their part. Sizes on a rank follow the sharding tables: ROLES for
+    tensor parallelism, EXPERT_SHARDING for experts.
     """
 
     def __init__(self, model: ModelConfig, lora: LoraConfig | None = None):
@@ -271,6 +272,8 @@ def layers_of(model: ModelConfig, chunks: Iterable[Stage]) -> list[int]:
 
 def _part(name: str, module: nn.Module) -> str:
     first = name.removeprefix(ENCODER).partition(".")[0]
+    if is_initial_factor(name):
+        return INITIAL
     if ADAPTER in name:
         return "adapters"
     if isinstance(module, GroupedLinear):
@@ -282,6 +285,7 @@ def _part(name: str, module: nn.Module) -> str:
     return OUTSIDE.get(first, "mlp")
 
 
+INITIAL = "initial factors"  # frozen, in fp32
 ENCODER = "encoder."  # prefix of the encoder's names in an encoder-decoder
 OUTSIDE = {
     "embedding": "embedding",
@@ -412,7 +416,7 @@ def flops_per_token(
         attention_matrix=per_pair * widths * pairs,
         mlp=per_weight * (weights["mlp"] + _active_experts(model, weights["experts"])),
         head=per_weight * meta.output_matrix * (1 + len(model.mtp_layers)),
-        adapters=per_pair * active_adapters,
+        adapters=per_pair * active_adapters + per_weight * weights[INITIAL],
         is_causal=model.causal,
     )
 
@@ -436,7 +440,7 @@ def _encoder_decoder_flops(meta: MetaModel, encoder_length: int, decoder_length:
         attention_matrix=round(per_pair * widths * pairs),
         mlp=round(per_weight * weights["mlp"]),
         head=round(per_weight * meta.output_matrix * share),
-        adapters=round(per_pair * weights["adapters"]),
+        adapters=round(per_pair * weights["adapters"] + per_weight * weights[INITIAL]),
         is_causal=False,
     )
 

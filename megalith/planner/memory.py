@@ -40,7 +40,7 @@ from megalith.parallel.fp8_linears import layers_cast_once, saves_weight_codes, 
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.roles import role_of
-from megalith.planner.counts import MetaModel, layers_of, token_fraction
+from megalith.planner.counts import INITIAL, MetaModel, layers_of, token_fraction
 
 MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
@@ -127,8 +127,8 @@ class StageMemory:
         self.cast_once = cast_once / max(self.layers, 1)
         """Fraction of the layers whose FP8 weights are cast once per step."""
         here = meta.in_layers(self.layer_numbers)
-        self.experts, self.adapters = here["experts"], here["adapters"]
-        self.dense = here.total() - self.experts - self.adapters
+        self.experts, self.adapters, self.initial = here["experts"], here["adapters"], here[INITIAL]
+        self.dense = here.total() - self.experts - self.adapters - self.initial
         self.in_mlps = here["mlp"] / max(self.dense, 1)
         """Fraction of the layers' dense weights that belongs to MLPs."""
         self.coded, self.decoded = 0, 0
@@ -181,7 +181,9 @@ class StageMemory:
         )
         freed = activations + loss + (0 if is_permanent else copies)
         return MemoryEstimate(
-            weights=int(models * stored + self.coded + MASTER_BYTES * self.adapters / self.shards),
+            weights=int(
+                models * stored + self.coded + MASTER_BYTES * (self.adapters + self.initial) / self.shards
+            ),
             compute_copy=copies,
             gradients=gradients if self.accumulates else max(gradients - freed, 0),
             optimizer=int(moments * (1 - offloaded)),

@@ -37,8 +37,8 @@ LORA = {
     "alpha_pattern": "lora.alpha_pattern",
     "layers_to_transform": "lora.layers_to_transform",
     "use_dora": "lora.use_dora",
+    "init_lora_weights": "lora.init_lora_weights",
 }
-PLAIN_LORA = {**ONLY, "init_lora_weights": True}
 TARGET_FIELDS = ("target_modules", "target_parameters")
 LORA_NO_EFFECT = (
     "auto_mapping",
@@ -159,13 +159,13 @@ def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, A
         return {}
     arguments = read_arguments(peft_config)
     fields = arguments.values
-    for name, only in PLAIN_LORA.items():
+    for name, only in ONLY.items():
         if fields.get(name) not in (None, only):
             raise ConfigError(
                 f"peft_config has {name} {fields[name]!r:.60}, which is more than plain LoRA; omit it "
                 "(docs/lora.md)"
             )
-    others = arguments.changed.keys() - {*LORA, *PLAIN_LORA, *LORA_NO_EFFECT, "use_rslora", *TARGET_FIELDS}
+    others = arguments.changed.keys() - {*LORA, *ONLY, *LORA_NO_EFFECT, "use_rslora", *TARGET_FIELDS}
     for name in sorted(others):
         if arguments.defaults or arguments.changed[name]:  # in a dict, an empty value is PEFT's default
             raise ConfigError(

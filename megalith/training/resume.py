@@ -73,10 +73,10 @@ def load_run(run: Run, memory: RunSnapshots | None = None) -> Path | StorePath |
         memory.restore(snapshot)
         return None
     if checkpoint is None:
+        if frozen and (config.lora.load is None or config.lora.decomposes_base):
+            initialize_from_base(config, run.model.chunks, world, run.device)
         if config.lora.load is not None:
             load_peft_adapters(config.lora.load, config.model, run.model.chunks)
-        elif frozen:
-            initialize_from_base(config, run.model.chunks)
         return None
     restore(run, checkpoint, config.checkpoint.load_optim)
     run.notes += _notes_on_change(run, checkpoint)

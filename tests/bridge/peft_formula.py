@@ -64,6 +64,24 @@ def save(tensors: dict[str, torch.Tensor], folder: Path, alpha: float, **config)
     return folder
 
 
+def take_out_factors(model: nn.Module, named: dict[str, nn.Module], config: dict) -> None:
+    """What PEFT does with the weights when it adds adapters of PiSSA or OLoRA: the first B·A is taken out of them."""
+    for module in named.values() if config.get("init_lora_weights") in ("pissa", "olora") else ():
+        scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+        a, b = first_factors(config["init_lora_weights"], module.weight, config["r"], scale)
+        module.weight -= scale * b @ a
+
+
+def first_factors(method: str, weight: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tensor, ...]:
+    """PEFT's pissa_init and olora_init: A and B."""
+    if method == "olora":
+        q, r = torch.linalg.qr(weight)
+        return r[:rank], q[:, :rank]
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    root = torch.diag(torch.sqrt(values[:rank] / scale))
+    return root @ right[:rank], left[:, :rank] @ root
+
+
 @torch.no_grad()
 def adapt(model: nn.Module, folder: Path) -> None:
     """Adds the adapters of a folder to the weights of a model of transformers."""
@@ -76,6 +94,7 @@ def adapt(model: nn.Module, folder: Path) -> None:
     ends = [f".{end}" for end in config.get("target_parameters") or ()]
     experts = [each for each in expert_parameters(model) if any(f".{each[1]}".endswith(end) for end in ends)]
     wrappers = [*named, *(wrapper for wrapper, *_ in experts)]
+    take_out_factors(model, named, config)
     lengths = {name: x for name, x in tensors.items() if name.endswith(".lora_magnitude_vector")}
     assert {f"{PREFIX}{name}.lora_magnitude_vector" for name in wrappers} == lengths.keys() or not lengths
     assert bool(lengths) == bool(config.get("use_dora"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bridge.peft_formula import random_adapters, save
-from default_cases import by_default
+from default_cases import by_default, in_full
 from models.reference import CASES, random_reference
 from parity_cases import BASE, DROPOUT
 
@@ -61,6 +61,24 @@ def test_dora_equals_one_process_in_any_layout(pool, tree: dict, layout: str) ->
     assert errors.within(), errors
     lengths = [gradient for name, gradient in alone.gradients.items() if "lora_magnitude" in name]
     assert len(lengths) == 3 * 7 and all(gradient.norm() > 0 for gradient in lengths)
+
+
+@pytest.mark.parametrize("method", ["pissa", in_full("olora")])
+@pytest.mark.parametrize("layout", by_default(["tp2-sp", "pp2", "tp4", "dp2-zero3"], "tp2-sp"))
+def test_factors_of_the_base_are_trained_alike_in_any_layout(
+    pool, tree: dict, method: str, layout: str
+) -> None:
+    """The first A and B of PiSSA are determined up to the sign of each pair, which one rank decides for all."""
+    lora = {"rank": 3, "targets": TARGETS, "init_lora_weights": method, "dropout": 0.2}
+    split = {"decoder_first_pipeline_num_layers": 1} if layout == "pp2" else {}
+    parallel = {**LAYOUTS[layout].parallel, **split}
+    config = RunConfig.from_tree(tree | {"lora": lora, "parallel": parallel})
+    alone = run_job(RunConfig.from_tree(tree | {"lora": lora}))
+    errors = compare(pool.run(run_job, config, size=LAYOUTS[layout].processes), alone)
+    assert errors.within(), errors
+    halves = [sum(half in name for name in alone.gradients) for half in ("lora_A", "lora_B", "initial")]
+    assert halves == [3 * 7, 3 * 7, 0]
+    assert all(gradient.norm() > 0 for gradient in alone.gradients.values())
 
 
 OF_EXPERTS = {

@@ -15,6 +15,8 @@ ONLY = {
     "peft_type": "LORA", "bias": "none", "lora_bias": False, "use_qalora": False,
     "modules_to_save": None, "trainable_token_indices": None, "layer_replication": None,
 }  # fmt: skip
+LEAVES_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights with which PEFT leaves the base as it is."""
 MAGNITUDE = "lora_magnitude_vector"
 
 

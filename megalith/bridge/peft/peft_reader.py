@@ -18,6 +18,7 @@ from megalith.bridge.folder import list_tensors, read_json
 from megalith.bridge.peft.adapter_targets import AdapterTarget, adapter_targets
 from megalith.bridge.peft.peft_names import (
     CONFIG_FILE,
+    LEAVES_BASE,
     MAGNITUDE,
     ONLY,
     PREFIX,
@@ -258,7 +259,14 @@ class PeftFolder:
             alpha_pattern=patterns[1],
             layers_to_transform=layers,
             use_dora=bool(self._config.get("use_dora")),
+            init_lora_weights=self._initialization,
         )
+
+    @property
+    def _initialization(self) -> str:
+        """The method whose factors PEFT takes out of the base when it loads the folder; default: none."""
+        value = str(self._config.get("init_lora_weights", True)).lower()
+        return value if value in ("pissa", "olora") else "default"
 
     def _layers(self, by_site: Mapping[str, Mapping[str, set[str]]]) -> list[int] | None:
         """Return the layers with adapters, None for all; each must have the same adapters as the others."""
@@ -299,6 +307,13 @@ class PeftFolder:
                     f"{self.path / CONFIG_FILE} has {key} {value!r:.80}, which PEFT does not write; give a folder that "
                     "PEFT has saved"
                 )
+        value = self._config.get("init_lora_weights", True)
+        if value not in LEAVES_BASE and str(value).lower() not in ("pissa", "olora"):
+            raise CheckpointError(
+                f"{self.path / CONFIG_FILE} has init_lora_weights {value!r:.60}, whose adapters are for another base "
+                "than the published one; save them again in PEFT with path_initial_model_for_weight_conversion, which "
+                "makes plain LoRA of them"
+            )
         for key, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
             if type(self._config.get(key)) not in kinds:
                 raise CheckpointError(

@@ -62,6 +62,8 @@ def save_peft(
 ) -> None:
     """Write adapters to a folder in PEFT's format; `read` returns their parameters by name, `base` names their base."""
     parts_by_site, pairs = lora.parts(model), {}
+    if lora.decomposes_base:
+        read, lora = _difference_to_initial(read), _with_doubled_rank(lora)
     for target in adapter_targets(family, model):
         parts = parts_by_site.get(target.site, ()) if lora.adapts_layer(target.number, model) else ()
         stored = {
@@ -88,6 +90,33 @@ def save_peft(
     config = json.dumps(_peft_config(family, model, lora, pairs, base), indent=2)
     write_file(folder / CONFIG_FILE, config + "\n")
     sync_folder(folder)
+
+
+def _difference_to_initial(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Return a reader of A stacked on A₀, and of B beside −B₀: PEFT's conversion to LoRA on the unchanged base."""
+
+    def read_difference(name: str) -> Tensor:
+        values = read(name)
+        if f"{ADAPTER}lora_A." in name:
+            return torch.cat([values, read(name.replace("lora_A", "initial_A"))])
+        if f"{ADAPTER}lora_B." in name:
+            return torch.cat([values, -read(name.replace("lora_B", "initial_B"))], dim=1)
+        return values
+
+    return read_difference
+
+
+def _with_doubled_rank(lora: LoraConfig) -> LoraConfig:
+    """Return settings with twice the ranks and the same scales."""
+    factor = 2**0.5 if lora.use_rslora else 2
+    return lora.model_copy(
+        update={
+            "rank": 2 * lora.rank,
+            "alpha": factor * lora.alpha,
+            "rank_pattern": {name: 2 * rank for name, rank in lora.rank_pattern.items()},
+            "alpha_pattern": {name: factor * alpha for name, alpha in lora.alpha_pattern.items()},
+        }
+    )
 
 
 def _peft_pairs(

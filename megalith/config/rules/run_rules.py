@@ -145,6 +145,16 @@ def _check_adapters(config: RunConfig) -> None:
             f"{'adapters on experts' if experts else f'lora.dropout {lora.dropout}'} is not supported; "
             f"{'name other targets' if experts else 'set dropout to 0'}, or turn use_dora off"
         )
+    if lora.decomposes_base and (experts or lora.has_quantized_base):
+        raise ConfigError(
+            f"lora.init_lora_weights is {lora.init_lora_weights}, which is not supported "
+            + (
+                "on experts, as in PEFT; name other targets, or leave it out"
+                if experts
+                else f"with lora.quantize_base {lora.quantize_base}, because the base that PiSSA and OLoRA leave would "
+                "have to be quantized; leave one of the two out"
+            )
+        )
     if lora.has_quantized_base and config.train.fp8_format is not None:
         raise ConfigError(
             f"lora.quantize_base is {lora.quantize_base} and train.fp8_format {config.train.fp8_format}, but matmuls "

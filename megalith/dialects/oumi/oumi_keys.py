@@ -203,7 +203,7 @@ KEYS: dict[str, Key] = {
     "peft.lora_target_parameters": MustBe(None, "fused expert tensors have no adapters"),
     "peft.lora_modules_to_save": MustBe(None, "only adapters are trained"),
     "peft.lora_bias": MustBe("none", "adapters have no biases"),
-    "peft.lora_init_weights": MustBe("DEFAULT", "adapters are initialized as PEFT's default"),
+    "peft.lora_init_weights": Read("text", "DEFAULT"),
     "peft.lora_task_type": Ignored(ALWAYS),
     "peft.q_lora": MustBe(False, "weights are not quantized; with False and bf16 the base model takes 2 bytes per "
                                  "parameter"),

@@ -240,6 +240,9 @@ def set_evaluation(keys: OumiKeys, trainer: str) -> str:
     return strategy
 
 
+INITIALIZATIONS = {"PISA": "pissa", "OLORA": "olora"}  # Oumi's names of PEFT's methods
+
+
 def set_adapters(keys: OumiKeys) -> None:
     """Set LoRA's rank, alpha, dropout and target modules."""
     if not keys["training.use_peft"]:
@@ -247,6 +250,13 @@ def set_adapters(keys: OumiKeys) -> None:
     keys.set("lora.rank", keys["peft.lora_r"])
     keys.set("lora.alpha", keys["peft.lora_alpha"])
     keys.set("lora.dropout", keys["peft.lora_dropout"])
+    method = keys["peft.lora_init_weights"].upper()
+    if method in INITIALIZATIONS:
+        keys.set("lora.init_lora_weights", INITIALIZATIONS[method])
+    elif method != "DEFAULT":
+        keys.problems.append(
+            f"peft.lora_init_weights is {method}; use DEFAULT, {' or '.join(INITIALIZATIONS)}"
+        )
     mode = keys["peft.peft_save_mode"].upper()
     if mode not in ("ADAPTER_ONLY", "MERGED"):
         keys.problems.append(f"peft.peft_save_mode is {mode}; use ADAPTER_ONLY or MERGED")

@@ -144,7 +144,7 @@ def role_of(
     linear = linear.rpartition(".")[2]
     linear = getattr(owner, "roles", {}).get(linear, linear)
     if matrix:
-        kind, part = matrix.split(".")
+        kind, part = matrix.replace("initial_", "lora_").split(".")
         return (
             SHARED_B
             if linear in shared and kind != "lora_A" and part != "q"

@@ -388,7 +388,7 @@ def _share_mamba_groups(mixer: Mamba2, tensor: TensorParallel, groups: int) -> N
     if mixer.gated_norm is not None:
         plug(mixer.gated_norm, "total", partial(shared.total, tensor))
     if (adapter := mixer.linear_zxbcdt.adapter) is not None:
-        for b in adapter.lora_B.values():
+        for b in (*adapter.lora_B.values(), *(adapter.initial_B or {}).values()):
             plug(b, "rows", shared.rows)
 
 

@@ -1,0 +1,137 @@
+"""First values of adapters that are factors of the adapted matrix: PiSSA and OLoRA.
+
+PiSSA (Meng et al. 2024) takes the largest singular values and their vectors, OLoRA (Büyükakyüz 2024) the first columns
+of a QR decomposition. B · A times the scale is, for PiSSA, the best approximation of W of this rank. Each matrix is
+decomposed by one rank, so that all have the same bits, and different matrices by different ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.checkpoint.agree import collectively
+from megalith.checkpoint.state import Model, checkpoint_shards
+from megalith.comm.collectives import Axis
+from megalith.config import LoraConfig
+from megalith.errors import ConfigError
+from megalith.models.adapters import ADAPTER, LinearAdapter
+from megalith.progress import Progress
+
+
+def decompose(method: str, weight: Tensor, rank: int, scaling: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the first A [rank, in] and B [out, rank] of a matrix, float32.
+
+    Args:
+        method: a value of lora.init_lora_weights other than default.
+        weight: float32 [out, in].
+        rank: at most the smaller of out and in.
+        scaling: factor of B · A.
+        seed: seed of the random projection of pissa_niter_N.
+    """
+    if method == "olora":
+        q, r = torch.linalg.qr(weight)
+        return r[:rank].contiguous(), q[:, :rank].contiguous()
+    if method == "pissa":
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        left, values, right = left[:, :rank], values[:rank], right[:rank]
+    else:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            left, values, right = torch.svd_lowrank(weight, rank, niter=int(method.rpartition("_")[2]))
+        right = right.T
+    roots = (values / scaling).sqrt()
+    return roots[:, None] * right, left * roots
+
+
+def factors_of(
+    lora: LoraConfig, name: str, adapter: LinearAdapter, weight: Tensor, seed: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the first A and B of each part of an adapter.
+
+    Args:
+        lora: the method.
+        name: name of the linear in the model.
+        adapter: the unsharded adapter, on any device.
+        weight: the linear's full weight.
+        seed: seed of the run.
+    """
+    factors = {}
+    for part, rank in adapter.ranks.items():
+        rows = weight[adapter.part_rows(part).to(weight.device)].float()
+        digest = hashlib.blake2b(f"{seed}/{name}/{part}".encode(), digest_size=7).digest()
+        scaling = adapter.scaling * adapter.factors.get(part, 1.0)
+        seed_of_part = int.from_bytes(digest, "little")
+        factors[part] = decompose(lora.init_lora_weights, rows, rank, scaling, seed_of_part)
+    return factors
+
+
+def _check_ranks(lora: LoraConfig, name: str, adapter: LinearAdapter) -> None:
+    for part, rank in adapter.ranks.items():
+        rows, columns = adapter.lora_B[part].weight.shape[0], adapter.lora_A[part].weight.shape[1]
+        if rank > min(rows, columns):
+            raise ConfigError(
+                f"lora.init_lora_weights is {lora.init_lora_weights}, but the rank {rank} of the adapter of {name} is "
+                f"more than that of a matrix [{rows}, {columns}] can be; lower the rank to {min(rows, columns)} or less"
+            )
+
+
+@torch.no_grad()
+def initialize_factors(
+    model: Model,
+    lora: LoraConfig,
+    full: Mapping[str, LinearAdapter],
+    read: Callable[[str], Tensor],
+    seed: int,
+    world: Axis,
+    device: torch.device | str,
+    trained: bool = True,
+) -> None:
+    """Set this rank's shards of A₀ and B₀ to factors of the base. Every rank of `world` calls it.
+
+    Args:
+        model: the model with the adapters.
+        lora: settings of the adapters.
+        full: all adapters of the model, unsharded and without values.
+        read: returns a weight of the base by its name.
+        seed: seed of the run.
+        world: the ranks that share the work.
+        device: device that decomposes the matrices.
+        trained: also set A and B, to the same values.
+    """
+    for name, adapter in full.items():
+        _check_ranks(lora, name, adapter)
+    shards = checkpoint_shards(model)
+    with Progress("decompose", len(full), show=world.rank == 0) as progress:
+        for number, (name, adapter) in enumerate(full.items()):
+            owner, factors = number % world.size, {}
+
+            def compute(
+                owner: int = owner,
+                name: str = name,
+                adapter: LinearAdapter = adapter,
+                factors: dict = factors,
+            ) -> None:
+                if world.rank == owner:
+                    weight = read(f"{name}.weight").to(device)
+                    factors.update(factors_of(lora, name, adapter, weight, seed))
+
+            collectively(world, compute)
+            for part in adapter.ranks:
+                pair = factors.get(part) or tuple(
+                    torch.empty(each[part].weight.shape, device=device)
+                    for each in (adapter.lora_A, adapter.lora_B)
+                )
+                for half, values in zip("AB", pair):
+                    values = values.contiguous()
+                    if world.size > 1:
+                        dist.broadcast(values, owner, group=world.group)
+                    for kind in ("initial", "lora") if trained else ("initial",):
+                        shard = shards.get(f"{name}{ADAPTER}{kind}_{half}.{part}.weight")
+                        if shard is not None:
+                            shard.values.copy_(shard.slice_of(values))
+            progress.add(1)
