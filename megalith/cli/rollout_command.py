@@ -29,7 +29,7 @@ from megalith.rl.engines.rollout_engine import engine_sizes
 from megalith.rl.grpo import open_agent
 from megalith.rl.prompts import Prompt, held_out_prompts, open_prompts, run_prompts
 from megalith.rl.rewards import Rewards
-from megalith.rl.rollout_metrics import absent_message, absent_rewards
+from megalith.rl.rollout_metrics import absent_message, absent_rewards, prefill_metrics
 from megalith.rl.rollouts import Rollouts, save_rollouts
 from megalith.rl.sampling.scored_groups import GroupRecord, sample_groups
 from megalith.tables import format_bytes
@@ -105,6 +105,7 @@ def _rollout(args: Arguments) -> dict[str, float]:
             sampled = prompts, rewards, tokenizer, requests, sampling, G
             options = dict(agent=agent, max_prompt_tokens=room - longest)
             records, logged = sample_groups(sampler, *sampled, **options)
+            logged |= prefill_metrics(*engine.take_prefill_tokens())
     finally:
         rewards.close()
         if agent is not None:
@@ -183,7 +184,8 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
     weights = sum(stage.parameters for stage in layout.stages) * dtype.itemsize / tp
     return (
         f"{rows:,} rows of {tokens:,} tokens on a rank: {format_bytes(cache)} of KV cache while generating, "
-        f"{format_bytes(weights)} of weights"
+        + (f"{config.rl.prefix_cache_gb:g} GB for other prefixes, " if config.rl.prefix_cache_gb else "")
+        + f"{format_bytes(weights)} of weights"
     )
 
 

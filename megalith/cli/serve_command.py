@@ -33,6 +33,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length", type=int, metavar="N",
         help=f"tokens of a prompt and its completion; default: the model's positions, at most {DEFAULT_LENGTH}",
     )  # fmt: skip
+    add("--prefix-cache-gb", type=float, default=0.0, metavar="GB",
+        help="memory per rank for keys and values of earlier requests whose row was given to others")  # fmt: skip
     add("--max-requests", type=int, default=1024, metavar="N", help="completions in progress; others get 429")
     add("--tool-call-format", default="auto", metavar="NAME", help="as in rl.tool_call_format")
     add("--nproc", type=int, metavar="N", help="start N processes; torchrun works too")
@@ -49,6 +51,8 @@ def run_serve(args: Arguments) -> int:
             raise ConfigError(
                 f"--{option.replace('_', '-')} is {getattr(args, option)}; it has to be at least 1"
             )
+    if not 0 <= args.prefix_cache_gb < float("inf"):
+        raise ConfigError(f"--prefix-cache-gb is {args.prefix_cache_gb}; it has to be 0 or more")
     if args.nproc is not None:
         from megalith.launch.launcher import launch
 
@@ -75,6 +79,7 @@ def run_serve(args: Arguments) -> int:
     chat = None if template is None else ChatFormat(tokenizer, template, args.tool_call_format)
     positions = model.config.max_position_embeddings
     sizes = dict(max_rows=args.rows, max_tokens=args.max_length or min(positions, DEFAULT_LENGTH))
+    sizes |= dict(prefix_cache_bytes=int(args.prefix_cache_gb * 1e9))
     if sizes["max_tokens"] > positions:
         raise ConfigError(
             f"--max-length is {args.max_length}, but the model has {positions} positions; lower it"

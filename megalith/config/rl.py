@@ -239,6 +239,20 @@ class RlConfig(ToolSettings, OtherModels):
     generation_rows: Annotated[PositiveInt, RequiresSetting("prompts"), Decides.NOTHING] = 256
     """Maximum number of completions that a rank generates at a time: the rows of its KV cache."""
 
+    prefix_reuse: Annotated[
+        bool, RequiresSetting("prompts"), RequiresSetting("engine", "own"), Decides.NOTHING
+    ] = True
+    """Reuse keys and values between the turns of a completion and between completions of a prompt (engine own)."""
+
+    prefix_cache_gb: Annotated[
+        NonNegativeFloat,
+        RequiresSetting("prefix_reuse", True),
+        RequiresSetting("engine", "own"),
+        Decides.NOTHING,
+    ] = 0.0
+    """Memory per rank, in GB, for keys and values of completions whose row of the KV cache was given to others, as
+    while a tool runs. Without it, such completions are prefilled again."""
+
     engine: Annotated[Literal["own", "vllm", "sglang"], RequiresSetting("prompts")] = "own"
     """Sampling engine: Megalith's own on the trainer's devices, vLLM there or as a server, or an SGLang
     server (docs/engines.md)."""

@@ -32,6 +32,7 @@ from megalith.config import LoraConfig, ModelConfig
 from megalith.config.rules.batch_invariant_rules import check_batch_invariant_engine
 from megalith.errors import ConfigError
 from megalith.generation.engine_model import engine_model, named_shards
+from megalith.generation.prefix_reuse import PrefixReuse
 from megalith.generation.requests import (
     MAX_GENERATIONS,
     Completion,
@@ -42,13 +43,20 @@ from megalith.generation.requests import (
     noise_keys,
 )
 from megalith.generation.running_batch import RunningBatch
-from megalith.generation.static_cache import Decode, Prefill, RecurrentStates, cached_layers, empty_cache
+from megalith.generation.static_cache import (
+    ContinuedPrefill,
+    Decode,
+    Prefill,
+    RecurrentStates,
+    cached_layers,
+    empty_cache,
+)
 from megalith.hardware import to_device
 from megalith.models.cache import Cache
 from megalith.models.pass_context import Context, LayerRoutes, PassLayout
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.transformer import Stack, Transformer, layers_of
-from megalith.ops.attention_core import cached_attention, visible_positions
+from megalith.ops.attention_core import cached_attention, continued_attention, visible_positions
 from megalith.ops.batch_invariant import invariant_attention
 from megalith.ops.batch_invariant.token_logprobs import BATCH_INVARIANT, token_logprobs
 from megalith.ops.compiled import run_eagerly, run_with_breaks
@@ -61,6 +69,7 @@ from megalith.parallel.shards import LocalShard
 
 WINDOW = {"cpu": 1, "cuda": 8}  # steps launched before the host reads their samples
 PREFILL_TOKENS = 2**14  # maximum tokens per prefill pass
+PREFILL_SCORES = 2**24  # maximum pairs of a new token and a key in a pass after known prefixes
 
 
 OnToken = Callable[[int, int, int], None]  # prompt, generation, id
@@ -88,6 +97,8 @@ class Engine:
         graphs: bool | None = None,
         records_routes: bool = False,
         batch_invariant: bool = False,
+        prefix_reuse: bool = True,
+        prefix_cache_bytes: int = 0,
     ):
         """Build the engine.
 
@@ -105,6 +116,10 @@ class Engine:
             records_routes: return the experts that the routers choose with the completions.
             batch_invariant: use the operators of a trainer with rl.exact or train.batch_invariant, uncompiled, so that
                 log-probabilities are bitwise the trainer's: those of all tokens, also under top-k, top-p and min-p.
+            prefix_reuse: begin sequences with the keys and values of known prefixes (prefix_reuse.py). With
+                batch_invariant, this changes no bit; otherwise it changes log-probabilities by rounding. Models with
+                recurrent layers, ALiBi or LongRoPE, and engines that record routes, prefill everything.
+            prefix_cache_bytes: maximum bytes of keys and values that are kept, in addition to the rows.
 
         Raises:
             ConfigError: the model is not a decoder, it has no experts to record, or there is no room for a sequence.
@@ -140,15 +155,21 @@ class Engine:
                 "the model has no experts, so there are no routes to record; omit records_routes"
             )
         self.max_rows, self.max_tokens = max_rows, max_tokens
+        self._prefix_cache_bytes, self._has_own_weights = prefix_cache_bytes, model is None
+        self._reuses = prefix_reuse and not records_routes and config.position_embedding_type != "alibi"
+        self._prefixes: PrefixReuse | None = None
+        # Tokens of prompts since the last `take_prefill_tokens`.
+        self.prefill_tokens = self.reused_tokens = 0
         self.version = 0
         self.model = engine_model(config, dtype, self.device, tp, lora) if model is None else model
         self._batch_invariant, self._head_math = batch_invariant, ORDINARY
-        self._attend_cached = cached_attention
+        self._attend_cached, self._attend_continued = cached_attention, continued_attention
         if batch_invariant:
             check_batch_invariant_engine(config, tp.size, lora)
             apply_batch_invariant(self.model)
             self._head_math = BATCH_INVARIANT
             self._attend_cached = invariant_attention.cached_attention
+            self._attend_continued = invariant_attention.continued_attention
             compile = False
         self.shards: dict[str, LocalShard] = named_shards([self.model])
         # Experts without grouped GEMM need row counts on the host, so they cannot be captured.
@@ -201,16 +222,35 @@ class Engine:
         parts = name.split(".")
         return parts[0] == "layers" and int(parts[1]) >= self.config.num_layers
 
+    @property
+    def version(self) -> int:
+        """Version of the weights. Setting it drops the keys and values of earlier weights."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        if self._prefixes is not None:
+            self._prefixes.forget()
+
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and cache on this rank."""
         weights = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
-        cache = sum(part.nbytes for part in (self._cache, self._states) if part is not None)
+        parts = self._cache, self._states, self._prefixes
+        cache = sum(part.nbytes for part in parts if part is not None)
         return {"weights": sum(weights.values()), "cache": cache}
+
+    def take_prefill_tokens(self) -> tuple[int, int]:
+        """Return the numbers of prompt tokens since the last call that were prefilled, and that were not because their
+        keys and values were known. The completions of a prompt that begin together count once."""
+        counts = self.prefill_tokens, self.reused_tokens
+        self.prefill_tokens = self.reused_tokens = 0
+        return counts
 
     def release(self) -> None:
         """Free the cache and the CUDA graphs. The next `generate` creates them again."""
         self._graphs.clear()
-        self._cache = self._states = None
+        self._cache = self._states = self._prefixes = None
 
     @torch.no_grad()
     def generate(
@@ -271,6 +311,8 @@ class Engine:
             sizes = self.max_rows, self.max_tokens, groups
             self._cache = empty_cache(self.config, *sizes, self.device, self.dtype)
             self._states = RecurrentStates.empty(self.model, self.max_rows, self.device, self.dtype)
+            if self._reuses and self._states is None and self._original_context == math.inf:
+                self._prefixes = PrefixReuse(self._cache, self._prefix_cache_bytes)
             # Per row: newest token, its position, number of sampled tokens, their limit, noise key, active flag, and if
             # stop tokens end it.
             self._state = torch.zeros(7, self.max_rows, dtype=torch.int64, device=self.device)
@@ -285,6 +327,8 @@ class Engine:
                 self._routes = empty.unflatten(0, (self.window, self.max_rows))
             self._tick = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._stops = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=self.device)
+        if self._prefixes is not None and not self._has_own_weights:  # they may have changed
+            self._prefixes.forget()
         self._state.zero_()
         self._stops.zero_()
         self._tick.zero_()
@@ -301,12 +345,20 @@ class Engine:
         sizes = len(self._routed_layers), tokens, self.config.moe_router_topk
         return torch.zeros(sizes, dtype=torch.int16, device=self.device)
 
+    def choose_rows(self, sequences: Sequence[RowSequence], free: Sequence[int]) -> list[int]:
+        """Return a free row for each of the sequences, of which there are at most as many."""
+        if self._prefixes is None:
+            return list(free[: len(sequences)])
+        return self._prefixes.choose_rows(sequences, free)
+
     def fill_rows(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
         """Give rows to sequences: prefill them and set their state."""
         rows = to_device(torch.tensor([row for row, _ in begun]), self.device)
         if self._states is not None:
             self._states.clear(rows)
         routes = self._prefill(begun)
+        if self._prefixes is not None:
+            self._prefixes.filled(begun)
         for row, sequence in begun:
             if row in routes and not sequence.routes:
                 sequence.routes.append(routes[row])
@@ -335,6 +387,8 @@ class Engine:
         self._row_settings[:, target] = self._row_settings[:, source]
         if self._states is not None:
             self._states.move(source, target)
+        if self._prefixes is not None:
+            self._prefixes.moved(source, target)
 
     @property
     def _original_context(self) -> float:
@@ -355,8 +409,14 @@ class Engine:
             tokens = [*sequence.prompt, *sequence.ids][:-1]
             if tokens:
                 groups.setdefault(key, (tokens, []))[1].append(row)
+        whole = list(groups.values())
+        if self._prefixes is not None:
+            lengths = self._prefixes.place(whole)
+            self._prefill_rest([(*each, begin) for each, begin in zip(whole, lengths) if begin])
+            whole = [each for each, begin in zip(whole, lengths) if not begin]
+        self.prefill_tokens += sum(len(tokens) for tokens, _ in whole)
         batch: list[tuple[list[int], list[int]]] = []
-        for tokens, rows in sorted(groups.values(), key=lambda each: len(each[0])):
+        for tokens, rows in sorted(whole, key=lambda each: len(each[0])):
             is_long = len(tokens) + 1 > self._original_context
             if batch and (
                 len(tokens) * (len(batch) + 1) > PREFILL_TOKENS
@@ -366,6 +426,52 @@ class Engine:
                 batch = []
             batch.append((tokens, rows))
         return routes | self._prefill_pass(batch) if batch else routes
+
+    def _prefill_rest(self, groups: Sequence[tuple[list[int], list[int], int]]) -> None:
+        """Fill rows with the keys and values of the tokens after a prefix that they hold.
+
+        Args:
+            groups: tokens, rows, and the length of the prefix.
+        """
+        self.reused_tokens += sum(begin for *_, begin in groups)
+        batch: list[tuple[list[int], list[int], int]] = []
+        rest = [each for each in groups if each[2] < len(each[0])]
+        for each in sorted(rest, key=lambda each: (len(each[0]) - each[2], len(each[0]))):
+            new, longest = len(each[0]) - each[2], max(len(tokens) for tokens, *_ in [*batch, each])
+            count = len(batch) + 1
+            if batch and (new * count > PREFILL_TOKENS or new * longest * count > PREFILL_SCORES):
+                self._continued_pass(batch)
+                batch = []
+            batch.append(each)
+        if batch:
+            self._continued_pass(batch)
+
+    def _continued_pass(self, batch: list[tuple[list[int], list[int], int]]) -> None:
+        new = [tokens[begin:] for tokens, _, begin in batch]
+        longest = max(map(len, new))
+        self.prefill_tokens += sum(map(len, new))
+        ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in new])
+        begins = torch.tensor([begin for *_, begin in batch])
+        rows = torch.tensor([rows[0] for _, rows, _ in batch])
+        # Each new token of each row, by its place in the cache and its index in the pass.
+        slots_and_indices = [
+            (row * self.max_tokens + begin + at, number * longest + at)
+            for number, (tokens, rows_of_tokens, begin) in enumerate(batch)
+            for row in rows_of_tokens
+            for at in range(len(tokens) - begin)
+        ]
+        slots, indices = torch.tensor(slots_and_indices).T.contiguous()
+        ids, begins, rows, slots, indices = (
+            to_device(x, self.device) for x in (ids, begins, rows, slots, indices)
+        )
+        end = max(len(tokens) for tokens, *_ in batch)
+        positions = begins[:, None] + torch.arange(longest, device=self.device)
+        positions = positions.clamp(max=end - 1)  # of padding
+        cache = ContinuedPrefill(
+            self._cache, self._cached_layers, rows, positions, end, slots, indices, self._attend_continued
+        )
+        with run_eagerly():
+            self._hidden(ids, positions, cache, end + 1)
 
     def _prefill_pass(self, batch: list[tuple[list[int], list[int]]]) -> dict[int, np.ndarray]:
         longest = len(batch[-1][0])

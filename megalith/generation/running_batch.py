@@ -81,13 +81,13 @@ class RunningBatch:
         A pass on a CPU covers only the rows up to the last used one. There, once no sequence waits, the last sequences
         are moved into idle rows between used ones.
         """
-        begun: list[tuple[int, RowSequence]] = []
-        for row, owner in enumerate(self._owners):
-            if owner is None and self._waiting:
-                self._owners[row] = self._waiting.popleft()
-                begun.append((row, self._owners[row]))
+        free = [row for row, owner in enumerate(self._owners) if owner is None]
+        begun = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
         if begun:
-            self._engine.fill_rows(begun)
+            rows = self._engine.choose_rows(begun, free)
+            for row, sequence in zip(rows, begun):
+                self._owners[row] = sequence
+            self._engine.fill_rows([*zip(rows, begun)])
         if self._on_cpu and not self._waiting:
             self._compact()
 

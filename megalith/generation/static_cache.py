@@ -4,8 +4,8 @@
 
 Other mixers instead have one state per row, independent of the sequence length (RecurrentStates).
 
-A row belongs to one sequence at a time. `Prefill` fills rows with the tokens of prompts, `Decode` adds one token to
-each row. Each is the Cache of one pass (models/cache.py).
+A row belongs to one sequence at a time. `Prefill` fills rows with the tokens of prompts, `ContinuedPrefill` with those
+after a prefix, `Decode` adds one token to each row. Each is the Cache of one pass (models/cache.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalith.config import ModelConfig
 from megalith.models.mixers.recurrent import Recurrent
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops import delta_rule, state_space
-from megalith.ops.attention_core import cached_attention
+from megalith.ops.attention_core import cached_attention, continued_attention
 from megalith.ops.causal_conv import causal_conv
 
 
@@ -151,6 +151,33 @@ class Prefill:
         for cached, new in zip(self.keys_values, (key, value)):
             cached[:, : new.shape[1]].index_copy_(0, self.rows, new[self.prompts])
         return core(query, key, value, **how)
+
+
+@dataclass(frozen=True)
+class ContinuedPrefill:
+    """Cache of a pass over the tokens of sequences after a prefix, whose keys and values their rows already hold.
+
+    Sequences may be padded at the end. Layers with a state are not supported.
+    """
+
+    keys_values: Tensor  # like Prefill's
+    attention_layers: Sequence[int]
+    rows: Tensor  # int64 [sequences]: a row of each sequence
+    positions: Tensor  # int64 [sequences, seq]
+    longest: int  # maximum length of a sequence with its prefix
+    slots: Tensor  # int64 [stored]: places in the flattened rows · room
+    tokens: Tensor  # int64 [stored]: for each place, its token in the flattened sequences · seq
+    attend_continued: Callable[..., Tensor] = continued_attention
+
+    def at_layer(self, number: int) -> ContinuedPrefill:
+        return replace(self, keys_values=self.keys_values[self.attention_layers.index(number)])
+
+    def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
+        for cached, new in zip(self.keys_values, (key, value)):
+            cached.flatten(0, 1).index_copy_(0, self.slots, new.flatten(0, 1)[self.tokens])
+        keys, values = self.keys_values[:, self.rows, : self.longest]
+        how = {name: how[name] for name in ("window", "softcap", "scale", "sink")}
+        return self.attend_continued(query, keys, values, self.positions, **how)
 
 
 @dataclass(frozen=True)

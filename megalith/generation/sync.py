@@ -59,6 +59,8 @@ def engine_for(
     graphs: bool | None = None,
     records_routes: bool = False,
     batch_invariant: bool | None = None,
+    prefix_reuse: bool = True,
+    prefix_cache_bytes: int = 0,
 ) -> Engine:
     """Build an engine with the current weights of a model in any layout, over its tensor-parallel axis. Every rank
     calls it.
@@ -74,6 +76,8 @@ def engine_for(
         graphs: see `Engine`.
         records_routes: see `Engine`.
         batch_invariant: see `Engine`. Default: as the model's run is.
+        prefix_reuse: see `Engine`.
+        prefix_cache_bytes: see `Engine`.
 
     Raises:
         ConfigError: the model is a custom one without a KV cache, or has adapters.
@@ -85,6 +89,8 @@ def engine_for(
         graphs=graphs,
         records_routes=records_routes,
         batch_invariant=bool(batch_invariant),
+        prefix_reuse=prefix_reuse,
+        prefix_cache_bytes=prefix_cache_bytes,
     )
     if model.config is None:
         raise ConfigError(

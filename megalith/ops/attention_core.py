@@ -384,6 +384,29 @@ def cached_attention(
     return out.transpose(1, 2).flatten(1, 2)[:, None]
 
 
+def continued_attention(
+    query: Tensor,  # [rows, seq, heads, head_dim]
+    key: Tensor,  # [rows, keys, groups, head_dim]: of the sequence from its first token
+    value: Tensor,  # [rows, keys, groups, head_dim]
+    positions: Tensor,  # int64 [rows, seq]: of the queries; each sees all keys up to its own
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of tokens that follow others, whose keys come before theirs.
+
+    Returns [rows, seq, heads, head_dim].
+    """
+    keys = torch.arange(key.shape[1], device=positions.device)
+    visible = keys <= positions[..., None]
+    if window is not None:
+        visible &= keys > positions[..., None] - window
+    seen = dict(mask=visible[:, None], softcap=softcap, scale=scale, sink=sink)
+    return attention(query, key, value, causal=False, **seen)
+
+
 def visible_positions(positions: Tensor, longest: int) -> Tensor | None:
     """Return which of the first `longest` positions each row sees, bool [rows, longest].
 

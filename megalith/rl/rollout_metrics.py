@@ -39,6 +39,12 @@ def batch_token_advantages(
     ]
 
 
+def prefill_metrics(prefilled: int, reused: int) -> dict[str, list[float]]:
+    """Return the metrics of prompt tokens whose keys and values were computed or reused, by replica."""
+    fraction = reused / max(prefilled + reused, 1)
+    return {"prefill_tokens_reused": [float(reused)], "prefill_reused": [fraction]}
+
+
 def absent_rewards(names: Sequence[str], groups: Sequence[PromptGroup]) -> list[str]:
     """Return the names of the rewards that no completion has."""
     absent = np.isnan([one.rewards for group in groups for one in group.completions]).all(0)

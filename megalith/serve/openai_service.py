@@ -159,7 +159,9 @@ class OpenAiService:
                 raise HttpError(401, "the key is absent or wrong; send Authorization: Bearer KEY")
 
     async def _health(self) -> HttpResponse:
-        return HttpResponse({"status": "ok", "requests": self._open})
+        engine = self._live.engine
+        tokens = {"prefill_tokens": engine.prefill_tokens, "prefill_tokens_reused": engine.reused_tokens}
+        return HttpResponse({"status": "ok", "requests": self._open, **tokens})
 
     async def _models(self) -> HttpResponse:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "megalith"}

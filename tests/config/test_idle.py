@@ -190,6 +190,10 @@ READ_WITH = {
         ("rl.max_resamples=2", "rl.filter_zero_std=true rl.prompts=a"),
     "rl.log_completions true":
         ("rl.num_completions_to_print=5", "rl.log_completions=true rl.prompts=a"),
+    "rl.engine own":
+        ("rl.prefix_reuse=false", "rl.engine=own"),
+    "rl.prefix_reuse true":
+        ("rl.prefix_cache_gb=1", "rl.prefix_reuse=true"),
     "rl.engine vllm":
         ("rl.vllm_sleep_level=1", "rl.engine=vllm rl.prompts=a"),
     "rl.engine vllm or sglang":
@@ -272,6 +276,8 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["distill.teacher=runs/large", "distill.on_policy_fraction=0.5"]
     if need.startswith("rl.") and need != "rl.prompts_or_rollouts":
         off = ["rl.rollouts=a", "rl.vllm_importance_sampling_correction=false"]
+    if need in ("rl.engine own", "rl.prefix_reuse true"):
+        off = ["rl.prompts=a", "rl.engine=vllm" if "own" in need else "rl.prefix_reuse=false"]
     notes = idle_notes(RunConfig.load(None, own + off))
     assert [note.partition(" ")[0] for note in notes] == [word.partition("=")[0] for word in own]
     assert all(note.endswith(f"has no effect: it requires {need}") for note in notes)

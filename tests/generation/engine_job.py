@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from generation.brief_training import LLAMA
 
@@ -116,3 +118,14 @@ def live_tokens(
     submit(range(5))
     live.run()
     return results
+
+
+def turns_over_tensor_ranks(
+    config: ModelConfig, weights: dict[str, torch.Tensor], turns: Callable
+) -> tuple[list, int]:
+    """Every rank's completions of several turns, and the number of tokens that it did not prefill again."""
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=size), size, "cpu")
+    engine = Engine(config, "cpu", torch.float32, max_rows=3, max_tokens=128, tp=mesh.tp)
+    engine.load(weights.items())
+    return turns(engine), engine.reused_tokens

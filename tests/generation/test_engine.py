@@ -136,8 +136,8 @@ def test_the_cache_is_released_and_made_anew(trained):
     engine = engine_for(model, max_rows=2, max_tokens=96)
     first = engine.generate(CHAINS[:3], DRAWN)
     assert (
-        engine.memory()["cache"] == 2 * 2 * 2 * 96 * 2 * 16 * 4
-    )  # layers, keys and values, rows, room, groups, head
+        engine.memory()["cache"] == 2 * 2 * 2 * (96 + 1) * 2 * 16 * 4
+    )  # layers, keys and values, rows, room and a copy of the first token, groups, head
     engine.release()
     assert engine.memory()["cache"] == 0 and engine.generate(CHAINS[:3], DRAWN) == first
 

@@ -157,6 +157,41 @@ def in_two(weights: dict[str, torch.Tensor], config: ModelConfig, dtype: torch.d
     return engine.generate(PROMPTS, Sampling(max_new_tokens=40, seed=5, top_p=0.95), num_generations=2)
 
 
+def turns(engine: Engine) -> list[tuple[list[int], list[float]]]:
+    """Samples of the prompts and of two turns after them, in more rows than there are."""
+    prompts = [row[:count].tolist() for row, count in zip(chains(12, 60, 99), range(3, 60, 5))]
+    sampling, samples = Sampling(max_new_tokens=20, stop=(3,), seed=5), []
+    for turn in range(3):
+        keys = [100 * turn + number for number in range(len(prompts))]
+        done = engine.generate(prompts, sampling, keys=keys)
+        samples += [(one.ids, one.logprobs) for one in done]
+        prompts = [[*ids, *one.ids, 7, 8] for ids, one in zip(prompts, done)]
+    return samples
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reused_keys_and_values_change_no_bit_of_batch_invariant_engines(dtype, graphs):
+    """Idle rows are written to by the steps of a graph, after which their prefixes are used."""
+    model, _ = trained_model(device="cuda")
+    sizes = dict(max_rows=5, max_tokens=160, dtype=dtype, batch_invariant=True, graphs=graphs)
+    expected = turns(engine_for(model, **sizes, prefix_reuse=False))
+    for budget in (0, 2**24):
+        engine = engine_for(model, **sizes, prefix_cache_bytes=budget)
+        assert turns(engine) == expected and engine.reused_tokens > 0
+
+
+def test_reused_keys_and_values_give_the_tokens_of_engines_that_prefill_everything(family):
+    model, _ = family
+    sizes = dict(max_rows=5, max_tokens=160)
+    engine = engine_for(model, **sizes, prefix_cache_bytes=2**24)
+    expected = turns(engine_for(model, **sizes, prefix_reuse=False))
+    same = [(a, b) for a, b in zip(turns(engine), expected) if a[0] == b[0]]
+    assert len(same) >= len(expected) - 3  # a tie may fall the other way, and the turns after it differ
+    for a, b in same:
+        torch.testing.assert_close(torch.tensor(a[1]), torch.tensor(b[1]), rtol=0, atol=1e-3)
+
+
 @pytest.mark.two_gpus
 def test_two_tensor_parallel_ranks_sample_the_tokens_of_one():
     model, _ = trained_model(device="cuda")

@@ -45,7 +45,7 @@ class ScriptedLive:
 
     def __init__(self, tokenizer, script: Callable[[str], str | list[int]], room: int = 4096):
         self.tokenizer, self.script = tokenizer, script
-        self.engine = SimpleNamespace(max_tokens=room)
+        self.engine = SimpleNamespace(max_tokens=room, prefill_tokens=0, reused_tokens=0)
         self.requests: list[LiveRequest] = []
         self.cancelled: list[int] = []
 

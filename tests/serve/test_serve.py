@@ -130,6 +130,18 @@ def test_a_seed_decides_the_samples_and_a_stream_has_the_same(serve, live, token
         assert parts[-1]["finish_reason"] == one["finish_reason"] and len(parts) > 2
 
 
+def test_a_prompt_that_continues_an_earlier_request_reuses_its_keys_and_values(serve, live, tokenizer):
+    client, prompt = serve(live), tokenizer.encode("the sum of 1 and 2 and of the others")
+    body = dict(max_tokens=8, temperature=0, return_token_ids=True)
+    _, first = client.post("/v1/completions", body | {"prompt": prompt})
+    before = client.get("/health")[1]
+    longer = [*prompt, *first["choices"][0]["token_ids"], *tokenizer.encode(" so")]
+    client.post("/v1/completions", body | {"prompt": longer})
+    after = client.get("/health")[1]
+    reused = after["prefill_tokens_reused"] - before["prefill_tokens_reused"]
+    assert reused == len(prompt) + 7 and after["prefill_tokens"] - before["prefill_tokens"] < 6
+
+
 def test_tools_are_called_and_answered(serve, tokenizer):
     turns = iter(["hm " + call("add", a=1, b=2) + call("add", a=3, b=4), "it is 3"])
     live = ScriptedLive(tokenizer, lambda text: next(turns))
@@ -254,7 +266,8 @@ def test_bad_requests_are_refused_with_a_sentence(serve, tokenizer):
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         assert sock.recv(100).startswith(b"HTTP/1.1 411")
-    assert client.get("/health") == (200, {"status": "ok", "requests": 0})
+    status, value = client.get("/health")
+    assert (status, value["status"], value["requests"]) == (200, "ok", 0)
 
 
 def test_prompts_that_do_not_fit_the_engine_are_refused(serve, live):

@@ -100,6 +100,21 @@ def cached_attention(
     return attend(query, keys, values, positions[:, None], None, window, scale)[0]
 
 
+def continued_attention(
+    query: Tensor,  # [rows, seq, heads, head_dim]
+    key: Tensor,  # [rows, keys, groups, head_dim]
+    value: Tensor,  # [rows, keys, groups, head_dim]
+    positions: Tensor,  # int64 [rows, seq]
+    *,
+    window: int | None,
+    scale: float | None,
+    **_unsupported,
+) -> Tensor:
+    """Return the attention of tokens that follow others, as ops.attention_core.continued_attention does."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attend(query, key, value, positions, None, window, scale)[0]
+
+
 def attend(
     query: Tensor,
     key: Tensor,

@@ -201,6 +201,9 @@ class ColocatedVllm:
     def weights_to_compare(self) -> None:
         return None
 
+    def take_prefill_tokens(self) -> None:
+        return None
+
     def memory(self) -> int:
         """Return its fraction of the device's memory."""
         if self._run.device.type != "cuda":

@@ -64,6 +64,10 @@ class RolloutEngine(Protocol):
     def memory(self) -> int:
         """Return the bytes it uses on this rank's device."""
 
+    def take_prefill_tokens(self) -> tuple[int, int] | None:
+        """Return the numbers of prompt tokens since the last call that were prefilled, and that were reused. None:
+        unknown."""
+
     def release(self) -> None:
         """Free memory that is only needed while generating."""
 
@@ -180,8 +184,10 @@ class OwnEngine:
 
     def _build(self) -> Engine:
         rows, tokens = self._sizes
-        records = self._run.config.rl.replays_routes
-        return engine_for(self._run.model, max_rows=rows, max_tokens=tokens, records_routes=records)
+        rl = self._run.config.rl
+        options = dict(records_routes=rl.replays_routes, prefix_reuse=rl.prefix_reuse)
+        options |= dict(prefix_cache_bytes=int(rl.prefix_cache_gb * 1e9))
+        return engine_for(self._run.model, max_rows=rows, max_tokens=tokens, **options)
 
     @property
     def version(self) -> int:
@@ -205,6 +211,9 @@ class OwnEngine:
 
     def memory(self) -> int:
         return sum(self._engine.memory().values())
+
+    def take_prefill_tokens(self) -> tuple[int, int]:
+        return self._engine.take_prefill_tokens()
 
     def close(self) -> None:
         self.release()

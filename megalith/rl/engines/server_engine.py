@@ -344,6 +344,9 @@ class ServerEngine:
     def memory(self) -> int:
         return 0
 
+    def take_prefill_tokens(self) -> None:
+        return None
+
     def release(self) -> None:
         """Do nothing: the server manages its own memory."""
 

@@ -24,7 +24,7 @@ from megalith.rl.engines.rollout_engine import run_sampling
 from megalith.rl.model_rewards import ModelRewards, ScoredText
 from megalith.rl.prompts import Prompt, Prompts, max_sequence_tokens
 from megalith.rl.rewards import Rewards
-from megalith.rl.rollout_metrics import batch_advantages
+from megalith.rl.rollout_metrics import batch_advantages, prefill_metrics
 from megalith.rl.rollouts import PromptGroup
 from megalith.rl.sampling.phase_timer import PhaseTimer
 from megalith.rl.sampling.scored_groups import (
@@ -153,6 +153,8 @@ class RolloutSampler:
             num_generations or rl.num_generations, step, timed, rl.max_completion_length, self._agent, self._share,
             max_sequence_tokens(run.config) - rl.max_completion_length,
         )  # fmt: skip
+        if rewards is not None and (tokens := engine.take_prefill_tokens()) is not None:
+            logged = logged | prefill_metrics(*tokens)
         return [[astuple(piece) for piece in pieces], logged]
 
     def _share(self, value: Any) -> Any:

@@ -1,0 +1,234 @@
+"""Reuse of keys and values: a sequence begins with those of the longest known prefix of its tokens.
+
+     rows in use and idle rows ─┐
+     copies within a budget  ───┴─▶ longest common prefix ─▶ copied into the sequence's row; only the rest is prefilled
+
+An idle row keeps its keys and values until another sequence gets it; then they are copied if the budget allows. So a
+completion shares the prefill of its prompt with the group's others, and a turn begins with the earlier ones.
+
+An idle row writes to its first position in each step (engine.py), so keys and values of first tokens are kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megalith.generation.requests import RowSequence
+
+BLOCK = 16  # tokens per entry of the index; a shorter common prefix is prefilled again
+CANDIDATES = 16  # holders of the same blocks that are compared
+
+
+@dataclass(eq=False)
+class Holder:
+    """Tokens whose keys and values are in a row, or in a copy."""
+
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # hash of the tokens up to each complete block's end
+    sequence: RowSequence | None = None  # in progress in the row
+    row: int | None = None
+    copy: Tensor | None = None  # [attention layers, 2, tokens, groups, head_dim]
+    used: int = 0  # time of its last use
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """A holder, and the length of its common prefix with a sequence."""
+
+    holder: Holder | None = None
+    length: int = 0
+
+
+class PrefixReuse:
+    """Known prefixes of an engine's rows.
+
+    It depends on the calls alone, so that all ranks of a tensor-parallel axis reuse alike.
+    """
+
+    def __init__(self, cache: Tensor, budget: int = 0):
+        """Begin with empty rows.
+
+        Args:
+            cache: the engine's keys and values, [attention layers, 2, rows, room, groups, head_dim].
+            budget: bytes of copies of rows that other sequences have taken.
+        """
+        self._cache, self._budget = cache, budget
+        self._first = torch.zeros_like(cache[:, :, :, 0])  # of the first token of each row
+        self._rows = [Holder(row=row) for row in range(cache.shape[2])]
+        self._copies: dict[Holder, None] = {}  # least recently used first
+        self._index: dict[int, dict[Holder, None]] = {}
+        self._time = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of first tokens and copies."""
+        return self._first.nbytes + sum(holder.copy.nbytes for holder in self._copies)
+
+    def forget(self) -> None:
+        """Drop everything: the weights have changed."""
+        self._index.clear()
+        self._copies.clear()
+        self._rows = [Holder(row=row) for row in range(len(self._rows))]
+
+    # Choice of rows
+
+    def choose_rows(self, sequences: Sequence[RowSequence], free: Collection[int]) -> list[int]:
+        """Return a free row for each sequence: the one that holds its prefix, otherwise the one least worth keeping."""
+        self._refresh()
+        rows: list[int | None] = [None] * len(sequences)
+        left = set(free)
+        for number, sequence in enumerate(sequences):
+            match = self._match(_prefilled(sequence))
+            holder = match.holder
+            if holder is not None and holder.row in left and 2 * match.length > len(holder.tokens):
+                rows[number] = holder.row
+                left.remove(holder.row)
+        others = iter(sorted(left, key=lambda row: (self._rows[row].used, row)))
+        return [next(others) if row is None else row for row in rows]
+
+    # Filling and moving rows
+
+    def place(self, groups: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+        """Copy the longest known prefix of each group's tokens into its rows.
+
+        Args:
+            groups: tokens to prefill, and the rows that get them.
+
+        Returns:
+            Length of each group's prefix.
+        """
+        self._refresh()
+        self._time += 1
+        matches = [self._match(tokens) for tokens, _ in groups]
+        targets = {row for _, rows in groups for row in rows}
+        saved: dict[Holder, Tensor] = {}
+        for match, (_, rows) in zip(matches, groups):
+            holder = match.holder
+            if holder is not None:
+                holder.used = self._time
+                if holder.row in targets and rows != [holder.row] and holder not in saved:
+                    saved[holder] = self._values(holder).clone()
+        for row in sorted(targets):
+            self._keep(self._rows[row], matches)
+        for match, (_, rows) in zip(matches, groups):
+            if match.holder is not None:
+                values = saved[match.holder] if match.holder in saved else self._values(match.holder)
+                for row in rows:
+                    if row != match.holder.row:
+                        self._cache[:, :, row, : match.length] = values[:, :, : match.length]
+                    self._cache[:, :, row, 0] = values[:, :, 0]
+        for holder in self._copies.copy():
+            if holder.used == self._time:  # recently used ones are dropped last
+                self._copies[holder] = self._copies.pop(holder)
+        return [match.length for match in matches]
+
+    def filled(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
+        """Take note of the sequences whose tokens have been prefilled into these rows."""
+        for row, sequence in begun:
+            self._remove(self._rows[row])
+            self._rows[row] = Holder(row=row, used=self._time)
+            if sequence.length > 1:  # otherwise the first token, which is not prefilled, is not in `_first`
+                self._rows[row].sequence = sequence
+        rows = torch.tensor([row for row, _ in begun], device=self._cache.device)
+        self._first[:, :, rows] = self._cache[:, :, rows, 0]
+        self._refresh()
+
+    def moved(self, source: int, target: int) -> None:
+        """Take note of a row that was copied to another one."""
+        holder = self._rows[source]
+        self._remove(self._rows[target])
+        self._rows[target] = Holder(row=target, sequence=holder.sequence, used=holder.used)
+        holder.sequence = None
+        self._first[:, :, target] = self._first[:, :, source]
+        self._refresh()
+
+    # Index
+
+    def _refresh(self) -> None:
+        """Add the tokens that the rows' sequences have got since the last call."""
+        for holder in self._rows:
+            if holder.sequence is not None and (more := holder.sequence.length - 1 - len(holder.tokens)) > 0:
+                holder.tokens += _prefilled(holder.sequence)[-more:]
+                self._add(holder, holder.tokens)
+                if holder.sequence.ended:
+                    holder.sequence = None
+
+    def _add(self, holder: Holder, tokens: Sequence[int]) -> None:
+        for block in _blocks(tokens, holder.blocks):
+            self._index.setdefault(block, {})[holder] = None
+
+    def _remove(self, holder: Holder) -> None:
+        for block in holder.blocks:
+            holders = self._index[block]
+            holders.pop(holder, None)
+            if not holders:
+                del self._index[block]
+        holder.blocks.clear()
+
+    def _match(self, tokens: Sequence[int]) -> PrefixMatch:
+        """Return the holder of the longest prefix of at least a block."""
+        blocks: list[int] = []
+        holders: dict[Holder, None] = {}
+        for block in _blocks(tokens, blocks):
+            if block not in self._index:
+                break
+            holders = self._index[block]
+        best = PrefixMatch()
+        for holder in list(holders)[:CANDIDATES]:
+            length = _common(holder.tokens, tokens)
+            if length > best.length and length >= BLOCK:
+                best = PrefixMatch(holder, length)
+        return best
+
+    # Copies
+
+    def _values(self, holder: Holder) -> Tensor:
+        """Return a holder's keys and values, [attention layers, 2, tokens, groups, head_dim]."""
+        if holder.copy is not None:
+            return holder.copy
+        values = self._cache[:, :, holder.row, : len(holder.tokens)]
+        values[:, :, 0] = self._first[:, :, holder.row]
+        return values
+
+    def _keep(self, holder: Holder, matches: Sequence[PrefixMatch]) -> None:
+        """Copy a row that is about to be overwritten, within the budget."""
+        size = self._cache[:, :, 0, 0].nbytes * len(holder.tokens)
+        is_continued = any(
+            match.holder is holder and match.length == len(holder.tokens) for match in matches
+        )  # fmt: skip
+        if len(holder.tokens) < BLOCK or size > self._budget or is_continued:
+            return
+        used = sum(each.copy.nbytes for each in self._copies)
+        for oldest in list(self._copies):
+            if used + size <= self._budget:
+                break
+            used -= oldest.copy.nbytes
+            del self._copies[oldest]
+            self._remove(oldest)
+        kept = Holder(list(holder.tokens), copy=self._values(holder).clone(), used=holder.used)
+        self._copies[kept] = None
+        self._add(kept, kept.tokens)
+
+
+def _prefilled(sequence: RowSequence) -> list[int]:
+    """Return the tokens whose keys and values a row holds: all but the last one."""
+    return [*sequence.prompt, *sequence.ids][:-1]
+
+
+def _blocks(tokens: Sequence[int], hashes: list[int]) -> Iterator[int]:
+    """Yield the hashes of the blocks after those in `hashes`, and append them."""
+    for begin in range(len(hashes) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+        hashes.append(hash((hashes[-1] if hashes else 0, *tokens[begin : begin + BLOCK])))
+        yield hashes[-1]
+
+
+def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    longest = min(len(tokens), len(others))
+    if tokens[:longest] == others[:longest]:
+        return longest
+    return next(at for at in range(longest) if tokens[at] != others[at])
