@@ -6,15 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from default_cases import by_default
+from engine_stand_ins import Refusal, served
 from rl_run_job import agent_outcomes
 from small_policy import MODEL, metrics
 
+from megalith.bridge.families import family_for
 from megalith.cli.main import main
 from megalith.config import RunConfig
+from megalith.errors import ConfigError, TrainingError
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import BOUND, relative_error
 from megalith.rl.grpo import train_grpo
 from megalith.rl.rollout_reader import load_rollouts
+from megalith.training.build import prepare
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CALLS = '''
@@ -138,6 +143,38 @@ def test_a_resumed_run_samples_the_same_turns(trained, tmp_path):
     assert rollouts_of(whole_folder) == rollouts_of(Path(parts))
 
 
+@pytest.mark.parametrize("kind", by_default(["vllm 0.24", "vllm 0.29", "sglang"], "vllm 0.29", "sglang"))
+def test_servers_sample_for_an_agent(folder, tmp_path, kind):
+    """Each request's tokens have the log-probabilities of the step's weights; a lost server gets them again."""
+    config = configuration(folder, "agent", "unused")
+    lost = []
+
+    def once(handler, body):
+        """End the connection of the tenth request."""
+        lost.append(body)
+        if len(lost) == 10:
+            del server.plant[path]
+            return None, None
+        return 200, server.routes()["POST", path](body, {})
+
+    model = prepare(config, 1)[0].model
+    with served(kind, family_for(model).write_config(model)) as server:
+        path = "/generate" if kind == "sglang" else "/v1/completions"
+        server.plant[path] = once
+        engine = dict(engine=kind.split()[0], engine_url=server.url, weight_sync_method="gloo")
+        more = {f"rl.{name}": value for name, value in engine.items()} | {"rl.agent_workers": 4}
+        train_grpo(config.with_settings(more | {"train.output_dir": str(tmp_path)}))
+    steps = metrics(tmp_path)
+    assert len(steps) == 2 and len(lost) == 10
+    assert all(step["mismatch"] < 1.0001 and step["ratio"] == 1.0 for step in steps)
+    assert all(step["agents/failed"] == 0 and step["turns"] == 3 for step in steps)
+    found = [load_rollouts(path).groups for path in sorted((tmp_path / "rollouts").iterdir())]
+    for version, groups in enumerate(found):
+        each = [one for group in groups for one in group.completions]
+        assert {int(np.unique(one.version).item()) for one in each} == {version}
+        assert sum(len(one.branches) for one in each) >= 16
+
+
 def test_the_report_shows_transcripts_and_rollout_prints_pass_at_k(trained, folder, tmp_path, capsys):
     kind, config = trained
     run = config.train.output_dir
@@ -183,3 +220,33 @@ def test_the_examples_agent_learns_to_call_the_calculator(tmp_path):
     assert json.loads((tmp_path / "runs" / "calculator_agent" / "completions.jsonl").open().readline())[
         "messages"
     ]
+
+
+def test_an_agent_of_a_server_that_refuses_ends_the_run_with_its_sentence(folder, tmp_path):
+    config = configuration(folder, "agent", "unused")
+    with pytest.raises(
+        ConfigError, match=r"takes no requests while it samples; name a server by rl\.engine_url"
+    ):
+        prepare(config.with_settings({"rl.engine": "vllm"}), 1)
+    model = prepare(config, 1)[0].model
+    with served("vllm 0.29", family_for(model).write_config(model)) as server:
+        engine = dict(engine="vllm", engine_url=server.url, weight_sync_method="gloo")
+        more = {f"rl.{name}": value for name, value in engine.items()}
+        server.complete = refused_after(8, server.complete)
+        with pytest.raises(
+            TrainingError, match=r"refuses POST /v1/completions with 400: .*the prompt is too long"
+        ):
+            train_grpo(config.with_settings(more | {"train.output_dir": str(tmp_path)}))
+
+
+def refused_after(count: int, complete):
+    """Refuse all requests for completions after the first ones."""
+    calls = []
+
+    def answer(body, query):
+        calls.append(body)
+        if len(calls) > count:
+            raise Refusal("the prompt is too long")
+        return complete(body, query)
+
+    return answer

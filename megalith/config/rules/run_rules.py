@@ -403,10 +403,10 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.agent is {rl.agent!r}, which runs its own tools and environments; leave out rl.tools and "
             "rl.environment"
         )
-    if rl.agent and rl.engine != "own":
+    if rl.agent and rl.is_colocated:
         raise ConfigError(
-            f"rl.agent is set and rl.engine is {rl.engine}, but agents are served by Megalith's engine; set rl.engine "
-            "to own"
+            "rl.agent is set and rl.engine is vllm without rl.engine_url, but vLLM in the trainer's processes takes no "
+            "requests while it samples; name a server by rl.engine_url, or set rl.engine to own"
         )
     rewards = len(rl.rewards) + len(rl.reward_model_paths)
     weights = None if rl.reward_weights is None else len(rl.reward_weights) - rewards

@@ -41,8 +41,10 @@ from megalith.launch.network import address_towards, is_loopback
 from megalith.rl.engines.deadline import Deadline, InThread
 from megalith.rl.engines.json_http import TOKEN_BYTES, JsonServer, RequestRefused, ServerLost
 from megalith.rl.engines.rollout_engine import Answer, request_samplings, request_seed
+from megalith.rl.engines.server_requests import ServerRequests
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup, memory_handles
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
+from megalith.rl.prompts import max_sequence_tokens
 from megalith.rl.routes import route_bytes, server_routes
 from megalith.training.run_state import Run
 
@@ -187,19 +189,8 @@ class ServerEngine:
 
         def request(number: int) -> list[Completion]:
             server = self.servers[(replica + number) % len(self.servers)]
-            seed = request_seed(sampling.seed, keys[number])
-            with _detect_loss(server):
-                answers = server.complete(prompts[number], samplings[number], num_generations, seed, deadline)
-            if len(answers) != num_generations:
-                raise TrainingError(
-                    f"{server.http} returned {len(answers)} completions of prompt {number}, but {num_generations} "
-                    "were requested (rl.num_generations); look at its log"
-                )
-            tokens = len(prompts[number])
-            return [
-                self._completion(server, number, g, one, samplings[number], tokens)
-                for g, one in enumerate(answers)
-            ]
+            arguments = prompts[number], samplings[number], num_generations, keys[number], deadline
+            return self._request(server, number, *arguments)
 
         max_concurrent = max(
             1, min(len(prompts), MAX_REQUESTS, self.settings.generation_rows // num_generations)
@@ -208,6 +199,43 @@ class ServerEngine:
         groups = run_concurrently([lambda n=n: request(n) for n in range(len(prompts))], max_concurrent)
         self._require_versions(deadline)
         return [one for group in groups for one in group]
+
+    def _request(
+        self,
+        server: EngineServer,
+        number: int,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        count: int,
+        key: int,
+        deadline: Deadline,
+    ) -> list[Completion]:
+        """Return `count` completions of a prompt, which errors name by its number."""
+        with _detect_loss(server):
+            answers = server.complete(prompt, sampling, count, request_seed(sampling.seed, key), deadline)
+        if len(answers) != count:
+            raise TrainingError(
+                f"{server.http} returned {len(answers)} completions of prompt {number}, but {count} "
+                "were requested (rl.num_generations); look at its log"
+            )
+        return [
+            self._completion(server, number, g, one, sampling, len(prompt)) for g, one in enumerate(answers)
+        ]
+
+    def sample(self, prompt: Sequence[int], sampling: Sampling, *, key: int, number: int) -> Completion:
+        """Return one completion, by the server whose turn `number` is. Raises as `generate` does."""
+        deadline = Deadline(self.settings.generation_timeout, self._name("generation_timeout"))
+        server = self.servers[(self._world.rank // self._run.mesh.tp.size + number) % len(self.servers)]
+        return self._request(server, number, prompt, sampling, 1, key, deadline)[0]
+
+    def live_engine(self, sampling: Sampling) -> ServerRequests:
+        """Return an object that takes requests at any time, for this rank."""
+        config = self._run.config
+        return ServerRequests(self, sampling, config.model, max_sequence_tokens(config))
+
+    def require_versions(self) -> None:
+        """Raise ServerLost if a server has other weights than those of the last update."""
+        self._require_versions(Deadline(self.settings.generation_timeout, self._name("generation_timeout")))
 
     def _completion(
         self,
