@@ -66,16 +66,16 @@ class ServerRequests:
         with self._changed:
             if self._is_over:
                 raise ConfigError("the engine is closed; send the request to a running one")
-            numbers = list(range(self._next, self._next + len(requests)))
+            request_ids = list(range(self._next, self._next + len(requests)))
             self._next += len(requests)
-            self._tickets.update(zip(numbers, on_tokens, strict=True))
-            for entry in zip(numbers, requests):
+            self._tickets.update(zip(request_ids, on_tokens, strict=True))
+            for entry in zip(request_ids, requests):
                 self._queue.put(entry)
             missing = min(len(self._tickets), MAX_WORKERS) - self._workers
             for _ in range(missing):
                 Thread(target=self._work, daemon=True, name="request to a server").start()
             self._workers += max(missing, 0)
-        return numbers
+        return request_ids
 
     def cancel(self, number: int) -> None:
         """Drop the result of a request. The server may complete it nevertheless."""
