@@ -113,10 +113,11 @@ def test_optimizers_are_tuned_and_their_curves_drawn(program, tmp_path):
     words = ["--steps", 20, "--trial-steps", 2, "--only", "muon", "--precision", "fp32", "--out", out]
     sizes = ["train.global_batch_size=2", "train.micro_batch_size=1", "model.ffn_hidden_size=32"]
     heading = program(optimizer_curves, *words, *SMALL, *sizes).splitlines()[0]
-    assert heading == "| optimizer | lr | loss | ms per step |"
+    assert heading == "| optimizer | lr | loss on other files | training loss | ms per step |"
     curve = json.loads(out.read_text())["muon"]
     assert len(curve["trials"]) == 3 and curve["lr"] == float(min(curve["trials"], key=curve["trials"].get))
     assert curve["loss"][1] < curve["loss"][0] < math.log(257) + 0.5
+    assert curve["held_out"] < math.log(257) + 0.5
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from megalith.data.preprocessing.corpus import write_stdlib_corpus
 from megalith.data.preprocessing.preprocess import preprocess
@@ -14,6 +16,7 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 
 VOCAB_SIZE = 32_000
+HELD_OUT_EVERY = 20  # of the files of TextBytes
 
 
 def write_text(folder: Path, megabytes: int, vocab_size: int = VOCAB_SIZE) -> tuple[Path, int]:
@@ -59,15 +62,41 @@ def build_dataset(folder: Path, megabytes: int = 0, vocab_size: int = VOCAB_SIZE
     return summary.prefixes[0], summary.tokens
 
 
+def python_files() -> Iterator[Path]:
+    """Yield the standard library's modules, those of its packages, and those of the installed packages."""
+    library = Path(os.__file__).parent
+    yield from sorted(library.glob("*.py"))
+    installed = {"site-packages", "dist-packages"}
+    yield from (file for file in sorted(library.glob("*/**/*.py")) if not installed.intersection(file.parts))
+    yield from sorted(Path(torch.__file__).parents[1].glob("**/*.py"))
+
+
 class TextBytes:
     """Samples of the bytes of Python modules, int64 [seq_length + 1], which need no tokenizer and no file."""
 
-    def __init__(self, seq_length: int, num_samples: int, seed: int, megabytes: float = 1.0):
-        """Read the first `megabytes` of the modules next to the standard library's `os`, in order of their names."""
+    def __init__(
+        self,
+        seq_length: int,
+        num_samples: int,
+        seed: int,
+        megabytes: float = 1.0,
+        held_out: bool | None = None,
+    ):
+        """Read the first `megabytes` of `python_files`.
+
+        Args:
+            seq_length: tokens of a sample.
+            num_samples: samples, each at a random position.
+            seed: of the positions.
+            megabytes: size of the text.
+            held_out: True reads every twentieth file only, False the other files; by default all are read.
+        """
         self.seq_length, self.num_samples, self.seed = seq_length, num_samples, seed
         text, size = bytearray(), int(megabytes * 1e6)
-        for file in sorted(Path(os.__file__).parent.glob("*.py")):
-            if len(text) < size:
+        for number, file in enumerate(python_files()):
+            if len(text) >= size:
+                break
+            if held_out is None or held_out == (number % HELD_OUT_EVERY == 0):
                 text += file.read_bytes()
         self.text = np.frombuffer(bytes(text[:size]), dtype=np.uint8)
 

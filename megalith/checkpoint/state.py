@@ -12,7 +12,7 @@ Ranks may hold complete tensors or shards in any layout. The stored form is the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -197,10 +197,21 @@ def load_optimizer(
 
     `model` is required if the optimizer updates shards of its parameters. Every rank of `world` calls it. Raises
     CheckpointError, identically on every rank, naming tensors that are missing, unexpected, or of another shape or
-    dtype.
+    dtype. Only the counter of steps beside a momentum may be missing or unexpected, because Muon has it only with some
+    settings: without a stored one it starts at 0.
     """
     shards, rows = optimizer_shards(optimizer, model), _state_rows(unpadded_rows or {})
-    _fill(checkpoint, OPTIMIZER, shards, rows, world, show_progress)
+    stored = checkpoint.table(OPTIMIZER)
+    shards = {
+        name: shard for name, shard in shards.items() if name in stored or not _is_counter(name, shards)
+    }
+    unused = [name for name in stored if _is_counter(name, stored)]
+    _fill(checkpoint, OPTIMIZER, shards, rows, world, show_progress, unused)
+
+
+def _is_counter(name: str, state: Container[str]) -> bool:
+    """Return True for the counter of steps of a parameter that has a momentum in `state`."""
+    return name.endswith(".step") and f"{name.removesuffix('step')}momentum_buffer" in state
 
 
 def load_part(

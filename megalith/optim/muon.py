@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from megalith.config import OptimConfig
 from megalith.optim.combined import combine
 from megalith.optim.functional import FunctionalOptimizer, State, scalar_of, zeros_of
 from megalith.optim.moments import Moment, ReducedMoment
-from megalith.optim.newton_schulz import EPS, orthogonalized
+from megalith.optim.newton_schulz import EPS, orthogonalize_all
 from megalith.optim.optimizer import (
     MOMENT_BYTES,
     TrainedParameter,
@@ -41,7 +41,7 @@ from megalith.optim.optimizer import (
     register_optimizer,
     state_bytes_of,
 )
-from megalith.optim.rounds import is_shared, rounds_of
+from megalith.optim.rounds import is_shared, local_rounds, rounds_of
 
 SCALES = {  # of a matrix [rows, columns], by muon_scale_mode
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
@@ -67,6 +67,23 @@ class _Round:
     """Collection of the matrices to orthogonalize."""
     squares: Any
     """Collection of NorMuon's second moments; None without."""
+
+
+class _Whole(NamedTuple):
+    value: Tensor
+    """Update before it is orthogonalized, [..., rows, columns]."""
+    squares: Tensor | None
+    """NorMuon's running mean of each row's squares, [..., rows, 1]."""
+    item: TrainedParameter
+
+
+class _Part(NamedTuple):
+    matrix: Tensor
+    """One of the matrices of a parameter, or several as a batch, [..., rows, columns]."""
+    shape: torch.Size
+    """Shape of its rows in the parameter: [..., n, size, columns]."""
+    squares: Tensor | None
+    """NorMuon's means of its rows, [..., n, size, 1]."""
 
 
 class Muon(FunctionalOptimizer):
@@ -103,33 +120,34 @@ class Muon(FunctionalOptimizer):
             state["exp_avg_sq"] = zeros(signed=False)
         return state
 
-    def update(
-        self, item: TrainedParameter, gradient: Tensor, state: State, group: Mapping[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        momentum, update = self._momentum(gradient, state)
-        result, squares = self._orthogonalize(update, state.get("row_var"), item)
-        changes = {"momentum_buffer": momentum} | ({} if squares is None else {"row_var": squares})
-        return self._stepped(item, group, result, changes)
-
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
         groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
         items = [self._items[parameter] for parameter in groups if parameter.grad is not None]
+        for parameters in local_rounds(item for item in items if not is_shared(item)):
+            self._update_local([(groups[parameter], parameter) for parameter in parameters])
         lists = rounds_of(item for item in items if is_shared(item))
         rounds = [[(groups[parameter], parameter) for parameter in each] for each in lists]
-        shared = {parameter for each in rounds for _, parameter in each}
-        gradients = {parameter: parameter.grad for parameter in shared}
-        for parameter in shared:
-            parameter.grad = None  # hides it from the base class
-        super().step()
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
         following = self._start(rounds[0]) if rounds else None
         for number in range(len(rounds)):
             current = following
             following = self._start(rounds[number + 1]) if number + 1 < len(rounds) else None
             self._finish(current)
+
+    def _update_local(self, pairs: Sequence[tuple[dict[str, Any], torch.nn.Parameter]]) -> None:
+        """Update parameters whose matrices no other rank shares."""
+        moved = [
+            self._momentum(parameter.grad / self.grad_scale, self.state[parameter]) for _, parameter in pairs
+        ]
+        matrices = [
+            _Whole(update, self.state[parameter].get("row_var"), self._items[parameter])
+            for (_, parameter), (_, update) in zip(pairs, moved, strict=True)
+        ]
+        for (group, parameter), (momentum, _), (result, mean) in zip(
+            pairs, moved, self._orthogonalize(matrices), strict=True
+        ):
+            self._apply(group, parameter, result, {"momentum_buffer": momentum}, mean)
 
     def _start(self, pairs: Sequence[tuple[dict[str, Any], torch.nn.Parameter]]) -> _Round:
         """Compute the momentum of a round's parameters and send it to the owners."""
@@ -149,25 +167,42 @@ class Muon(FunctionalOptimizer):
 
     def _finish(self, this: _Round) -> None:
         """Orthogonalize this rank's matrices of a round, send the results back, and update the parameters."""
-        skip, results, means = self.found_inf > 0, {}, {}
+        results, means = {}, {}
         wholes = this.updates.wait()
         squares = None if this.squares is None else this.squares.wait()
-        for position, whole in wholes.items():
-            item = self._items[this.pairs[position][1]]
-            before = None if squares is None else squares[position][..., :1]
-            results[position], mean = self._orthogonalize(whole, before, item)
+        matrices = [
+            _Whole(
+                whole,
+                None if squares is None else squares[position][..., :1],
+                self._items[this.pairs[position][1]],
+            )
+            for position, whole in wholes.items()
+        ]
+        for position, (result, mean) in zip(wholes, self._orthogonalize(matrices), strict=True):
+            results[position] = result
             if mean is not None:
-                copies = item.placement.shared.row_copies
+                copies = self._items[this.pairs[position][1]].placement.shared.row_copies
                 means[position] = mean.expand(*mean.shape[:-1], copies)
         local_means = None if this.squares is None else this.squares.scatter(means)
         for position, result in enumerate(this.updates.scatter(results)):
-            group, parameter = this.pairs[position]
             changes = {"momentum_buffer": this.momenta[position]}
-            if local_means is not None:
-                changes["row_var"] = local_means[position]
-            value, changes = self._stepped(self._items[parameter], group, result, changes)
-            parameter.copy_(torch.where(skip, parameter, value))
-            self.store(parameter, changes, skip)
+            self._apply(*this.pairs[position], result, changes, local_means and local_means[position])
+
+    def _apply(
+        self,
+        group: dict[str, Any],
+        parameter: torch.nn.Parameter,
+        update: Tensor,
+        changes: dict[str, Tensor],
+        mean: Tensor | None,
+    ) -> None:
+        """Change a parameter by its shard of a scaled orthogonal matrix, and its state by `changes` and `mean`."""
+        skip = self.found_inf > 0
+        if mean is not None:
+            changes["row_var"] = mean
+        value, changes = self._stepped(self._items[parameter], group, update, changes)
+        parameter.copy_(torch.where(skip, parameter, value))
+        self.store(parameter, changes, skip)
 
     def store(self, parameter: torch.nn.Parameter, changes: Mapping[str, Tensor], skip: Tensor) -> None:
         state = self.state[parameter]
@@ -221,32 +256,49 @@ class Muon(FunctionalOptimizer):
         """Return the factor on the update of a matrix [rows, columns]."""
         return self.config.muon_extra_scale_factor * SCALES[self.config.muon_scale_mode](rows, columns)
 
-    def _orthogonalize(
-        self, weight: Tensor, squares: Tensor | None, item: TrainedParameter
-    ) -> tuple[Tensor, Tensor | None]:
-        """Orthogonalize, normalize and scale the matrices in weight [..., rows, columns].
+    def _orthogonalize(self, wholes: Sequence[_Whole]) -> list[tuple[Tensor, Tensor | None]]:
+        """Orthogonalize, normalize and scale matrices; return each with this step's mean squares of rows (NorMuon)."""
+        config = self.config
+        split = [self._split(whole) for whole in wholes]
+        parts = [part for of_whole in split for part in of_whole]
+        results = iter(
+            orthogonalize_all(
+                [part.matrix for part in parts],
+                config.muon_num_ns_steps,
+                self._dtype,
+                config.muon_coefficient_type,
+            )
+        )
+        outputs = []
+        for of_whole in split:
+            pieces, means = [], []
+            for part in of_whole:
+                result = next(results).float()
+                if part.squares is not None:
+                    mean = part.squares.reshape(*result.shape[:-1], 1).lerp(
+                        result.square().mean(-1, keepdim=True), 1 - config.muon_beta2
+                    )
+                    result = _with_orthogonal_norm(result * (mean + EPS).rsqrt())
+                    means.append(mean.reshape(part.squares.shape))
+                pieces.append((result * self._factor(*result.shape[-2:])).reshape(part.shape))
+            outputs.append((_joined(pieces), _joined(means) if means else None))
+        return outputs
 
-        The rows alternate between the matrices: `sizes` rows of each at a time. `squares` [..., rows, 1] is NorMuon's
-        running mean of each row's squares, which is returned with this step's.
-        """
-        sizes, heads = self._parts(item)
-        size, pieces, means = sum(sizes), [], []
-        blocks = weight.unflatten(-2, (-1, size)).split(list(sizes), dim=-2)
-        for number, (part, head) in enumerate(zip(blocks, heads, strict=True)):
-            matrix = part.flatten(-3, -2) if head is None else part.unflatten(-2, (-1, head))
-            result = orthogonalized(
-                matrix, self.config.muon_num_ns_steps, self._dtype, self.config.muon_coefficient_type
-            ).float()
-            if squares is not None:
-                before = squares.unflatten(-2, (-1, size)).split(list(sizes), dim=-2)[number]
-                mean = before.reshape(*matrix.shape[:-1], 1).lerp(
-                    result.square().mean(-1, keepdim=True), 1 - self.config.muon_beta2
-                )
-                result = _with_orthogonal_norm(result * (mean + EPS).rsqrt())
-                means.append(mean.reshape(before.shape))
-            pieces.append((result * self._factor(*matrix.shape[-2:])).reshape(part.shape))
-        joined = torch.cat(pieces, dim=-2).flatten(-3, -2)
-        return joined, torch.cat(means, dim=-2).flatten(-3, -2) if means else None
+    def _split(self, whole: _Whole) -> list[_Part]:
+        """Return the matrices in a parameter, whose rows alternate between them: `sizes` rows of each at a time."""
+        sizes, heads = self._parts(whole.item)
+        blocks = whole.value.unflatten(-2, (-1, sum(sizes))).split(list(sizes), dim=-2)
+        squares: Sequence[Tensor | None] = [None] * len(sizes)
+        if whole.squares is not None:
+            squares = whole.squares.unflatten(-2, (-1, sum(sizes))).split(list(sizes), dim=-2)
+        return [
+            _Part(
+                block.flatten(-3, -2) if head is None else block.unflatten(-2, (-1, head)),
+                block.shape,
+                before,
+            )
+            for block, head, before in zip(blocks, heads, squares, strict=True)
+        ]
 
     def _parts(self, item: TrainedParameter) -> tuple[Sequence[int], Sequence[int | None]]:
         """Return the rows at which the parameter's matrices alternate, and the rows per attention head of each."""
@@ -260,6 +312,11 @@ class Muon(FunctionalOptimizer):
         if config.muon_split_heads and placement.heads is not None:
             return sizes, placement.heads
         return sizes, (None,) * len(sizes)
+
+
+def _joined(blocks: Sequence[Tensor]) -> Tensor:
+    """Return the parameter [..., rows, columns] whose rows alternate between `blocks` [..., n, size, columns]."""
+    return (blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=-2)).flatten(-3, -2)
 
 
 def _cost(item: TrainedParameter) -> float:

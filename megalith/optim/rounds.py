@@ -1,9 +1,9 @@
-"""Rounds in which sharded matrices are collected on their owners: lists of parameters that one all-to-all serves."""
+"""Rounds: parameters whose matrices are updated together, and collected on their owners if they are sharded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -30,3 +30,16 @@ def rounds_of(items: Iterable[TrainedParameter]) -> list[list[nn.Parameter]]:
         latest[key][0].append(item.parameter)
         latest[key] = latest[key][0], latest[key][1] + size
     return rounds
+
+
+def local_rounds(items: Iterable[TrainedParameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters of `items`, none shared, in lists of at most about ROUND_ELEMENTS elements."""
+    current, size = [], 0
+    for item in items:
+        if current and size + item.parameter.numel() > ROUND_ELEMENTS:
+            yield current
+            current, size = [], 0
+        current.append(item.parameter)
+        size += item.parameter.numel()
+    if current:
+        yield current

@@ -9,7 +9,7 @@ import megalith
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.optim import muon
-from megalith.optim.newton_schulz import orthogonalized
+from megalith.optim.newton_schulz import orthogonalize_all
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.check import LAYOUTS
 
@@ -83,11 +83,11 @@ def orthogonalized_shapes(config: RunConfig) -> list[list[tuple[int, ...]]]:
     loader = batches(optimizer, 0, 1, seed=0)
     optimizer.model.backward([next(loader) for _ in range(count)])
 
-    def record(matrix, *args):
-        shapes.append(tuple(matrix.shape))
-        return orthogonalized(matrix, *args)
+    def record(matrices, *args):
+        shapes.extend(tuple(matrix.shape) for matrix in matrices)
+        return orthogonalize_all(matrices, *args)
 
-    with mock.patch.object(muon, "orthogonalized", record):
+    with mock.patch.object(muon, "orthogonalize_all", record):
         optimizer.step()
     return gather_json(shapes, optimizer.model.mesh.world)
 

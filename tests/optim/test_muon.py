@@ -10,8 +10,8 @@ from optimizer_job import EXPERTS, GATED, LATENT, configuration, losses, orthogo
 import megalith
 from megalith.config import OptimConfig, RunConfig
 from megalith.errors import ConfigError
-from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
-from megalith.optim.newton_schulz import COEFFICIENTS, iterations, orthogonalized
+from megalith.optim import build_loss_scale, build_optimizer, newton_schulz, optimizer_step
+from megalith.optim.newton_schulz import COEFFICIENTS, iterations, orthogonalize_all, orthogonalized
 from megalith.optim.optimizer import Placement, check_optimizer, decay_groups
 from megalith.parallel.owners import assign
 from megalith.parity.differences import relative_error
@@ -77,7 +77,7 @@ def test_newton_schulz_is_in_fp32_where_the_run_is_or_where_it_is_asked_for():
         config = OptimConfig(optimizer="muon", lr=0.1, muon_fp32_matmul_prec=asked)
         placements = {"w": Placement(matrices=(4,))}
         optimizer = build_optimizer([("w", weight)], config, (), placements, precision)
-        with mock.patch("megalith.optim.muon.orthogonalized", side_effect=orthogonalized) as made:
+        with mock.patch("megalith.optim.muon.orthogonalize_all", side_effect=orthogonalize_all) as made:
             weight.grad = torch.eye(4)
             optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
         assert made.call_args.args[2] == dtype
@@ -111,6 +111,21 @@ def test_each_set_of_coefficients_orthogonalizes(kind, steps, bounds):
     x = u @ torch.diag(torch.logspace(-1, 0, 8).double()) @ v
     values = torch.linalg.svdvals(orthogonalized(x, steps, torch.float64, kind))
     assert bounds[0] < values.min() and values.max() < bounds[1]
+
+
+def test_blocks_and_batches_of_matrices_change_nothing_but_rounding(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(13, 20), (20, 13), (3, 13, 20), (13, 20), (4, 30), (2, 2, 9, 9), (13, 20)]
+    matrices = [torch.randn(shape, generator=generator).double() for shape in shapes]
+    expected = [orthogonalized(matrix, 5, torch.float64) for matrix in matrices]
+    monkeypatch.setattr(newton_schulz, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(newton_schulz, "BATCH_ELEMENTS", 800)
+    with mock.patch.object(newton_schulz, "orthogonalized", wraps=orthogonalized) as made:
+        results = newton_schulz.orthogonalize_all(matrices, 5, torch.float64)
+        sizes = [tuple(call.args[0].shape) for call in made.call_args_list]
+    assert sizes == [(1, 13, 20), (3, 13, 20), (1, 20, 13), (2, 13, 20), (1, 4, 30), (4, 9, 9)]
+    for result, value in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, value, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("settings", "fused", "parts"), [
@@ -294,6 +309,17 @@ def test_muon_equals_one_process_in_every_layout_and_goes_on_in_any_other(pool, 
             assert relative_error(resumed, one[1:]) < 1e-5, layout
     for number, layout in enumerate(layouts):
         assert relative_error(losses(config, load=str(tmp_path / str(number))), one[1:]) < 1e-5, layout
+
+
+@pytest.mark.parametrize("dtypes", [("fp32", "bf16"), ("bf16", "fp32")])
+def test_a_run_resumes_with_the_momentum_in_another_dtype(tmp_path, dtypes):
+    wide = GATED | dict(hidden_size=128, ffn_hidden_size=128)
+    first, second = (
+        configuration("", wide, optimizer="muon", muon_state_dtype=dtype, lr=3e-2) for dtype in dtypes
+    )
+    expected = losses(first, save=str(tmp_path / "first"))[1:]
+    found = losses(second, load=str(tmp_path / "first"))
+    assert found == pytest.approx(expected, rel=1e-2) and found != expected
 
 
 def test_ranks_that_share_matrices_orthogonalize_each_once_and_about_equally(pool):
