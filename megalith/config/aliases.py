@@ -116,6 +116,7 @@ _SAMPLES = "samples are found by binary search, so there is no index to cache"
 
 # fmt: off
 ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
+    "parallel.hybrid_context_parallel":               Rename("parallel.dynamic_context_parallel"),
     "parallel.use_distributed_optimizer":             Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: "no_shard"}),
     "optim.use_distributed_optimizer":                Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: "no_shard"}),
     "parallel.num_layers_per_virtual_pipeline_stage": Derive("parallel.virtual_pipeline_model_parallel_size", int, _virtual_stages),

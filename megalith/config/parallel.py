@@ -8,8 +8,17 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megalith.config.base import RequiresSetting, Section
 
+
+class ShardsSequences(RequiresSetting):
+    """Requires context parallelism, of one size or dynamic."""
+
+    def is_met(self, section: Section, config: Section | None) -> bool:
+        return section.shards_sequences
+
+
 FULL = RequiresSetting("recompute_granularity", "full", strict=True)
 EXPERTS = RequiresSetting("model.num_experts", strict=True)
+DYNAMIC = RequiresSetting("dynamic_context_parallel", True, strict=True)
 STAGES = RequiresSetting("pipeline_model_parallel_size", greater_than=1)
 
 
@@ -70,7 +79,7 @@ class ParallelConfig(Section):
 
     cp_comm_type: Annotated[
         Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"],
-        RequiresSetting("context_parallel_size", greater_than=1),
+        ShardsSequences("context_parallel_size", greater_than=1),
     ] = "auto"
     """Communication of context parallelism: p2p (ring), all_gather, a2a (Ulysses), or a2a+p2p on two levels. auto: a2a
     within one host if the size divides the heads, a ring otherwise and between hosts; a2a for encoder-decoders."""
@@ -80,6 +89,17 @@ class ParallelConfig(Section):
         RequiresSetting("cp_comm_type", "a2a+p2p", strict=True),
     ] = None
     """Sizes of a2a+p2p: a2a over adjacent ranks, then p2p. Their product is the context parallel size."""
+
+    dynamic_context_parallel: bool = False
+    """Choose the context parallel size of each sequence in `megalith sft`: long sequences take several of the
+    data × context ranks, and short ones are packed on single ranks, so that the ranks have equal work in each pass."""
+
+    max_seqlen_per_dp_cp_rank: Annotated[PositiveInt | None, DYNAMIC] = None
+    """Tokens that a rank can hold in a pass. Default: as many as without dynamic_context_parallel, micro_batch_size ·
+    seq_length / context_parallel_size."""
+
+    min_dynamic_context_parallel_size: Annotated[PositiveInt, DYNAMIC] = 1
+    """Smallest number of ranks that a sequence is sharded over, a power of two."""
 
     expert_model_parallel_size: Annotated[PositiveInt, EXPERTS] = 1
     """Expert parallel size (EP): ranks that the experts are distributed over."""
@@ -155,6 +175,11 @@ class ParallelConfig(Section):
 
     cpu_offloading_num_layers: NonNegativeInt = 0
     """Number of first layers per pipeline stage whose saved activations are offloaded to host memory."""
+
+    @property
+    def shards_sequences(self) -> bool:
+        """True if context parallelism shards sequences, all of them or long ones."""
+        return self.context_parallel_size > 1 or self.dynamic_context_parallel
 
     @property
     def overlaps(self) -> bool:

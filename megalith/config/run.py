@@ -83,6 +83,13 @@ class RunConfig(Section):
         return self.train.micro_batch_size * rows
 
     @property
+    def tokens_per_pass(self) -> int:
+        """Tokens of a context-parallel rank in a pass, at most."""
+        limit = self.parallel.max_seqlen_per_dp_cp_rank if self.parallel.dynamic_context_parallel else None
+        static = self.rows_per_micro_batch * self.data.seq_length // self.parallel.context_parallel_size
+        return static if limit is None else limit
+
+    @property
     def separates_documents(self) -> bool:
         """True if attention stays within documents of a row."""
         packs = self.rl.packing and self.rl.prompts_or_rollouts is not None

@@ -72,6 +72,9 @@ class Batch:
     routers choose. None: routers choose everywhere.
     """
 
+    cp_size: int | None = field(default=None, kw_only=True)
+    """Dynamic context parallelism: number of ranks that share the rows. None: the same for all batches."""
+
     def __getitem__(self, name: str) -> Tensor | None:
         return getattr(self, name)
 
@@ -104,7 +107,9 @@ class Batch:
 
     def _each(self, change) -> Batch:
         values = {item.name: self[item.name] for item in fields(self)}
-        return replace(self, **{name: change(value) for name, value in values.items() if value is not None})
+        tensors = {name: value for name, value in values.items() if value is not None and name != "cp_size"}
+        changed = {name: change(value) for name, value in tensors.items()}
+        return replace(self, **changed)
 
 
 def make_batch(

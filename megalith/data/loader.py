@@ -21,12 +21,16 @@ import torch
 from megalith.data.balance import BatchCosts, balanced_positions
 from megalith.data.batch import PADDING, Batch, BoundaryRules, make_batch
 from megalith.data.dataset import SampleDataset
+from megalith.data.dynamic_context import ContextGroup
 from megalith.data.order import SampleOrder, SingleOrder
 from megalith.data.streams.stream import SampleStream
 from megalith.errors import ConfigError, DataError, MegalithError
 
 Collate = Callable[[np.ndarray, np.ndarray], Batch]  # (samples, positions in the stream) → batch
 Request = tuple[Sequence[int], list[int]]  # positions in the stream, and the indices of their samples
+GroupRequest = tuple[range, ContextGroup]  # positions of the global batch, and a row of it
+Passes = Callable[[range], Sequence[ContextGroup]]
+"""A rank's rows of a global batch at these positions, one per pass."""
 
 
 class Loader:
@@ -50,6 +54,7 @@ class Loader:
             list of samples, otherwise they are stacked.
         interleaved: see `micro_batch_positions`.
         costs: costs of samples by position, by which the samples of each step are assigned to ranks; None: in order.
+        passes: rows of each step under dynamic context parallelism, which regroups the sequences of samples.
 
     Raises:
         DataError: from `next`, at the micro-batch with an invalid token or after the end of the data.
@@ -73,6 +78,7 @@ class Loader:
         collate: Collate | None = None,
         costs: BatchCosts | None = None,
         interleaved: bool = False,
+        passes: Passes | None = None,
     ) -> None:
         order = order or SingleOrder(len(dataset), wrap=True)
         layout = (micro_batch_size, data_parallel_rank, data_parallel_size)
@@ -82,8 +88,10 @@ class Loader:
         else:
             positions = balanced_positions(batches, costs, *layout)
         self._make = _MicroBatchMaker(dataset, vocab_size, rules or BoundaryRules(), pin_memory, collate)
-        self._requests: Iterator[Request] | None = (
-            (span, [order(position) for position in span]) for span in positions
+        self._requests: Iterator[Request | GroupRequest] | None = (
+            ((span, [order(position) for position in span]) for span in positions)
+            if passes is None
+            else ((batch, group) for batch in batches for group in passes(batch))
         )
         self._pending: deque[Future[Batch]] = deque()
         self._ahead = ahead
@@ -189,7 +197,9 @@ class _MicroBatchMaker:
         self.pin_memory = pin_memory
         self._pads = getattr(dataset, "pads", False)
 
-    def __call__(self, request: Request) -> Batch:
+    def __call__(self, request: Request | GroupRequest) -> Batch:
+        if isinstance(request[1], ContextGroup):
+            return self._regrouped(*request)
         positions, indices = request
         samples = [self.dataset[i] for i in indices]
         if not getattr(self.collate, "takes_list", False):
@@ -200,6 +210,13 @@ class _MicroBatchMaker:
         else:
             self._check_tokens(samples, indices)
             batch = make_batch(samples, sample_numbers, self.rules, self._pads)
+        return batch.pin_memory() if self.pin_memory else batch
+
+    def _regrouped(self, positions: range, group: ContextGroup) -> Batch:
+        """Return a row of sequences of the global batch."""
+        row = self.dataset.packed_row(group.sequences, group.length)
+        batch = self.collate(row[None], np.array([positions.start], dtype=np.int64))
+        batch.cp_size = group.degree
         return batch.pin_memory() if self.pin_memory else batch
 
     def _check_tokens(self, samples: np.ndarray, indices: list[int]) -> None:

@@ -28,6 +28,7 @@ class TokenInputs:
     all_padding: Tensor | None = None  # the same
     routes: Tensor | None = None  # int16 [batch, seq, layers with experts, topk], as in Batch
     sample_numbers: Tensor | None = None  # int64 [batch], positions in the data stream; keys of dropout
+    cp_size: int | None = None  # number of ranks that share the rows; None: the same in all passes
 
     def real_tokens(self, token_index: Tensor) -> Tensor | None:
         """Return a mask of the real tokens, bool [batch, seq]; None: there is no padding.

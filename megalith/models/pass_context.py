@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -20,9 +20,12 @@ class PassLayout:
     micro_batches: int = 1  # parts of the micro-batch that run interleaved, each sharded separately
     cp_size: int = 1  # context parallelism: number of shards of each sequence
     full_sequence: bool = False  # every context-parallel rank has full sequences: generation
+    core: Callable[..., Tensor] | None = None  # attention core of this pass; None: that of the layer
 
 
-def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
+def one_device(
+    tokens: int, *, trains: bool, has_position_ids: bool, cp_size: int | None = None
+) -> PassLayout:
     """Return the layout of a forward pass on one device, which does not depend on the arguments.
 
     Parallel axes replace this function.
@@ -31,6 +34,7 @@ def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayo
         tokens: number of tokens in the micro-batch.
         trains: the pass has labels.
         has_position_ids: the pass has a token_index.
+        cp_size: number of ranks that share the rows of the pass, if it differs from pass to pass.
     """
     return PassLayout()
 

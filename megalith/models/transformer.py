@@ -126,7 +126,12 @@ class Stack(nn.Module):
         inputs = token_inputs or TokenInputs()
         (batch, seq), device = input_ids.shape, input_ids.device
         token_index, padding_mask = inputs.token_index, inputs.padding_mask
-        layout = self.pass_layout(input_ids.numel(), trains=trains, has_position_ids=token_index is not None)
+        layout = self.pass_layout(
+            input_ids.numel(),
+            trains=trains,
+            has_position_ids=token_index is not None,
+            cp_size=inputs.cp_size,
+        )
         if token_index is None:
             _check_positions(self.config, seq)
             token_index = torch.arange(seq, device=device)

@@ -11,7 +11,7 @@ from megalith.ops.compiled import run_with_breaks
 from megalith.ops.fp8.recipes import AmaxTable
 from megalith.parallel.batch_invariant import apply_batch_invariant
 from megalith.parallel.coded_base import apply_coded_base
-from megalith.parallel.context.context_parallel import apply_context
+from megalith.parallel.context.context_parallel import apply_context, apply_dynamic_context
 from megalith.parallel.data.data_parallel import apply_data
 from megalith.parallel.expert.expert_parallel import apply_expert
 from megalith.parallel.fp8_linears import apply_fp8
@@ -67,9 +67,12 @@ def apply(
         tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel, parallel.save_gathered_inputs)
         if tensor is not None:
             shard_adapters(chunk, tensor)
-        apply_context(
-            chunk, mesh.cp, parallel.resolved_cp_comm_type, parallel.hierarchical_context_parallel_sizes
-        )
+        if mesh.context_groups:
+            apply_dynamic_context(chunk, mesh.context_groups, parallel.resolved_cp_comm_type)
+        else:
+            apply_context(
+                chunk, mesh.cp, parallel.resolved_cp_comm_type, parallel.hierarchical_context_parallel_sizes
+            )
         apply_expert(
             chunk, mesh, tensor, parallel.moe_token_dispatcher_type, parallel.moe_static_dispatch is True
         )

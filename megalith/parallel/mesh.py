@@ -17,7 +17,8 @@ The gradients of experts are reduced over edp, because each token goes to one re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from megalith.compat.device_mesh import flatten_mesh, unflatten_mesh
 from megalith.config import ParallelConfig
 from megalith.config.rules import expert_rules
 from megalith.config.rules import parallel_rules as rules
+from megalith.config.rules.dynamic_context_rules import context_degrees
 from megalith.errors import ConfigError
 
 
@@ -71,6 +73,9 @@ class Mesh:
     fsdp: DeviceMesh | None
     """Mesh for fully_shard: dp_cp, or (replicate, shard) under hybrid sharding. None without process groups, or under
     no_shard."""
+    context_groups: Mapping[int, Axis] = field(default_factory=dict)
+    """Dynamic context parallelism: the aligned group of adjacent data × context ranks of each size that this rank
+    belongs to. Empty without it."""
 
     @classmethod
     def alone(cls) -> Mesh:
@@ -149,7 +154,22 @@ def build_mesh(
         world=Axis(world_size, dist.get_rank(), dist.group.WORLD, dist.group.WORLD.group_name),
         **experts,
         fsdp=fsdp,
+        context_groups=_context_groups(_axis(dp_cp), device_type)
+        if parallel.dynamic_context_parallel
+        else {},
     )
+
+
+def _context_groups(dp_cp: Axis, device_type: str) -> dict[int, Axis]:
+    """Return this rank's group of each size in dynamic context parallelism, with process groups of their own."""
+    backend = _groups_of_their_own(device_type, "context")["context"]
+    groups = {1: Axis()}
+    for size in context_degrees(dp_cp.size, smallest=2):
+        first = dp_cp.rank // size * size
+        ranks = dist.get_process_group_ranks(dp_cp.group)[first : first + size]
+        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        groups[size] = Axis(size, dp_cp.rank - first, group, group.group_name)
+    return groups
 
 
 def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) -> dict[str, Any]:

@@ -272,6 +272,7 @@ class TransformerSpec(ModelSpec):
                 all_padding=batch.all_padding,
                 routes=batch.routes,
                 sample_numbers=batch.sample_numbers,
+                cp_size=batch.cp_size,
             ),
             labels=batch.labels,
             loss_mask=batch.loss_mask,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.comm.collectives import all_reduce_no_grad
+from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.config import ModelConfig, OptimConfig, ParallelConfig
 from megalith.data.batch import Batch
 from megalith.data.token_ids import TokenIds
@@ -105,7 +105,7 @@ class ParallelModel:
         Returns:
             The unscaled loss, a float32 scalar, the same on every rank.
         """
-        loss, micro_batches = loss or self.spec.loss, self._by_rows(micro_batches)
+        loss, micro_batches = loss or self.spec.loss, self._in_passes(micro_batches)
         _check_z_loss(self.config, loss)
         if not isinstance(loss_scale, Tensor):
             loss_scale = torch.full((), loss_scale, device=self.device)
@@ -196,7 +196,7 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch], loss: Loss | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss and the sum of its denominators, float32 scalars, over all ranks."""
-        loss, micro_batches = loss or self.spec.loss, self._by_rows(micro_batches)
+        loss, micro_batches = loss or self.spec.loss, self._in_passes(micro_batches)
         local_batches = self._train(False)._prepare(micro_batches, loss)
         denominators = self._denominators(loss, micro_batches, local_batches)
         return self._all_reduce_loss(self._run_passes(local_batches, None)).float(), denominators[0]
@@ -271,7 +271,10 @@ class ParallelModel:
                 chunk.train(mode)
         return self
 
-    def _by_rows(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+    def _in_passes(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        if self.mesh.context_groups:
+            size = self.mesh.cp.size
+            return [replace(each, cp_size=each.cp_size or size) for each in micro_batches]
         if not self.spec.runs_row_by_row:
             return micro_batches
         return [row for batch in micro_batches for row in batch.rows()]
@@ -279,6 +282,11 @@ class ParallelModel:
     def _prepare(self, micro_batches: Sequence[Batch], loss: Loss) -> list[LocalMicroBatch]:
         self._ids.check_batches(micro_batches, labels=self.config is not None)
         return [self._prepare_micro_batch(batch, loss) for batch in micro_batches]
+
+    def _context_axis(self, batch: Batch) -> Axis:
+        """Return the ranks that share the rows of a micro-batch."""
+        groups = self.mesh.context_groups
+        return groups[batch.cp_size] if groups else self.mesh.cp
 
     def _vocab_size(self) -> int | None:
         """Return the size of the input vocabulary, or None if a user's own model does not reveal it."""
@@ -301,8 +309,8 @@ class ParallelModel:
             else:
                 observe = partial(self._observe, loss, batch)
                 objective = Objective(observe, *options, loss.token_losses, tokens, fused_head_loss)
-        local_batch, token_index = shard_batch(loss.with_weights(batch, weights), self.mesh.cp)
-        if objective is not None and self.mesh.cp.size > 1:
+        local_batch, token_index = shard_batch(loss.with_weights(batch, weights), self._context_axis(batch))
+        if objective is not None and self._context_axis(batch).size > 1:
             objective = replace(
                 objective, tokens={name: x[:, token_index] for name, x in objective.tokens.items()}
             )
@@ -319,13 +327,13 @@ class ParallelModel:
         return micro_batch
 
     def _observe(self, loss: Loss, batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> None:
-        cp = self.mesh.cp
+        cp = self._context_axis(batch)
         entropy = None if entropy is None else unshard_replicated(entropy, cp)
         loss.observe(unshard_replicated(logprobs, cp), entropy, batch)
 
     def _sequence_loss(self, loss: Loss, batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """Return the loss of full sequences. Every context-parallel rank computes it, and the first one counts it."""
-        cp = self.mesh.cp
+        cp = self._context_axis(batch)
         entropy = None if entropy is None else unshard_replicated(entropy, cp)
         total = loss(unshard_replicated(logprobs, cp), entropy, batch)
         _require_shape(
@@ -340,7 +348,7 @@ class ParallelModel:
         sums = torch.zeros(1 + self.spec.mtp_layers + 1, dtype=torch.float64)
         for batch, micro_batch in zip(micro_batches, local_batches):
             micro_batch.logged_weight = loss.logged_weight(batch)
-            if self.mesh.cp.rank == 0:  # these belong to full sequences
+            if self._context_axis(batch).rank == 0:  # these belong to full sequences
                 sums[0] += _scalar(loss, loss.denominator(batch))
                 sums[-1] += micro_batch.logged_weight or 0.0
             if micro_batch.mtp_targets is not None:

@@ -27,7 +27,8 @@ from megalith.models.vocabulary import Embedding
 
 SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Stack: {
-        "pass_layout": "sharding of the tokens of a pass: (tokens, trains=, has_position_ids=) → PassLayout",
+        "pass_layout": "sharding of the tokens of a pass: (tokens, trains=, has_position_ids=, cp_size=) → "
+        "PassLayout",
         "runner": "runs a list of layers: (layers, x, context) → x",
         "shard_sequence": "shards a per-token tensor like the residual stream: (x [batch, seq], layout) → shard",
         "reduce_sequence": "sums the ranks' results from their shards, for use on all ranks: (x, layout) → sum",

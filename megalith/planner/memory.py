@@ -158,7 +158,7 @@ class StageMemory:
         models = 2 if self.config.has_reference_model else 1
         rows = -(-self.model.padded_vocab_size // self.tensor)
         head = rows * self.model.hidden_size if self.head else 0
-        tokens = self.config.rows_per_micro_batch * self.config.data.seq_length // self.context
+        tokens = self.config.tokens_per_pass
         of_head = int(tokens * token_fraction(self.config, self.model.num_layers - 1))
         logits = min(of_head, loss_chunk_tokens(rows)) * rows if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0

@@ -35,6 +35,8 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
         return []
     if model.num_experts is not None and model.moe_expert_capacity_factor is not None:
         return []
+    if parallel.dynamic_context_parallel:  # parallel.max_seqlen_per_dp_cp_rank decides the size of a pass
+        return []
     tokens = micro * config.data.seq_length // parallel.context_parallel_size
     sharded, strategy = shard_size(parallel, world_size) > 1, parallel.data_parallel_sharding_strategy
     meta = None

@@ -80,7 +80,7 @@ class Passes:
         self.tensor, self.context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.sequence = self.tensor if parallel.sequence_parallel else 1
         self.dp = data_parallel_size(parallel, world_size)
-        self.tokens = config.rows_per_micro_batch * config.data.seq_length // self.context
+        self.tokens = config.tokens_per_pass
         self.width = COMPUTE_BYTES[train.precision]
         self.streams = rates.memory * GIGA * STREAMS
         self.fsdp = parallel.data_parallel_sharding_strategy != "no_shard" and self.dp * self.context > 1

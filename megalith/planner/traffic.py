@@ -200,7 +200,7 @@ def _neighbours(chunks: Sequence[Stage], last: int, ranks: int) -> int:
 
 
 def _tokens(config: RunConfig) -> int:
-    return config.rows_per_micro_batch * config.data.seq_length // config.parallel.context_parallel_size
+    return config.tokens_per_pass
 
 
 def _tensor_words(parallel: ParallelConfig) -> str:

@@ -29,6 +29,7 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.report.report import TokenCounts, flops_by_length
 from megalith.small_files import read_small_file
 from megalith.training.build import boundary_rules, open_chat, open_datasets
+from megalith.training.context_schedules import ContextSchedules
 
 STREAM_FILE = "data_stream.json"  # in checkpoints: the position of a stream
 STEPS_IN_NOTE = 16
@@ -48,10 +49,12 @@ class Data:
         tokenizer: Tokenizer | None,
         dp: Axis,
         show_progress: bool = False,
+        dp_cp: Axis | None = None,
     ):
         """Open the run's data.
 
-        Ranks along `dp` read different micro-batches. Ranks that differ only along other axes read the same ones.
+        Ranks along `dp` read different micro-batches. Ranks that differ only along other axes read the same ones. Under
+        dynamic context parallelism, ranks along `dp_cp` do.
         """
         self._config, self._dp = config, dp
         self._batch_sizes = batch_sizes
@@ -73,6 +76,10 @@ class Data:
             self.train, self.valid, self.test = open_datasets(
                 config, samples, tokenizer, show_progress, self.notes
             )
+        self._schedules: ContextSchedules | None = None
+        if config.parallel.dynamic_context_parallel and dp_cp is not None and dp_cp.size > 1:
+            self._schedules = ContextSchedules(config, dp_cp)
+            self.notes.append(self._schedule_note())
         if config.data.balance_batches and dp.size > 1:
             self.notes.append(self._balance_note())
         blend = isinstance(self.train, BlendedDataset)
@@ -112,6 +119,8 @@ class Data:
             self.train.restart(self.order(consumed_samples), block, kept)
         else:
             self.order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
+            if self._schedules is not None:
+                self._schedules.forget()
         costs = self.costs if data.balance_batches and self._dp.size > 1 else None
         return self._loader(self.train, self.order, sizes(), device, consumed_samples, costs)
 
@@ -137,6 +146,17 @@ class Data:
             f"{sum(after) / len(after):.3f} × the mean work, and {sum(before) / len(before):.3f} × without balancing"
         )
 
+    def _schedule_note(self) -> str:
+        """Return a note on the passes of the first steps under dynamic context parallelism."""
+        self.order = sample_order(self._config.data.dataloader_type, len(self.train), self._config.train.seed)
+        first, schedules = 0, []
+        for _ in range(min(self._total_steps, STEPS_IN_NOTE)):
+            batch = range(first, first + self._batch_sizes.size(first))
+            schedules.append(self._schedules.of_batch(self.train, self.order, batch))
+            first = batch.stop
+        self._schedules.forget()
+        return self._schedules.describe(schedules)
+
     def work(self, consumed_samples: int, batch_size: int) -> TokenCounts | None:
         """Return the work in the next `batch_size` samples of the latest train loader. None if all sequences are
         full."""
@@ -146,7 +166,11 @@ class Data:
         return TokenCounts(*(int(each) for each in self.train.work[rows].sum(0)))
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches per data-parallel rank in the step after `consumed_samples`."""
+        """Return the number of micro-batches per data-parallel rank in the step after `consumed_samples` of the latest
+        train loader."""
+        if self._schedules is not None:
+            batch = range(consumed_samples, consumed_samples + self._batch_sizes.size(consumed_samples))
+            return len(self._schedules.of_batch(self.train, self.order, batch).passes)
         return self._batch_sizes.micro_batches(consumed_samples)
 
     def files(self) -> dict[str, dict[str, int | str]]:
@@ -180,6 +204,15 @@ class Data:
     def preserves_order(self, num_samples: int) -> bool:
         """Return True if a run with `num_samples` samples reads the same samples, up to the shorter length."""
         return self.train.preserves_order(num_samples, permuted=self._config.data.dataloader_type == "cyclic")
+
+    def evaluation_micro_batches(self, dataset: SampleDataset, number: int) -> int:
+        """Return the number of micro-batches per data-parallel rank in global batch `number` of an evaluation."""
+        size = self._batch_sizes.global_batch_size
+        if self._schedules is not None:
+            batch = range(number * size, (number + 1) * size)
+            order = SingleOrder(len(dataset), wrap=True)
+            return len(self._schedules.of_batch(dataset, order, batch).passes)
+        return size // (self._config.train.micro_batch_size * self._dp.size)
 
     def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
         """Return a loader of the first eval_iters global batches of `dataset`, the same in every evaluation."""
@@ -216,6 +249,7 @@ class Data:
             collate=self._collate(dataset),
             costs=costs,
             interleaved=self._config.train.batch_invariant,
+            passes=self._schedules and partial(self._schedules.rows_of_rank, dataset, order),
         )
 
     def _collate(self, dataset: SampleDataset) -> Collate | None:

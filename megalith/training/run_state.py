@@ -76,7 +76,15 @@ class Task:
                 "distill.teacher and distill.logits_dir require `megalith distill`; use that, or omit them to pre-train"
             )
         is_first = run.mesh.world.rank == 0
-        return Data(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp, is_first)
+        return Data(
+            run.config,
+            run.batch_sizes,
+            run.total_steps,
+            run.tokenizer,
+            run.mesh.dp,
+            is_first,
+            run.mesh.dp_cp,
+        )
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]] | None:
         """Return a function that reads the metrics of the current step, for metrics.jsonl. Called once gradients are
@@ -316,11 +324,11 @@ class Run:
         if dataset is None or total == 0:
             return None
         total = min(total, -(-len(dataset) // self.batch_sizes.global_batch_size))
-        count = self.batch_sizes.global_batch_size // (self.config.train.micro_batch_size * self.mesh.dp.size)
         loss, tokens = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.data.evaluation_loader(dataset, self.device) as batches, self.updates.averaged_weights():
             for done in range(total):
                 before(done)
+                count = self.data.evaluation_micro_batches(dataset, done)
                 more_loss, more_tokens = self.model.evaluate(
                     [next(batches) for _ in range(count)], self.task.evaluation_loss
                 )

@@ -64,7 +64,7 @@ def test_a_batch_holds_inputs_labels_and_stream_positions():
     ]
     assert batch.position_ids.tolist() == [[0, 1, 2]] * 2 and batch.loss_mask.tolist() == [[1.0] * 3] * 2
     assert batch.document_ends is None and batch.sample_numbers.tolist() == [3, 4]
-    dtypes = [torch.int64, torch.int64, torch.float32, torch.int64, None, torch.int64, None, None, None]
+    dtypes = [torch.int64, torch.int64, torch.float32, torch.int64, None, torch.int64, None, None, None, None]
     assert [tensor if tensor is None else tensor.dtype for tensor in tensors(batch)] == dtypes
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalith.config.rules.dynamic_context_rules import context_degrees
 from megalith.config.rules.parallel_rules import check_overlap, check_saved_attention
 from megalith.config.rules.run_rules import check_fp8
 from megalith.config.run import RunConfig
@@ -52,8 +53,9 @@ def resolve_auto(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
         ConfigError: a choice contradicts a setting of the user.
     """
     choices: list[str] = []
-    if config.parallel.cp_comm_type == "auto" and config.parallel.context_parallel_size > 1:
-        config, reason = _with_exchange(config, machine)
+    if config.parallel.cp_comm_type == "auto" and config.parallel.shards_sequences:
+        choose = _with_dynamic_exchange if config.parallel.dynamic_context_parallel else _with_exchange
+        config, reason = choose(config, machine)
         check_saved_attention(config.model, config.parallel)
         check_overlap(config)
         choices.append(f"parallel.cp_comm_type {config.parallel.cp_comm_type} ({reason})")
@@ -130,8 +132,29 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
     ), f"{reason}, {a2a_size} at a time, a ring between the {size // a2a_size}"
 
 
+def _with_dynamic_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
+    """Choose cp_comm_type for groups of every size and return the reason: all-to-all if the largest group is in a host
+    and divides the heads, otherwise a ring."""
+    tensor = config.parallel.tensor_model_parallel_size
+    size = context_degrees(max(machine.ranks // tensor, 1))[-1]
+    heads = config.model.num_attention_heads // tensor
+    in_host = machine.ranks_per_host % (size * tensor) == 0
+    chosen = "a2a" if in_host and heads % size == 0 else "p2p"
+    reason = f"the {heads} heads of a tensor-parallel rank over up to {size} ranks of one host"
+    if chosen == "p2p":
+        reason = f"groups have up to {size} ranks" + (
+            f", which do not divide the {heads} heads of a tensor-parallel rank"
+            if in_host
+            else ", of several hosts"
+        )
+    return config.with_unvalidated({"parallel.cp_comm_type": chosen}), reason
+
+
 def _exchanges_heads(config: RunConfig) -> bool:
-    return config.parallel.context_parallel_size > 1 and "a2a" in config.parallel.resolved_cp_comm_type
+    parallel = config.parallel
+    if parallel.dynamic_context_parallel:  # neither in halves of a micro-batch nor by copy engines
+        return False
+    return parallel.context_parallel_size > 1 and "a2a" in parallel.resolved_cp_comm_type
 
 
 def _obstacle(config: RunConfig, machine: Machine) -> str:
@@ -140,6 +163,8 @@ def _obstacle(config: RunConfig, machine: Machine) -> str:
         return f"train.micro_batch_size {config.train.micro_batch_size} is odd"
     if config.model.num_experts is not None:
         return "not with experts"
+    if config.parallel.dynamic_context_parallel:
+        return "not with dynamic_context_parallel, whose passes have one row"
     if config.parallel.pipeline_schedule == "zero_bubble":
         return "not with zero_bubble"
     if (work := _layer_work(config)) < machine.least_work:

@@ -234,7 +234,7 @@ def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_saved_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
-    if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "auto":
+    if parallel.shards_sequences and parallel.cp_comm_type == "auto":
         # Checked again when `auto` has been resolved.
         parallel = parallel.model_copy(update={"cp_comm_type": "a2a"})
     check_saved_attention(model, parallel)
@@ -258,7 +258,7 @@ def saved_attention_obstacle(model: ModelConfig, parallel: ParallelConfig) -> st
         return f"model.attn_logit_softcapping {model.attn_logit_softcapping}"
     if model.position_embedding_type in ("alibi", "relative"):
         return f"model.position_embedding_type {model.position_embedding_type}"
-    if parallel.context_parallel_size > 1 and parallel.resolved_cp_comm_type != "a2a":
+    if parallel.shards_sequences and parallel.resolved_cp_comm_type != "a2a":
         return f"parallel.cp_comm_type {parallel.resolved_cp_comm_type}"
     if parallel.cpu_offloading_num_layers:
         return f"parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers}"

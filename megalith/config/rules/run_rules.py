@@ -18,6 +18,7 @@ from megalith.config.rules.addresses import check_address
 from megalith.config.rules.batch_invariant_rules import check_batch_invariant
 from megalith.config.rules.data_rules import check_data
 from megalith.config.rules.distill_rules import check_distillation
+from megalith.config.rules.dynamic_context_rules import check_dynamic_context
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
@@ -44,6 +45,8 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_encoder(config)
     check_distillation(config)
     check_batch_invariant(config)
+    data = data_parallel_size(config.parallel, world_size)
+    check_dynamic_context(config, data * config.parallel.context_parallel_size)
     BatchSizeSchedule.from_config(
         config.train, data_parallel_size=data_parallel_size(config.parallel, world_size)
     )

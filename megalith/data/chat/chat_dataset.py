@@ -82,15 +82,23 @@ class ChatDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of chat data that has {len(self)}")
         members, answers = self._samples_of(i), self.samples.sequences_per_sample
-        rows = [self._row([sample * answers + answer for sample in members]) for answer in range(answers)]
+        rows = [
+            self.packed_row([sample * answers + answer for sample in members], self.seq_length)
+            for answer in range(answers)
+        ]
         return np.stack(rows).reshape(self.shape)
+
+    def sequences(self, i: int) -> list[int]:
+        """Return the numbers of the sequences of row i, for `packed_row`, in data with one sequence per sample."""
+        return self._samples_of(i)
 
     def attention_cost(self, indices: Sequence[int]) -> np.ndarray:
         """Return the sum of the squared document lengths of each row, int64 [indices]."""
         return self._attention_costs[indices]
 
-    def _row(self, sequences: list[int]) -> np.ndarray:
-        row = np.zeros((self.shape[-2], self.seq_length), dtype=np.int64)
+    def packed_row(self, sequences: Sequence[int], length: int) -> np.ndarray:
+        """Return a row of these sequences with padding, int64 [4 or 5, length]."""
+        row = np.zeros((self.shape[-2], length), dtype=np.int64)
         row[:2], at = self.padding, 0
         for number, sequence in enumerate(sequences):
             start, end = self.samples.starts[sequence : sequence + 2]

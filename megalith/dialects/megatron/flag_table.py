@@ -24,7 +24,10 @@ DATA = "samples are those of Megatron's GPTDataset, without this option; remove 
 SFT = "it trains on conversations; this command trains on indexed datasets"
 SFT_FILE = "this command trains on indexed datasets; remove it, and use megalith sft"
 EVALUATION = "evaluations are --eval-iters global batches every --eval-interval steps; remove it"
-PACKED = "all sequences are split in the same way over the context-parallel ranks; remove it"
+PACKED = (
+    "Megatron reads it for the packed conversations of --sft; this command trains on indexed datasets. Remove it, and set "
+    "parallel.dynamic_context_parallel in a run file of megalith sft"
+)
 DISTILL = (
     "`megalith teacher-logits` writes a teacher's logits, and `megalith distill` trains on them; remove it"
 )
@@ -424,6 +427,7 @@ FLAGS: dict[str, Flag] = {
 }
 
 # Flags that core 0.20 refuses but scripts still use: of earlier releases, of a later one, and of guides.
+DYNAMIC_ALONE = "it is read only with --dynamic-context-parallel, which is refused"
 AS_NOW = "Megatron has removed it, and the run does not depend on it"
 OLDER: dict[str, Flag] = {
     "--data-impl":                               NoEffect("mmap|infer", AS_NOW),
@@ -448,6 +452,10 @@ OLDER: dict[str, Flag] = {
     "--checkpoint-num-layers":                   Refused(
         "int", "Megatron has removed it; give --recompute-num-layers"
     ),
+    # Later releases rename --hybrid-context-parallel.
+    "--dynamic-context-parallel":                Refused("switch", PACKED),
+    "--min-dynamic-context-parallel-size":       NoEffect("int", DYNAMIC_ALONE),
+    "--sequence-packing-scheduler":              Refused("dp_balanced|default_dynamic_cp", PACKED),
     "--delay-grad-reduce":                       NoEffect("switch", AS_NOW),
     "--overlap-p2p-communication":               NoEffect("switch", AS_NOW),
     # Guides use these for --optimizer-cpu-offload, --log-straggler and --ddp-bucket-size.

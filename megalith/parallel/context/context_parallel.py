@@ -17,7 +17,7 @@ data and context together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -95,6 +95,36 @@ def apply_context(
             plug(stack.relative_attention_bias, "scores", partial(_scores_of_heads, axis))
 
 
+def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_comm_type: str) -> None:
+    """Make the attention of `model` work on rows that are sharded over one of `groups` in each pass, in place.
+
+    Args:
+        model: the model. Its mixers are attention.
+        groups: the axes by size, of which `TokenInputs.cp_size` selects one.
+        cp_comm_type: how keys and values, or heads, are exchanged.
+    """
+    cores = {size: context_core(axis, cp_comm_type) for size, axis in groups.items() if size > 1}
+    for stack in stacks_of(model):
+        plug(stack, "pass_layout", partial(_dynamic_layout, stack.pass_layout, cores))
+
+
+def _dynamic_layout(
+    before: Callable[..., PassLayout],
+    cores: Mapping[int, Callable[..., Tensor]],
+    tokens: int,
+    *,
+    trains: bool,
+    has_position_ids: bool,
+    cp_size: int | None = None,
+) -> PassLayout:
+    """Return the layout of a pass over rows that `cp_size` ranks share. Without position ids, such as in generation,
+    every rank has full sequences."""
+    layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
+    if not has_position_ids or cp_size in (None, 1):
+        return replace(layout, full_sequence=True)
+    return replace(layout, cp_size=cp_size, core=cores[cp_size])
+
+
 RECURRENCES = {gated_delta_rule: context_delta_rule, state_space: context_state_space}
 """Recurrences over a full sequence → over this rank's chunks."""
 
@@ -127,7 +157,13 @@ def context_core(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int
 
 
 def _pass_layout(
-    before: Callable[..., PassLayout], cp_size: int, tokens: int, *, trains: bool, has_position_ids: bool
+    before: Callable[..., PassLayout],
+    size: int,
+    tokens: int,
+    *,
+    trains: bool,
+    has_position_ids: bool,
+    cp_size: int | None = None,
 ) -> PassLayout:
     """Return the layout of a pass: with position ids, each rank gets a shard of every sequence.
 
@@ -136,7 +172,7 @@ def _pass_layout(
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
     if not has_position_ids:
         return replace(layout, full_sequence=True)
-    return replace(layout, cp_size=cp_size)
+    return replace(layout, cp_size=size)
 
 
 def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:

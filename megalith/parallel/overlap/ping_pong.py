@@ -80,10 +80,15 @@ def _ping_pong_attention(forward: Callable[[Tensor, Context], Tensor], x: Tensor
 
 
 def _pass_layout(
-    before: Callable[..., PassLayout], tokens: int, *, trains: bool, has_position_ids: bool
+    before: Callable[..., PassLayout],
+    tokens: int,
+    *,
+    trains: bool,
+    has_position_ids: bool,
+    cp_size: int | None = None,
 ) -> PassLayout:
     """Use two micro-batches in training and evaluation, but not in generation."""
-    layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
+    layout = before(tokens, trains=trains, has_position_ids=has_position_ids, cp_size=cp_size)
     return replace(layout, micro_batches=2 if trains else 1)
 
 

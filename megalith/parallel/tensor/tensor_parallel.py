@@ -71,7 +71,9 @@ class TensorParallel:
         self.sequence_parallel = sequence_parallel
         self.saves_gathered_inputs = saves_gathered_inputs
 
-    def pass_layout(self, tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
+    def pass_layout(
+        self, tokens: int, *, trains: bool, has_position_ids: bool, cp_size: int | None = None
+    ) -> PassLayout:
         """Shard the tokens under SP. Generation feeds one token at a time, which cannot be sharded."""
         divides = tokens % self.axis.size == 0
         if self.sequence_parallel and not divides and torch.is_grad_enabled():

@@ -1,0 +1,227 @@
+"""Dynamic context parallelism changes where sequences are computed, and nothing else of a run."""
+
+import json
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models.reference import CASES, random_reference
+
+from megalith.config import RunConfig
+from megalith.config.rules.auto_settings import Machine, resolve_auto
+from megalith.config.train import BatchSizeSchedule
+from megalith.errors import ConfigError
+from megalith.parity.differences import compare
+from megalith.parity.job import Outcome, run_job, start, state_by_name
+from megalith.training.build import prepare
+from megalith.training.run_datasets import Data
+
+SEQ, VOCAB = 64, 151
+DYNAMIC = {"dynamic_context_parallel": True}
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+LAYOUTS = {
+    "dp2 cp2": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+    "cp4": {"context_parallel_size": 4, "cp_comm_type": "all_gather"},
+    "dp4": {"max_seqlen_per_dp_cp_rank": 24, "cp_comm_type": "p2p"},
+    "dp4 zero3": {"max_seqlen_per_dp_cp_rank": 24, "cp_comm_type": "a2a", **ZERO3},
+    "dp2 cp2 at least 2": {"context_parallel_size": 2, "min_dynamic_context_parallel_size": 2},
+    "dp2 tp2 sp": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "max_seqlen_per_dp_cp_rank": 40,
+        "recompute_granularity": "full",
+    },
+}
+
+
+def samples(count: int, seed: int) -> list[dict]:
+    """Tokens of lognormal lengths: many short samples, a few as long as a row, and one token to learn in the first."""
+    rng, records = random.Random(seed), []
+    for number in range(count):
+        length = min(max(int(math.exp(rng.gauss(2.2, 1.0))), 2), SEQ)
+        length = {1: SEQ, 5: SEQ - 3}.get(number, length)
+        ids = [rng.randrange(VOCAB) for _ in range(length)]
+        mask = [0] * (length - 1) + [1] if number == 0 else [int(rng.random() < 0.6) for _ in ids]
+        records.append({"input_ids": ids, "completion_mask": [*mask[:-1], 1]})
+    return records
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("dynamic")
+    random_reference(CASES["llama"][0]()).save_pretrained(folder / "base")
+    for name, count in (("train", 120), ("valid", 17)):
+        lines = (json.dumps(one) + "\n" for one in samples(count, seed=count))
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return {
+        "model": {"init_from": str(folder / "base"), "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        "data": {"train_data_path": str(folder / "train.jsonl"), "valid_data_path": str(folder / "valid.jsonl"),
+                 "seq_length": SEQ, "num_workers": 0},
+        "sft": {"enabled": True},
+        "optim": {"lr": 1e-3, "lr_warmup_iters": 0},
+        "train": {"train_iters": 2, "micro_batch_size": 1, "global_batch_size": 8, "output_dir": str(folder / "run")},
+    }  # fmt: skip
+
+
+def config_of(tree: dict, **sections) -> RunConfig:
+    return RunConfig.from_tree(tree | {name: tree.get(name, {}) | more for name, more in sections.items()})
+
+
+@pytest.fixture(scope="module")
+def alone(tree: dict) -> Outcome:
+    return run_job(config_of(tree))
+
+
+def test_every_layout_equals_one_process(pool, tree: dict, alone: Outcome):
+    """Losses, gradients, evaluation and generated tokens."""
+    cases = {name: (config_of(tree, parallel=DYNAMIC | layout),) for name, layout in LAYOUTS.items()}
+    for name, ranks in pool.run_cases(run_job, cases, size=4).items():
+        errors = compare(ranks, alone)
+        assert errors.within(), (name, errors)
+
+
+def test_adapters_and_padded_rows_equal_one_process(pool, tree: dict):
+    changes = {
+        "adapters": dict(lora={"rank": 2}),
+        "one sample per row": dict(sft={"packing": False}),
+        "prefetching threads": dict(data={"num_workers": 2}),
+        "a batch size that changes": dict(train={"step_batch_size_schedule": [[0, 4], [4, 8]]}),
+    }
+    layout = LAYOUTS["dp2 cp2"] | DYNAMIC
+    cases = {name: (config_of(tree, parallel=layout, **more),) for name, more in changes.items()}
+    for name, ranks in pool.run_cases(run_job, cases, size=4).items():
+        errors = compare(ranks, run_job(config_of(tree, **changes[name])))
+        assert errors.within(), (name, errors)
+
+
+def batches_of(config: RunConfig, ranks: int) -> list[list[list]]:
+    """Return the micro-batches of each rank and step."""
+    config = prepare(config, ranks)[0]
+    size = config.parallel.context_parallel_size
+    sizes, dp = (
+        BatchSizeSchedule.from_config(config.train, ranks // size),
+        SimpleNamespace(size=ranks // size),
+    )
+    result = []
+    for rank in range(ranks):
+        dp.rank = rank // size
+        axis = SimpleNamespace(rank=rank, size=ranks)
+        data = Data(config, sizes, config.train.train_iters, None, dp, dp_cp=axis)
+        with data.train_loader(0, 0, torch.device("cpu")) as loader:
+            steps = []
+            for step in range(config.train.train_iters):
+                steps.append(
+                    [next(loader) for _ in range(data.micro_batches(step * sizes.global_batch_size))]
+                )
+        result.append(steps)
+    return result
+
+
+def sequences_of(batch) -> list[tuple[int, ...]]:
+    """Return the tokens of the sequences of a micro-batch, without padding."""
+    sequences = []
+    for row in range(len(batch.input_ids)):
+        ends = [SEQ] if batch.document_ends is None else batch.document_ends[row].tolist()
+        for first, end in zip([0, *ends], ends):
+            real = ~batch.all_padding[row, first:end]
+            sequences.append(tuple(batch.input_ids[row, first:end][real].tolist()))
+    return [each for each in sequences if each]
+
+
+def test_a_step_has_the_sequences_of_the_static_layout_and_ranks_run_equally_many_passes(tree: dict):
+    static, sizes = batches_of(config_of(tree), 1)[0], set()
+    for room, smallest in ((24, 1), (44, 2)):
+        limit = {"max_seqlen_per_dp_cp_rank": room, "min_dynamic_context_parallel_size": smallest}
+        ranks = batches_of(config_of(tree, parallel=DYNAMIC | limit), 4)
+        for step, batches in enumerate(static):
+            passes = list(zip(*(steps[step] for steps in ranks), strict=True))
+            sequences = [each for groups in passes for each in of_pass(groups, room)]
+            assert sorted(sequences) == sorted(each for batch in batches for each in sequences_of(batch))
+            sizes |= {batch.cp_size for groups in passes for batch in groups}
+    assert sizes == {1, 2, 4}
+
+
+def of_pass(ranks, room: int) -> list[tuple[int, ...]]:
+    """Return the sequences of a pass, whose groups are aligned and have room for their rows."""
+    sequences = []
+    for rank, batch in enumerate(ranks):
+        first, length = rank // batch.cp_size * batch.cp_size, batch.input_ids.shape[1]
+        assert length <= room * batch.cp_size and length % (2 * batch.cp_size) == 0
+        assert ranks[first].cp_size == batch.cp_size and torch.equal(ranks[first].input_ids, batch.input_ids)
+        if rank == first:
+            sequences += sequences_of(batch)
+    return sequences
+
+
+def train_to(config: RunConfig, step: int) -> tuple[list[list], dict]:
+    """Train to a step and save. Return the metrics and the state."""
+    run, metrics = start(config), []
+    with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
+        while run.step < step:
+            done = run.train_step(batches)
+            counts = done.token_counts
+            metrics.append([done.loss.item(), done.grad_norm.item(), done.consumed_samples, *counts])
+    run.save_last()
+    return metrics, state_by_name(run)
+
+
+def test_a_run_resumes_bitwise_and_in_a_static_layout(pool, tree: dict, tmp_path):
+    parallel = DYNAMIC | LAYOUTS["dp2 cp2"]
+    steps = dict(train_iters=4, deterministic=True)
+
+    def config(folder: str, load: bool = False, **more) -> RunConfig:
+        path = str(tmp_path / folder)
+        train = {**steps, "output_dir": path}
+        return config_of(
+            tree, **{"parallel": parallel, "train": train} | more, checkpoint={"load": path} if load else {}
+        )
+
+    straight, state = pool.run(train_to, config("straight"), 4, size=4)[0]
+    before, _ = pool.run(train_to, config("parts"), 2, size=4)[0]
+    after, resumed = pool.run(train_to, config("parts", load=True), 4, size=4)[0]
+    assert before + after == straight
+    assert state.keys() == resumed.keys() and all(torch.equal(state[name], resumed[name]) for name in state)
+
+    pool.run(train_to, config("other"), 2, size=4)
+    static = {"parallel": {"context_parallel_size": 2}}
+    other, _ = pool.run(train_to, config("other", load=True, **static), 4, size=2)[0]
+    for (loss, norm, *counts), (other_loss, other_norm, *other_counts) in zip(
+        straight[2:], other, strict=True
+    ):
+        assert counts == other_counts
+        assert (loss, norm) == pytest.approx((other_loss, other_norm), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"sft": {"enabled": False}, "data": {"mock": True, "train_data_path": None, "valid_data_path": None}},
+         "sft.enabled is False and parallel.dynamic_context_parallel is on"),
+        ({"parallel": {"pipeline_model_parallel_size": 2}}, "pipeline_model_parallel_size is 2 and parallel.dynamic"),
+        ({"model": {"hidden_dropout": 0.1}}, "model.hidden_dropout is 0.1 and .* keyed by the position in the row"),
+        ({"train": {"calculate_per_token_loss": False}}, "calculate_per_token_loss is False and"),
+        ({"train": {"fp8_format": "hybrid"}}, "train.fp8_format is hybrid and"),
+        ({"data": {"balance_batches": True}}, "data.balance_batches is True and .* balanced already"),
+        ({"parallel": {"max_seqlen_per_dp_cp_rank": 15}}, "does not fit on 4 .* set it to at least 16"),
+        ({"parallel": {"min_dynamic_context_parallel_size": 3}}, r"choose among \[1, 2, 4\]"),
+        ({"parallel": {"dynamic_context_parallel": False, "max_seqlen_per_dp_cp_rank": 32}},
+         "requires parallel.dynamic_context_parallel true"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused(tree: dict, sections: dict, message: str):
+    sections = {**sections, "parallel": DYNAMIC | sections.get("parallel", {})}
+    with pytest.raises(ConfigError, match=message):
+        prepare(config_of(tree, **sections), 4)
+
+
+def test_heads_that_do_not_divide_among_all_ranks_are_refused_or_go_around_a_ring(tree: dict):
+    parallel = DYNAMIC | {"cp_comm_type": "a2a"}
+    with pytest.raises(ConfigError, match=r"up to 8 ranks, which do not divide the 4 heads .* set it to p2p"):
+        prepare(config_of(tree, parallel=parallel), 8)
+    machine = Machine(ranks_per_host=8, ranks=8)
+    for ranks, chosen in ((8, "p2p"), (4, "a2a")):
+        config = prepare(config_of(tree, parallel=DYNAMIC), ranks)[0]
+        assert resolve_auto(config, replace(machine, ranks=ranks))[0].parallel.cp_comm_type == chosen
