@@ -258,6 +258,16 @@ def test_fine_tuning_is_measured(bench):
         assert ratio in text
 
 
+def test_dynamic_context_parallelism_is_compared_with_the_layout_that_it_replaces(bench):
+    sizes = ("--seq-length", 256, "--median", 30, "--batch", 4, "--steps", 3, "--warmup", 1)
+    small = (f"model.{name}" for name in ("num_layers=1", "hidden_size=32", "ffn_hidden_size=32"))
+    text = bench(
+        "dynamic-context", "tiny", "--layout", "dp=2", "cp=2", *sizes, "--set", *small, "runtime.device=cpu"
+    )
+    assert "expected by the cost model" in text and "rows" in text
+    assert float(re.search(r"losses differ by at most ([\d.e-]+)", text)[1]) < 1e-5
+
+
 def test_post_training_is_compared_with_its_parts(bench):
     sizes = ("model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=32", "model.vocab_size=64")
     words = ("--batch", 4, "--rounds", 2, "--warmup", 1, "--set", *sizes, "data.seq_length=16")

@@ -19,6 +19,7 @@ from megalith.errors import ConfigError, did_you_mean
 TRAINING = "training_speed"
 OTHERS = {  # module by name
     "finetune": "fine_tuning_speed",
+    "dynamic-context": "dynamic_context_speed",
     "posttrain": "post_training_speed",
     "grpo": "grpo_speed",
     "generate": "generation_speed",

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, metavar="FILE", help="append a line of JSON per run")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     args = parser.parse_args()
-    _check_devices(max(layout_of(layout)["processes"] for layout in args.layout))
+    check_devices(max(layout_of(layout)["processes"] for layout in args.layout))
     failed = False
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _check_devices(processes: int) -> None:
+def check_devices(processes: int) -> None:
     """Raise ConfigError if a layout needs more GPUs than there are; without any, print that the CPU is measured."""
     import torch
 
