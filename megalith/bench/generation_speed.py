@@ -174,7 +174,7 @@ def prefill_time(engine: Engine, prompts: list[list[int]], generations: int) -> 
     sequences = make_sequences(prompts, sampling, generations, engine.config, engine.max_tokens)
     synchronize(engine.device)
     start = time.perf_counter()
-    engine._prefill(list(enumerate(sequences[: engine.max_rows])))
+    engine.prefill(list(enumerate(sequences[: engine.max_rows])))
     synchronize(engine.device)
     return time.perf_counter() - start
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalith.cli.json_output import add_json_option
 from megalith.cli.parser import Arguments
+from megalith.cli.speculation_options import add_speculation_arguments, speculation_of
 from megalith.errors import LINES, ConfigError, DataError, printable
 
 if TYPE_CHECKING:
     from megalith.data.tokenizers.open_tokenizer import Tokenizer
     from megalith.generation.engine import OnToken
     from megalith.generation.requests import Completion, Sampling
+    from megalith.generation.speculation import DraftMetrics, Speculation
     from megalith.models.transformer import Transformer
 
 RULE = "-" * 80
@@ -46,6 +49,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--tokenizer-type", help="replace the checkpoint's tokenizer; choices as in `preprocess`")
     add("--tokenizer-model", help="file or folder of that tokenizer")
+    add_speculation_arguments(parser)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 
@@ -83,6 +87,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-column", default="prompt", help="as in rl.prompt_column")
     parser.add_argument("--chat-prompts", action="store_true", help="as in rl.chat_prompts")
     parser.add_argument("--rows", type=int, default=256, help="completions generated at a time")
+    add_speculation_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="write a rollout file for rl.rollouts")
     add_json_option(
         parser,
@@ -149,7 +154,7 @@ def run_generate(args: Arguments) -> int:
             if args.stream
             else lambda *token: progress.add()
         )
-        done = _complete(args, model, ids, sampling, device, shown)
+        done = _complete(args, model, ids, sampling, device, shown, speculation_of(args, tokenizer))
     if process.is_first:
         _print(args, tokenizer, prompts, before, done)
     return 0
@@ -229,6 +234,7 @@ def _complete(
     sampling: Sampling,
     device,
     on_token: OnToken | None,
+    speculation: Speculation | None,
 ) -> list[Completion]:
     """Return all completions; with several processes, on the first one only."""
     from megalith.generation.sampling import complete, complete_data_parallel
@@ -236,7 +242,10 @@ def _complete(
 
     size = this_process().world_size
     if size == 1:
-        return complete(model, ids, sampling, num_generations=args.num_generations, on_token=on_token)
+        drawn = dict(num_generations=args.num_generations, on_token=on_token)
+        return complete(
+            model, ids, sampling, **drawn, speculation=speculation, on_draft_metrics=_print_draft_metrics
+        )
     from megalith.config import ParallelConfig
     from megalith.parallel.mesh import build_mesh
 
@@ -244,9 +253,15 @@ def _complete(
     try:
         parallel = ParallelConfig(tensor_model_parallel_size=args.tensor_model_parallel_size)
         mesh = build_mesh(parallel, size, device.type)
-        return complete_data_parallel(model, ids, sampling, mesh, device, args.num_generations, on_token)
+        return complete_data_parallel(
+            model, ids, sampling, mesh, device, args.num_generations, on_token, speculation
+        )
     finally:
         end_distributed()
+
+
+def _print_draft_metrics(metrics: DraftMetrics) -> None:
+    print(f"speculative decoding: {metrics}", file=sys.stderr)
 
 
 def _print(

@@ -12,6 +12,7 @@ import torch
 
 from megalith.cli.json_output import print_json, text_on_stderr
 from megalith.cli.parser import Arguments
+from megalith.cli.speculation_options import speculation_of
 from megalith.config import RunConfig
 from megalith.config.rl import RlConfig
 from megalith.errors import ConfigError, printable
@@ -87,10 +88,13 @@ def _rollout(args: Arguments) -> dict[str, float]:
     if rl.environment or rl.agent:  # which may extend the prompts
         tokens = room
     sizes = dict(max_rows=min(args.rows, len(prompts) * args.num_generations), max_tokens=tokens)
+    speculation = speculation_of(args, tokenizer)
     if model.has_adapters:
-        engine = Engine(model.config, model.device, model.compute_dtype, model=model, **sizes)
+        engine = Engine(
+            model.config, model.device, model.compute_dtype, model=model, **sizes, speculation=speculation
+        )
     else:
-        engine = engine_for(model, **sizes)
+        engine = engine_for(model, **sizes, speculation=speculation)
     requests = [GroupRecord(number, number) for number in range(len(prompts))]
     G = args.num_generations
     max_tokens = len(prompts) * G * longest  # an upper bound: completions may end early
@@ -130,6 +134,8 @@ def _rollout(args: Arguments) -> dict[str, float]:
         "truncated": float(np.mean([one.truncated for one in each])),
     }
     figures |= {name: float(np.mean(values)) for name, values in logged.items() if agent is not None}
+    if (drafts := engine.take_draft_metrics()) is not None:
+        figures |= drafts.metrics
     passed = (totals >= args.pass_at - 1e-9).sum(1)
     k = 1
     while k <= args.num_generations:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalith.cli.generation import checkpoint_tokenizer, without_nproc
 from megalith.cli.parser import Arguments
+from megalith.cli.speculation_options import add_speculation_arguments, speculation_of
 from megalith.errors import ConfigError, printable
 from megalith.launch.signals import handled_stop_signals
 
@@ -42,6 +43,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="tensor-parallel size; replicas share the requests")  # fmt: skip
     add("--tokenizer-type", help="replace the checkpoint's tokenizer; choices as in `preprocess`")
     add("--tokenizer-model", help="file or folder of that tokenizer")
+    add_speculation_arguments(parser)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 
@@ -84,6 +86,7 @@ def run_serve(args: Arguments) -> int:
         raise ConfigError(
             f"--max-length is {args.max_length}, but the model has {positions} positions; lower it"
         )
+    sizes["speculation"] = speculation_of(args, tokenizer)
     stop = () if tokenizer.eod is None else (tokenizer.eod,)
     if is_alone:
         live = LiveEngine(_engine_alone(model, sizes), stop, tokenizer.vocab_size)
@@ -118,7 +121,7 @@ def _read_key(path: str | None) -> str | None:
     return key
 
 
-def _engine_alone(model, sizes: dict[str, int]) -> Engine:
+def _engine_alone(model, sizes: dict[str, Any]) -> Engine:
     from megalith.generation.engine import Engine
     from megalith.generation.sync import engine_for
 
@@ -127,7 +130,7 @@ def _engine_alone(model, sizes: dict[str, int]) -> Engine:
     return engine_for(model, **sizes)
 
 
-def _engine_of_ranks(model, sizes: dict[str, int], device, split: int):
+def _engine_of_ranks(model, sizes: dict[str, Any], device, split: int):
     """Return this rank's engine, and the axis of all ranks."""
     from megalith.config import ParallelConfig
     from megalith.generation.engine import Engine
@@ -171,6 +174,8 @@ def _serve(args: Arguments, live, tokenizer, chat, key: str | None) -> int:
         live.run()
     finally:
         server.close()
+        if (metrics := engine.take_draft_metrics()) is not None:
+            print(f"speculative decoding: {metrics}", flush=True)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return 0

@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from megalith.config.base import Decides, RequiresSetting, Section
 from megalith.config.extensions import ADVANTAGE_ESTIMATORS, LOSSES, PREFERENCE_LOSSES, is_extension
 from megalith.config.rl_models import OtherModels
+from megalith.config.rl_speculation import SpeculationSettings
 from megalith.config.rl_tools import ToolSettings
 from megalith.errors import nearest_of
 
@@ -168,7 +169,7 @@ OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class RlConfig(ToolSettings, OtherModels):
+class RlConfig(ToolSettings, OtherModels, SpeculationSettings):
     """GRPO and related methods: rollouts, advantages, objective (docs/grpo.md, docs/grpo_objective.md)."""
 
     decides: ClassVar[Decides] = Decides.UPDATES

@@ -10,9 +10,11 @@ A step's inputs and outputs stay on the device, so that it is a CUDA graph and t
 launches a window of steps and meanwhile reads the results of the previous window. A finished row idles, attending to
 one key, until the host has seen it.
 
+With speculation (speculation.py), a step also verifies drafts of the next tokens and returns up to that many more.
+
 Samples depend only on the weights and on (seed, key of the prompt, generation, index in the completion), not on rows,
-order, batch or layout (ops/gumbel.py). LongRoPE changes the angles of a sequence that exceeds the original context;
-such a row is prefilled again.
+order, batch, layout or drafts (ops/gumbel.py). LongRoPE changes the angles of a sequence that exceeds the original
+context; such a row is prefilled again.
 """
 
 from __future__ import annotations
@@ -43,6 +45,15 @@ from megalith.generation.requests import (
     noise_keys,
 )
 from megalith.generation.running_batch import RunningBatch
+from megalith.generation.speculation import (
+    DecodeRows,
+    Drafter,
+    DraftMetrics,
+    ModelDrafter,
+    NgramDrafter,
+    Speculation,
+    accepted_tokens,
+)
 from megalith.generation.static_cache import (
     ContinuedPrefill,
     Decode,
@@ -99,6 +110,7 @@ class Engine:
         batch_invariant: bool = False,
         prefix_reuse: bool = True,
         prefix_cache_bytes: int = 0,
+        speculation: Speculation | None = None,
     ):
         """Build the engine.
 
@@ -120,6 +132,7 @@ class Engine:
                 batch_invariant, this changes no bit; otherwise it changes log-probabilities by rounding. Models with
                 recurrent layers, ALiBi or LongRoPE, and engines that record routes, prefill everything.
             prefix_cache_bytes: maximum bytes of keys and values that are kept, in addition to the rows.
+            speculation: propose tokens and verify several per step. Changes speed only, not the completions.
 
         Raises:
             ConfigError: the model is not a decoder, it has no experts to record, or there is no room for a sequence.
@@ -182,12 +195,37 @@ class Engine:
                 else:
                     layer.compile(fullgraph=True, dynamic=False)
         self.window = WINDOW.get(self.device.type, 1)
-        self._position_keys = column_keys(max_tokens, self.device)  # random key of each index in a completion
+        drafts = 0 if speculation is None else speculation.num_speculative_tokens
+        self._room = max_tokens + drafts  # a row also has drafts after its last token
+        self._offsets = torch.arange(1 + drafts, device=self.device)
+        self._drafter = None if speculation is None else self._make_drafter(speculation, compile)
+        # random key of each index in a completion
+        self._position_keys = column_keys(self._room, self.device)
+        self._draft_counts = torch.zeros(3, dtype=torch.int64, device=self.device)  # see DraftMetrics
         self._cache: Tensor | None = None
         self._states: RecurrentStates | None = None
         self._cached_layers = cached_layers(config)
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.source: Any = None  # set by `sync` (sync.py)
+
+    def _make_drafter(self, speculation: Speculation, compile: bool | None) -> Drafter:
+        speculation.check(self.config)
+        drafts, model = speculation.num_speculative_tokens, speculation.draft_model
+        if model is None:
+            return NgramDrafter(speculation, self.max_rows, self._room + 1, self.device)
+        sizes = dict(max_rows=self.max_rows, max_tokens=self._room + 1)
+        engine = Engine(
+            model.config,
+            self.device,
+            self.dtype,
+            **sizes,
+            tp=self.tp,
+            compile=compile,
+            graphs=False,
+            prefix_reuse=False,
+        )
+        engine.load(model.state_dict().items())
+        return ModelDrafter(engine, drafts)
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
@@ -238,7 +276,8 @@ class Engine:
         weights = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
         parts = self._cache, self._states, self._prefixes
         cache = sum(part.nbytes for part in parts if part is not None)
-        return {"weights": sum(weights.values()), "cache": cache}
+        drafter = (0, 0) if self._drafter is None else self._drafter.nbytes
+        return {"weights": sum(weights.values()) + drafter[0], "cache": cache + drafter[1]}
 
     def take_prefill_tokens(self) -> tuple[int, int]:
         """Return the numbers of prompt tokens since the last call that were prefilled, and that were not because their
@@ -251,6 +290,16 @@ class Engine:
         """Free the cache and the CUDA graphs. The next `generate` creates them again."""
         self._graphs.clear()
         self._cache = self._states = self._prefixes = None
+        if self._drafter is not None:
+            self._drafter.release()
+
+    def take_draft_metrics(self) -> DraftMetrics | None:
+        """Return the counts of speculative decoding since the last call. None: it is off."""
+        if self._drafter is None:
+            return None
+        counts = self._draft_counts.tolist()
+        self._draft_counts.zero_()
+        return DraftMetrics(*counts)
 
     @torch.no_grad()
     def generate(
@@ -308,7 +357,7 @@ class Engine:
         """Reset the state of all rows to idle; allocate the cache if needed."""
         if self._cache is None:
             groups = -(-self.config.query_groups // self.tp.size)
-            sizes = self.max_rows, self.max_tokens, groups
+            sizes = self.max_rows, self._room, groups
             self._cache = empty_cache(self.config, *sizes, self.device, self.dtype)
             self._states = RecurrentStates.empty(self.model, self.max_rows, self.device, self.dtype)
             if self._reuses and self._states is None and self._original_context == math.inf:
@@ -319,19 +368,22 @@ class Engine:
             self._row_settings = torch.zeros(
                 4, self.max_rows, device=self.device
             )  # see ops.gumbel.sample_rows
-            self._ids = torch.zeros(self.window, self.max_rows, dtype=torch.int64, device=self.device)
-            self._logprobs = torch.zeros(self.window, self.max_rows, device=self.device)
-            self._routes = None  # int16 [steps, rows, layers with experts, topk]
+            tokens = self.window * len(self._offsets)
+            self._ids = torch.zeros(tokens, self.max_rows, dtype=torch.int64, device=self.device)
+            self._logprobs = torch.zeros(tokens, self.max_rows, device=self.device)
+            self._routes = None  # int16 [tokens, rows, layers with experts, topk]
             if self._routed_layers:
-                empty = self._route_memory(self.window * self.max_rows).transpose(0, 1).contiguous()
-                self._routes = empty.unflatten(0, (self.window, self.max_rows))
-            self._tick = torch.zeros(1, dtype=torch.int64, device=self.device)
+                empty = self._route_memory(tokens * self.max_rows).transpose(0, 1).contiguous()
+                self._routes = empty.unflatten(0, (tokens, self.max_rows))
+            self._tick = self._offsets.clone()  # rows of these where a step writes
             self._stops = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=self.device)
         if self._prefixes is not None and not self._has_own_weights:  # they may have changed
             self._prefixes.forget()
         self._state.zero_()
         self._stops.zero_()
-        self._tick.zero_()
+        self._tick.copy_(self._offsets)
+        if self._drafter is not None:
+            self._drafter.reset(sampling)
         if sampling.stop and sampling.forced_lengths is None:
             self._stops[torch.tensor(sampling.stop, device=self.device)] = True
         if self._graphed:
@@ -356,9 +408,11 @@ class Engine:
         rows = to_device(torch.tensor([row for row, _ in begun]), self.device)
         if self._states is not None:
             self._states.clear(rows)
-        routes = self._prefill(begun)
+        routes = self.prefill(begun)
         if self._prefixes is not None:
             self._prefixes.filled(begun)
+        if self._drafter is not None:
+            self._drafter.fill_rows(begun)
         for row, sequence in begun:
             if row in routes and not sequence.routes:
                 sequence.routes.append(routes[row])
@@ -389,6 +443,8 @@ class Engine:
             self._states.move(source, target)
         if self._prefixes is not None:
             self._prefixes.moved(source, target)
+        if self._drafter is not None:
+            self._drafter.move_row(source, target, length)
 
     @property
     def _original_context(self) -> float:
@@ -397,7 +453,7 @@ class Engine:
         is_long = scaling is not None and scaling.type == "longrope"
         return scaling.original_max_position_embeddings if is_long else math.inf
 
-    def _prefill(self, begun: Sequence[tuple[int, RowSequence]]) -> dict[int, np.ndarray]:
+    def prefill(self, begun: Sequence[tuple[int, RowSequence]]) -> dict[int, np.ndarray]:
         """Fill the rows with keys and values of all tokens but the last, and return each row's routes if recorded.
 
         Completions of the same prompt share a pass.
@@ -455,7 +511,7 @@ class Engine:
         rows = torch.tensor([rows[0] for _, rows, _ in batch])
         # Each new token of each row, by its place in the cache and its index in the pass.
         slots_and_indices = [
-            (row * self.max_tokens + begin + at, number * longest + at)
+            (row * self._room + begin + at, number * longest + at)
             for number, (tokens, rows_of_tokens, begin) in enumerate(batch)
             for row in rows_of_tokens
             for at in range(len(tokens) - begin)
@@ -543,9 +599,9 @@ class Engine:
             longest: maximum length of their sequences.
 
         Returns:
-            Ids, int64 [steps, rows], -1 in idle rows; log-probabilities, float32 [steps, rows]; the experts of the
-            tokens before these, int16 [steps, rows, layers with experts, topk], None if not recorded; the end of the
-            copy.
+            Ids, int64 [tokens, rows], -1 where a row got none; log-probabilities, float32 [tokens, rows]; the experts
+            of the tokens before these, int16 [tokens, rows, layers with experts, topk], None if not recorded; the end
+            of the copy. A step has one token per row, and one more for each draft.
         """
         if self._graphed:
             graph = self._graph(sampling)
@@ -554,7 +610,7 @@ class Engine:
         else:
             for _ in range(self.window):
                 self._decode_step(sampling, rows, longest)
-                longest = min(longest + 1, self.max_tokens)
+                longest = min(longest + len(self._offsets), self.max_tokens)
         ids, logprobs, routes = (
             None if x is None else x[:, :rows].to("cpu", non_blocking=True, copy=x is self._routes)
             for x in (self._ids, self._logprobs, self._routes)
@@ -579,7 +635,7 @@ class Engine:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._decode_step(sampling, self.max_rows, self.max_tokens)
             self._graphs[key] = graph
-            self._tick.zero_()
+            self._tick.copy_(self._offsets)
         return self._graphs[key]
 
     def _sampling_key(self, sampling: Sampling) -> tuple:
@@ -591,41 +647,95 @@ class Engine:
     def _vocabulary(self, sampling: Sampling) -> int:
         return min(sampling.vocab_size or self.config.vocab_size, self.config.vocab_size)
 
-    def _decode_step(self, sampling: Sampling, rows: int, longest: int) -> None:
-        """Generate one token in each of the first `rows` rows that is active."""
-        token, position, count, limit, noise, alive, stops = self._state[:, :rows]
+    def next_logits(
+        self, tokens: Tensor, positions: Tensor, longest: int, routes: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits after each token, [rows * tokens, this rank's entries].
+
+        Args:
+            tokens: int64 [rows, tokens], of the first rows: the newest token and the ones after it.
+            positions: int64 [rows, tokens].
+            longest: maximum length of the sequences up to the newest token.
+            routes: see `_hidden`.
+        """
+        rows = len(tokens)
+        by_token = enumerate(positions.unbind(1))
+        seen = [(at, visible_positions(at, longest + ahead)) for ahead, at in by_token]
         states = self._states and self._states.first(rows)
-        visible = visible_positions(position, longest)
-        filled = self._cache[:, :, :rows]
-        cache = Decode(filled, self._cached_layers, position, visible, states, self._attend_cached)
-        routes = self._route_memory(rows)
-        hidden = self._hidden(token[:, None], position[:, None], cache, routes=routes)[:, 0]  # [rows, hidden]
+        cache = Decode(self._cache[:, :, :rows], self._cached_layers, seen, states, self._attend_cached)
+        if self.config.learns_positions:  # drafts may follow the last position
+            positions = positions.clamp(max=self.config.max_position_embeddings - 1)
+        hidden = self._hidden(tokens, positions, cache, routes=routes).flatten(0, 1)
         head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
-        # this rank's vocabulary entries
-        logits = linear_logits(self.model.head_input(hidden), *head, math=self._head_math)
+        return linear_logits(self.model.head_input(hidden), *head, math=self._head_math)
+
+    def sampling_keys(self, noise: Tensor, index: Tensor) -> Tensor:
+        """Return the keys of the noise, int32, of rows with key `noise` at these indices of their completions."""
+        return mix(noise.to(torch.int32) ^ self._position_keys[index])
+
+    def sample_logits(
+        self, logits: Tensor, keys: Tensor, sampling: Sampling, settings: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return a token and its log-probability for each row of logits (ops.gumbel).
+
+        Args:
+            logits: [rows, this rank's entries].
+            keys: int32 [rows], from `sampling_keys`.
+            sampling: settings of all rows.
+            settings: float32 [4, rows], settings of each row (`sample_rows`). None: those of `sampling`.
+        """
         first = self.tp.rank * -(-self.config.padded_vocab_size // self.tp.size)
         shard = dict(vocab_size=self._vocabulary(sampling), axis=self.tp, first=first)
-        keys = mix(noise.to(torch.int32) ^ self._position_keys[count])
-        if sampling.by_row:
-            ids, logprobs = sample_rows(
-                logits, keys, self._row_settings[:, :rows], bool(sampling.top_k), **shard
-            )
+        if settings is not None:
+            ids, logprobs = sample_rows(logits, keys, settings, bool(sampling.top_k), **shard)
         else:
             filters = dict(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
             ids, logprobs = sample(logits, keys, sampling.temperature, **filters, **shard)
         if self._batch_invariant:
-            temperature = self._row_settings[0, :rows, None] if sampling.by_row else sampling.temperature
+            temperature = sampling.temperature if settings is None else settings[0, :, None]
             logprobs = self._exact_logprobs(logits, ids, temperature, shard["vocab_size"])
-        active = alive.bool()
-        self._ids[:, :rows].index_copy_(0, self._tick, torch.where(active, ids, -1)[None])
-        self._logprobs[:, :rows].index_copy_(0, self._tick, logprobs[None])
+        return ids, logprobs
+
+    def _decode_step(self, sampling: Sampling, rows: int, longest: int) -> None:
+        """Generate one token in each of the first `rows` rows that is active, and one more per accepted draft."""
+        token, position, count, limit, noise, alive, stops = self._state[:, :rows]
+        settings = self._row_settings[:, :rows] if sampling.by_row else None
+        tokens, width, drafts = token[:, None], len(self._offsets), None
+        if self._drafter is not None:
+            drafts = self._drafter.propose(
+                DecodeRows(token, position, count, noise, alive, settings, longest), sampling
+            )
+            tokens = torch.cat([tokens, drafts.clamp(0, self.config.vocab_size - 1)], 1)
+        routes = self._route_memory(rows * width)
+        # idle rows write to their first position only, so that another sequence can begin with the rest
+        positions = position[:, None] + self._offsets * alive[:, None]
+        logits = self.next_logits(tokens, positions, longest, routes)
+        index = count[:, None] + self._offsets
+        if settings is not None and width > 1:
+            settings = settings.repeat_interleave(width, 1)
+        keys = self.sampling_keys(noise[:, None], index).flatten()
+        ids, logprobs = self.sample_logits(logits, keys, sampling, settings)
+        ids, active = ids.view(rows, width), alive.bool()
+        last, added, is_new = ids[:, 0], alive, active[:, None]
+        if drafts is not None:
+            self._drafter.add(position, ids)
+            ends = self._stops[ids] & stops.bool()[:, None]
+            added = torch.minimum(accepted_tokens(ids, drafts, ends), limit - count) * alive
+            last = ids.gather(1, (added - 1).clamp(min=0)[:, None])[:, 0]
+            is_new = self._offsets < added[:, None]
+            drafted = ((drafts >= 0).sum(1) * alive).sum()
+            self._draft_counts.add_(torch.stack([alive.sum(), drafted, (added - alive).sum()]))
+        self._ids[:, :rows].index_copy_(0, self._tick, torch.where(is_new, ids, -1).T)
+        self._logprobs[:, :rows].index_copy_(0, self._tick, logprobs.view(rows, width).T)
         if routes is not None:
-            self._routes[:, :rows].index_copy_(0, self._tick, routes.transpose(0, 1)[None])
-        self._tick.add_(1).remainder_(len(self._ids))
-        count.add_(alive)
-        alive.copy_(active & ~(self._stops[ids] & stops.bool()) & (count < limit))
-        token.copy_(ids)
-        position.add_(1).mul_(alive)  # idle rows attend to one key
+            by_token = routes.transpose(0, 1).unflatten(0, (rows, width)).transpose(0, 1)
+            self._routes[:, :rows].index_copy_(0, self._tick, by_token)
+        self._tick.add_(width).remainder_(len(self._ids))
+        count.add_(added)
+        position.add_(added)
+        alive.copy_(active & ~(self._stops[last] & stops.bool()) & (count < limit))
+        token.copy_(last)
+        position.mul_(alive)  # idle rows attend to one key
 
     @staticmethod
     def _exact_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, vocab_size: int) -> Tensor:

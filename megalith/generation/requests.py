@@ -84,7 +84,7 @@ class RowSequence:
     limit: int  # maximum length of the completion
     stop: frozenset[int]
     pause_at: int = 0  # length of the completion at which its row is prefilled again
-    launched: int = 0  # maximum length after the steps launched so far
+    launched: int = 0  # length after the steps launched so far, without accepted drafts
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)  # pieces of `all_routes`

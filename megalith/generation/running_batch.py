@@ -27,9 +27,9 @@ class _Window:
     """Launched steps: their samples, and the sequences in their rows."""
 
     owners: list[RowSequence | None]
-    ids: Tensor  # int64 [steps, rows] on the host, -1 in idle rows
-    logprobs: Tensor  # float32 [steps, rows]
-    routes: Tensor | None  # int16 [steps, rows, layers with experts, topk], of the tokens before the samples
+    ids: Tensor  # int64 [tokens, rows] on the host, -1 where a row got none
+    logprobs: Tensor  # float32 [tokens, rows]
+    routes: Tensor | None  # int16 [tokens, rows, layers with experts, topk], of the tokens before the samples
     copied: torch.cuda.Event | None
 
 
@@ -113,7 +113,7 @@ class RunningBatch:
         window = _Window(owners[:rows], *engine.run_window(sampling, rows, longest))
         for row, sequence in enumerate(owners):
             if sequence is not None:
-                sequence.launched += engine.window
+                sequence.launched += engine.window  # at least one token per step
                 if sequence.launched >= sequence.pause_at:  # further samples are not used
                     owners[row] = None
         return window
@@ -127,16 +127,18 @@ class RunningBatch:
         for row, sequence in enumerate(window.owners):
             if sequence is None or sequence.ended:
                 continue
-            new = ids[row]
-            count = new.index(-1) if -1 in new else len(new)
-            sequence.ids += new[:count]
-            sequence.logprobs += logprobs[row][:count]
+            indices = [at for at, token in enumerate(ids[row]) if token >= 0]
+            if not indices:
+                continue
+            new = [ids[row][at] for at in indices]
+            sequence.ids += new
+            sequence.logprobs += [logprobs[row][at] for at in indices]
             if window.routes is not None:
-                sequence.routes.append(window.routes[:count, row].numpy())
-            added.append((sequence, new[:count]))
-            if sequence.ended:
+                sequence.routes.append(window.routes[indices, row].numpy())
+            added.append((sequence, new))
+            if len(sequence.ids) >= sequence.pause_at or sequence.ended:
                 if self._owners[row] is sequence:
                     self._owners[row] = None
-            elif len(sequence.ids) >= sequence.pause_at:
-                self._waiting.appendleft(sequence)
+                if not sequence.ended:
+                    self._waiting.appendleft(sequence)
         return added

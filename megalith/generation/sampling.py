@@ -6,7 +6,7 @@ precision, the engine gets a copy of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from megalith.errors import ConfigError
 from megalith.generation.encoder_decoder import MAX_ROWS, generate_t5, shard_t5
 from megalith.generation.engine import Engine, OnToken
 from megalith.generation.requests import Completion, Sampling
+from megalith.generation.speculation import DraftMetrics, Speculation
 from megalith.generation.sync import engine_for
 from megalith.models.encoders.t5 import T5
 from megalith.models.transformer import Transformer
@@ -83,9 +84,15 @@ def complete(
     *,
     num_generations: int = 1,
     on_token: OnToken | None = None,
+    speculation: Speculation | None = None,
+    on_draft_metrics: Callable[[DraftMetrics], None] | None = None,
 ) -> list[Completion]:
-    """Complete prompts as `Engine.generate` does, with an uncompiled engine that is built for this call."""
+    """Complete prompts as `Engine.generate` does, with an uncompiled engine that is built for this call.
+
+    `on_draft_metrics` is called with the counts of speculative decoding, if it is on.
+    """
     sampling.check()
+    _check_speculation(model, speculation)
     if not prompts:
         raise ConfigError("the number of prompts is 0; it must be at least 1")
     rows = min(len(prompts) * num_generations, MAX_ROWS)
@@ -94,10 +101,29 @@ def complete(
     if isinstance(model, T5):
         return generate_t5(model, prompts, sampling, num_generations=num_generations, on_token=on_token)
     if isinstance(model, Transformer) and (model.compute_dtype == torch.float32 or model.has_adapters):
-        engine = Engine(model.config, model.device, model.compute_dtype, **room, model=model, graphs=False)
+        engine = Engine(
+            model.config,
+            model.device,
+            model.compute_dtype,
+            **room,
+            model=model,
+            graphs=False,
+            speculation=speculation,
+        )
     else:
-        engine = engine_for(model, **room, compile=False)
-    return engine.generate(prompts, sampling, num_generations=num_generations, on_token=on_token)
+        engine = engine_for(model, **room, compile=False, speculation=speculation)
+    done = engine.generate(prompts, sampling, num_generations=num_generations, on_token=on_token)
+    if speculation is not None and on_draft_metrics is not None:
+        on_draft_metrics(engine.take_draft_metrics())
+    return done
+
+
+def _check_speculation(model: Transformer | ParallelModel, speculation: Speculation | None) -> None:
+    if isinstance(model, T5) and speculation is not None:
+        raise ConfigError(
+            f"speculative_method is {speculation.method}, but the model is an encoder-decoder, and only decoders can "
+            "verify drafts; set it to none"
+        )
 
 
 def complete_data_parallel(
@@ -108,6 +134,7 @@ def complete_data_parallel(
     device: torch.device,
     num_generations: int = 1,
     on_token: OnToken | None = None,
+    speculation: Speculation | None = None,
 ) -> list[Completion]:
     """Complete prompts as `complete` does, with tensor and data parallelism over the processes' devices.
 
@@ -119,13 +146,14 @@ def complete_data_parallel(
         raise ConfigError(
             "models with adapters generate in a single process only; merge them (megalith lora merge)"
         )
+    _check_speculation(model, speculation)
     local = range(mesh.dp.rank, len(prompts), mesh.dp.size)
     if isinstance(model, T5):
         run = partial(generate_t5, shard_t5(model, mesh.tp, device))
     else:
         room = max(map(len, prompts)) + sampling.max_new_tokens
         rows = max(1, min(len(local) * num_generations, MAX_ROWS))
-        options = dict(max_rows=rows, max_tokens=room, tp=mesh.tp, compile=False)
+        options = dict(max_rows=rows, max_tokens=room, tp=mesh.tp, compile=False, speculation=speculation)
         engine = Engine(model.config, device, model.compute_dtype, **options)
         engine.load(model.state_dict().items())
         run = engine.generate

@@ -5,7 +5,8 @@
 Other mixers instead have one state per row, independent of the sequence length (RecurrentStates).
 
 A row belongs to one sequence at a time. `Prefill` fills rows with the tokens of prompts, `ContinuedPrefill` with those
-after a prefix, `Decode` adds one token to each row. Each is the Cache of one pass (models/cache.py).
+after a prefix, `Decode` adds one token to each row, and drafts of the next ones. Each is the Cache of one pass
+(models/cache.py).
 """
 
 from __future__ import annotations
@@ -182,12 +183,12 @@ class ContinuedPrefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Cache of a pass over the newest token of each row."""
+    """Cache of a pass over the newest token of each row, and over drafts of the next ones."""
 
     keys_values: Tensor | None  # like Prefill's, for the rows of the pass
     attention_layers: Sequence[int]
-    positions: Tensor  # int64 [rows]: positions of the tokens
-    visible: Tensor | None  # from ops.attention_core.visible_positions
+    tokens: Sequence[tuple[Tensor, Tensor | None]]
+    """For each token of a row: its position, int64 [rows], and what it sees (ops.attention_core.visible_positions)."""
     states: RecurrentStates | LayerState | None = None  # within a layer, its own state
     attend_cached: Callable[..., Tensor] = cached_attention
 
@@ -213,8 +214,11 @@ class Decode:
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         how = {name: how[name] for name in ("window", "softcap", "scale", "sink", "alibi", "first_head")}
-        cached = self.keys_values, self.positions, self.visible
-        return self.attend_cached(query, key, value, *cached, **how)
+        outputs = []
+        for n, (positions, visible) in enumerate(self.tokens):
+            new = (x[:, n : n + 1] for x in (query, key, value))
+            outputs.append(self.attend_cached(*new, self.keys_values, positions, visible, **how))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def _of_layer(cache: Prefill | Decode, number: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
 from megalith.generation.engine_model import named_shards
+from megalith.generation.speculation import Speculation
 from megalith.models.adapters import ADAPTER, is_initial_factor
 from megalith.models.transformer import Transformer
 from megalith.parallel.coded_base import CodedShard, coded_shards
@@ -61,6 +62,7 @@ def engine_for(
     batch_invariant: bool | None = None,
     prefix_reuse: bool = True,
     prefix_cache_bytes: int = 0,
+    speculation: Speculation | None = None,
 ) -> Engine:
     """Build an engine with the current weights of a model in any layout, over its tensor-parallel axis. Every rank
     calls it.
@@ -78,6 +80,7 @@ def engine_for(
         batch_invariant: see `Engine`. Default: as the model's run is.
         prefix_reuse: see `Engine`.
         prefix_cache_bytes: see `Engine`.
+        speculation: see `Engine`.
 
     Raises:
         ConfigError: the model is a custom one without a KV cache, or has adapters.
@@ -91,6 +94,7 @@ def engine_for(
         batch_invariant=bool(batch_invariant),
         prefix_reuse=prefix_reuse,
         prefix_cache_bytes=prefix_cache_bytes,
+        speculation=speculation,
     )
     if model.config is None:
         raise ConfigError(

@@ -184,6 +184,10 @@ READ_WITH = {
         ("runtime.straggler_interval=9", "runtime.enable_straggler_detection=true"),
     "rl.prompts":
         ("rl.prompt_column=question", "rl.prompts=a"),
+    "rl.speculative_method other than none":
+        ("rl.num_speculative_tokens=2", "rl.speculative_method=ngram rl.prompts=a"),
+    "rl.speculative_method ngram":
+        ("rl.prompt_lookup_max=2", "rl.speculative_method=ngram rl.prompts=a"),
     "rl.eval_prompts":
         ("rl.num_generations_eval=2", "rl.eval_prompts=b rl.prompts=a"),
     "rl.filter_zero_std true":

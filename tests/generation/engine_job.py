@@ -12,6 +12,7 @@ from megalith.generation.engine import Engine
 from megalith.generation.live_engine import LiveEngine
 from megalith.generation.requests import Sampling
 from megalith.generation.sampling import complete_data_parallel
+from megalith.generation.speculation import Speculation
 from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
 from megalith.models.model_types import make_model
@@ -129,3 +130,26 @@ def turns_over_tensor_ranks(
     engine = Engine(config, "cpu", torch.float32, max_rows=3, max_tokens=128, tp=mesh.tp)
     engine.load(weights.items())
     return turns(engine), engine.reused_tokens
+
+
+def speculative_over_tensor_ranks(
+    config: ModelConfig,
+    weights: dict,
+    draft_config: ModelConfig,
+    draft_weights: dict,
+    prompts,
+    sampling: Sampling,
+) -> list:
+    """This rank's tokens and accepted drafts, by n-grams and by a draft model."""
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=size), size, "cpu")
+    draft = make_model(draft_config)
+    draft.load_state_dict(draft_weights)
+    results = []
+    for speculation in (Speculation("ngram"), Speculation("draft_model", draft_model=draft)):
+        sizes = dict(max_rows=3, max_tokens=128, tp=mesh.tp, speculation=speculation)
+        engine = Engine(config, "cpu", torch.float32, **sizes)
+        engine.load(weights.items())
+        done = engine.generate(prompts, sampling)
+        results.append(([each.ids for each in done], engine.take_draft_metrics().accepted))
+    return results

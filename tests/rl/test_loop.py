@@ -446,7 +446,11 @@ def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch
     ]
     options = ["--num-generations", "4", "--max-completion-length", "8", "--pass-at", "0.5", "--json"]
     assert main([*command, *options, "--output", "r.jsonl", "--device", "cpu"]) == 0
-    assert sizes == {"max_rows": 24, "max_tokens": 11}  # and not of all positions that the model has
+    assert sizes == {
+        "max_rows": 24,
+        "max_tokens": 11,
+        "speculation": None,
+    }  # and not of all positions that the model has
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     groups = load_rollouts("r.jsonl").groups
     passed = [sum(one.rewards[0] >= 0.5 for one in group.completions) for group in groups]

@@ -23,6 +23,7 @@ from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
 from megalith.config.rules.rejection import rejection_criteria
+from megalith.config.rules.speculation_rules import check_rollout_speculation
 from megalith.config.run import RunConfig
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
@@ -401,6 +402,7 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.max_staleness is {rl.max_staleness}, but rollouts of several turns (rl.tools, rl.environment, "
             "rl.agent) are sampled on policy; leave it at 0"
         )
+    check_rollout_speculation(rl, config.model)
     if rl.agent and rl.tools_or_environment:
         raise ConfigError(
             f"rl.agent is {rl.agent!r}, which runs its own tools and environments; leave out rl.tools and "

@@ -20,8 +20,10 @@ from megalith.errors import TrainingError
 from megalith.generation.engine import Engine
 from megalith.generation.live_engine import LiveEngine
 from megalith.generation.requests import Completion, Sampling
+from megalith.generation.speculation import DraftMetrics, Speculation
 from megalith.generation.sync import SyncReport, engine_for, sync
 from megalith.rl.prompts import Prompt, max_sequence_tokens, policy_vocab_size
+from megalith.training.open_speculation import open_speculation
 from megalith.training.run_state import Run
 
 WeightPair = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
@@ -179,14 +181,16 @@ class OwnEngine:
             run,
             engine_sizes(run.config, prompts, run.mesh.world.size // run.mesh.tp.size),
         )
-        self._engine = self._build()
+        rl = run.config.rl
+        drafts = rl.speculative_method, rl.num_speculative_tokens, rl.prompt_lookup_max, rl.prompt_lookup_min
+        self._engine = self._build(open_speculation(*drafts, rl.draft_model, run.tokenizer))
         self.release = self._engine.release
 
-    def _build(self) -> Engine:
+    def _build(self, speculation: Speculation | None = None) -> Engine:
         rows, tokens = self._sizes
         rl = self._run.config.rl
         options = dict(records_routes=rl.replays_routes, prefix_reuse=rl.prefix_reuse)
-        options |= dict(prefix_cache_bytes=int(rl.prefix_cache_gb * 1e9))
+        options |= dict(prefix_cache_bytes=int(rl.prefix_cache_gb * 1e9), speculation=speculation)
         return engine_for(self._run.model, max_rows=rows, max_tokens=tokens, **options)
 
     @property
@@ -208,6 +212,10 @@ class OwnEngine:
     def weights_to_compare(self) -> WeightPair:
         engines = self._engine, self._build()
         return tuple({name: shard.values for name, shard in engine.shards.items()} for engine in engines)
+
+    def take_draft_metrics(self) -> DraftMetrics:
+        """Return the counts of speculative decoding since the last call; zeros if it is off."""
+        return self._engine.take_draft_metrics() or DraftMetrics(0, 0, 0)
 
     def memory(self) -> int:
         return sum(self._engine.memory().values())

@@ -17,6 +17,7 @@ import numpy as np
 
 from megalith.comm.collectives import gather_json
 from megalith.generation.requests import Sampling
+from megalith.generation.speculation import DraftMetrics
 from megalith.rl.advantages import ZERO_STD
 from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
@@ -110,7 +111,15 @@ class RolloutSampler:
             "memory_engine_gb": self._weights.engine.memory() / 1e9,
             "logprobs_absent": sum(one.absent_logprobs for one in samples),
         }
+        if self._rl.speculative_method != "none":
+            metrics |= self._draft_metrics()
         return [record.group(self._prompts.prompts) for record in batch.records], metrics
+
+    def _draft_metrics(self) -> dict[str, float]:
+        """Return the metrics of speculative decoding over all replicas. Every rank calls it."""
+        mine = astuple(self._weights.engine.take_draft_metrics())
+        ranks = gather_json(list(mine) if self._run.mesh.tp.rank == 0 else [0, 0, 0], self._run.mesh.world)
+        return DraftMetrics(*map(sum, zip(*ranks))).metrics
 
     def _score_by_models(self, records: Sequence[GroupRecord]) -> None:
         """Set the rewards of the reward models. Every rank calls it with all groups."""

@@ -1,0 +1,37 @@
+"""Settings of speculative decoding of rollouts (docs/inference.md). Names are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import PositiveInt
+
+from megalith.config.base import Decides, RequiresSetting, Section
+
+
+class SpeculationSettings(Section):
+    """Drafts of the next tokens, which the policy verifies several at a time. Part of section `rl`."""
+
+    decides: ClassVar[Decides] = Decides.NOTHING
+
+    speculative_method: Annotated[
+        Literal["none", "ngram", "draft_model"],
+        RequiresSetting("prompts"),
+        RequiresSetting("engine", "own", strict=True),
+    ] = "none"
+    """Drafts in Megalith's engine: ngram copies what followed the last tokens where they occurred before, draft_model
+    samples them from a smaller model. The completions are the same as without; only the speed changes."""
+
+    num_speculative_tokens: Annotated[PositiveInt, RequiresSetting("speculative_method", unless="none")] = 4
+    """Drafts per decode step."""
+
+    prompt_lookup_max: Annotated[PositiveInt, RequiresSetting("speculative_method", "ngram")] = 4
+    """Maximum number of last tokens that ngram looks for."""
+
+    prompt_lookup_min: Annotated[PositiveInt, RequiresSetting("speculative_method", "ngram")] = 1
+    """Minimum number of last tokens that ngram looks for."""
+
+    draft_model: Annotated[str | None, RequiresSetting("speculative_method", "draft_model", strict=True)] = (
+        None
+    )
+    """The smaller model, which is not trained: a run or a Hugging Face folder with the policy's tokenizer."""

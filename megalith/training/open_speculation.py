@@ -1,0 +1,47 @@
+"""Settings of speculative decoding, with their draft model loaded."""
+
+from __future__ import annotations
+
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
+from megalith.errors import ConfigError
+from megalith.generation.speculation import Speculation
+from megalith.training.loading import load_with_tokenizer
+
+
+def open_speculation(
+    method: str,
+    num_speculative_tokens: int,
+    prompt_lookup_max: int,
+    prompt_lookup_min: int,
+    draft_model: str | None,
+    tokenizer: Tokenizer | None,
+) -> Speculation | None:
+    """Return the speculation of an engine; None if `method` is none.
+
+    Args:
+        method: see Speculation, or none.
+        num_speculative_tokens: drafts per step.
+        prompt_lookup_max: see Speculation.
+        prompt_lookup_min: see Speculation.
+        draft_model: folder of the draft model. It is loaded into the host's memory.
+        tokenizer: tokenizer of the model that verifies the drafts.
+
+    Raises:
+        ConfigError: no draft model is named for draft_model, or one for another method, or it has another tokenizer.
+    """
+    if (method == "draft_model") != (draft_model is not None):
+        has = "no draft_model is named" if draft_model is None else f"draft_model is {draft_model}"
+        raise ConfigError(
+            f"speculative_method is {method} and {has}; draft_model names the model of the method draft_model"
+        )
+    if method == "none":
+        return None
+    model = None
+    if draft_model is not None:
+        model, other = load_with_tokenizer(draft_model, "cpu")
+        if tokenizer is not None and other is not None and tokenizer.fingerprint != other.fingerprint:
+            raise ConfigError(
+                f"draft_model {draft_model} has another tokenizer than the model, so its ids mean other tokens; name a "
+                "model with the same tokenizer"
+            )
+    return Speculation(method, num_speculative_tokens, prompt_lookup_max, prompt_lookup_min, model)
