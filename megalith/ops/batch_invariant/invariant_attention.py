@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from megalith.errors import ConfigError
 from megalith.ops import kernels
 from megalith.ops.batch_invariant.elementwise import by_whole_vectors, sum_by_halves
+from megalith.ops.batch_invariant.matmul import COLUMNS
 from megalith.ops.block_attention import block_attention_backward
 from megalith.ops.documents import document_ids
 
@@ -178,13 +179,14 @@ def _by_blocks(
     positions = pad(positions.repeat_interleave(in_group, 1), (0, filling)).view(batch, 1, tiles, ROWS, 1)
     positions = positions.expand(-1, groups, -1, -1, -1).reshape(-1, ROWS, 1)
     key, value = (pad(x, (0, 0, 0, 0, 0, -x.shape[1] % KEYS)).transpose(1, 2) for x in (key, value))
+    value = pad(value, (0, -size % COLUMNS))
 
     def block(x: Tensor, first: int) -> Tensor:
         part = x[:, :, None, first : first + KEYS].expand(-1, -1, tiles, -1, -1)
-        return part.reshape(-1, KEYS, size)  # [batch · groups · tiles, KEYS, size]
+        return part.reshape(-1, KEYS, x.shape[-1])  # [batch · groups · tiles, KEYS, size]
 
     largest = rows.new_full((len(rows), ROWS, 1), float("-inf"))
-    total, out = torch.zeros_like(largest), torch.zeros_like(rows)
+    total, out = torch.zeros_like(largest), rows.new_zeros(*rows.shape[:2], value.shape[-1])
     for first in range(0, int(positions.max()) + 1, KEYS):
         number = torch.arange(first, first + KEYS, device=rows.device)
         seen = number <= positions
@@ -201,10 +203,10 @@ def _by_blocks(
     lse = largest + by_whole_vectors(torch.log, total)
 
     def by_query(x: Tensor) -> Tensor:
-        x = x.view(batch, groups, tiles * ROWS, -1)[:, :, : queries * in_group]
+        x = x.reshape(batch, groups, tiles * ROWS, -1)[:, :, : queries * in_group]
         return x.unflatten(2, (queries, in_group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
-    return by_query(out / total), by_query(lse)[..., 0].transpose(1, 2)
+    return by_query(out[..., :size] / total), by_query(lse)[..., 0].transpose(1, 2)
 
 
 class _Attention(torch.autograd.Function):

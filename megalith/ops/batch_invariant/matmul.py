@@ -1,9 +1,10 @@
 """Matmuls in which a row's result does not depend on the other rows or on their number.
 
 On a CPU, the library behind torch.mm takes other code for few rows: with 1,024 inputs, up to 15 rows give other bits
-than 67 do. Here every call has TILE rows, the last one padded with zeros; within a tile the position of a row does not
-matter (tests/ops/test_batch_invariant.py). Lower precisions are multiplied in fp32 and rounded once. On a GPU a Triton
-kernel has tiles of a fixed size and adds along the inner dimension in one order.
+than 67 do. Here every call has TILE rows, the last one padded with zeros. Within a tile the position of a row does not
+matter (tests/ops/test_batch_invariant.py); on an AMD CPU it would with fewer than 12 columns, so those are padded too.
+Lower precisions are multiplied in fp32 and rounded once. On a GPU a Triton kernel has tiles of a fixed size and adds
+along the inner dimension in one order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
 if kernels.AVAILABLE:
     from megalith.ops.kernels.batch_invariant_kernels import tiled_matmul
 
-TILE = 32  # rows per matmul on a CPU
+TILE, COLUMNS = 32, 16  # rows per matmul on a CPU; columns are padded to a multiple
 
 
 @torch.no_grad()
@@ -30,16 +31,17 @@ def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tenso
     """
     dtype, rows = dtype or x.dtype, x.flatten(0, -2)
     y = tiled_matmul(rows, weight, dtype) if x.is_cuda else _by_tiles(rows.float(), weight.float()).to(dtype)
-    return y.view(*x.shape[:-1], len(weight))
+    return y.reshape(*x.shape[:-1], len(weight))
 
 
 def _by_tiles(x: Tensor, weight: Tensor) -> Tensor:
-    rows, matrix = len(x), weight.contiguous().T
+    rows, columns = len(x), len(weight)
+    matrix = pad(weight, (0, 0, 0, -columns % COLUMNS)).contiguous().T
     padded = pad(x, (0, 0, 0, -rows % TILE)).contiguous()
     y = padded.new_empty(len(padded), matrix.shape[1])
     for part, result in zip(padded.split(TILE), y.split(TILE)):
         torch.mm(part, matrix, out=result)
-    return y[:rows]
+    return y[:rows, :columns]
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
