@@ -276,7 +276,7 @@ ROWS = [
     Row("Llama-3.2-1B, DP2", TOLD, 2, LLAMA1B, (4, 32, 4096), {}, 1050, 45.8),
     Row("Llama-3.2-1B, TP2", TOLD, 2, LLAMA1B, (4, 32, 4096), dict(tensor_model_parallel_size=2), 1186, None),
     Row("Llama-3-8B, LoRA of rank 16", TOLD, 1, LLAMA, (1, 1, 8192), {}, 598.4, 57.2, dict(lora=dict(rank=16))),
-    Row("Qwen3-0.6B with 2,048 tokens of vocabulary", MISSED, 1, dict(preset="qwen3-0.6b", vocab_size=2048),
+    Row("Qwen3-0.6B, 16 sequences in a micro-batch", MISSED, 1, dict(preset="qwen3-0.6b"),
         (16, 32, 2048), {}, 607.7, 57.9),
     Row("BERT-large", TOLD, 1, dict(PLAIN, preset="bert-large"), (64, 64, 512), {}, 147.6, 31.5),
     Row("T5-3B", TOLD, 1, dict(PLAIN, preset="t5-3b"), (16, 16, 512), {}, 245.1, 73.2,
