@@ -127,6 +127,28 @@ def test_generate_prints_json_and_streams_the_text_that_it_prints_whole(call, tr
     assert code != 0 and "--stream prints a single completion, but there are 2" in err
 
 
+def test_generate_takes_penalties_bad_words_and_stops(call, trained, tmp_path):
+    words = ["generate", trained, "--prompt", "one dog", "--temperature", 0, "--device", "cpu", "--json"]
+    words += ["--max-new-tokens", 8]
+    plain = json.loads(call(*words)[1])
+    penalized = ["--repetition-penalty", 1.8, "--presence-penalty", 0.5, "--frequency-penalty", 0.5]
+    other = json.loads(call(*words, *penalized)[1])
+    assert other["ids"] != plain["ids"] and len(set(other["ids"])) >= len(set(plain["ids"]))
+    letter = next(one for one in plain["text"] if one.isalpha())
+    code, out, _ = call(*words, "--bad-word", letter)
+    assert code == 0 and json.loads(out)["ids"] != plain["ids"]
+    stop = plain["text"][3:6]
+    stopped = json.loads(call(*words, "--stop", stop)[1])
+    assert stopped["text"] == plain["text"][: plain["text"].find(stop)] and not stopped["truncated"]
+    code, _, err = call(*words, "--repetition-penalty", 0)
+    assert code != 0 and "repetition_penalty is 0.0; it must be above 0" in err
+    (tmp_path / "schema.json").write_text("[]")
+    code, _, err = call(*words, "--json-schema", tmp_path / "schema.json")
+    assert code != 0 and "has a list; give a JSON object" in err
+    code, _, err = call(*words[:4], "--stream", "--stop", "x")
+    assert code != 0 and "--stream prints text as it comes" in err
+
+
 def test_the_processes_of_generate_get_its_words_without_nproc():
     words = ["run", "--prompt=-a b", "--prompt=c", "--top-k=3", "--seed=5", "--json"]
     args = build_parser().parse_args(["generate", *words, "--nproc", "2", "--temperature", "1"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalith.cli.json_output import add_json_option
+from megalith.cli.logits_options import add_json_schema_option, add_logits_options, with_logits_options
 from megalith.cli.parser import Arguments
 from megalith.cli.speculation_options import add_speculation_arguments, speculation_of
 from megalith.errors import LINES, ConfigError, DataError, printable
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megalith.generation.engine import OnToken
     from megalith.generation.requests import Completion, Sampling
     from megalith.generation.speculation import DraftMetrics, Speculation
+    from megalith.generation.stop_strings import StopStrings
     from megalith.models.transformer import Transformer
 
 RULE = "-" * 80
@@ -38,7 +40,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="sample from the most likely tokens up to this total probability",
     )
-    add("--min-p", type=float, default=0.0, help="drop tokens below this fraction of the highest probability")
+    add_logits_options(parser)
+    add_json_schema_option(parser)
     add("--seed", type=int, default=0, help="sampling seed")
     add("--stream", action="store_true", help="print the text of a single completion as it is generated")
     add("--json", action="store_true", help="print one object per completion: prompt, text, ids, logprobs")
@@ -81,6 +84,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="sample from the most likely tokens up to this total probability",
     )
+    add_logits_options(parser)
     parser.add_argument("--seed", type=int, default=0, help="sampling seed")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
     parser.add_argument("--pass-at", type=float, default=1.0, metavar="R", help="minimum reward to pass")
@@ -105,6 +109,8 @@ def run_generate(args: Arguments) -> int:
             f"--stream prints a single completion, but there are {len(prompts) * args.num_generations}; give one "
             "--prompt without --json, or omit --stream"
         )
+    if args.stream and args.stop:
+        raise ConfigError("--stream prints text as it comes, before a --stop text is known; omit one of them")
     if args.nproc is not None:
         from megalith.launch.launcher import launch
 
@@ -137,11 +143,11 @@ def run_generate(args: Arguments) -> int:
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        min_p=args.min_p,
         seed=args.seed,
         stop=() if tokenizer.eod is None else (tokenizer.eod,),
         vocab_size=tokenizer.vocab_size,
     )
+    sampling = with_logits_options(sampling, args, tokenizer)
     ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
     # an encoder's text is not part of the decoder's output
     before = [[] if model.config.encoder_layers else tokenizer.encode(prompt) for prompt in prompts]
@@ -156,7 +162,7 @@ def run_generate(args: Arguments) -> int:
         )
         done = _complete(args, model, ids, sampling, device, shown, speculation_of(args, tokenizer))
     if process.is_first:
-        _print(args, tokenizer, prompts, before, done)
+        _print(args, tokenizer, prompts, before, done, sampling.stop_strings)
     return 0
 
 
@@ -265,19 +271,24 @@ def _print_draft_metrics(metrics: DraftMetrics) -> None:
 
 
 def _print(
-    args: Arguments, tokenizer: Tokenizer, prompts: list[str], ids: list[list[int]], done: list[Completion]
+    args: Arguments,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    ids: list[list[int]],
+    done: list[Completion],
+    stops: StopStrings | None,
 ) -> None:
     for number, each in enumerate(done):
-        kept = each.ids if each.truncated else each.ids[:-1]
+        text = tokenizer.decode(each.content)
+        text = text if stops is None else stops.cut(text)
         if args.json:
-            fields = dict(
-                prompt=prompts[each.prompt], generation=each.generation, text=tokenizer.decode(kept)
-            )
+            fields = dict(prompt=prompts[each.prompt], generation=each.generation, text=text)
             print(json.dumps(fields | dict(ids=each.ids, logprobs=each.logprobs, truncated=each.truncated)))
         elif not args.stream:
             if number:
                 print(RULE)
-            print(printable(tokenizer.decode([*ids[each.prompt], *kept]), LINES))
+            whole = tokenizer.decode([*ids[each.prompt], *each.content])
+            print(printable(whole if stops is None else tokenizer.decode(ids[each.prompt]) + text, LINES))
     if args.stream:
         print()
 

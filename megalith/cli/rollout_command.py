@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megalith.cli.json_output import print_json, text_on_stderr
+from megalith.cli.logits_options import with_logits_options
 from megalith.cli.parser import Arguments
 from megalith.cli.speculation_options import speculation_of
 from megalith.config import RunConfig
@@ -84,6 +85,14 @@ def _rollout(args: Arguments) -> dict[str, float]:
     stop = () if tokenizer.eod is None else (tokenizer.eod,)
     drawn = longest, args.temperature, args.top_k, args.top_p
     sampling = Sampling(*drawn, seed=args.seed, stop=stop, vocab_size=tokenizer.vocab_size)
+    sampling = with_logits_options(sampling, args, tokenizer)
+    if args.output and not sampling.processing.is_off:
+        raise ConfigError(
+            "--output writes rollouts to train on, and the trainer's probabilities have no penalties or bad words; "
+            "leave out --output, or the penalties and bad words"
+        )
+    if agent is not None and args.stop:
+        raise ConfigError("--stop ends single answers; leave it out with --tool, --environment and --agent")
     tokens = max(len(prompt.ids) for prompt in prompts) + longest
     if rl.environment or rl.agent:  # which may extend the prompts
         tokens = room

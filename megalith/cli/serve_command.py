@@ -60,6 +60,7 @@ def run_serve(args: Arguments) -> int:
 
         return launch(args.nproc, ["-m", "megalith", "serve", *without_nproc(args)])
     from megalith.data.chat.chat_template import template_of
+    from megalith.generation.grammar import GrammarCompiler
     from megalith.generation.live_engine import LiveEngine
     from megalith.hardware import pick_device
     from megalith.launch.launcher import end_distributed, init_distributed, this_process
@@ -88,13 +89,14 @@ def run_serve(args: Arguments) -> int:
         )
     sizes["speculation"] = speculation_of(args, tokenizer)
     stop = () if tokenizer.eod is None else (tokenizer.eod,)
+    grammars = GrammarCompiler(tokenizer)
     if is_alone:
-        live = LiveEngine(_engine_alone(model, sizes), stop, tokenizer.vocab_size)
+        live = LiveEngine(_engine_alone(model, sizes), stop, tokenizer.vocab_size, grammars=grammars)
         return _serve(args, live, tokenizer, chat, key)
     init_distributed(device)
     try:
         engine, group = _engine_of_ranks(model, sizes, device, split)
-        live = LiveEngine(engine, stop, tokenizer.vocab_size, group)
+        live = LiveEngine(engine, stop, tokenizer.vocab_size, group, grammars)
         del model
         if process.is_first:
             return _serve(args, live, tokenizer, chat, key)
@@ -156,7 +158,7 @@ def _serve(args: Arguments, live, tokenizer, chat, key: str | None) -> int:
     is_local = args.host in LOOPBACK_HOSTS
     access = Access(key, LOOPBACK if is_local else None, args.max_requests)
     name = args.served_model_name or Path(args.checkpoint).resolve().name
-    service = OpenAiService(live, tokenizer, chat, name, access)
+    service = OpenAiService(live, tokenizer, chat, name, access, grammars=live.grammars)
     server = HttpServer(service, args.host, args.port, report=lambda line: print(printable(line), flush=True))
     server.start()
     handlers = {number: signal.signal(number, lambda *_: live.close()) for number in handled_stop_signals()}

@@ -164,6 +164,9 @@ OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
     "top_p": {"None": 1.0},
     "top_k": {"None": 0, "-1": 0},
     "min_p": {"None": 0.0},
+    "repetition_penalty": {"None": 1.0},
+    "presence_penalty": {"None": 0.0},
+    "frequency_penalty": {"None": 0.0},
     "scale_rewards": {"True": "group", "False": "none"},
     "router_replay": {"R3": "policy", "disabled": "none", "None": "none"},
 }
@@ -236,6 +239,19 @@ class RlConfig(ToolSettings, OtherModels, SpeculationSettings):
 
     min_p: Annotated[float, RequiresSetting("prompts")] = 0.0
     """Must be 0, for the same reason as top_p."""
+
+    repetition_penalty: Annotated[float, RequiresSetting("prompts")] = 1.0
+    """Must be 1: the trainer's probabilities have no penalties, so the ratio would be biased."""
+
+    presence_penalty: Annotated[float, RequiresSetting("prompts")] = 0.0
+    """Must be 0, for the same reason as repetition_penalty."""
+
+    frequency_penalty: Annotated[float, RequiresSetting("prompts")] = 0.0
+    """Must be 0, for the same reason as repetition_penalty."""
+
+    stop_strings: Annotated[str | list[str] | None, RequiresSetting("prompts"), Decides.SAMPLES] = None
+    """Texts that end a completion, in addition to the tokenizer's end of sequence. The token that completes one is
+    the completion's last."""
 
     generation_rows: Annotated[PositiveInt, RequiresSetting("prompts"), Decides.NOTHING] = 256
     """Maximum number of completions that a rank generates at a time: the rows of its KV cache."""
@@ -651,6 +667,11 @@ class RlConfig(ToolSettings, OtherModels, SpeculationSettings):
     def rewards(self) -> list[str]:
         """The reward functions."""
         return [self.reward_funcs] if isinstance(self.reward_funcs, str) else list(self.reward_funcs or ())
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings or ())
 
     def drift_limit(self, precision: str) -> float:
         """Return max_drift, or its default for this train.precision; 1, no drift at all, with `exact`."""

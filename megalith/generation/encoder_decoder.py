@@ -17,6 +17,7 @@ from megalith.data.pairs import DECODER_START
 from megalith.errors import ConfigError
 from megalith.generation.engine import OnToken
 from megalith.generation.engine_model import named_shards
+from megalith.generation.logits_state import LogitsState, UsedParts, token_masks
 from megalith.generation.requests import (
     MAX_GENERATIONS,
     Completion,
@@ -89,7 +90,17 @@ def generate_t5(
     check_keys(keys, len(prompts), num_generations)
     for first in range(0, len(sequences), MAX_ROWS):
         _generate_rows(model, sequences[first : first + MAX_ROWS], keys, sampling, on_token)
-    return [Completion(s.prompt_index, s.generation, s.ids, s.logprobs, not s.stopped) for s in sequences]
+    return [
+        Completion(
+            s.prompt_index,
+            s.generation,
+            s.ids,
+            s.logprobs,
+            not s.stopped,
+            ends_with_stop_id=s.ends_with_stop_id,
+        )
+        for s in sequences
+    ]
 
 
 def shard_t5(model: T5, tp: Axis, device: torch.device) -> T5:
@@ -121,10 +132,20 @@ def _generate_rows(
     limit = max(row.limit for row in rows)
     position_keys, cache = column_keys(limit, device), GrowingCache()
     tokens = torch.full((len(rows),), DECODER_START, device=device)
+    used, state = UsedParts.of(sampling.processing), None
     for position in range(limit):
         hidden = _hidden(model, tokens, position, encoded, cache)
+        logits = model.vocabulary_logits(hidden, encoded.context)[:, 0]
+        if any(used):
+            if state is None:
+                entries = logits.shape[1]
+                state = LogitsState(len(rows), 0, entries, entries, device)
+                state.begin(list(enumerate(rows)), lambda sequence: [DECODER_START])
+            if used.masks:
+                state.set_masks(token_masks(rows, entries))
+            logits = state.process(logits, used)
         tokens, logprobs = sample(
-            model.vocabulary_logits(hidden, encoded.context)[:, 0],
+            logits,
             mix(noise.to(torch.int32) ^ position_keys[position]),
             sampling.temperature,
             vocab_size=min(sampling.vocab_size or vocabulary, vocabulary),
@@ -132,10 +153,11 @@ def _generate_rows(
             top_p=sampling.top_p,
             min_p=sampling.min_p,
         )
+        if state is not None:
+            state.count(tokens[:, None], torch.ones_like(tokens, dtype=torch.bool)[:, None], used)
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist()):
             if not row.ended:
-                row.ids.append(token)
-                row.logprobs.append(logprob)
+                row.append([token], [logprob])
                 if on_token is not None:
                     on_token(row.prompt_index, row.generation, token)
         if all(row.ended for row in rows):

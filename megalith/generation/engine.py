@@ -34,6 +34,7 @@ from megalith.config import LoraConfig, ModelConfig
 from megalith.config.rules.batch_invariant_rules import check_batch_invariant_engine
 from megalith.errors import ConfigError
 from megalith.generation.engine_model import engine_model, named_shards
+from megalith.generation.logits_state import NO_PARTS, LogitsState, UsedParts
 from megalith.generation.prefix_reuse import PrefixReuse
 from megalith.generation.requests import (
     MAX_GENERATIONS,
@@ -206,6 +207,8 @@ class Engine:
         self._states: RecurrentStates | None = None
         self._cached_layers = cached_layers(config)
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self._entries = -(-config.padded_vocab_size // tp.size)  # vocabulary entries of each rank
+        self._logits_state = self._empty_logits_state()
         self.source: Any = None  # set by `sync` (sync.py)
 
     def _make_drafter(self, speculation: Speculation, compile: bool | None) -> Drafter:
@@ -274,7 +277,7 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and cache on this rank."""
         weights = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
-        parts = self._cache, self._states, self._prefixes
+        parts = self._cache, self._states, self._prefixes, self._logits_state
         cache = sum(part.nbytes for part in parts if part is not None)
         drafter = (0, 0) if self._drafter is None else self._drafter.nbytes
         return {"weights": sum(weights.values()) + drafter[0], "cache": cache + drafter[1]}
@@ -290,6 +293,7 @@ class Engine:
         """Free the cache and the CUDA graphs. The next `generate` creates them again."""
         self._graphs.clear()
         self._cache = self._states = self._prefixes = None
+        self._logits_state = self._empty_logits_state()
         if self._drafter is not None:
             self._drafter.release()
 
@@ -300,6 +304,15 @@ class Engine:
         counts = self._draft_counts.tolist()
         self._draft_counts.zero_()
         return DraftMetrics(*counts)
+
+    @property
+    def vocabulary_entries(self) -> int:
+        """Number of vocabulary entries of all ranks, with padding."""
+        return self._entries * self.tp.size
+
+    def _empty_logits_state(self) -> LogitsState:
+        sizes = self.tp.rank * self._entries, self._entries, self.vocabulary_entries
+        return LogitsState(self.max_rows, *sizes, self.device)
 
     @torch.no_grad()
     def generate(
@@ -346,7 +359,16 @@ class Engine:
                     on_token(sequence.prompt_index, sequence.generation, token)
         version = (self.version,)
         return [
-            Completion(s.prompt_index, s.generation, s.ids, s.logprobs, not s.stopped, version, s.all_routes)
+            Completion(
+                s.prompt_index,
+                s.generation,
+                s.ids,
+                s.logprobs,
+                not s.stopped,
+                version,
+                s.all_routes,
+                s.ends_with_stop_id,
+            )
             for s in sequences
         ]
 
@@ -388,7 +410,7 @@ class Engine:
             self._stops[torch.tensor(sampling.stop, device=self.device)] = True
         if self._graphed:
             for filters in (0, 1) if sampling.by_row else (sampling.top_k,):
-                self._graph(replace(sampling, top_k=filters))
+                self._graph(replace(sampling, top_k=filters), UsedParts.of(sampling.processing))
 
     def _route_memory(self, tokens: int) -> Tensor | None:
         """Return memory for the routes of a pass, int16 [layers with experts, tokens, topk]; None: not recorded."""
@@ -421,6 +443,11 @@ class Engine:
         if any(sequence.sampling is not None for _, sequence in begun):
             settings = torch.tensor([sequence.sampling for _, sequence in begun])
             self._row_settings[:, rows] = to_device(settings.T.contiguous(), self.device)
+        self._logits_state.begin(begun, lambda sequence: sequence.prompt)
+
+    def set_masks(self, masks: np.ndarray) -> None:
+        """Set the tokens that the next step may sample in each of the first rows, as bits, int32 [rows, words]."""
+        self._logits_state.set_masks(masks)
 
     def _first_state(self, sequence: RowSequence) -> list[int]:
         last = sequence.ids[-1] if sequence.ids else sequence.prompt[-1]
@@ -439,6 +466,7 @@ class Engine:
         self._cache[:, :, target, :length] = self._cache[:, :, source, :length]
         self._state[:, target] = self._state[:, source]
         self._row_settings[:, target] = self._row_settings[:, source]
+        self._logits_state.move(source, target)
         if self._states is not None:
             self._states.move(source, target)
         if self._prefixes is not None:
@@ -589,7 +617,12 @@ class Engine:
         return tuple(torch.where(is_long, b, a) for a, b in zip(short, long))
 
     def run_window(
-        self, sampling: Sampling, rows: int, longest: int
+        self,
+        sampling: Sampling,
+        rows: int,
+        longest: int,
+        steps: int | None = None,
+        used: UsedParts = NO_PARTS,
     ) -> tuple[Tensor, Tensor, Tensor | None, torch.cuda.Event | None]:
         """Launch a window of steps and the copy of their samples to the host. Does not wait on a GPU.
 
@@ -597,45 +630,56 @@ class Engine:
             sampling: settings of the samples.
             rows: rows that are in use, from the first. A GPU runs all rows.
             longest: maximum length of their sequences.
+            steps: number of steps, at most the engine's window. Default: the engine's window.
+            used: parts of logits processing that the rows need.
 
         Returns:
             Ids, int64 [tokens, rows], -1 where a row got none; log-probabilities, float32 [tokens, rows]; the experts
             of the tokens before these, int16 [tokens, rows, layers with experts, topk], None if not recorded; the end
             of the copy. A step has one token per row, and one more for each draft.
         """
+        steps = self.window if steps is None else steps
         if self._graphed:
-            graph = self._graph(sampling)
-            for _ in range(self.window):
+            graph = self._graph(sampling, used)
+            for _ in range(steps):
                 graph.replay()
         else:
-            for _ in range(self.window):
-                self._decode_step(sampling, rows, longest)
+            for _ in range(steps):
+                self._decode_step(sampling, rows, longest, used)
                 longest = min(longest + len(self._offsets), self.max_tokens)
+        tokens = steps * len(self._offsets)
         ids, logprobs, routes = (
-            None if x is None else x[:, :rows].to("cpu", non_blocking=True, copy=x is self._routes)
+            None if x is None else x[:tokens, :rows].to("cpu", non_blocking=True, copy=x is self._routes)
             for x in (self._ids, self._logprobs, self._routes)
         )
+        if steps < self.window:
+            self._tick.copy_(self._offsets)
         copied = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         return ids, logprobs, routes, copied
 
-    def _graph(self, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """Return the step as a CUDA graph for these settings. Captured, after warm-up, while all rows are idle."""
-        key = self._sampling_key(sampling)
+    def _graph(self, sampling: Sampling, used: UsedParts = NO_PARTS) -> torch.cuda.CUDAGraph:
+        """Return the step as a CUDA graph for these settings, captured after warm-up. Rows in use keep their state."""
+        key = (*self._sampling_key(sampling), used)
         if key not in self._graphs:
-            if not sampling.by_row:
+            if not sampling.by_row and not any(other[:-1] == key[:-1] for other in self._graphs):
                 self._graphs.clear()
+            self._logits_state.allocate(used)
+            changed = [self._state, self._tick, self._draft_counts, *self._logits_state.tensors]
+            changed += [] if self._states is None else self._states.parts
+            kept = [tensor.clone() for tensor in changed]
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(3):
-                    self._decode_step(sampling, self.max_rows, self.max_tokens)
+                    self._decode_step(sampling, self.max_rows, self.max_tokens, used)
+                    for tensor, value in zip(changed, kept):
+                        tensor.copy_(value)
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._decode_step(sampling, self.max_rows, self.max_tokens)
+                self._decode_step(sampling, self.max_rows, self.max_tokens, used)
             self._graphs[key] = graph
-            self._tick.copy_(self._offsets)
         return self._graphs[key]
 
     def _sampling_key(self, sampling: Sampling) -> tuple:
@@ -674,7 +718,12 @@ class Engine:
         return mix(noise.to(torch.int32) ^ self._position_keys[index])
 
     def sample_logits(
-        self, logits: Tensor, keys: Tensor, sampling: Sampling, settings: Tensor | None
+        self,
+        logits: Tensor,
+        keys: Tensor,
+        sampling: Sampling,
+        settings: Tensor | None,
+        raw_logits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return a token and its log-probability for each row of logits (ops.gumbel).
 
@@ -683,8 +732,9 @@ class Engine:
             keys: int32 [rows], from `sampling_keys`.
             sampling: settings of all rows.
             settings: float32 [4, rows], settings of each row (`sample_rows`). None: those of `sampling`.
+            raw_logits: logits before processing, for batch-invariant log-probabilities. Default: `logits`.
         """
-        first = self.tp.rank * -(-self.config.padded_vocab_size // self.tp.size)
+        first = self.tp.rank * self._entries
         shard = dict(vocab_size=self._vocabulary(sampling), axis=self.tp, first=first)
         if settings is not None:
             ids, logprobs = sample_rows(logits, keys, settings, bool(sampling.top_k), **shard)
@@ -693,10 +743,11 @@ class Engine:
             ids, logprobs = sample(logits, keys, sampling.temperature, **filters, **shard)
         if self._batch_invariant:
             temperature = sampling.temperature if settings is None else settings[0, :, None]
-            logprobs = self._exact_logprobs(logits, ids, temperature, shard["vocab_size"])
+            raw_logits = logits if raw_logits is None else raw_logits
+            logprobs = self._exact_logprobs(raw_logits, ids, temperature, shard["vocab_size"])
         return ids, logprobs
 
-    def _decode_step(self, sampling: Sampling, rows: int, longest: int) -> None:
+    def _decode_step(self, sampling: Sampling, rows: int, longest: int, used: UsedParts = NO_PARTS) -> None:
         """Generate one token in each of the first `rows` rows that is active, and one more per accepted draft."""
         token, position, count, limit, noise, alive, stops = self._state[:, :rows]
         settings = self._row_settings[:, :rows] if sampling.by_row else None
@@ -709,22 +760,26 @@ class Engine:
         routes = self._route_memory(rows * width)
         # idle rows write to their first position only, so that another sequence can begin with the rest
         positions = position[:, None] + self._offsets * alive[:, None]
-        logits = self.next_logits(tokens, positions, longest, routes)
+        raw_logits = self.next_logits(tokens, positions, longest, routes)
+        logits = self._logits_state.process_drafted(raw_logits, drafts, used) if any(used) else raw_logits
         index = count[:, None] + self._offsets
         if settings is not None and width > 1:
             settings = settings.repeat_interleave(width, 1)
         keys = self.sampling_keys(noise[:, None], index).flatten()
-        ids, logprobs = self.sample_logits(logits, keys, sampling, settings)
+        ids, logprobs = self.sample_logits(logits, keys, sampling, settings, raw_logits)
         ids, active = ids.view(rows, width), alive.bool()
         last, added, is_new = ids[:, 0], alive, active[:, None]
         if drafts is not None:
             self._drafter.add(position, ids)
             ends = self._stops[ids] & stops.bool()[:, None]
             added = torch.minimum(accepted_tokens(ids, drafts, ends), limit - count) * alive
+            if used.masks:  # those after the first sample are not known
+                added = added.clamp(max=1)
             last = ids.gather(1, (added - 1).clamp(min=0)[:, None])[:, 0]
             is_new = self._offsets < added[:, None]
             drafted = ((drafts >= 0).sum(1) * alive).sum()
             self._draft_counts.add_(torch.stack([alive.sum(), drafted, (added - alive).sum()]))
+        self._logits_state.count(ids, is_new, used)
         self._ids[:, :rows].index_copy_(0, self._tick, torch.where(is_new, ids, -1).T)
         self._logprobs[:, :rows].index_copy_(0, self._tick, logprobs.view(rows, width).T)
         if routes is not None:

@@ -19,6 +19,8 @@ from typing import Any
 from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
+from megalith.generation.grammar import GrammarCompiler
+from megalith.generation.logits_processing import OFF, LogitsProcessing
 from megalith.generation.requests import RowSequence, Sampling, check_prompt, noise_keys
 from megalith.generation.running_batch import RunningBatch
 
@@ -44,6 +46,7 @@ class LiveRequest:
     prompt's key plus the completion's number."""
     ignores_stop: bool = False
     """Continue after stop ids."""
+    processing: LogitsProcessing = OFF
 
     @property
     def settings(self) -> tuple[float, float, float, float]:
@@ -76,6 +79,7 @@ class LiveEngine:
         stop: Sequence[int] = (),
         vocab_size: int | None = None,
         group: Axis = Axis(),  # noqa: B008 (immutable)
+        grammars: GrammarCompiler | None = None,
     ):
         """Prepare to run.
 
@@ -84,7 +88,9 @@ class LiveEngine:
             stop: ids that end a completion; they are part of it.
             vocab_size: sample only smaller ids. Default: all.
             group: the ranks that run together, one or more replicas of the engine's tensor-parallel axis.
+            grammars: compiles the requests' grammars. Default: requests have none.
         """
+        self.grammars = grammars
         self.engine = engine
         self._stop, self._group = frozenset(stop), group
         self._sampling = Sampling(stop=tuple(stop), vocab_size=vocab_size, by_row=True)
@@ -110,6 +116,7 @@ class LiveEngine:
             Sampling(
                 request.max_new_tokens, request.temperature, request.top_k, request.top_p, request.min_p, request.seed
             ).check()  # fmt: skip
+            request.processing.check(engine.config.vocab_size)
             check_prompt(0, request.prompt, request.max_new_tokens, engine.config, engine.max_tokens)
             if not 0 <= request.key < 2**63:
                 raise ConfigError(f"the key of a request is {request.key}; it must be from 0 to 2^63 - 1")
@@ -181,7 +188,18 @@ class LiveEngine:
         self._tickets[number] = _Ticket(on_tokens, replica)
         (noise,) = noise_keys(request.seed, [request.key])
         limit, ids = request.max_new_tokens, list(map(int, request.prompt))
-        return [replica, number, prompt, ids, limit, request.settings, noise, request.ignores_stop]
+        processing = None if request.processing is OFF else request.processing.to_json()
+        return [
+            replica,
+            number,
+            prompt,
+            ids,
+            limit,
+            request.settings,
+            noise,
+            request.ignores_stop,
+            processing,
+        ]
 
     def _window(self, batch: RunningBatch, commands: dict[str, Any] | None) -> bool:
         """Run one window on every rank. Return True if it was the last one."""
@@ -195,11 +213,17 @@ class LiveEngine:
         for number in commands["cancelled"]:
             if (sequence := self._sequences.pop(number, None)) is not None:
                 batch.cancel(sequence)
-        for replica, number, prompt_index, ids, limit, settings, noise, ignores_stop in commands["added"]:
+        for replica, number, prompt_index, ids, limit, settings, noise, ignores_stop, values in commands[
+            "added"
+        ]:
             if replica == self._replica:
                 stop = frozenset() if ignores_stop else self._stop
                 sequence = RowSequence(number, ids, prompt_index, 0, limit, stop, noise=noise)
                 sequence.sampling = tuple(settings)
+                if values is not None:
+                    compile_grammar = None if self.grammars is None else self.grammars.compile
+                    sequence.processing = LogitsProcessing.from_json(values, compile_grammar)
+                    sequence.masks = sequence.processing.masks()
                 self._sequences[number] = sequence
                 batch.add([sequence])
         self._deliver(self._step(batch))

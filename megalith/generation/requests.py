@@ -11,6 +11,8 @@ import torch
 
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
+from megalith.generation.logits_processing import OFF, LogitsProcessing, TokenMask
+from megalith.generation.stop_strings import StopStrings, StopWatch
 from megalith.ops.dropout import token_keys
 
 MAX_GENERATIONS, MAX_KEYS = 2**16, 2**47
@@ -38,6 +40,10 @@ class Sampling:
     """Sample only smaller ids, if the model has more rows than its tokenizer has entries. None: all ids."""
     by_row: bool = False
     """Each sequence has its own temperature, top_k, top_p and min_p (RowSequence.sampling)."""
+    processing: LogitsProcessing = OFF
+    """Penalties, biases, bad words and grammar."""
+    stop_strings: StopStrings | None = None
+    """Texts that end a completion; the token that completes one is its last."""
 
     def check(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -63,14 +69,22 @@ class Completion:
     ids: list[int]
     logprobs: list[float]
     """Log-probability of each id under softmax(logits / temperature) over the tokens kept by top_k, top_p and min_p; at
-    temperature 0 under softmax(logits)."""
+    temperature 0 under softmax(logits). The logits are those after Sampling.processing."""
     truncated: bool
-    """True if it does not end with a stop id."""
+    """True if neither a stop id, nor a stop string, nor the end of the grammar ends it."""
     versions: Sequence[int] = (0,)
     """Version of the weights that sampled it: one, or one per id."""
     routes: np.ndarray | None = None
     """Experts of each token of prompt and completion but the last, int16 [tokens - 1, layers with experts, topk]; None:
     not recorded."""
+    ends_with_stop_id: bool | None = None
+    """Default: True unless truncated."""
+
+    @property
+    def content(self) -> list[int]:
+        """The ids without the stop id at the end."""
+        has_stop_id = not self.truncated if self.ends_with_stop_id is None else self.ends_with_stop_id
+        return self.ids[:-1] if has_stop_id else self.ids
 
 
 @dataclass
@@ -92,7 +106,23 @@ class RowSequence:
     sampling: tuple[float, float, float, float] | None = (
         None  # temperature, top_k, top_p and min_p, by_row only
     )
+    processing: LogitsProcessing = OFF
+    masks: list[TokenMask] = field(default_factory=list)
+    stop_watch: StopWatch | None = None
     is_cancelled: bool = False
+
+    def append(self, ids: Sequence[int], logprobs: Sequence[float]) -> int:
+        """Append sampled tokens up to the end of the completion, and return their number."""
+        count = len(ids) if self.stop_watch is None else self.stop_watch.count(ids)
+        for at, token in enumerate(ids[:count] if self.masks else ()):
+            for mask in self.masks:
+                mask.advance(token)
+            if any(mask.has_failed for mask in self.masks):  # no token was allowed
+                count = at
+                break
+        self.ids += ids[:count]
+        self.logprobs += logprobs[:count]
+        return count
 
     @property
     def all_routes(self) -> np.ndarray | None:
@@ -106,11 +136,28 @@ class RowSequence:
 
     @property
     def ended(self) -> bool:
-        return len(self.ids) >= self.limit or self.stopped or self.is_cancelled
+        has_failed = any(mask.has_failed for mask in self.masks)
+        return len(self.ids) >= self.limit or self.stopped or self.is_cancelled or has_failed
 
     @property
     def stopped(self) -> bool:
+        """True if a stop id, a stop string or the end of its grammar ended it."""
+        return (
+            self.ends_with_stop_id or self.found_stop_string or any(mask.is_finished for mask in self.masks)
+        )
+
+    @property
+    def ends_with_stop_id(self) -> bool:
         return bool(self.ids and self.ids[-1] in self.stop)
+
+    @property
+    def ended_on_host(self) -> bool:
+        """True if it has ended, but its row on the device would go on."""
+        return self.ended and not self.ends_with_stop_id and len(self.ids) < self.limit
+
+    @property
+    def found_stop_string(self) -> bool:
+        return self.stop_watch is not None and self.stop_watch.has_stopped
 
 
 def make_sequences(
@@ -126,6 +173,7 @@ def make_sequences(
     `max_new_tokens` are the prompts' own limits. Default: sampling.max_new_tokens.
     """
     sampling.check()
+    sampling.processing.check(config.vocab_size)
     count, forced = len(prompts) * num_generations, sampling.forced_lengths
     if forced is not None and len(forced) != count:
         raise ConfigError(
@@ -141,7 +189,11 @@ def make_sequences(
             limit = most if forced is None else forced[len(sequences)]
             if generation == 0 or forced is not None:
                 check_prompt(index, prompt, limit, config, max_tokens)
-            sequences.append(RowSequence(len(sequences), prompt, index, generation, limit, stop))
+            sequence = RowSequence(len(sequences), prompt, index, generation, limit, stop)
+            sequence.processing, sequence.masks = sampling.processing, sampling.processing.masks()
+            if sampling.stop_strings is not None and sampling.stop_strings.texts and forced is None:
+                sequence.stop_watch = sampling.stop_strings.watch()
+            sequences.append(sequence)
     return sequences
 
 

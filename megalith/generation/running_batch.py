@@ -4,6 +4,8 @@
 
 The host launches a window and meanwhile reads the samples of the previous one. A row whose sequence has ended is
 reassigned once the host has read the end. Every rank of a tensor-parallel axis makes the same calls in the same order.
+
+While a sequence has masks (logits_processing.py), a window is one step, and the host reads it before the next.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megalith.generation.logits_state import UsedParts, token_masks
 from megalith.generation.requests import RowSequence, Sampling
 
 if TYPE_CHECKING:
@@ -69,11 +72,23 @@ class RunningBatch:
         """Launch a window of steps if any row holds a sequence. Return the new tokens of an earlier window, or of this
         one."""
         self._fill()
+        if any(owner is not None and owner.masks for owner in self._owners):
+            return self._masked_step()
         if any(self._owners):
             self._pending.append(self._launch())
         if self._pending and (len(self._pending) > (not self._on_cpu) or not any(self._owners)):
             return self._read(self._pending.popleft())
         return []
+
+    def _masked_step(self) -> list[tuple[RowSequence, list[int]]]:
+        """Read all earlier windows, run one step with the masks that follow from them, and return the new tokens."""
+        added = [each for _ in range(len(self._pending)) for each in self._read(self._pending.popleft())]
+        if any(self._owners):
+            added += self._read(self._launch(steps=1))
+        merged: dict[int, tuple[RowSequence, list[int]]] = {}
+        for sequence, ids in added:
+            merged.setdefault(id(sequence), (sequence, []))[1].extend(ids)
+        return list(merged.values())
 
     def _fill(self) -> None:
         """Assign waiting sequences to idle rows.
@@ -100,7 +115,7 @@ class RunningBatch:
             owners[target], owners[source] = owners[source], None
             self._engine.move_row(source, target, owners[target].length)
 
-    def _launch(self) -> _Window:
+    def _launch(self, steps: int | None = None) -> _Window:
         """Launch a window of steps and the copy of their samples to the host."""
         engine, owners, sampling = self._engine, self._owners, self._sampling
         rows, longest = engine.max_rows, engine.max_tokens
@@ -110,10 +125,14 @@ class RunningBatch:
         if sampling.by_row:
             has_filters = any(owner is not None and owner.sampling[1:] != (0, 1, 0) for owner in owners)
             sampling = replace(sampling, top_k=int(has_filters))
-        window = _Window(owners[:rows], *engine.run_window(sampling, rows, longest))
+        used = UsedParts.by(owners)
+        if used.masks:
+            engine.set_masks(token_masks(owners, engine.vocabulary_entries))
+        steps = engine.window if steps is None else steps
+        window = _Window(owners[:rows], *engine.run_window(sampling, rows, longest, steps, used))
         for row, sequence in enumerate(owners):
             if sequence is not None:
-                sequence.launched += engine.window  # at least one token per step
+                sequence.launched += steps  # at least one token per step
                 if sequence.launched >= sequence.pause_at:  # further samples are not used
                     owners[row] = None
         return window
@@ -130,15 +149,16 @@ class RunningBatch:
             indices = [at for at, token in enumerate(ids[row]) if token >= 0]
             if not indices:
                 continue
-            new = [ids[row][at] for at in indices]
-            sequence.ids += new
-            sequence.logprobs += [logprobs[row][at] for at in indices]
+            new, its_logprobs = ([values[row][at] for at in indices] for values in (ids, logprobs))
+            count = sequence.append(new, its_logprobs)
             if window.routes is not None:
-                sequence.routes.append(window.routes[indices, row].numpy())
-            added.append((sequence, new))
+                sequence.routes.append(window.routes[indices[:count], row].numpy())
+            added.append((sequence, new[:count]))
             if len(sequence.ids) >= sequence.pause_at or sequence.ended:
                 if self._owners[row] is sequence:
                     self._owners[row] = None
+                    if sequence.ended_on_host:
+                        self._engine.clear_row(row)
                 if not sequence.ended:
                     self._waiting.appendleft(sequence)
         return added

@@ -15,6 +15,7 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
 from megalith.generation.encoder_decoder import MAX_ROWS, generate_t5, shard_t5
 from megalith.generation.engine import Engine, OnToken
+from megalith.generation.logits_processing import LogitsProcessing
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.speculation import DraftMetrics, Speculation
 from megalith.generation.sync import engine_for
@@ -35,6 +36,9 @@ def generate(
     seed: int = 0,
     eod: int | None = None,
     vocab_size: int | None = None,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
 ) -> list[list[int]]:
     """Continue prompts.
 
@@ -52,6 +56,10 @@ def generate(
         eod: token that ends a completion; it is not returned.
         vocab_size: sample only smaller ids, if the model has more rows than its tokenizer has entries. Default: all
             ids.
+        repetition_penalty: divides positive logits of tokens in the prompt or completion, and multiplies negative
+            ones. 1: off.
+        presence_penalty: subtracted from the logits of tokens in the completion.
+        frequency_penalty: subtracted from the logits of tokens, times their number in the completion.
 
     Returns:
         Token ids of each prompt with its completion; for an encoder-decoder the completion only.
@@ -69,12 +77,10 @@ def generate(
         seed=seed,
         stop=() if eod is None else (eod,),
         vocab_size=vocab_size,
+        processing=LogitsProcessing(repetition_penalty, presence_penalty, frequency_penalty),
     )
     prefixes = [()] * len(prompts) if isinstance(model, T5) else prompts
-    return [
-        [*prefixes[done.prompt], *(done.ids if done.truncated else done.ids[:-1])]
-        for done in complete(model, prompts, sampling)
-    ]
+    return [[*prefixes[done.prompt], *done.content] for done in complete(model, prompts, sampling)]
 
 
 def complete(
@@ -165,7 +171,11 @@ def complete_data_parallel(
         on_token=on_token,
     )
     records = [
-        [local[each.prompt], each.generation, each.ids, each.logprobs, each.truncated] for each in done
+        [local[each.prompt], each.generation, each.ids, each.logprobs, each.truncated, each.ends_with_stop_id]
+        for each in done
     ]
     shares = gather_json(records if mesh.tp.rank == 0 else [], mesh.world, to_first=True)
-    return [Completion(*fields) for fields in sorted(fields for share in shares for fields in share)]
+    return [
+        Completion(*fields, ends_with_stop_id=ends_with_stop_id)
+        for *fields, ends_with_stop_id in sorted(fields for share in shares for fields in share)
+    ]

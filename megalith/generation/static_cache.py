@@ -89,19 +89,21 @@ class RecurrentStates:
 
     def move(self, source: int, target: int) -> None:
         """Copy the states of a row to another one."""
-        for part in self._parts():
+        for part in self.parts:
             part[target] = part[source]
 
     def clear(self, rows: Tensor) -> None:
         """Reset rows for new sequences."""
-        for part in self._parts():
+        for part in self.parts:
             part.index_fill_(0, rows, 0)
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts())
+        return sum(part.nbytes for part in self.parts)
 
-    def _parts(self) -> list[Tensor]:
+    @property
+    def parts(self) -> list[Tensor]:
+        """All tensors of the states."""
         return [part for state in self.layers.values() for part in state.parts]
 
 

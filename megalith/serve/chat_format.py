@@ -10,11 +10,14 @@ from megalith.data.chat.call_formats import (
     ParseContext,
     ParsedTurn,
     call_format,
+    hermes,
+    llama3_json,
     tokenizer_response_template,
 )
 from megalith.data.chat.chat_template import ChatTemplate
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError
+from megalith.generation.grammar import call_grammar, json_grammar
 
 Message = dict[str, Any]
 
@@ -56,6 +59,41 @@ class ChatFormat:
     def supports_tools(self) -> bool:
         """True if tool calls can be parsed."""
         return self._parse is not None
+
+    def call_grammar(self, tools: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+        """Return the source of the grammar of a call of one of these tools.
+
+        Raises:
+            ConfigError: if the format of calls is neither hermes nor llama3_json.
+        """
+        if self._parse not in (hermes, llama3_json):
+            raise ConfigError(
+                "tool_choice requires a call, which is supported for the formats hermes and llama3_json only; use "
+                "tool_choice auto"
+            )
+        key = "arguments" if self._parse is hermes else "parameters"
+        functions = [tool["function"] for tool in tools if tool["function"].get("name") in names]
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": one["name"]},
+                    key: one.get("parameters") or {"type": "object"},
+                },
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            for one in functions
+        ]
+        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+        if self._parse is llama3_json:
+            return json_grammar(schema)
+        begin, end = (self._marker(text) for text in ("<tool_call>", "</tool_call>"))
+        return call_grammar(f'{begin} "\\n"', schema, f'"\\n" {end}')
+
+    def _marker(self, text: str) -> str:
+        """Return a marker in a grammar: as a token if it is a special one, otherwise as text."""
+        return text if self._tokenizer.token_id(text) in self._tokenizer.special_ids else f'"{text}"'
 
     def parse(self, text: str, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> ParsedTurn:
         """Return the message of a turn. A turn with a malformed call is text without calls."""

@@ -74,6 +74,6 @@ class ChatSession:
             )
         sampling = replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, room))
         (done,) = complete(self._model, [ids], sampling, on_token=on_token)
-        answer = self._tokenizer.decode(done.ids if done.truncated else done.ids[:-1])
+        answer = self._tokenizer.decode(done.content)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer

@@ -1,13 +1,15 @@
 """Requests of OpenAI's API: chat completions and completions.
 
-Fields of vLLM's server are accepted too: top_k, min_p, ignore_eos, stop_token_ids, return_token_ids,
-chat_template_kwargs. A field that the server cannot honour is refused by name, unless its value changes nothing.
+Fields of vLLM's server are accepted too: top_k, min_p, repetition_penalty, bad_words, structured_outputs, ignore_eos,
+stop_token_ids, return_token_ids, chat_template_kwargs. A field that the server cannot honour is refused by name, unless
+its value changes nothing.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +18,7 @@ from megalith.data.chat.conversations import unicode_text
 from megalith.serve.http_server import HttpError
 
 MAX_DEPTH = 64  # nested lists and objects of a request
-MAX_CHOICES, MAX_STOPS, MAX_PROMPTS = 128, 16, 1024
+MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 16, 1024, 1024
 MIN_TEMPERATURE = 1e-3  # below, sampling is greedy
 
 Message = dict[str, Any]
@@ -45,8 +47,24 @@ class CompletionRequest:
     include_usage: bool = False
     logprobs: bool = False
     return_token_ids: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    json_schema: dict[str, Any] | None = None
+    """Schema of the texts, from response_format or structured_outputs."""
     tools: list[dict[str, Any]] = field(default_factory=list)
+    required_tools: tuple[str, ...] = ()
+    """Names of tools of which one must be called, from tool_choice."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def processes_logits(self) -> bool:
+        """True if a field changes the logits."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        is_constrained = self.json_schema is not None or bool(self.required_tools)
+        return penalties != (1, 0, 0) or bool(self.logit_bias or self.bad_words) or is_constrained
 
     @property
     def is_chat(self) -> bool:
@@ -99,6 +117,36 @@ def _is_id_list(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_int, value))
 
 
+def _is_bias(value: Any) -> bool:
+    """{"token id": bias}, as in OpenAI's API."""
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_BIASES
+        and all(re.fullmatch(r"\d{1,9}", one) for one in value)
+        and all(_is_number(bias) and -100 <= bias <= 100 for bias in value.values())
+    )
+
+
+def _is_tool_choice(value: Any) -> bool:
+    return value in ("auto", "none", "required") or (
+        isinstance(value, dict)
+        and value.get("type") == "function"
+        and isinstance(value.get("function"), dict)
+        and isinstance(value["function"].get("name"), str)
+    )
+
+
+def _is_response_format(value: Any) -> bool:
+    kind = value.get("type") if isinstance(value, dict) else None
+    schema = value.get("json_schema") if kind == "json_schema" else None
+    is_schema = isinstance(schema, dict) and isinstance(schema.get("schema"), dict)
+    return kind in ("text", "json_object") or is_schema
+
+
+def _is_json_output(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) == {"json"} and isinstance(value["json"], dict)
+
+
 Rule = tuple[Callable[[Any], bool], str]
 POSITIVE: Rule = (lambda v: _is_int(v) and 1 <= v < 2**31, "a whole number from 1")
 BOOLEAN: Rule = (lambda v: isinstance(v, bool), "true or false")
@@ -109,6 +157,16 @@ COMMON: dict[str, Rule] = {
     "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
     "top_k": (lambda v: _is_int(v) and -1 <= v < 2**24, "a whole number; 0 or -1 is all tokens"),
     "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda v: _is_number(v) and 0 < v <= 100, "a number above 0; 1 is off"),
+    "presence_penalty": (lambda v: _is_number(v) and -2 <= v <= 2, "a number from -2 to 2"),
+    "frequency_penalty": (lambda v: _is_number(v) and -2 <= v <= 2, "a number from -2 to 2"),
+    "logit_bias": (_is_bias, f"an object of up to {MAX_BIASES} token ids with biases from -100 to 100"),
+    "bad_words": (_is_stop, f"a text or a list of up to {MAX_STOPS} texts, none of them empty"),
+    "response_format": (
+        _is_response_format,
+        'of type text, json_object, or json_schema with {"json_schema": {"name": …, "schema": {…}}}',
+    ),
+    "structured_outputs": (_is_json_output, '{"json": schema}'),
     "n": (lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES, f"a whole number from 1 to {MAX_CHOICES}"),
     "seed": (lambda v: _is_int(v) and -(2**63) <= v < 2**63, "a whole number of 64 bits"),
     "stop": (_is_stop, f"a text or a list of up to {MAX_STOPS} texts, none of them empty"),
@@ -123,7 +181,10 @@ CHAT: dict[str, Rule] = COMMON | {
     "max_completion_tokens": POSITIVE,
     "logprobs": BOOLEAN,
     "tools": (_is_object_list, "a list of tools"),
-    "tool_choice": (lambda v: v in ("auto", "none"), "auto or none"),
+    "tool_choice": (
+        _is_tool_choice,
+        'auto, none, required, or {"type": "function", "function": {"name": …}}',
+    ),
     "chat_template_kwargs": (lambda v: isinstance(v, dict), "an object"),
     "parallel_tool_calls": BOOLEAN,
 }
@@ -139,15 +200,10 @@ TEXT: dict[str, Rule] = COMMON | {
 }
 # fields that the server does not support, with the only values that it accepts
 FIXED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "add_generation_prompt": (True,),
     "skip_special_tokens": (True, False),
@@ -183,7 +239,15 @@ def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
     except ValueError as error:
         raise HttpError(400, f"the request is not Unicode text: {error}") from None
     temperature = float(values.get("temperature", 1.0))
-    stop, tools = values.get("stop", ()), values.get("tools", [])
+    texts = {name: values.get(name, ()) for name in ("stop", "bad_words")}
+    texts = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in texts.items()}
+    tools, choice = values.get("tools", []), values.get("tool_choice", "auto")
+    schema = _json_schema(values)
+    required = _required_tools(tools, choice)
+    if required and schema is not None:
+        raise HttpError(
+            400, "tool_choice requires a call, and response_format is JSON; leave one of them out"
+        )
     return CompletionRequest(
         model=values.get("model"),
         messages=[_message(number, one) for number, one in enumerate(values["messages"])]
@@ -197,16 +261,46 @@ def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
         min_p=values.get("min_p", 0.0),
         n=values.get("n", 1),
         seed=values.get("seed"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        **texts,
+        repetition_penalty=float(values.get("repetition_penalty", 1.0)),
+        presence_penalty=float(values.get("presence_penalty", 0.0)),
+        frequency_penalty=float(values.get("frequency_penalty", 0.0)),
+        logit_bias=tuple((int(token), float(bias)) for token, bias in values.get("logit_bias", {}).items()),
+        json_schema=schema,
         stop_token_ids=frozenset(values.get("stop_token_ids", ())),
         ignore_eos=values.get("ignore_eos", False),
         stream=values.get("stream", False),
         include_usage=bool(values.get("stream_options", {}).get("include_usage")),
         logprobs=values.get("logprobs", False) is not False,
         return_token_ids=values.get("return_token_ids", False),
-        tools=[] if values.get("tool_choice") == "none" else tools,
+        tools=[] if choice == "none" else tools,
+        required_tools=required,
         template_arguments=values.get("chat_template_kwargs", {}),
     )
+
+
+def _json_schema(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the schema that the texts must follow; None: any text."""
+    wanted, outputs = values.get("response_format", {"type": "text"}), values.get("structured_outputs")
+    if outputs is not None and wanted["type"] != "text":
+        raise HttpError(400, "response_format and structured_outputs are both given; leave one of them out")
+    if outputs is not None:
+        return outputs["json"]
+    return (
+        {"type": "object"} if wanted["type"] == "json_object" else wanted.get("json_schema", {}).get("schema")
+    )
+
+
+def _required_tools(tools: list[dict[str, Any]], choice: Any) -> tuple[str, ...]:
+    """Return the names of the tools of which `tool_choice` requires a call."""
+    if choice in ("auto", "none"):
+        return ()
+    functions = [tool.get("function") for tool in tools]
+    names = [one.get("name") for one in functions if isinstance(one, dict)]
+    wanted = names if choice == "required" else [choice["function"]["name"]]
+    if not wanted or not all(isinstance(name, str) and name in names for name in wanted):
+        raise HttpError(400, f"tool_choice is {_short(choice)}, but tools has no such function; add it")
+    return tuple(wanted)
 
 
 def _prompts(value: Any) -> list[str | list[int]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megalith.data.chat.call_formats import ParsedTurn
 from megalith.data.tokenizers.tokenizer import Tokenizer
-from megalith.serve.choice_text import ChoiceText
+from megalith.generation.choice_text import ChoiceText
 from megalith.serve.openai_requests import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"

@@ -20,10 +20,12 @@ from typing import Any, Protocol
 from megalith.data.chat.call_formats import ParsedTurn
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError
+from megalith.generation.choice_text import ChoiceText
+from megalith.generation.grammar import GrammarCompiler, json_grammar
 from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.logits_processing import OFF, LogitsProcessing, bad_word_ids
 from megalith.generation.requests import MAX_GENERATIONS, MAX_KEYS
 from megalith.serve.chat_format import ChatFormat
-from megalith.serve.choice_text import ChoiceText
 from megalith.serve.http_server import HttpError, HttpRequest, HttpResponse
 from megalith.serve.openai_requests import CompletionRequest, parse_request, read_json
 from megalith.serve.openai_responses import DONE, ResponseWriter
@@ -47,24 +49,45 @@ class Conversation(Protocol):
 
 @dataclass(frozen=True)
 class PlainPrompt:
-    """Tokens of a prompt."""
+    """Tokens of a prompt, and how the logits of its completions are processed."""
 
     ids: list[int]
+    processing: LogitsProcessing = OFF
 
 
 class PlainConversation:
     """Answers each request independently of the others."""
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat | None):
-        self._tokenizer, self._chat = tokenizer, chat
+    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat | None, grammars: GrammarCompiler):
+        self._tokenizer, self._chat, self._grammars = tokenizer, chat, grammars
 
     def open_prompts(self, request: CompletionRequest) -> list[PlainPrompt]:
         """Return the tokens of each prompt."""
+        processing = self._processing(request)
         if request.is_chat:
             arguments = request.template_arguments | ({"tools": request.tools} if request.tools else {})
-            return [PlainPrompt(self._chat.prompt_ids(request.messages, arguments))]
+            return [PlainPrompt(self._chat.prompt_ids(request.messages, arguments), processing)]
         encode = self._tokenizer.encode_prompt
-        return [PlainPrompt(encode(one) if isinstance(one, str) else list(one)) for one in request.prompts]
+        prompts = [encode(one) if isinstance(one, str) else list(one) for one in request.prompts]
+        return [PlainPrompt(ids, processing) for ids in prompts]
+
+    def _processing(self, request: CompletionRequest) -> LogitsProcessing:
+        """Return the processing of the logits. Raise ConfigError if its grammar is not supported."""
+        if not request.processes_logits:
+            return OFF
+        source = None
+        if request.required_tools:
+            source = self._chat.call_grammar(request.tools, request.required_tools)
+        elif request.json_schema is not None:
+            source = json_grammar(request.json_schema)
+        return LogitsProcessing(
+            request.repetition_penalty,
+            request.presence_penalty,
+            request.frequency_penalty,
+            request.logit_bias,
+            bad_word_ids(self._tokenizer, request.bad_words),
+            None if source is None else self._grammars.compile(source),
+        )
 
     def live_request(
         self, request: CompletionRequest, prompt: PlainPrompt, choice: int, limit: int
@@ -73,7 +96,9 @@ class PlainConversation:
         seed = secrets.randbits(64) if request.seed is None else request.seed
         key = (seed >> 32) % (MAX_KEYS // MAX_GENERATIONS) * MAX_GENERATIONS + choice % MAX_GENERATIONS
         sampling = request.temperature, request.top_k, request.top_p, request.min_p
-        return LiveRequest(prompt.ids, limit, *sampling, seed % 2**32, key, request.ignore_eos)
+        return LiveRequest(
+            prompt.ids, limit, *sampling, seed % 2**32, key, request.ignore_eos, prompt.processing
+        )
 
     def end_choice(self, prompt: PlainPrompt, choice: ChoiceText, turn: ParsedTurn | None) -> None:
         """Keep nothing."""
@@ -102,6 +127,7 @@ class OpenAiService:
         name: str,
         access: Access = Access(),
         conversation: Callable[[str], Conversation | None] | None = None,
+        grammars: GrammarCompiler | None = None,
     ):
         """Prepare to answer.
 
@@ -113,6 +139,7 @@ class OpenAiService:
             access: clients that are admitted.
             conversation: returns the conversation of a path's first part, `/PART/v1/…`; None if there is none.
                 Default: requests are on their own and have no such part.
+            grammars: compiles the grammars of requests, as the engine's. Default: a new one.
         """
         self._live, self._tokenizer, self._chat, self._name, self._access = (
             live,
@@ -122,7 +149,7 @@ class OpenAiService:
             access,
         )
         self._conversation = conversation
-        self._plain = PlainConversation(tokenizer, chat)
+        self._plain = PlainConversation(tokenizer, chat, grammars or GrammarCompiler(tokenizer))
         self._open = 0
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:

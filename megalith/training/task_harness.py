@@ -33,6 +33,7 @@ from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.generation.requests import Sampling
+from megalith.generation.stop_strings import StopStrings
 from megalith.generation.sync import engine_for
 from megalith.launch.launcher import end_distributed, init_distributed, this_process
 from megalith.parallel.mesh import build_mesh
@@ -294,7 +295,8 @@ class HarnessModel(TemplateLM):
         engine = engine_for(self.parallel, max_rows=min(ROWS, max(len(local), 1)), max_tokens=room)
         texts: dict[int, str] = {}
         for indices in by_settings.values():
-            until, sampling = self._sampling(requests[indices[0]].args[1])
+            sampling = self._sampling(requests[indices[0]].args[1])
+            stops = sampling.stop_strings
             keep = room - sampling.max_new_tokens
             if keep < 1:
                 raise ConfigError(
@@ -303,24 +305,23 @@ class HarnessModel(TemplateLM):
                 )
             prompts = [self.tok_encode(requests[number].args[0])[-keep:] for number in indices]
             for number, one in zip(indices, engine.generate(prompts, sampling, keys=indices), strict=True):
-                text = self.tokenizer.decode(one.ids if one.truncated else one.ids[:-1])
-                texts[number] = text[
-                    : min((at for at in map(text.find, until) if at >= 0), default=len(text))
-                ]
+                texts[number] = stops.cut(self.tokenizer.decode(one.content))
         engine.release()
         parts = gather_json(texts if mesh.tp.rank == 0 else {}, mesh.world)
         gathered = {int(number): text for part in parts for number, text in part.items()}
         return [gathered[number] for number in range(len(requests))]
 
-    def _sampling(self, kwargs: dict[str, Any]) -> tuple[list[str], Sampling]:
-        """Return the stop strings and sampling settings from a task's generation_kwargs."""
+    def _sampling(self, kwargs: dict[str, Any]) -> Sampling:
+        """Return the sampling settings, with stop strings, of a task's generation_kwargs."""
         until = kwargs.get("until") or []
         samples = kwargs.get("do_sample", False) or kwargs.get("temperature", 0) > 0
-        return [until] if isinstance(until, str) else list(until), Sampling(
+        texts = [until] if isinstance(until, str) else [text for text in until if text]
+        return Sampling(
             max_new_tokens=int(kwargs.get("max_gen_toks", NEW_TOKENS)),
             temperature=float(kwargs.get("temperature", 1.0)) if samples else 0.0,
             top_k=int(kwargs.get("top_k", 0)),
             top_p=float(kwargs.get("top_p", 1.0)),
             stop=() if self.tokenizer.eod is None else (self.tokenizer.eod,),
             vocab_size=self.tokenizer.vocab_size,
+            stop_strings=StopStrings(self.tokenizer, texts),
         )

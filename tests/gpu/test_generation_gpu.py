@@ -1,14 +1,19 @@
 """The generation engine on a GPU: kernels against plain ones, graphs against eager steps, engine against scoring."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from generation.brief_training import chains, scored, trained_model
 
 from megalith.config import ModelConfig, ParallelConfig
+from megalith.data.tokenizers.plain import ByteTokenizer
 from megalith.generation.engine import Engine
 from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.logits_processing import LogitsProcessing
 from megalith.generation.requests import MAX_GENERATIONS, Sampling
 from megalith.generation.speculation import Speculation
+from megalith.generation.stop_strings import StopStrings
 from megalith.generation.sync import engine_for, sync
 from megalith.launch.pool import Pool
 from megalith.ops.attention_core import cached_attention, visible_positions
@@ -231,6 +236,76 @@ def test_two_tensor_parallel_ranks_sample_the_tokens_of_one():
         pool.close()
     assert first == second
     assert sum(a.ids == b.ids for a, b in zip(alone, first)) >= len(alone) - 1
+
+
+PROCESSING = [
+    LogitsProcessing(),
+    LogitsProcessing(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
+    LogitsProcessing(logit_bias=((7, 3.0), (11, -100.0))),
+    LogitsProcessing(frequency_penalty=0.4, bad_words=((4,), (23, 62), (9, 23, 62), (89, 81))),
+]
+
+
+@pytest.mark.parametrize("kind", range(1, 4))
+def test_processed_logits_in_a_graph_give_what_a_cpu_gives(kind):
+    model, _ = trained_model(steps=24, device="cuda")
+    sampling = Sampling(40, 0.8, seed=4, stop=(3,), processing=PROCESSING[kind])
+    done = engine_for(model, max_rows=5, max_tokens=128).generate(PROMPTS, sampling)
+    expected = engine_for(model.cpu(), max_rows=5, max_tokens=128).generate(PROMPTS, sampling)
+    same = [(a, b) for a, b in zip(done, expected) if a.ids == b.ids]
+    assert len(same) >= len(done) - 1  # a tie may fall the other way
+    for a, b in same:
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+
+
+def test_requests_with_processed_logits_join_rows_in_use():
+    """Graphs with penalties, biases and masks are captured while plain requests run, whose tokens stay the same."""
+    model, _ = trained_model(steps=24, device="cuda")
+    engine, expected = engine_for(model, max_rows=4, max_tokens=128), []
+    for number, prompt in enumerate(PROMPTS):
+        sampling = Sampling(40, 0.9, seed=4, stop=(3,), processing=PROCESSING[number % 4])
+        (done,) = engine.generate([prompt], sampling, keys=[number])
+        expected.append(done.ids)
+    engine.release()
+    live = LiveEngine(engine, stop=(3,))
+    results, left = [[] for _ in PROMPTS], set(range(len(PROMPTS)))
+
+    def callback(number):
+        def on_tokens(ids, logprobs, reason):
+            if number == 0 and not results[0]:  # the first tokens of a plain request
+                for other in (1, 2, 3, *range(5, len(PROMPTS))):
+                    submit(other)
+            results[number].extend(ids)
+            if reason is not None:
+                left.remove(number)
+                if not left:
+                    live.close()
+
+        return on_tokens
+
+    def submit(number):
+        request = LiveRequest(
+            PROMPTS[number], 40, 0.9, seed=4, key=number * MAX_GENERATIONS, processing=PROCESSING[number % 4]
+        )
+        live.submit([request], [callback(number)])
+
+    submit(0)
+    submit(4)
+    live.run()
+    assert sum(a == b for a, b in zip(results, expected)) >= len(PROMPTS) - 1
+
+
+def test_a_stop_string_ends_a_row_between_windows():
+    model, _ = trained_model(steps=24, device="cuda")
+    tokenizer, sampling = ByteTokenizer(), Sampling(40, 0.9, seed=4, stop=(3,))
+    engine = engine_for(model, max_rows=4, max_tokens=128)
+    plain = engine.generate(PROMPTS, sampling)
+    texts = [tokenizer.decode(one.ids) for one in plain]
+    stop = texts[0][4:6]
+    done = engine.generate(PROMPTS, replace(sampling, stop_strings=StopStrings(tokenizer, [stop])))
+    for one, other, text in zip(done, plain, texts):
+        count = text.find(stop) + len(stop) if stop in text else len(other.ids)
+        assert one.ids == other.ids[:count]
 
 
 def test_requests_at_any_time_get_the_tokens_of_a_batch_call():

@@ -191,13 +191,15 @@ def test_token_ids_and_choices_are_continued(tmp_path):
         await client.completions.create(model="any", prompt=ids, max_tokens=2)
         with pytest.raises(Exception, match="has token 99999, but the policy's vocabulary"):
             await client.completions.create(model="any", prompt=[99999])
+        with pytest.raises(Exception, match="penalties, logit_bias, bad_words, response_format and a required"):
+            await client.completions.create(model="any", prompt="x", presence_penalty=0.5)
         return 1.0
 
     found = sessions(tmp_path, by_ids, lambda text: "the end")
     (sibling,) = found.groups[0].completions[0].branches
     one = found.groups[0].completions[0]
     assert one.segments == (len(sibling.ids), 2, 2) and one.truncated and not sibling.truncated
-    assert found.logged["turns"] == [3] and found.logged["agents/refused"] == [1]
+    assert found.logged["turns"] == [3] and found.logged["agents/refused"] == [2]
 
 
 async def by_number(client, row) -> float:

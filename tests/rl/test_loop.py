@@ -103,6 +103,27 @@ def test_every_layout_gives_the_rollouts_losses_and_evaluation_of_one_process(po
             assert said == judged and said["prompts"] == 5 and said["rewards_std"] > 0, name
 
 
+def test_stop_strings_end_completions_and_are_their_last_tokens(tmp_path):
+    samples = {}
+    for name, stop in (("plain", None), ("stopped", [" 7 ", " 1"])):
+        output = tmp_path / name
+        settings = dict(rl=dict(save_rollouts=True, stop_strings=stop), train=dict(train_iters=1))
+        settings["train"]["output_dir"] = str(output)
+        train_grpo(configuration(tmp_path, **settings))
+        (file,) = contents(output).values()
+        samples[name] = [one for group in file for one in group.get("samples", [])]
+    ended = 0
+    for one, other in zip(samples["stopped"], samples["plain"], strict=True):
+        ids = other["completion_ids"]
+        texts = [" ".join(map(str, ids[:count])) for count in range(len(ids) + 1)]
+        stopped = [count for count, text in enumerate(texts) if " 7 " in text or " 1" in text]
+        count = min(stopped, default=len(ids))
+        ended += count < len(ids)
+        assert one["completion_ids"] == ids[:count] and len(one["logprobs"]) == count
+        assert one["truncated"] == (other["truncated"] and not stopped)
+    assert ended >= 2
+
+
 def test_a_run_from_its_own_rollouts_has_its_losses(tmp_path):
     train_grpo(
         configuration(tmp_path, rl=PHASES, train=dict(train_iters=8, output_dir=str(tmp_path / "live")))
@@ -320,6 +341,11 @@ def _failing(folder: str) -> str:
         (dict(top_p=0.9), "rl.top_p is 0.9"),
         (dict(top_k=5), "rl.top_k is 5"),
         (dict(min_p=0.1), "rl.min_p is 0.1"),
+        (dict(repetition_penalty=1.1), "rl.repetition_penalty is 1.1, but the trainer's probabilities have no penal"),
+        (dict(presence_penalty=0.1), "rl.presence_penalty is 0.1"),
+        (dict(frequency_penalty=0.1), "rl.frequency_penalty is 0.1"),
+        (dict(stop_strings=["a", ""]), "rl.stop_strings has an empty text"),
+        (dict(stop_strings="a", engine="sglang"), "rl.engine is sglang, but only Megalith's engine looks for them"),
         (dict(rollouts="r.jsonl"), "leave out one"),
         (dict(reward_weights=[1.0, 2.0]), "2 weights for 1 reward_funcs"),
         (dict(max_completion_length=25), "do not fit"),
@@ -456,6 +482,8 @@ def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch
     passed = [sum(one.rewards[0] >= 0.5 for one in group.completions) for group in groups]
     assert figures["pass@1"] == pytest.approx(np.mean(passed) / 4) and figures["prompts"] == len(groups) == 6
     assert figures["pass@4"] == np.mean([count > 0 for count in passed]) and "pass@8" not in figures
+    assert main([*command, "--output", "r.jsonl", "--presence-penalty", "0.5", "--device", "cpu"]) != 0
+    assert "the trainer's probabilities have no penalties" in capsys.readouterr().err
 
 
 def test_the_engine_has_room_for_what_is_sampled_and_not_for_the_trainers_rows(tmp_path):

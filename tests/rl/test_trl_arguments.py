@@ -102,6 +102,8 @@ def test_an_object_of_defaults_has_its_classs_values_and_nothing_to_note():
 
 
 TRANSLATIONS = [
+    (dict(generation_kwargs={"stop": "</answer>"}), {"rl.stop_strings": "</answer>"}),
+    (dict(repetition_penalty=1.1), {"rl.repetition_penalty": 1.1}),
     (dict(warmup_steps=0.1), {"optim.lr_warmup_iters": 5, "train.train_iters": 48}),
     (dict(warmup_steps=3), {"optim.lr_warmup_iters": 3}),
     (dict(logging_steps=0.25, save_steps=0.5), {"log.log_interval": 12, "checkpoint.save_interval": 24}),
@@ -136,7 +138,7 @@ def test_what_they_mean(given, expected):
 
 
 SPELT_OUT = dict(push_to_hub=False, remove_unused_columns=False, load_best_model_at_end=False, deepspeed=None,
-                 repetition_penalty=1.0, sync_ref_model=False, data_seed=None)  # fmt: skip
+                 sync_ref_model=False, data_seed=None)  # fmt: skip
 IDLE = dict(tf32=False, ref_model_mixup_alpha=0.5, metric_for_best_model="reward", greater_is_better=True)
 
 

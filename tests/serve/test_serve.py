@@ -21,14 +21,16 @@ from megalith.cli.main import main
 from megalith.config import ModelConfig
 from megalith.data.tokenizers.plain import ByteTokenizer
 from megalith.errors import ConfigError
+from megalith.generation.choice_text import ChoiceText
 from megalith.generation.engine import Engine
+from megalith.generation.grammar import GrammarCompiler
 from megalith.generation.live_engine import LiveEngine
+from megalith.generation.logits_processing import LogitsProcessing, bad_word_ids
 from megalith.generation.requests import Sampling
 from megalith.models.init import initialize
 from megalith.models.model_types import make_model
 from megalith.serve.chat_format import ChatFormat
 from megalith.serve.chat_session import ChatSession
-from megalith.serve.choice_text import ChoiceText
 from megalith.serve.http_server import HttpServer, Limits
 from megalith.serve.openai_service import Access, OpenAiService
 
@@ -65,19 +67,33 @@ def serve(tokenizer, chat):
 
 @pytest.fixture(scope="module")
 def engine(tokenizer) -> Engine:
+    return make_engine(tokenizer)
+
+
+def make_engine(tokenizer, max_tokens: int = 128) -> Engine:
     config = ModelConfig(
         num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=tokenizer.vocab_size, init_method_std=0.4,
-        make_vocab_size_divisible_by=1, max_position_embeddings=256, position_embedding_type="rope",
+        make_vocab_size_divisible_by=1, max_position_embeddings=2 * max_tokens, position_embedding_type="rope",
         hidden_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
     model = make_model(config)
     initialize(model, config, seed=1)
-    return Engine(config, "cpu", model.compute_dtype, max_rows=8, max_tokens=128, model=model.eval())
+    return Engine(config, "cpu", model.compute_dtype, max_rows=8, max_tokens=max_tokens, model=model.eval())
 
 
 @pytest.fixture
 def live(engine, tokenizer):
-    live = LiveEngine(engine, stop=(tokenizer.eod,), vocab_size=tokenizer.vocab_size)
+    yield from run_live(engine, tokenizer)
+
+
+@pytest.fixture
+def long_live(tokenizer):
+    yield from run_live(make_engine(tokenizer, 600), tokenizer)
+
+
+def run_live(engine, tokenizer):
+    sizes = dict(stop=(tokenizer.eod,), vocab_size=tokenizer.vocab_size)
+    live = LiveEngine(engine, **sizes, grammars=GrammarCompiler(tokenizer))
     thread = Thread(target=live.run)
     thread.start()
     yield live
@@ -140,6 +156,70 @@ def test_a_prompt_that_continues_an_earlier_request_reuses_its_keys_and_values(s
     after = client.get("/health")[1]
     reused = after["prefill_tokens_reused"] - before["prefill_tokens_reused"]
     assert reused == len(prompt) + 7 and after["prefill_tokens"] - before["prefill_tokens"] < 6
+
+
+def test_penalties_biases_and_bad_words_are_the_engines(serve, live, tokenizer):
+    client, prompt = serve(live), tokenizer.encode("once")
+    body = dict(prompt=prompt, max_tokens=16, seed=5, temperature=0.8, return_token_ids=True, logprobs=1)
+    token = tokenizer.encode("e")[0]
+    settings = dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
+    _, value = client.post(
+        "/v1/completions", body | settings | {"logit_bias": {str(token): 2.5}, "bad_words": ["a", "th"]}
+    )
+    _, plain = client.post("/v1/completions", body)
+    live.close()
+    processing = LogitsProcessing(*settings.values(), ((token, 2.5),), bad_word_ids(tokenizer, ["a", "th"]))
+    sampling = Sampling(
+        16, 0.8, seed=5, stop=(tokenizer.eod,), vocab_size=tokenizer.vocab_size, processing=processing
+    )
+    (done,) = live.engine.generate([prompt], sampling)
+    (one,), (other,) = value["choices"], plain["choices"]
+    assert one["token_ids"] == done.ids != other["token_ids"]
+    assert one["logprobs"]["token_logprobs"] == pytest.approx(done.logprobs, abs=1e-5)
+
+
+def test_without_llguidance_a_json_request_is_refused_and_names_the_extra(serve, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    client = serve(ScriptedLive(tokenizer, lambda text: "x"))
+    status, value = client.chat("x", response_format={"type": "json_object"})
+    assert status == 400 and "need the llguidance package" in value["error"]["message"]
+
+
+def test_texts_and_calls_follow_their_json_schema(serve, long_live):
+    pytest.importorskip("llguidance", reason="pip install 'megalith[grammar]'")
+    client = serve(long_live)
+    compact = {"x-guidance": {"whitespace_flexible": False}}
+    schema = {
+        "type": "object", "properties": {"n": {"enum": [1, 23]}}, "required": ["n"], "additionalProperties": False
+    } | compact  # fmt: skip
+    wanted = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
+    for fields in ({"response_format": wanted}, {"structured_outputs": {"json": schema}}):
+        _, value = client.chat("x", n=3, max_tokens=40, **fields)
+        for one in value["choices"]:
+            assert json.loads(one["message"]["content"]) in ({"n": 1}, {"n": 23})
+            assert one["finish_reason"] == "stop"
+    _, (*chunks, _) = client.post(
+        "/v1/completions",
+        dict(
+            prompt="a",
+            stream=True,
+            max_tokens=40,
+            response_format=wanted,
+            stream_options={"include_usage": True},
+        ),
+    )
+    assert json.loads("".join(chunk["choices"][0]["text"] for chunk in chunks)) in ({"n": 1}, {"n": 23})
+    tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
+    for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
+        _, value = client.chat("x", tools=[tool], tool_choice=choice, max_tokens=90, temperature=0)
+        (one,) = value["choices"]
+        (made,) = one["message"]["tool_calls"]
+        assert one["finish_reason"] == "tool_calls" and made["function"]["name"] == "pick"
+        assert json.loads(made["function"]["arguments"]) in ({"n": 1}, {"n": 23})
+    status, value = client.chat("x", response_format=wanted, tools=[tool], tool_choice="required")
+    assert status == 400 and "leave one of them out" in value["error"]["message"]
+    status, value = client.chat("x", structured_outputs={"json": {"not": {}}})
+    assert status == 400 and "the grammar is not supported" in value["error"]["message"]
 
 
 def test_tools_are_called_and_answered(serve, tokenizer):
@@ -225,9 +305,22 @@ BAD = [  # body, status, message
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "must have a function with a name"),
     (GOOD | {"temperature": -1}, 400, "temperature is -1; it must be a number from 0 to 100"),
     (GOOD | {"n": 1000}, 400, "n is 1000; it must be a whole number from 1 to 128"),
-    (GOOD | {"presence_penalty": 0.5}, 400, "presence_penalty 0.5 is not supported"),
+    (GOOD | {"presence_penalty": 5}, 400, "presence_penalty is 5; it must be a number from -2 to 2"),
+    (GOOD | {"repetition_penalty": 0}, 400, "repetition_penalty is 0; it must be a number above 0"),
+    (
+        GOOD | {"logit_bias": {"a": 1}},
+        400,
+        "logit_bias is {'a': 1}; it must be an object of up to 1024 token ids",
+    ),
+    (
+        GOOD | {"response_format": {"type": "xml"}},
+        400,
+        "it must be of type text, json_object, or json_schema",
+    ),
+    (GOOD | {"structured_outputs": {"regex": "a"}}, 400, 'it must be {"json": schema}'),
     (GOOD | {"top_logprobs": 5}, 400, "top_logprobs 5 is not supported"),
-    (GOOD | {"tool_choice": "required"}, 400, "tool_choice is 'required'; it must be auto or none"),
+    (GOOD | {"tool_choice": "required"}, 400, "tool_choice is 'required', but tools has no such function"),
+    (GOOD | {"tool_choice": "any"}, 400, "tool_choice is 'any'; it must be auto, none, required"),
     (GOOD | {"temprature": 1}, 400, "'temprature' is not a field of this request"),
     (GOOD | {"model": "other"}, 404, "there is no model 'other'; the server has tiny"),
     (GOOD | {"stop": [""]}, 400, "none of them empty"),

@@ -421,12 +421,24 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.reward_weights has {len(rl.reward_weights)} weights for {len(rl.rewards)} reward_funcs{models}; give "
             "one each"
         )
-    for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+    of_all, unpenalized = "are those of all tokens", "have no penalties"
+    for name, neutral, reason in (
+        ("top_p", 1.0, of_all), ("top_k", 0, of_all), ("min_p", 0.0, of_all), ("repetition_penalty", 1.0, unpenalized),
+        ("presence_penalty", 0.0, unpenalized), ("frequency_penalty", 0.0, unpenalized),
+    ):  # fmt: skip
         if getattr(rl, name) != neutral:
             raise ConfigError(
-                f"rl.{name} is {getattr(rl, name)}, but the trainer's probabilities are those of all tokens, so the "
-                f"ratio would be biased; leave it at {neutral}"
+                f"rl.{name} is {getattr(rl, name)}, but the trainer's probabilities {reason}, so the ratio would be "
+                f"biased; leave it at {neutral}"
             )
+    if rl.stop_texts and (rl.engine != "own" or rl.uses_turns):
+        where = f"rl.engine is {rl.engine}" if rl.engine != "own" else "rollouts have several turns"
+        raise ConfigError(
+            f"rl.stop_strings is {list(rl.stop_texts)} and {where}, but only Megalith's engine looks for them, in "
+            "single answers; leave it out, or set rl.engine to own without tools, environments and agents"
+        )
+    if not all(rl.stop_texts):
+        raise ConfigError("rl.stop_strings has an empty text; give each at least one character")
     if rl.engine_url in ([], ""):
         raise ConfigError(
             f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave it out"

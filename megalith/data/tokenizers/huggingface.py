@@ -49,7 +49,7 @@ def _no_panic() -> Iterator[None]:
         ) from None
 
 
-class _RustTokenizer(Tokenizer):
+class RustTokenizer(Tokenizer):
     """Base of the tokenizers of the library. `_tokenizer` is a tokenizers.Tokenizer."""
 
     encodes_without_lock = True
@@ -58,6 +58,10 @@ class _RustTokenizer(Tokenizer):
     def _set_vocab_size(self) -> None:
         """Set the size to the highest id plus one: added tokens may leave gaps, so a count could be too low."""
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def to_json(self) -> str:
+        """Return the text of a tokenizer.json."""
+        return self._tokenizer.to_str()
 
     def pieces(self) -> list[str]:
         return [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
@@ -125,7 +129,7 @@ class _RustTokenizer(Tokenizer):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-class HuggingFaceTokenizer(_RustTokenizer):
+class HuggingFaceTokenizer(RustTokenizer):
     """A `tokenizer.json`, read by the tokenizers library; neither transformers nor code is loaded.
 
     `eod` is the end of sequence named by the files next to it, else the first known end-of-text token.
@@ -198,7 +202,7 @@ class HuggingFaceTokenizer(_RustTokenizer):
         return table if isinstance(table, dict) else {}
 
 
-class GPT2BPETokenizer(_RustTokenizer):
+class GPT2BPETokenizer(RustTokenizer):
     """GPT-2's byte-level byte-pair encoding from `vocab.json` and `merges.txt`. `eod` is `<|endoftext|>`."""
 
     required_files = (VOCAB, MERGES)
@@ -249,7 +253,7 @@ class GPT2BPETokenizer(_RustTokenizer):
         return cls(files)
 
 
-class BertWordPieceLowerCase(_RustTokenizer):
+class BertWordPieceLowerCase(RustTokenizer):
     """BERT's word pieces, lower-cased and without accents, from its vocab.txt. It has no end of document."""
 
     required_files = (PIECES,)

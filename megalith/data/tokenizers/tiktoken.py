@@ -12,7 +12,7 @@ import base64
 import binascii
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from megalith.data.tokenizers.tokenizer import Tokenizer, TokenizerPaths, read_file, read_json
 from megalith.errors import ConfigError, DataError, install_line
@@ -113,6 +113,11 @@ class TikTokenizer(Tokenizer):
         )
         self.vocab_size = vocabulary.vocab_size
         self.eod = vocabulary.special_tokens[vocabulary.eod_token]
+
+    @property
+    def encoding(self) -> Any:
+        """The tiktoken.Encoding."""
+        return self._encoding
 
     def _vocabulary_of(self, ranks: int) -> Vocabulary:
         """Return the vocabulary for a file with this number of ranks."""

@@ -20,11 +20,11 @@ from megalith.config.rl import RlConfig
 from megalith.data.chat.call_formats import ParsedTurn
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError
+from megalith.generation.choice_text import ChoiceText
 from megalith.generation.live_engine import LiveRequest
 from megalith.generation.requests import MAX_GENERATIONS, Completion, Sampling
 from megalith.rl.agents.trajectory import Message, Trajectory
 from megalith.rl.agents.turn_template import TurnTemplate
-from megalith.serve.choice_text import ChoiceText
 from megalith.serve.openai_requests import CompletionRequest
 
 RequestKey = Callable[[int, int, int], int]
@@ -90,6 +90,11 @@ class AgentSession:
                     raise ValueError(
                         "the session has ended, because its agent returned or failed; send no more requests"
                     )
+                if request.processes_logits:
+                    raise ValueError(
+                        "penalties, logit_bias, bad_words, response_format and a required tool_choice change the "
+                        "distribution, but the trainer's probabilities are those of all tokens; leave them out"
+                    )
                 prompts = (
                     [self._chat_prompt(request)] if request.is_chat else [*map(self._prompt, request.prompts)]
                 )
@@ -114,8 +119,9 @@ class AgentSession:
         key = self._rules.request_key(self.position, self.generation, int.from_bytes(digest.digest(), "big"))
         settings = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         return LiveRequest(
-            prompt.ids, limit, *settings, sampling.seed, key * MAX_GENERATIONS, request.ignore_eos
-        )
+            prompt.ids, limit, *settings, sampling.seed, key * MAX_GENERATIONS, request.ignore_eos,
+            sampling.processing,
+        )  # fmt: skip
 
     def end_choice(self, prompt: SessionPrompt, choice: ChoiceText, turn: ParsedTurn | None) -> None:
         """Append a complete choice to its branch, or begin one."""

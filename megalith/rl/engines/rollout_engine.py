@@ -21,6 +21,7 @@ from megalith.generation.engine import Engine
 from megalith.generation.live_engine import LiveEngine
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.speculation import DraftMetrics, Speculation
+from megalith.generation.stop_strings import StopStrings
 from megalith.generation.sync import SyncReport, engine_for, sync
 from megalith.rl.prompts import Prompt, max_sequence_tokens, policy_vocab_size
 from megalith.training.open_speculation import open_speculation
@@ -166,6 +167,7 @@ def run_sampling(run: Run, max_new_tokens: int) -> Sampling:
         seed=run.config.train.seed,
         stop=() if tokenizer.eod is None else (tokenizer.eod,),
         vocab_size=policy_vocab_size(run.config, tokenizer),
+        stop_strings=StopStrings(tokenizer, texts) if (texts := run.config.rl.stop_texts) else None,
     )
 
 

@@ -42,6 +42,7 @@ RLOO: dict[str, object] = {  # of TRL: ratios of sequences, and no weights for t
 }  # fmt: skip
 TRANSLATED = (  # translated in grpo_settings.py
     "bf16", "ddp_timeout", "disable_dropout", "eval_steps", "eval_strategy", "fp16", "generation_batch_size",
+    "generation_kwargs",
     "gradient_accumulation_steps", "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "lr_scheduler_type",
     "max_tool_calling_iterations",
     "model_init_kwargs", "multi_objective_aggregation", "num_train_epochs", "optim", "report_to", "run_name",
@@ -126,12 +127,12 @@ UNSUPPORTED_DEFAULTS: dict[str, object] = {  # unsupported arguments: only these
     "accelerator_config": None, "auto_find_batch_size": False, "average_tokens_across_devices": True,
     "batch_eval_metrics": False, "bf16_full_eval": False, "cast_lm_head_to_fp32": False, "chat_template_kwargs": None,
     "data_seed": None, "deepspeed": None, "eval_delay": 0, "eval_on_start": False, "fp16_full_eval": False,
-    "fsdp": None, "fsdp_config": None, "full_determinism": False, "generation_kwargs": None, "greater_is_better": None,
+    "fsdp": None, "fsdp_config": None, "full_determinism": False, "greater_is_better": None,
     "ignore_data_skip": False, "label_names": None, "label_smoothing_factor": 0.0, "load_best_model_at_end": False,
     "log_completions_hub_repo": None, "metric_for_best_model": None,
     "neftune_noise_alpha": None,
     "optim_args": None, "optim_target_modules": None, "parallelism_config": None, "prediction_loss_only": False,
-    "push_to_hub": False, "remove_unused_columns": False, "repetition_penalty": 1.0,
+    "push_to_hub": False, "remove_unused_columns": False,
     "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "router_aux_loss_coef": None,
     "sync_ref_model": False, "tf32": None,
     "vllm_model_impl": "vllm", "vllm_structured_outputs_regex": None, "vllm_tensor_parallel_size": 1,

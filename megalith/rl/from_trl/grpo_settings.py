@@ -40,6 +40,12 @@ DEFAULTS = {  # for a dict
     "output_dir": "runs/grpo",
 }
 RLOO_DEFAULTS = {"output_dir": "runs/rloo", "beta": 0.05, "num_generations": 2}
+GENERATION = {  # keys of generation_kwargs
+    "stop": "rl.stop_strings", "stop_strings": "rl.stop_strings", "max_tokens": "rl.max_completion_length",
+    "max_new_tokens": "rl.max_completion_length", "temperature": "rl.temperature", "top_p": "rl.top_p",
+    "top_k": "rl.top_k", "min_p": "rl.min_p", "repetition_penalty": "rl.repetition_penalty",
+    "presence_penalty": "rl.presence_penalty", "frequency_penalty": "rl.frequency_penalty",
+}  # fmt: skip
 SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
 
 
@@ -79,6 +85,7 @@ def settings_of(
         | optimizer_settings(values, steps)
         | precision_settings(values, arguments)
     )
+    settings |= _generation(values)
     settings |= _objective(values, arguments) | _engine(values) | other_settings(values, arguments)
     if is_rloo:
         settings |= RLOO | {
@@ -191,6 +198,19 @@ def _mismatch(values: dict[str, Any]) -> Settings:
         reason = f"with clip_min, {mode} needs an upper bound; set it"
         reject("vllm_importance_sampling_clip_max", None, reason)
     return {"rl.vllm_importance_sampling_mode": f"{mode.partition('_')[0]}_unbounded"}
+
+
+def _generation(values: dict[str, Any]) -> Settings:
+    """Return the settings of generation_kwargs, which may have vLLM's or transformers' names."""
+    settings: Settings = {}
+    arguments = values.get("generation_kwargs") or {}
+    if not isinstance(arguments, Mapping):
+        reject("generation_kwargs", arguments, "give a dict")
+    for name, value in arguments.items():
+        if name not in GENERATION:
+            reject("generation_kwargs", {name: value}, f"choose among {', '.join(GENERATION)}")
+        settings[GENERATION[name]] = value
+    return settings
 
 
 def _engine(values: dict[str, Any]) -> Settings:

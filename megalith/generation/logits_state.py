@@ -1,0 +1,193 @@
+"""Device state of logits processing: per row its penalties, the tokens that it has, its biases and its mask.
+
+A part is allocated when a sequence first needs it, in static tensors as CUDA graphs require, and covers this rank's
+vocabulary entries. The values of a row that needs nothing leave its logits as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.generation.logits_processing import OFF, LogitsProcessing
+from megalith.generation.requests import RowSequence
+from megalith.hardware import to_device
+from megalith.ops.penalties import allowed_entries, penalize
+
+
+class UsedParts(NamedTuple):
+    """Parts of logits processing that a decode step runs."""
+
+    penalties: bool = False
+    biases: bool = False
+    masks: bool = False
+
+    @classmethod
+    def by(cls, sequences: Iterable[RowSequence | None]) -> UsedParts:
+        """Return the parts that any of these sequences needs."""
+        processing = {id(one.processing): one.processing for one in sequences if one is not None}
+        return cls(*map(any, zip(*map(cls.of, processing.values())))) if processing else cls()
+
+    @classmethod
+    def of(cls, processing: LogitsProcessing) -> UsedParts:
+        """Return the parts that these settings need."""
+        return cls(processing.has_penalties, bool(processing.biases), processing.needs_masks)
+
+
+NO_PARTS = UsedParts()
+
+
+@dataclass
+class _Penalties:
+    settings: Tensor  # float32 [3, rows]: repetition, presence and frequency penalty
+    in_prompt: Tensor  # bool [rows, local entries]
+    counts: Tensor  # int32 [rows, local entries], of the completion
+
+
+class LogitsState:
+    """State of the rows of an engine."""
+
+    def __init__(self, rows: int, first: int, entries: int, vocab_size: int, device: torch.device):
+        """Begin without any part.
+
+        Args:
+            rows: number of rows.
+            first: number of this rank's first vocabulary entry.
+            entries: number of this rank's entries.
+            vocab_size: entries of all ranks, with padding.
+            device: device of the state.
+        """
+        self._rows, self._first, self._entries = rows, first, entries
+        self._vocab_size, self._device = vocab_size, device
+        self._penalties: _Penalties | None = None
+        self._biases: Tensor | None = None  # float32 [rows, local entries]
+        self._masks: Tensor | None = None  # int32 [rows, words] of all entries
+
+    def allocate(self, used: UsedParts) -> None:
+        """Allocate these parts, with values that change nothing."""
+        sizes, device = (self._rows, self._entries), self._device
+        if used.penalties and self._penalties is None:
+            settings = torch.tensor(OFF.penalties, device=device)[:, None].repeat(1, self._rows)
+            in_prompt = torch.zeros(sizes, dtype=torch.bool, device=device)
+            counts = torch.zeros(sizes, dtype=torch.int32, device=device)
+            self._penalties = _Penalties(settings, in_prompt, counts)
+        if used.biases and self._biases is None:
+            self._biases = torch.zeros(sizes, device=device)
+        if used.masks and self._masks is None:
+            words = -(-self._vocab_size // 32)
+            self._masks = torch.full((self._rows, words), -1, dtype=torch.int32, device=device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the state."""
+        penalties = self._penalties
+        parts = [] if penalties is None else [penalties.settings, penalties.in_prompt, penalties.counts]
+        return parts + [part for part in (self._biases, self._masks) if part is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.tensors)
+
+    def begin(
+        self, begun: Sequence[tuple[int, RowSequence]], prompt_of: Callable[[RowSequence], Sequence[int]]
+    ) -> None:
+        """Set the state of rows that are given to sequences, whose prompts `prompt_of` returns."""
+        self.allocate(UsedParts.by(sequence for _, sequence in begun))
+        if self._penalties is None and self._biases is None:
+            return
+        rows = to_device(torch.tensor([row for row, _ in begun]), self._device)
+        if self._penalties is not None:
+            state = self._penalties
+            settings = torch.tensor([sequence.processing.penalties for _, sequence in begun])
+            state.settings[:, rows] = to_device(settings.T.contiguous(), self._device)
+            state.in_prompt.index_fill_(0, rows, False)
+            state.counts.index_fill_(0, rows, 0)
+            penalized = [(row, one) for row, one in begun if one.processing.has_penalties]
+            prompt = self._entries_of((row, token) for row, one in penalized for token in prompt_of(one))
+            state.in_prompt.index_put_(prompt, torch.ones((), dtype=torch.bool, device=self._device))
+            sampled = self._entries_of((row, token) for row, one in penalized for token in one.ids)
+            one = torch.ones((), dtype=torch.int32, device=self._device)
+            state.counts.index_put_(sampled, one, accumulate=True)
+        if self._biases is not None:
+            self._biases.index_fill_(0, rows, 0.0)
+            biased = [(row, item) for row, one in begun for item in one.processing.biases.items()]
+            kept = [(row, token, bias) for row, (token, bias) in biased if self._is_local(token)]
+            index = self._entries_of((row, token) for row, token, _ in kept)
+            values = to_device(torch.tensor([bias for *_, bias in kept]), self._device)
+            self._biases.index_put_(index, values)
+
+    def _is_local(self, token: int) -> bool:
+        return 0 <= token - self._first < self._entries
+
+    def _entries_of(self, pairs: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Return the indices of this rank's entries among pairs of row and token."""
+        local = [(row, token - self._first) for row, token in pairs if self._is_local(token)]
+        index = to_device(torch.tensor(local, dtype=torch.int64).reshape(-1, 2), self._device)
+        return index[:, 0], index[:, 1]
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row to another one."""
+        for part in self.tensors:
+            rows = part.mT if self._penalties is not None and part is self._penalties.settings else part
+            rows[target] = rows[source]
+
+    def set_masks(self, masks: np.ndarray) -> None:
+        """Set the masks of all rows for the next step, int32 [rows, words]."""
+        self._masks[: len(masks)] = to_device(torch.from_numpy(masks), self._device)
+
+    def process(self, logits: Tensor, used: UsedParts) -> Tensor:
+        """Return the processed logits of the first rows, float32 [rows, local entries]."""
+        (rows, entries), logits = logits.shape, logits.float()
+        if used.biases:
+            logits = logits + self._biases[:rows, :entries]
+        if used.penalties:
+            state = self._penalties
+            seen = state.in_prompt[:rows, :entries], state.counts[:rows, :entries]
+            logits = penalize(logits, *seen, *state.settings[:, :rows])
+        if used.masks:
+            allowed = allowed_entries(self._masks[:rows], self._first, entries)
+            logits = logits.masked_fill(~allowed, -torch.inf)
+        return logits
+
+    def process_drafted(self, logits: Tensor, drafts: Tensor | None, used: UsedParts) -> Tensor:
+        """Return the processed logits after the newest token and after each draft, which counts like a sample.
+
+        Masks apply to the first ones of a row only.
+
+        Args:
+            logits: [rows * tokens, local entries], of the rows' newest tokens and drafts.
+            drafts: int64 [rows, tokens - 1], -1 for none. None: there are none.
+            used: parts to run.
+        """
+        if drafts is None:
+            return self.process(logits, used)
+        rows, width = len(drafts), drafts.shape[1] + 1
+        by_token, results = logits.unflatten(0, (rows, width)).unbind(1), []
+        for ahead, after in enumerate(by_token):
+            results.append(self.process(after, used if ahead == 0 else used._replace(masks=False)))
+            if ahead < width - 1:
+                self.count(drafts[:, ahead : ahead + 1], drafts[:, ahead : ahead + 1] >= 0, used)
+        self.count(drafts, drafts >= 0, used, -1)
+        return torch.stack(results, 1).flatten(0, 1)
+
+    def count(self, ids: Tensor, is_counted: Tensor, used: UsedParts, times: int = 1) -> None:
+        """Count ids, int64 [rows, tokens], where `is_counted`, bool [rows, tokens]."""
+        if used.penalties:
+            entries = ids - self._first
+            is_counted = is_counted & (entries >= 0) & (entries < self._entries)
+            counts = self._penalties.counts[: len(ids)]
+            counts.scatter_add_(1, entries.clamp(0, self._entries - 1), times * is_counted.int())
+
+
+def token_masks(sequences: Sequence[RowSequence | None], vocab_size: int) -> np.ndarray:
+    """Return the tokens that may follow in rows with these sequences, as bits, int32 [rows, words]."""
+    words = np.full((len(sequences), -(-vocab_size // 32)), -1, dtype=np.int32)
+    for row, sequence in enumerate(sequences):
+        for mask in () if sequence is None else sequence.masks:
+            mask.restrict(words[row])
+    return words
