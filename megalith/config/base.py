@@ -115,6 +115,8 @@ class Section(BaseModel):
     """Default of `Decides` for the section's fields."""
     requires: ClassVar[RequiresSetting | None] = None
     """Requirement of all fields that the class itself adds, in addition to their own."""
+    shares_requirement: ClassVar[bool] = False
+    """True for a part of several sections whose fields have the section's requirement."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -172,7 +174,8 @@ class Section(BaseModel):
         """Return the requirements for a run to read the field."""
         home = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", ()))
         annotated = [item for item in cls.model_fields[name].metadata if isinstance(item, RequiresSetting)]
-        return annotated if home.requires is None else [home.requires, *annotated]
+        requires = cls.requires if home.shares_requirement else home.requires
+        return annotated if requires is None else [requires, *annotated]
 
     def unread(self, config: Section | None = None) -> dict[str, RequiresSetting]:
         """Return the fields that are not read, each with its unmet requirement. `config`: see RequiresSetting."""

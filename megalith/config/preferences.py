@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megalith.config.base import Decides, RequiresSetting
+from megalith.config.reference_sync import ReferenceSync
 from megalith.config.rl import ChatConfig
 
 
@@ -50,7 +51,7 @@ class RewardConfig(ChatConfig):
         return self.loss_type in ("bradley_terry", "ordinal")
 
 
-class KtoConfig(ChatConfig):
+class KtoConfig(ChatConfig, ReferenceSync):
     """Training on answers marked as desirable or not (`megalith kto`; docs/kto.md). Names are TRL's."""
 
     name: ClassVar[str] = "kto"

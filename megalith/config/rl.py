@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from megalith.config.base import Decides, RequiresSetting, Section
 from megalith.config.extensions import ADVANTAGE_ESTIMATORS, LOSSES, PREFERENCE_LOSSES, is_extension
+from megalith.config.reference_sync import ReferenceSync
 from megalith.config.rl_models import OtherModels
 from megalith.config.rl_speculation import SpeculationSettings
 from megalith.config.rl_tools import ToolSettings
@@ -77,7 +78,7 @@ SORTED = {"aot", "aot_unpaired"}
 """Values of dpo.loss_type that compare the pairs of a step by rank."""
 
 
-class DpoConfig(ChatConfig):
+class DpoConfig(ChatConfig, ReferenceSync):
     """Direct preference optimization (`megalith dpo`; docs/preference.md has the formulas). Names are TRL's."""
 
     name: ClassVar[str] = "dpo"
@@ -172,7 +173,7 @@ OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class RlConfig(ToolSettings, OtherModels, SpeculationSettings):
+class RlConfig(ToolSettings, OtherModels, SpeculationSettings, ReferenceSync):
     """GRPO and related methods: rollouts, advantages, objective (docs/grpo.md, docs/grpo_objective.md)."""
 
     decides: ClassVar[Decides] = Decides.UPDATES

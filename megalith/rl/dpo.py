@@ -27,8 +27,9 @@ from megalith.rl.preference_loss import (
     rank_values,
 )
 from megalith.rl.preference_losses.ranked_losses import match_ranks
-from megalith.rl.reference import StepData, reference_logprobs
-from megalith.training.run_state import Run, Task
+from megalith.rl.reference import LogProbs, StepData
+from megalith.rl.synced_reference import ReferenceTask
+from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult, train
 
 LIKELIHOOD = ("cpo", "orpo", "sft")
@@ -53,7 +54,7 @@ def train_dpo(config: RunConfig) -> TrainingResult:
     return train(config, PreferenceTask())
 
 
-class PreferenceTask(Task):
+class PreferenceTask(ReferenceTask):
     """Task of DPO: its data, loss and metrics."""
 
     restarts_in_process = False
@@ -63,7 +64,8 @@ class PreferenceTask(Task):
 
     def build_data(self, run: Run) -> PreferenceData:
         self.loss, self.evaluation_loss = (PreferenceLoss(run.config.dpo) for _ in range(2))
-        return PreferenceData(run)
+        dpo = run.config.dpo
+        return PreferenceData(run, self.open_reference(run, dpo) if dpo.needs_reference else None)
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
         sums = self.loss.reduce_sums(run.mesh, run.device)
@@ -83,10 +85,9 @@ class PreferenceData(StepData):
 
     make_chat_batch = staticmethod(make_preference_batch)
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, reference: LogProbs | None):
         super().__init__(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
-        self._reference = reference_logprobs(run) if run.config.dpo.needs_reference else None
-        self._run = run
+        self._run, self._reference = run, reference
         self._needs_nll, self._device = not run.config.dpo.losses.keys().isdisjoint(LIKELIHOOD), run.device
         model = run.config.model
         dropout = {name for name in ("hidden_dropout", "attention_dropout") if getattr(model, name)}

@@ -31,16 +31,17 @@ from megalith.rl.drift import LargestDrift, drift_error, largest_drift_of_step, 
 from megalith.rl.model_rewards import model_names, reward_model_config
 from megalith.rl.objective import PolicyLoss
 from megalith.rl.prompts import held_out_prompts, policy_vocab_size, run_prompts
-from megalith.rl.reference import LogProbs, reference_logprobs
+from megalith.rl.reference import LogProbs
 from megalith.rl.rewards import Rewards, reward_function
 from megalith.rl.rollout_data import RolloutData
 from megalith.rl.rollout_reader import RolloutFiles
 from megalith.rl.rollout_source import FileRollouts, RolloutSource
 from megalith.rl.sampling.live_rollouts import LiveRollouts
 from megalith.rl.sampling.scored_groups import prefixed
+from megalith.rl.synced_reference import ReferenceTask
 from megalith.rl.teachers.model_teacher import teacher_config
 from megalith.rl.teachers.teacher_advantages import TeacherAdvantages
-from megalith.training.run_state import Run, Task
+from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult, train
 
 RewardFunc = Callable[..., Any]
@@ -151,7 +152,7 @@ def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = 
     )
 
 
-class PolicyTask(Task):
+class PolicyTask(ReferenceTask):
     """Task of GRPO: its data, loss, metrics and evaluation."""
 
     restarts_in_process = False
@@ -181,7 +182,9 @@ class PolicyTask(Task):
         config = run.config
         self.loss = PolicyLoss(config.rl, policy_vocab_size(config, run.tokenizer))
         reference = (
-            reference_logprobs(run, config.rl.temperature, self.loss.vocab_size) if config.rl.beta else None
+            self.open_reference(run, config.rl, config.rl.temperature, self.loss.vocab_size)
+            if config.rl.beta
+            else None
         )
         if config.rl.use_adaptive_entropy:
             self.loss.entropy_coef = 0.0  # no entropy is known before the first step
@@ -216,9 +219,11 @@ class PolicyTask(Task):
         return CriticRolloutData(run, source, reference, self._critic)
 
     def parts(self, run: Run) -> dict[str, Mapping[str, LocalShard]]:
-        return {} if self._critic is None else self._critic.parts()
+        critic = {} if self._critic is None else self._critic.parts()
+        return super().parts(run) | critic
 
     def load_parts(self, run: Run, checkpoint: Checkpoint, with_optimizer: bool) -> None:
+        super().load_parts(run, checkpoint, with_optimizer)
         if self._critic is not None:
             self._critic.load(checkpoint, with_optimizer)
 

@@ -28,10 +28,11 @@ from megalith.config import RunConfig, require_run_config
 from megalith.config.preferences import KtoConfig
 from megalith.errors import ConfigError
 from megalith.rl.answer_batch import AnswerBatch, answer_fields
-from megalith.rl.reference import StepData, reference_logprobs
+from megalith.rl.reference import LogProbs, StepData
 from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
-from megalith.training.run_state import Run, Task
+from megalith.rl.synced_reference import ReferenceTask
+from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult, train
 
 SHIFT_SUM, SHIFT_COUNT = "bco_log_ratios", "bco_answers"  # counters of a checkpoint
@@ -106,7 +107,7 @@ class KtoLoss(SummedLoss):
         return metrics | {"rewards/margins": margin, "desirable": chosen / max(answers, 1)}
 
 
-class KtoTask(Task):
+class KtoTask(ReferenceTask):
     """Task of KTO: its data, loss and metrics."""
 
     restarts_in_process = False
@@ -118,7 +119,7 @@ class KtoTask(Task):
         self.loss, self.evaluation_loss = (KtoLoss(run.config.kto) for _ in range(2))
         if run.config.kto.loss_type == "bco":
             self.console_metrics = ("rewards/margins", "delta")
-        return KtoData(run)
+        return KtoData(run, self.open_reference(run, run.config.kto))
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
         sums = self.loss.reduce_sums(run.mesh, run.device)
@@ -146,9 +147,9 @@ class KtoData(StepData):
 
     make_chat_batch = staticmethod(make_kto_batch)
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, reference: LogProbs):
         super().__init__(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
-        self._run, self._reference = run, reference_logprobs(run)
+        self._run, self._reference = run, reference
         self._needs_kl, self._needs_shift = run.config.kto.needs_kl, run.config.kto.loss_type == "bco"
 
     def augment(self, batches: Sequence[KtoBatch]) -> list[KtoBatch]:

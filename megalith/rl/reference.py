@@ -42,7 +42,7 @@ def reference_logprobs(run: Run, temperature: float = 1.0, vocab_size: int | Non
 
     def logprobs(batches: Sequence[Batch]) -> list[Tensor]:
         if not models:
-            models.append(_load_initial_model(run))
+            models.append(load_initial_model(run))
         return models[0].all_logprobs(batches, temperature, vocab_size)
 
     return logprobs
@@ -58,7 +58,7 @@ def adapter_free_logprobs(run: Run, temperature: float, vocab_size: int | None) 
     return logprobs
 
 
-def _load_initial_model(run: Run) -> ParallelModel:
+def load_initial_model(run: Run) -> ParallelModel:
     """Return a model in the run's layout with the run's initial weights."""
     config, model = run.config, build_model(run.config, run.mesh, run.device)
     if config.model.init_from is not None:

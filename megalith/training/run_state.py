@@ -109,6 +109,9 @@ class Task:
     def load_parts(self, run: Run, checkpoint: Checkpoint, with_optimizer: bool) -> None:
         """Restore the parts that `parts` returned when the checkpoint was saved."""
 
+    def end_step(self, run: Run) -> None:
+        """Called after a step's update, which `run.step` counts."""
+
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
     ) -> dict[str, float] | None:
@@ -242,6 +245,7 @@ class Run:
         self.consumed_samples += batch_size
         if self.config.train.precision == "fp16":
             self.skipped.add(result.skipped, batch_size)
+        self.task.end_step(self)
         return PendingStep(
             step=self.step,
             consumed_samples=self.consumed_samples,

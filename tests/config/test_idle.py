@@ -170,6 +170,12 @@ READ_WITH = {
         ("reward.step_separator=;", "reward.loss_type=bce"),
     "dpo.enabled true":
         ("dpo.beta=0.2", "dpo.enabled=true"),
+    "dpo.sync_ref_model true":
+        ("dpo.ref_model_sync_steps=9", "dpo.sync_ref_model=true dpo.enabled=true"),
+    "kto.sync_ref_model true":
+        ("kto.ref_model_sync_steps=9", "kto.sync_ref_model=true kto.enabled=true"),
+    "rl.sync_ref_model true":
+        ("rl.ref_model_mixup_alpha=0.9", "rl.sync_ref_model=true rl.rollouts=a"),
     "dpo.loss_type simpo":
         ("dpo.simpo_gamma=1", "dpo.loss_type=simpo dpo.enabled=true"),
     "dpo.loss_type cpo":
@@ -272,6 +278,8 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     if need.startswith("dpo.loss_type"):
         off = ["dpo.enabled=true", "dpo.loss_type=ipo"]
+    if need in ("dpo.sync_ref_model true", "kto.sync_ref_model true"):
+        off = [f"{need[:3]}.enabled=true"]
     if need.startswith("reward.loss_type"):
         off = ["reward.enabled=true", f"reward.loss_type={'mse' if 'bradley' in need else 'bradley_terry'}"]
     if need == "distill.logits_dir" or need.startswith(("distill.divergence", "distill.on_policy")):

@@ -482,7 +482,8 @@ def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch
     passed = [sum(one.rewards[0] >= 0.5 for one in group.completions) for group in groups]
     assert figures["pass@1"] == pytest.approx(np.mean(passed) / 4) and figures["prompts"] == len(groups) == 6
     assert figures["pass@4"] == np.mean([count > 0 for count in passed]) and "pass@8" not in figures
-    assert main([*command, "--output", "r.jsonl", "--presence-penalty", "0.5", "--device", "cpu"]) != 0
+    penalized = [*command, *options, "--output", "r.jsonl", "--presence-penalty", "0.5", "--device", "cpu"]
+    assert main(penalized) != 0
     assert "the trainer's probabilities have no penalties" in capsys.readouterr().err
 
 

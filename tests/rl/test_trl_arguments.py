@@ -102,6 +102,7 @@ def test_an_object_of_defaults_has_its_classs_values_and_nothing_to_note():
 
 
 TRANSLATIONS = [
+    (dict(sync_ref_model=True, ref_model_sync_steps=64), {"rl.sync_ref_model": True, "rl.ref_model_sync_steps": 64}),
     (dict(generation_kwargs={"stop": "</answer>"}), {"rl.stop_strings": "</answer>"}),
     (dict(repetition_penalty=1.1), {"rl.repetition_penalty": 1.1}),
     (dict(warmup_steps=0.1), {"optim.lr_warmup_iters": 5, "train.train_iters": 48}),
@@ -138,7 +139,7 @@ def test_what_they_mean(given, expected):
 
 
 SPELT_OUT = dict(push_to_hub=False, remove_unused_columns=False, load_best_model_at_end=False, deepspeed=None,
-                 sync_ref_model=False, data_seed=None)  # fmt: skip
+                 data_seed=None)  # fmt: skip
 IDLE = dict(tf32=False, ref_model_mixup_alpha=0.5, metric_for_best_model="reward", greater_is_better=True)
 
 
@@ -223,10 +224,8 @@ def test_a_dict_takes_the_same_names():
     )
     with pytest.raises(ConfigError, match=r"data_seed is 3, which GRPOTrainer does not support; the order"):
         settings_of({"data_seed": 3}, 16, 1)
-    with pytest.raises(
-        ConfigError, match=r"args\.sync_ref_model is True, which GRPOTrainer does not support"
-    ):
-        settings_of(SimpleNamespace(sync_ref_model=True), 16, 1)
+    with pytest.raises(ConfigError, match=r"args\.data_seed is 3, which GRPOTrainer does not support"):
+        settings_of(SimpleNamespace(data_seed=3), 16, 1)
 
 
 def test_the_trainer_notes_what_has_no_effect_and_refuses_at_once():

@@ -22,6 +22,7 @@ from megalith.config.rules.dynamic_context_rules import check_dynamic_context
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
+from megalith.config.rules.reference_rules import check_reference_sync
 from megalith.config.rules.rejection import rejection_criteria
 from megalith.config.rules.speculation_rules import check_rollout_speculation
 from megalith.config.run import RunConfig
@@ -45,6 +46,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_score_head(config)
     _check_encoder(config)
     check_distillation(config)
+    check_reference_sync(config)
     check_batch_invariant(config)
     data = data_parallel_size(config.parallel, world_size)
     check_dynamic_context(config, data * config.parallel.context_parallel_size)

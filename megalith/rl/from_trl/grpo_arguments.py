@@ -134,7 +134,7 @@ UNSUPPORTED_DEFAULTS: dict[str, object] = {  # unsupported arguments: only these
     "optim_args": None, "optim_target_modules": None, "parallelism_config": None, "prediction_loss_only": False,
     "push_to_hub": False, "remove_unused_columns": False,
     "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "router_aux_loss_coef": None,
-    "sync_ref_model": False, "tf32": None,
+    "tf32": None,
     "vllm_model_impl": "vllm", "vllm_structured_outputs_regex": None, "vllm_tensor_parallel_size": 1,
 }  # fmt: skip
 REMEDIES: dict[str, str] = {  # what to do instead of an unsupported argument

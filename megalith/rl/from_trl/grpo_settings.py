@@ -77,7 +77,8 @@ def settings_of(
     if values.get("max_steps", 0) <= 0:  # TRL's default is −1: by epochs
         values.pop("max_steps", None)
     settings = {path: values[name] for name, path in RENAMED.items() if name in values}
-    settings |= {f"rl.{name}": values[name] for name in OURS if name in values}
+    unread = _unread(arguments)
+    settings |= {f"rl.{name}": values[name] for name in OURS if name in values and name not in unread}
     settings |= _batch(values, prompts, world_size)
     steps, epoch = settings["train.train_iters"], settings.pop("epoch")
     settings |= (

@@ -20,10 +20,12 @@ OURS: dict[str, dict[str, str]] = {  # settings by the section's trainer, with t
             "packing": "sft.packing", "truncation_mode": "sft.truncation_mode"},
     "dpo": {"loss_type": "dpo.loss_type", "loss_weights": "dpo.loss_weights", "beta": "dpo.beta",
             "label_smoothing": "dpo.label_smoothing", "discopop_tau": "dpo.discopop_tau",
-            "truncation_mode": "dpo.truncation_mode"},
+            "truncation_mode": "dpo.truncation_mode", "sync_ref_model": "dpo.sync_ref_model",
+            "ref_model_sync_steps": "dpo.ref_model_sync_steps", "ref_model_mixup_alpha": "dpo.ref_model_mixup_alpha"},
     "orpo": {"beta": "dpo.beta", "truncation_mode": "dpo.truncation_mode"},
     "kto": {"loss_type": "kto.loss_type", "beta": "kto.beta", "desirable_weight": "kto.desirable_weight",
-            "undesirable_weight": "kto.undesirable_weight"},
+            "undesirable_weight": "kto.undesirable_weight", "sync_ref_model": "kto.sync_ref_model",
+            "ref_model_sync_steps": "kto.ref_model_sync_steps", "ref_model_mixup_alpha": "kto.ref_model_mixup_alpha"},
     "reward": {"center_rewards_coefficient": "reward.center_rewards_coefficient"},
     "gkd": {"packing": "sft.packing", "truncation_mode": "sft.truncation_mode", "lmbda": "distill.on_policy_fraction",
             "temperature": "distill.sampling_temperature", "max_new_tokens": "distill.max_completion_length"},
@@ -43,7 +45,6 @@ GKD_TRANSLATED = {"beta", "seq_kd", "teacher_model_name_or_path", "teacher_model
 _ORDER = "samples are in memory, and their order follows from the seed alone"
 _PADDING = "rows have data.seq_length tokens"
 _REFERENCE = "the reference model computes a step's log-probabilities at once"
-_SYNC = "sync_ref_model is off"
 _GENERATION = (
     "ds3_gather_for_generation", "cache_implementation", "use_transformers_continuous_batching",
     "transformers_continuous_batching_config", "use_transformers_paged", "log_multimodal", "log_unique_prompts",
@@ -62,8 +63,6 @@ NO_EFFECT = {name: reason for name, reason in grpo.NO_EFFECT.items() if name not
     "per_device_eval_batch_size": "evaluation has the batches of training",
     "precompute_ref_batch_size": _REFERENCE,
     "precompute_ref_log_probs": _REFERENCE,
-    "ref_model_mixup_alpha": _SYNC,
-    "ref_model_sync_steps": _SYNC,
     "remove_unused_columns": "columns that a form does not read are ignored",
     "shuffle_dataset": _ORDER,
     "train_sampling_strategy": _ORDER,

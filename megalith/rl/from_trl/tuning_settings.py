@@ -67,7 +67,9 @@ def tuning_settings(
     values |= {name: value for name, value in arguments.values.items() if value is not None}
     if values.get("max_steps", 0) <= 0:  # TRL's default is −1: by epochs
         values.pop("max_steps", None)
-    settings = {path: values[name] for name, path in (RENAMED | OURS[method]).items() if name in values}
+    unread = _unread(method, arguments)
+    read = {name: path for name, path in (RENAMED | OURS[method]).items() if name not in unread}
+    settings = {path: values[name] for name, path in read.items() if name in values}
     accumulation = values.get("gradient_accumulation_steps", 1)
     size = values["per_device_train_batch_size"] * world_size
     epoch = max(1, math.ceil(math.ceil(samples / size) / accumulation))
@@ -147,6 +149,8 @@ def _unread(method: str, arguments: Arguments) -> dict[str, str]:
     reasons = unread_arguments(arguments)
     if values.get("max_steps", 0) > 0:
         reasons["num_train_epochs"] = "max_steps is set"
+    if not values.get("sync_ref_model"):
+        reasons |= dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), "sync_ref_model is off")
     if "discopop" not in (values.get("loss_type") or ()):
         reasons["discopop_tau"] = "loss_type has no discopop"
     if method == "gkd":
