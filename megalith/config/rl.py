@@ -304,6 +304,12 @@ class RlConfig(ToolSettings, OtherModels, SpeculationSettings, ReferenceSync):
     ] = 600.0
     """Time limit of a weight sync in seconds, including the wait for a server that is starting."""
 
+    weight_sync_delta: Annotated[
+        bool, RequiresSetting("engine", "vllm", "sglang", strict=True), Decides.NOTHING
+    ] = False
+    """Send only the parts of layers whose bits have changed since the last sync, such as those with adapters. Keeps a
+    copy of the sent weights in the host's memory of rank 0."""
+
     generation_timeout: Annotated[
         PositiveFloat, RequiresSetting("engine", "vllm", "sglang"), Decides.NOTHING
     ] = 1800.0

@@ -5,6 +5,10 @@ data) are cast and copied on the device. For all others, each owned shard is bro
 dtype and in buckets, and every rank copies what its engine needs. Engines can thus have complete layers or
 tensor-parallel shards, whatever pipeline, expert and ZeRO layout the trainer uses.
 
+After the first sync, only the elements of a bucket whose bits have changed in the engine's dtype are broadcast, with
+their indices, if that is less. In bf16, an update with a small learning rate changes few of them. The rank that owns a
+part compares it with its own engine.
+
 The base of adapters never changes, so after the first sync only the adapters are copied. The engine has a base in its
 own dtype: that of a run with lora.quantize_base is decoded once.
 """
@@ -44,6 +48,8 @@ class SyncReport:
     seconds: float
     gathered: int
     """Number of tensors that came from other ranks."""
+    sent_bytes: int = 0
+    """Bytes that left a process: those broadcast between ranks, or sent to servers by rank 0."""
 
     @property
     def gb_per_second(self) -> float:
@@ -147,7 +153,8 @@ class _WeightSource:
         }
         self.shards |= coded_shards(model.chunks if is_parallel else [model])
         self.has_adapters = any(ADAPTER in name for name in self.shards)
-        self.has_copied_base = False
+        self.has_copied_base = self._has_copied_all = False
+        self._sent_bytes = 0
         if is_parallel:  # FSDP2's modules may hold gathered parameters
             self.shards |= {
                 name: shard for name, shard in model.parameters.shards.items() if name in self.shards
@@ -193,12 +200,13 @@ class _WeightSource:
             torch._foreach_copy_(
                 [shards[name].values for name in plain], [self.shards[name].values for name in plain]
             )
+        self._sent_bytes = 0
         for bucket in self._buckets(sent):
             self._broadcast(bucket)
         _wait(device)
-        self.has_copied_base = True
+        self.has_copied_base = self._has_copied_all = True
         total = sum(shards[name].values.nbytes for name in sent)
-        return SyncReport(total, time.perf_counter() - began, self.gathered)
+        return SyncReport(total, time.perf_counter() - began, self.gathered, self._sent_bytes)
 
     def _buckets(self, names: Collection[str]) -> Iterator[list[_Part]]:
         """Yield parts of these tensors with the same rank and dtype that fit in one broadcast."""
@@ -227,18 +235,75 @@ class _WeightSource:
         pieces = [piece.view(part.shape) for piece, part in zip(flat.split(sizes), bucket)]
         if rank == self.world.rank:
             torch._foreach_copy_(pieces, [self.shards[part.name].values for part in bucket])
+        changed = None
         if self.world.size > 1:
-            dist.broadcast(flat, rank, group=self.world.group)
-        for part, piece in zip(bucket, pieces):
-            _copy_overlap(shards[part.name], piece, part.offset)
+            changed = self._broadcast_changes(bucket, flat)
+        masks = None if changed is None else changed.split(sizes)
+        for number, (part, piece) in enumerate(zip(bucket, pieces)):
+            mask = None if masks is None else masks[number].view(part.shape)
+            _copy_overlap(shards[part.name], piece, part.offset, mask)
+
+    def _broadcast_changes(self, bucket: list[_Part], flat: Tensor) -> Tensor | None:
+        """Broadcast the values of a bucket, or those that have changed and their indices, if these are fewer bytes.
+
+        Args:
+            bucket: parts of one rank.
+            flat: on that rank their values; on the others it is filled.
+
+        Returns:
+            Which elements of `flat` are valid, bool [elements]. None: all.
+        """
+        rank, group, index = bucket[0].rank, self.world.group, None
+        count = torch.full((1,), -1, device=flat.device)
+        if self._has_copied_all:
+            if rank == self.world.rank and (before := self._engine_values(bucket)) is not None:
+                index = (_bits(flat) != _bits(before)).nonzero()[:, 0].int()
+                if len(index) * (index.itemsize + flat.itemsize) < flat.nbytes:
+                    count.fill_(len(index))
+            dist.broadcast(count, rank, group=group)
+        changes = int(count)
+        if changes < 0:
+            dist.broadcast(flat, rank, group=group)
+            self._sent_bytes += flat.nbytes
+            return None
+        changed = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
+        if changes:
+            if rank != self.world.rank:
+                index = torch.empty(changes, dtype=torch.int32, device=flat.device)
+            dist.broadcast(index, rank, group=group)
+            values = flat[index.long()]
+            dist.broadcast(values, rank, group=group)
+            flat[index.long()] = values
+            changed[index.long()] = True
+        self._sent_bytes += changes * (4 + flat.itemsize)
+        return changed
+
+    def _engine_values(self, bucket: list[_Part]) -> Tensor | None:
+        """Return the values of these parts in this rank's engine, [elements]. None: it does not have all of them."""
+        values = []
+        for part in bucket:
+            shard = self.engine.shards[part.name]
+            begins = [at - first for at, first in zip(part.offset, shard.offset)]
+            ends = [at + size for at, size in zip(begins, part.shape)]
+            if min(begins, default=0) < 0 or any(end > n for end, n in zip(ends, shard.values.shape)):
+                return None
+            values.append(shard.values[tuple(map(slice, begins, ends))].flatten())
+        return torch.cat(values)
 
 
 def _same(shard: LocalShard, other: LocalShard | None) -> bool:
     return other is not None and (shard.offset, shard.values.shape) == (other.offset, other.values.shape)
 
 
-def _copy_overlap(shard: LocalShard, piece: Tensor, offset: tuple[int, ...]) -> None:
-    """Copy the overlap of a piece of the same tensor into the shard."""
+def _bits(x: Tensor) -> Tensor:
+    """Return the elements as integers with the same bits, so that NaN equals itself and 0 does not equal −0."""
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+def _copy_overlap(
+    shard: LocalShard, piece: Tensor, offset: tuple[int, ...], valid: Tensor | None = None
+) -> None:
+    """Copy the overlap of a piece of the same tensor into the shard; where `valid` is False, keep its values."""
     target, source = [], []
     for start, size, piece_start, piece_size in zip(shard.offset, shard.values.shape, offset, piece.shape):
         first, last = max(start, piece_start), min(start + size, piece_start + piece_size)
@@ -246,7 +311,10 @@ def _copy_overlap(shard: LocalShard, piece: Tensor, offset: tuple[int, ...]) -> 
             return
         target.append(slice(first - start, last - start))
         source.append(slice(first - piece_start, last - piece_start))
-    shard.values[tuple(target)] = piece[tuple(source)]
+    overlap = piece[tuple(source)]
+    if valid is not None:
+        overlap = torch.where(valid[tuple(source)], overlap, shard.values[tuple(target)])
+    shard.values[tuple(target)] = overlap
 
 
 def _wait(device: torch.device) -> None:

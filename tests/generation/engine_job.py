@@ -153,3 +153,45 @@ def speculative_over_tensor_ranks(
         done = engine.generate(prompts, sampling)
         results.append(([each.ids for each in done], engine.take_draft_metrics().accepted))
     return results
+
+
+def changes_travel(model: dict, parallel: dict, dtype: torch.dtype) -> list:
+    """Of four syncs to an engine: whether it has the bits of a full one, and the fraction of the first one's bytes that
+    travelled. All weights are sent, none has changed, some have, and all have."""
+    run = RunConfig.from_tree(
+        {
+            "model": LLAMA | model,
+            "data": dict(mock=True, seq_length=32),
+            "parallel": parallel,
+            "train": dict(micro_batch_size=1, global_batch_size=4),
+            "runtime": dict(device="cpu"),
+        }
+    )
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(run.parallel, size, "cpu", has_experts=run.model.num_experts is not None)
+    trainer = parallelize(run, mesh, torch.device("cpu"))
+    engine = engine_for(trainer, max_rows=2, max_tokens=32, dtype=dtype)
+    engine.source = None
+    results = []
+    for step in range(4):
+        with torch.no_grad():
+            for _, parameter in trainer.parameters.named:
+                if step == 2:  # also below the precision of bf16, and a sign of 0
+                    parameter.view(-1)[::29].mul_(1 + 1e-7)
+                    parameter.view(-1)[3::211].mul_(1.25)
+                    parameter.view(-1)[5::211] = 0.0
+                    parameter.view(-1)[7::211] = -0.0
+                if step == 3:
+                    parameter.mul_(-0.5)
+        sent = sync(engine, trainer).sent_bytes
+        full = engine_for(trainer, max_rows=1, max_tokens=2, dtype=dtype)
+        is_equal = all(
+            torch.equal(bits(shard.values), bits(full.shards[name].values))
+            for name, shard in engine.shards.items()
+        )
+        results.append((is_equal, sent))
+    return [(is_equal, sent / results[0][1]) for is_equal, sent in results]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16 if x.itemsize == 2 else torch.int32) if x.is_floating_point() else x

@@ -4,9 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from default_cases import in_full
+from default_cases import by_default, in_full
 from generation.brief_training import LLAMA, chains, scored, trained_model
-from generation.engine_job import EXPERTS, PROMPTS, SAMPLING, from_a_trainer, in_shares, over_tensor_ranks
+from generation.engine_job import (
+    EXPERTS,
+    PROMPTS,
+    SAMPLING,
+    changes_travel,
+    from_a_trainer,
+    in_shares,
+    over_tensor_ranks,
+)
 
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
@@ -255,6 +263,18 @@ def test_an_engine_has_a_trainers_weights_to_the_bit_whatever_its_layout(pool, n
             engine = engine_for(model, max_rows=3, max_tokens=32)
             expected[has_experts] = [each.ids for each in engine.generate(PROMPTS, SAMPLING)]
         assert all(tokens == expected[has_experts] for _, _, tokens in ranks), name
+
+
+@pytest.mark.parametrize("dtype", by_default([torch.float32, torch.bfloat16], torch.bfloat16))
+@pytest.mark.parametrize("name", ["tp2-pp2", "ep2", *map(in_full, ["zero3", "tp2-zero1", "tp2-etp2"])])
+def test_only_changed_elements_travel_to_an_engine_which_gets_the_bits_of_a_full_sync(pool, name, dtype):
+    model, parallel, _ = LAYOUTS[name]
+    for results in pool.run(changes_travel, model, parallel, dtype, size=4):
+        assert all(is_equal for is_equal, _ in results)
+        first, unchanged, some, everything = (sent for _, sent in results)
+        assert first == everything == 1 and unchanged == 0
+        if name != "tp2-etp2":  # there the engine of a part's rank does not have it, so it is sent whole
+            assert 0 < some < (0.15 if dtype == torch.float32 else 0.06)
 
 
 def test_a_sequence_that_moves_to_another_row_keeps_its_state():

@@ -710,3 +710,52 @@ def test_a_deadline_covers_an_answer_that_trickles():
     server = json_http.JsonServer("http://127.0.0.1:1", "vLLM")
     with pytest.raises(TrainingError, match="has not answered GET /x within 60 s"):
         server._read(Trickle(), "GET /x", deadline, 1)
+
+
+@pytest.mark.parametrize("kind", ["vllm 0.29", "sglang"])
+def test_only_changed_parts_of_layers_are_sent_and_everything_after_a_restart(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(weight_stream, "BUCKET_BYTES", 2**14)
+    run = run_of(configuration(tmp_path), 1)
+    weights = {name: shard.values for name, shard in run.model.parameters.shards.items()}
+
+    def sent(server, engine, version) -> set[str]:
+        """Names that an update sends, after which the server has the bits of all weights."""
+        before, server.received = server.received, {}
+        report, names = engine.update(version), set(server.received)
+        assert report.sent_bytes == sum(tensor.nbytes for tensor in server.received.values())
+        server.received = before | server.received
+        for bucket in WeightStream(run.model, run.config).buckets("cpu"):
+            for name, tensor in zip(bucket.names, bucket.tensors):
+                assert torch.equal(server.received[name].view(torch.int32), tensor.view(torch.int32)), name
+        return names
+
+    with served(kind, model_tree(tmp_path)) as server, torch.no_grad():
+        engine = engine_at(run, server, weight_sync_delta=True)
+        every = sent(server, engine, 0)
+        assert len(sent(server, engine, 1)) == 1  # which carries the version
+        assert server.version == "1"
+        weights["layers.1.mlp.linear_fc2.weight"][3, 4].mul_(1.5)
+        weights["final_layernorm.weight"][2] = -0.0
+        changed = sent(server, engine, 2)
+        assert {name.rpartition(".layers.")[2] for name in changed} == {
+            *(f"1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")), "model.norm.weight",
+        }  # fmt: skip
+        assert sent(server, engine, 2) == every  # of the same version: the server has lost it
+        if kind == "vllm 0.29":
+            server.version = server.group = None  # as after a restart
+            assert sent(server, engine, 3) == every
+        status(path_of(server, UPDATE), 500, {"error": "out of memory"})(server)
+        weights["layers.0.mlp.linear_fc2.weight"][0] += 1
+        with pytest.raises(TrainingError):
+            engine.update(4)
+        server.plant.clear()
+        assert sent(server, engine, 5) == every
+    run.task.close()
+
+
+@pytest.mark.parametrize("settings", [
+    dict(engine="own"), dict(engine="vllm"), dict(engine="sglang", weight_sync_method="checkpoint"),
+])  # fmt: skip
+def test_deltas_are_refused_where_complete_weights_are_loaded(tmp_path, settings):
+    with pytest.raises(ConfigError, match=r"rl\.weight_sync_delta is"):
+        prepare(configuration(tmp_path, rl=dict(weight_sync_delta=True) | settings), 1)

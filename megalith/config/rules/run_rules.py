@@ -457,6 +457,12 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.weight_sync_method is ipc, but rl.engine is {rl.engine}: only vLLM takes handles of GPU memory; "
             "choose nccl, gloo or checkpoint"
         )
+    if rl.weight_sync_delta and (rl.is_colocated or rl.weight_sync_method == "checkpoint"):
+        where = "vLLM in the trainer's processes" if rl.is_colocated else "weight_sync_method checkpoint"
+        raise ConfigError(
+            f"rl.weight_sync_delta is on, but {where} loads complete weights; turn it off, or use a server with nccl, "
+            "gloo or ipc"
+        )
     if rl.max_staleness and rl.is_colocated:
         raise ConfigError(
             f"rl.max_staleness is {rl.max_staleness}, but vLLM without rl.engine_url samples on the trainer's devices, "

@@ -159,7 +159,8 @@ class ColocatedVllm:
         for failed in filter(None, gather_json(message, self._world)):
             raise TrainingError(failed)
         self.version = version
-        return SyncReport(self._sent, time.perf_counter() - start, 0)
+        sent = self._sent if self._world.size > 1 else 0
+        return SyncReport(self._sent, time.perf_counter() - start, 0, sent)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor with its name, gathered on rank 0 and broadcast. Every rank iterates to the end."""

@@ -41,6 +41,7 @@ from megalith.launch.network import address_towards, is_loopback
 from megalith.rl.engines.deadline import Deadline, InThread
 from megalith.rl.engines.json_http import TOKEN_BYTES, JsonServer, RequestRefused, ServerLost
 from megalith.rl.engines.rollout_engine import Answer, request_samplings, request_seed
+from megalith.rl.engines.sent_weights import SentWeights
 from megalith.rl.engines.server_requests import ServerRequests
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup, memory_handles
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
@@ -157,6 +158,9 @@ class ServerEngine:
                 "work only on one machine, and are pickled; choose nccl, gloo or checkpoint"
             )
         self._stream: WeightStream | None = None
+        self._sent: SentWeights | None = None
+        if isinstance(self.settings, RlConfig) and self.settings.weight_sync_delta:
+            self._sent = SentWeights()
         self._group: BroadcastGroup | None = None
 
     def _name(self, setting: str) -> str:
@@ -275,7 +279,7 @@ class ServerEngine:
         start = time.perf_counter()
         deadline = Deadline(self.settings.weight_sync_timeout, self._name("weight_sync_timeout"))
         if self._stream is None:
-            self._stream = WeightStream(self._run.model, self._run.config)
+            self._stream = WeightStream(self._run.model, self._run.config, keeps_units=self._sent is not None)
         if version == self.version:
             self.forget()
         failures: list[ServerLost] = []
@@ -291,7 +295,7 @@ class ServerEngine:
                 raise failures[0]
             self._run.log(f"{failures[-1]}; the weights of step {version} are sent again")
         self.version = version
-        return SyncReport(sent, time.perf_counter() - start, 0)
+        return SyncReport(sent, time.perf_counter() - start, 0, sent)
 
     def _send(self, version: int, deadline: Deadline) -> int:
         """Send all buckets and return their bytes. Raise ServerLost on every rank if another attempt may succeed."""
@@ -303,13 +307,28 @@ class ServerEngine:
         try:
             self._on_rank_0(transfer.begin, can_retry)
             for bucket in self._stream.buckets(transfer.device):
-                self._on_rank_0(lambda bucket=bucket: transfer.take(bucket), can_retry)
+                if self._sent is not None and self._world.rank == 0:
+                    bucket = self._sent.changed(bucket)
+                take = lambda bucket=bucket: transfer.take(bucket) if bucket.tensors else None  # noqa: E731
+                self._on_rank_0(take, can_retry)
                 sent += bucket.nbytes
+            if self._sent is not None:
+                sent += self._on_rank_0(lambda: self._sent_unit(transfer, sent), can_retry)
             self._on_rank_0(transfer.finish, can_retry)
         except BaseException:
+            if self._sent is not None:
+                self._sent.forget()
             transfer.abandon()
             raise
         return sent
+
+    def _sent_unit(self, transfer: _GroupTransfer, sent: int) -> int:
+        """Send the smallest unit if nothing else was sent, and return its bytes."""
+        unit, self._sent.smallest = self._sent.smallest, None
+        if sent:
+            return 0
+        transfer.take(unit)
+        return unit.nbytes
 
     def _on_rank_0(
         self, act: Callable[[], Any], can_retry: Callable[[Exception], bool] = lambda error: False
@@ -357,10 +376,12 @@ class ServerEngine:
         return self._group
 
     def forget(self) -> None:
-        """Abandon the group, which is unusable after a failed broadcast, and the servers' facts."""
+        """Abandon the group, which is unusable after a failed broadcast, and the servers' facts and weights."""
         if self._group is not None:
             InThread(self._group.abort).wait(CLEANUP_SECONDS)
         self._group = None
+        if self._sent is not None:
+            self._sent.forget()
         for server in self.servers:
             server.facts = {}
 

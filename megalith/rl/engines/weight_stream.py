@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,12 @@ class WeightBucket:
 class WeightStream:
     """Gathers the weights in buckets. Every rank creates one and iterates in step with the others."""
 
-    def __init__(self, model: ParallelModel, config: RunConfig):
-        """Plan the buckets. Raise ConfigError if no Hugging Face family represents the model."""
+    def __init__(self, model: ParallelModel, config: RunConfig, keeps_units: bool = False):
+        """Plan the buckets. Raise ConfigError if no Hugging Face family represents the model.
+
+        With `keeps_units`, all tensors of a unit (`unit_of`) are in one bucket, however large.
+        """
+        self._keeps_units = keeps_units
         init_from = config.model.init_from
         folder = Path(init_from) if init_from and is_model_folder(init_from) else None
         self.family, _ = export_family(model.config, read_origin(folder))
@@ -75,12 +80,16 @@ class WeightStream:
         """Yield the groups of each bucket, the same on every rank."""
         bucket: list[Group] = []
         size = 0
-        for group in self._groups:
-            nbytes = torch.Size(group.shape).numel() * self.dtype.itemsize
+        by_unit = (
+            groupby(self._groups, key=unit_of) if self._keeps_units else ((g, [g]) for g in self._groups)
+        )
+        for _, members in by_unit:
+            members = list(members)
+            nbytes = sum(torch.Size(group.shape).numel() for group in members) * self.dtype.itemsize
             if bucket and size + nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
-            bucket.append(group)
+            bucket += members
             size += nbytes
         yield bucket
 
@@ -135,6 +144,11 @@ class WeightStream:
             **self.family.write_config(self.config),
             "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
+
+
+def unit_of(group: Group) -> str:
+    """Return the name of the part of a layer that a tensor belongs to, such as layers.3.mlp."""
+    return ".".join(group.name.split(".")[:3])
 
 
 class _FreshMemory(Scratch):

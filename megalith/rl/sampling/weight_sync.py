@@ -114,7 +114,11 @@ class WeightSync(EngineClient):
         run.totals[VERSION] = run.step
         versions = run.step, self.engine.version
         ratio = self._canary.check(self._sample_canary, versions, self.engine.weights_to_compare)
-        return {"sync_gb_per_second": report.gb_per_second, "drift_canary": ratio}
+        return {
+            "sync_gb_per_second": report.gb_per_second,
+            "sync_sent_gb": report.sent_bytes / 1e9,
+            "drift_canary": ratio,
+        }
 
     def update(self) -> SyncReport:
         """Send the current weights. Every rank calls it."""
