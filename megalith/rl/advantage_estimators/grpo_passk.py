@@ -1,6 +1,9 @@
-"""Advantages for pass@k (Tang et al. 2025): only the best completion of a group counts.
+"""Advantages for pass@k (Tang et al. 2025): only the best completion of a group gets a nonzero advantage.
 
-advantage  A_best = (largest reward − second largest reward) / (s + ε), the others 0      s and ε: rl.scale_rewards
+A_best = (largest reward − second largest reward) / (s + ε)
+
+s is the standard deviation over the group or batch, as `rl.scale_rewards` selects, and ε is `rl.advantage_epsilon`.
+With `rl.scale_rewards: none`, the divisor is 1.
 """
 
 from __future__ import annotations
