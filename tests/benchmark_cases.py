@@ -440,3 +440,11 @@ class TrainSpec:
     build_tokenizer_fn: object = None
     build_dataloader_fn: object = None
     build_validator_fn: object = None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_serving_is_measured_against_the_engines_batch(bench, stream):
+    sizes = ("--clients", 3, "--rows", 2, "--prompt", 4, "--new-tokens", 6, "--vocab", 300, "--device", "cpu")
+    result = json.loads(bench("serve", "tiny", *sizes, *(["--stream"] if stream else [])).splitlines()[-1])
+    assert result["tokens_per_second"] > 0 and result["ratio"] > 0 and result["http_us_per_token"] > 0
+    assert (result["first_token_ms"] is not None) == stream

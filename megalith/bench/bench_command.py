@@ -23,6 +23,7 @@ OTHERS = {  # module by name
     "posttrain": "post_training_speed",
     "grpo": "grpo_speed",
     "generate": "generation_speed",
+    "serve": "serving_speed",
     "optimizers": "optimizer_speed",
     "mup": "mup_check",
     "checkpoint": "checkpoint_speed",

@@ -19,7 +19,9 @@ class ReferenceSync(Section):
     """Mix the policy's weights into the reference model's during the run (TR-DPO). Off: the reference keeps the run's
     initial weights."""
 
-    ref_model_sync_steps: Annotated[PositiveInt, RequiresSetting("sync_ref_model", True), Decides.UPDATES] = 512
+    ref_model_sync_steps: Annotated[PositiveInt, RequiresSetting("sync_ref_model", True), Decides.UPDATES] = (
+        512
+    )
     """Steps between two updates of the reference model."""
 
     ref_model_mixup_alpha: Annotated[

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from megalith.data.tokenizers.tokenizer import Tokenizer
 
+WINDOW = 16  # ids after which a new window begins
 UNFINISHED = "\ufffd"  # at the end of a text: the bytes of a character are not complete
 
 
 class ChoiceText:
     """Decodes ids as they arrive.
 
-    A window of ids is decoded again with each new one, because an id's text depends on those before it; the window
-    begins at the last id whose text was complete.
+    A window of ids is decoded again with each new one, because an id's text depends on those before it. The window
+    begins at an id before which the text was complete.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ChoiceText:
             0,
             0,
         )  # of the window: its first id, and the end of the ids whose text is in `_text`
+        self._window_text: str | None = None  # text of the window's ids up to `_end`
         self._text, self._emitted = "", 0
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -62,12 +64,16 @@ class ChoiceText:
             self.reason = reason
 
     def _decode(self, is_last: bool) -> None:
-        before = self._tokenizer.decode(self._shown[self._begin : self._end])
+        if self._window_text is None:
+            self._window_text = self._tokenizer.decode(self._shown[self._begin : self._end])
         text = self._tokenizer.decode(self._shown[self._begin :])
         if text.endswith(UNFINISHED) and not is_last:
             return
-        self._text += text[len(before) :]
-        self._begin, self._end = self._end, len(self._shown)
+        self._text += text[len(self._window_text) :]
+        previous, self._end = self._end, len(self._shown)
+        self._window_text = text
+        if self._end - self._begin > WINDOW:
+            self._begin, self._window_text = previous, None
         positions = [at for at in (self._text.find(one, self._emitted) for one in self._stop) if at >= 0]
         if positions:
             self._text, self.reason = self._text[: min(positions)], "stop"

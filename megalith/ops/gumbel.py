@@ -74,9 +74,10 @@ def sample_rows(
     z = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
     real = min(max(vocab_size - first, 0), z.shape[1])
     least = least_logit_by_row(z[:, :real], top_k, top_p, min_p, axis) if has_filters else None
-    drawn = sampled_blocks(z, keys, least, first, real, 1.0, 1.0)
-    greedy = sampled_blocks(z, keys, None, first, real, 0.0, 1.0)
-    blocks = torch.where(is_greedy[:, None, None], greedy, drawn)
+    blocks = sampled_blocks(z, keys, least, first, real, 1.0, 1.0)
+    if z.is_cuda or is_greedy.any():  # a GPU is not waited for
+        greedy = sampled_blocks(z, keys, None, first, real, 0.0, 1.0)
+        blocks = torch.where(is_greedy[:, None, None], greedy, blocks)
     blocks = all_gather_no_grad(blocks[None], axis).transpose(0, 1).flatten(1, 2)
     return _combine_blocks(blocks, 1.0)
 

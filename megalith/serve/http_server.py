@@ -267,6 +267,9 @@ class _Connection:
 
     async def _write(self, content: bytes) -> None:
         self._writer.write(content)
+        transport = self._writer.transport
+        if not transport.get_write_buffer_size() and not transport.is_closing():
+            return  # the system has taken all of it
         async with asyncio.timeout(self._limits.seconds):
             await self._writer.drain()
 

@@ -70,6 +70,11 @@ class CompletionRequest:
     def is_chat(self) -> bool:
         return self.messages is not None
 
+    @property
+    def has_ids_only(self) -> bool:
+        """True if all prompts are token ids."""
+        return not self.is_chat and not any(isinstance(one, str) for one in self.prompts)
+
 
 def read_json(body: bytes) -> dict[str, Any]:
     """Return a body's JSON object. Raise HttpError for anything else, and for deep nesting."""

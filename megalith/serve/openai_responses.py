@@ -27,6 +27,7 @@ class ResponseWriter:
         self._request, self._tokenizer, self._prompts = request, tokenizer, prompts
         kind, prefix = ("chat.completion", "chatcmpl-") if request.is_chat else ("text_completion", "cmpl-")
         self._kind = kind
+        self._chunk_head: str | None = None
         self._head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
 
     def usage(self, choices: Sequence[ChoiceText]) -> dict[str, int]:
@@ -89,8 +90,10 @@ class ResponseWriter:
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         kind = f"{self._kind}.chunk" if self._request.is_chat else self._kind
-        value = {**self._head, "object": kind, "choices": choices, **more}
-        return b"data: " + json.dumps(value).encode() + b"\n\n"
+        if self._chunk_head is None:  # the same for all chunks
+            self._chunk_head = json.dumps({**self._head, "object": kind})[:-1]
+        rest = json.dumps({"choices": choices, **more})
+        return f"data: {self._chunk_head}, {rest[1:]}\n\n".encode()
 
     def _logprobs(self, choice: ChoiceText, first: int) -> dict[str, Any] | None:
         """Return the log-probabilities of the tokens from `first`, in the form of the endpoint."""

@@ -26,6 +26,7 @@ from megalith.generation.live_engine import LiveEngine, LiveRequest
 from megalith.generation.logits_processing import OFF, LogitsProcessing, bad_word_ids
 from megalith.generation.requests import MAX_GENERATIONS, MAX_KEYS
 from megalith.serve.chat_format import ChatFormat
+from megalith.serve.event_relay import EventRelay
 from megalith.serve.http_server import HttpError, HttpRequest, HttpResponse
 from megalith.serve.openai_requests import CompletionRequest, parse_request, read_json
 from megalith.serve.openai_responses import DONE, ResponseWriter
@@ -151,6 +152,7 @@ class OpenAiService:
         self._conversation = conversation
         self._plain = PlainConversation(tokenizer, chat, grammars or GrammarCompiler(tokenizer))
         self._open = 0
+        self._relay = EventRelay()
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
         """Return the response. Raise HttpError if the request is refused."""
@@ -204,11 +206,15 @@ class OpenAiService:
         if self._open + request.n > self._access.max_requests:
             raise HttpError(429, f"{self._open} completions are in progress, the maximum; try again later")
         try:
-            prompts = await asyncio.to_thread(conversation.open_prompts, request)
+            if request.has_ids_only and conversation is self._plain:
+                prompts = conversation.open_prompts(request)
+            else:
+                prompts = await asyncio.to_thread(conversation.open_prompts, request)
         except (ValueError, ConfigError) as error:
             raise HttpError(400, str(error)) from None
         writer = ResponseWriter(request, self._name, self._tokenizer, [prompt.ids for prompt in prompts])
-        sampler = _Choices(self._live, self._tokenizer, self._chat, conversation, request, prompts)
+        arguments = self._live, self._tokenizer, self._chat, conversation, request, prompts
+        sampler = _Choices(*arguments, self._relay)
         if self._open + len(sampler) > self._access.max_requests:
             raise HttpError(429, f"{self._open} completions are in progress, the maximum; try again later")
         try:
@@ -277,6 +283,7 @@ class _Choices:
         conversation: Any,
         request: CompletionRequest,
         prompts: Sequence[Any],
+        relay: EventRelay,
     ):
         self._live, self._chat, self._conversation = live, chat, conversation
         self._request, self._prompts = request, prompts
@@ -284,15 +291,17 @@ class _Choices:
         count = len(prompts) * request.n
         self.choices = [ChoiceText(tokenizer, *stop, not request.ignore_eos) for _ in range(count)]
         self.turns: list[ParsedTurn | None] = [None] * count
+        is_plain = isinstance(conversation, PlainConversation) and not request.tools
+        self._ends_in_thread = not is_plain  # parsing calls, or waiting for a session's lock, may take time
         self._request_ids: list[int] = []
-        self._events: asyncio.Queue[tuple[int, list[int], list[float], str | None]] = asyncio.Queue()
+        self._mailbox = relay.mailbox()
 
     def __len__(self) -> int:
         return len(self.choices)
 
     def submit(self) -> None:
         """Send the requests to the engine. Raise ConfigError if one does not fit."""
-        loop, request, room = asyncio.get_running_loop(), self._request, self._live.engine.max_tokens
+        request, room = self._request, self._live.engine.max_tokens
 
         # Without a stream and stops of its own, a choice is of interest when it has ended.
         reads_each = request.stream or request.stop or request.stop_token_ids
@@ -308,7 +317,7 @@ class _Choices:
                     if reason is None:
                         return
                     ids, logprobs = all_ids, all_logprobs
-                loop.call_soon_threadsafe(self._events.put_nowait, (index, ids, logprobs, reason))
+                self._mailbox.put((index, ids, logprobs, reason))
 
             return on_tokens
 
@@ -326,18 +335,25 @@ class _Choices:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, ChoiceText]]:
         while any(choice.reason is None for choice in self.choices):
-            index, ids, logprobs, reason = await self._events.get()
-            choice = self.choices[index]
-            if choice.reason is not None:
-                continue
-            if reason == "closed":
-                raise HttpError(503, "the server is shutting down")
-            choice.add(ids, logprobs, reason)
-            if choice.reason is not None:
-                if reason is None:  # a stop of its own, which the engine does not know
-                    self._live.cancel(self._request_ids[index])
-                await asyncio.to_thread(self._end, index)
-            yield index, choice
+            changed: dict[int, str | None] = {}  # reason of the last event of each choice
+            for index, ids, logprobs, reason in await self._mailbox.take():
+                choice = self.choices[index]
+                if choice.reason is not None:
+                    continue
+                if reason == "closed":
+                    raise HttpError(503, "the server is shutting down")
+                choice.add(ids, logprobs, reason)
+                changed[index] = reason
+            for index, reason in changed.items():
+                choice = self.choices[index]
+                if choice.reason is not None:
+                    if reason is None:  # a stop of its own, which the engine does not know
+                        self._live.cancel(self._request_ids[index])
+                    if self._ends_in_thread:
+                        await asyncio.to_thread(self._end, index)
+                    else:
+                        self._end(index)
+                yield index, choice
 
     def _end(self, index: int) -> None:
         choice, prompt = self.choices[index], self._prompts[index // self._request.n]

@@ -191,7 +191,9 @@ def test_token_ids_and_choices_are_continued(tmp_path):
         await client.completions.create(model="any", prompt=ids, max_tokens=2)
         with pytest.raises(Exception, match="has token 99999, but the policy's vocabulary"):
             await client.completions.create(model="any", prompt=[99999])
-        with pytest.raises(Exception, match="penalties, logit_bias, bad_words, response_format and a required"):
+        with pytest.raises(
+            Exception, match="penalties, logit_bias, bad_words, response_format and a required"
+        ):
             await client.completions.create(model="any", prompt="x", presence_penalty=0.5)
         return 1.0
 

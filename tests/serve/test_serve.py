@@ -1,8 +1,10 @@
 """OpenAI's API: the engine's tokens as text and ids, tools, streams, and what clients may not do."""
 
+import asyncio
 import io
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -31,6 +33,7 @@ from megalith.models.init import initialize
 from megalith.models.model_types import make_model
 from megalith.serve.chat_format import ChatFormat
 from megalith.serve.chat_session import ChatSession
+from megalith.serve.event_relay import EventRelay
 from megalith.serve.http_server import HttpServer, Limits
 from megalith.serve.openai_service import Access, OpenAiService
 
@@ -452,3 +455,46 @@ def test_chat_reads_messages_from_options_and_from_standard_input(engine, tokeni
 def test_a_model_without_a_chat_template_is_refused(engine):
     with pytest.raises(ConfigError, match="no chat template; train it with `megalith sft`"):
         ChatSession(engine.model, ByteTokenizer())
+
+
+@pytest.mark.parametrize("stop", [(), ("♥♥",)])
+def test_a_streams_text_is_that_of_all_ids_wherever_its_pieces_end(stop):
+    """Characters of up to four bytes, over many windows of the decoder, in pieces of any size."""
+    tokenizer, rng = ByteTokenizer(), random.Random(0)
+    for _ in range(20):
+        text = "".join(rng.choice("aé♥🙂 ") for _ in range(60)) + "end"
+        ids, parts, at = tokenizer.encode(text), [], 0
+        choice = ChoiceText(tokenizer, stop, frozenset(), ends_with_eod=True)
+        while at < len(ids) and choice.reason is None:
+            size = rng.randrange(1, 6)
+            choice.add(ids[at : at + size], [0.0] * size, "length" if at + size >= len(ids) else None)
+            parts.append(choice.take())
+            at += size
+        expected = text if not stop else text.partition(stop[0])[0]
+        assert "".join(parts) == choice.text == expected
+
+
+def test_events_of_a_thread_reach_their_mailboxes_in_order_with_few_wake_ups():
+    async def main() -> tuple[list[list[int]], int]:
+        relay, loop, wakeups = EventRelay(), asyncio.get_running_loop(), []
+        mailboxes = [relay.mailbox() for _ in range(3)]
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *call: (wakeups.append(call), wake(*call))
+
+        def send() -> None:
+            for number in range(900):
+                mailboxes[number % 3].put((number, [], [], None))
+
+        thread = Thread(target=send)
+        thread.start()
+        thread.join()
+        found = []
+        for mailbox in mailboxes:
+            numbers: list[int] = []
+            while len(numbers) < 300:
+                numbers += [event[0] for event in await mailbox.take()]
+            found.append(numbers)
+        return found, len(wakeups)
+
+    found, wakeups = asyncio.run(main())
+    assert found == [list(range(first, 900, 3)) for first in range(3)] and wakeups == 1
