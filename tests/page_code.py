@@ -86,16 +86,9 @@ def small_model(folder: str, kind: str = "Llama", **sizes: int) -> None:
 
 OTHERS = """
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                                      num_attention_heads=2))
-data = [{"input_ids": list(range(16)), "labels": list(range(16))}] * 8
-arguments = TrainingArguments(output_dir="out", max_steps=2, report_to="none", use_cpu=True)
-"""
-LOADER = """
-import torch
-ids = torch.arange(16)
-loader = torch.utils.data.DataLoader([{"input_ids": ids, "labels": ids}] * 32, batch_size=4)
 """
 GRPO = """
 import megalith
@@ -148,9 +141,10 @@ PYTHON: dict[str, tuple[Block, ...]] = {
         ),
     ),
     "docs/accelerate.md": (
-        Block(LOADER, (("tp_degree=2, pp_degree=2", "tp_degree=1, pp_degree=1"), ("24, n_head=16", "2, n_head=2"),
+        Block("", (("tp_degree=2, pp_degree=2", "tp_degree=1, pp_degree=1"), ("24, n_head=16", "2, n_head=2"),
                        ("n_embd=1024", "n_embd=32"), ('mixed_precision="bf16", ', "")), is_quick=False),
-        Block(OTHERS, (("tp_degree=2, sequence_parallelism=True", "tp_degree=1"),), is_quick=False),
+        Block(OTHERS, (("tp_degree=2, sequence_parallelism=True", "tp_degree=1"),
+                       ("max_steps=100", 'max_steps=2, report_to="none", use_cpu=True')), is_quick=False),
     ),
     "docs/adding_a_family.md": (Block(), Block("from megalith.bridge.rows import qkv, same")),
     "docs/architecture.md": (SHOWN, SHOWN, SHOWN),
