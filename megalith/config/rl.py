@@ -74,6 +74,8 @@ class SftConfig(ChatConfig):
 
 REFERENCE_FREE = {"cpo", "simpo", "orpo", "sft"}
 """Values of dpo.loss_type that read no reference model."""
+OF_MARGINS = {"sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "exo_pair", "discopop"}
+"""Values of dpo.loss_type that read the difference of the answers' scores, which f_divergence_type defines."""
 SORTED = {"aot", "aot_unpaired"}
 """Values of dpo.loss_type that compare the pairs of a step by rank."""
 
@@ -115,6 +117,20 @@ class DpoConfig(ChatConfig, ReferenceSync):
 
     discopop_tau: Annotated[PositiveFloat, RequiresSetting("loss_type", "discopop"), Decides.UPDATES] = 0.05
     """Temperature of the mixture in discopop."""
+
+    f_divergence_type: Annotated[
+        Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"], Decides.UPDATES
+    ] = "reverse_kl"
+    """Divergence from the reference that sigmoid, hinge, ipo, robust, sigmoid_norm, exo_pair and discopop bound
+    (f-DPO)."""
+
+    f_alpha_divergence_coef: Annotated[
+        float, RequiresSetting("f_divergence_type", "alpha_divergence"), Decides.UPDATES
+    ] = 0.5
+    """Order of alpha_divergence. 1: the reverse KL."""
+
+    ld_alpha: Annotated[float | None, Field(ge=0, le=1), Decides.UPDATES] = None
+    """Weight of the tokens of an answer beyond the length of its pair's shorter answer (LD-DPO). Absent: 1."""
 
     @field_validator("loss_type")
     @classmethod

@@ -18,7 +18,9 @@ from megalith.config.load_extension import load_extension
 from megalith.config.rl import DpoConfig
 from megalith.rl.answer_batch import AnswerBatch
 from megalith.rl.preference_losses.answer_pairs import AnswerPairs
+from megalith.rl.preference_losses.divergences import divergence_scores
 from megalith.rl.preference_losses.ranked_losses import match_ranks
+from megalith.rl.preference_losses.shared_length import within_shorter
 from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
 
@@ -56,7 +58,7 @@ class PreferenceLoss(SummedLoss):
         return (present if weights is None else weights).sum().double()
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: PreferenceBatch) -> Tensor:
-        pairs, present = answer_pairs(batch, logprobs), batch.sequence_tokens[::2] > 0  # [pairs]
+        pairs, present = answer_pairs(batch, logprobs, self.dpo), batch.sequence_tokens[::2] > 0  # [pairs]
         if self.dpo.sorts_pairs and pairs.partners is None:
             partners = match_ranks(*rank_values(pairs)[:, present])
             pairs = replace(
@@ -75,23 +77,34 @@ class PreferenceLoss(SummedLoss):
         return losses.sum() if weights is None else (losses * weights).sum()
 
 
-def answer_pairs(batch: PreferenceBatch, logprobs: Tensor) -> AnswerPairs:
+def answer_pairs(batch: PreferenceBatch, logprobs: Tensor, dpo: DpoConfig | None = None) -> AnswerPairs:
     """Return the sums over the answers of a micro-batch's pairs.
 
     Args:
         batch: the micro-batch.
         logprobs: log-probabilities of the policy, float32 [batch, seq].
+        dpo: settings of the divergence and of the weights of long answers. None: the defaults.
     """
     sequences, reference = Sequences.from_batch(batch), batch.reference_logprobs
     logps = sequences.sums(logprobs)  # [sequences]
-    log_ratios = logps if reference is None else sequences.sums(logprobs - reference)
+    log_ratios = logps
+    if reference is not None:
+        gaps = logprobs - reference
+        if dpo is not None and dpo.ld_alpha is not None:
+            is_shared = within_shorter(sequences.mask, sequences.sequence_ids, sequences.tokens)
+            gaps = torch.where(is_shared, gaps, dpo.ld_alpha * gaps)
+        log_ratios = sequences.sums(gaps)
     counts, ratio = sequences.tokens.clamp(min=1), batch.pairs_per_token
     if ratio is None:
         pairs, tokens = chosen_counts(batch)
         ratio = pairs / tokens.clamp(min=1)
     by_answer = (x.unflatten(0, (-1, 2)).T for x in (logps, log_ratios, counts))  # [2, pairs] each
     partners = getattr(batch, "partners", None)  # a caller's own batch may have no such field
-    return AnswerPairs(*itertools.chain(*by_answer), ratio.to(logps), partners)
+    pairs = AnswerPairs(*itertools.chain(*by_answer), ratio.to(logps), partners)
+    if dpo is None or dpo.f_divergence_type == "reverse_kl":
+        return pairs
+    scores = tuple(divergence_scores(dpo, ratios) for ratios in (pairs.chosen_ratios, pairs.rejected_ratios))
+    return replace(pairs, scores=scores)
 
 
 def rank_values(pairs: AnswerPairs) -> Tensor:

@@ -176,6 +176,8 @@ READ_WITH = {
         ("kto.ref_model_sync_steps=9", "kto.sync_ref_model=true kto.enabled=true"),
     "rl.sync_ref_model true":
         ("rl.ref_model_mixup_alpha=0.9", "rl.sync_ref_model=true rl.rollouts=a"),
+    "dpo.f_divergence_type alpha_divergence":
+        ("dpo.f_alpha_divergence_coef=2", "dpo.f_divergence_type=alpha_divergence dpo.enabled=true"),
     "dpo.loss_type simpo":
         ("dpo.simpo_gamma=1", "dpo.loss_type=simpo dpo.enabled=true"),
     "dpo.loss_type cpo":
@@ -278,7 +280,7 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     if need.startswith("dpo.loss_type"):
         off = ["dpo.enabled=true", "dpo.loss_type=ipo"]
-    if need in ("dpo.sync_ref_model true", "kto.sync_ref_model true"):
+    if need in ("dpo.sync_ref_model true", "kto.sync_ref_model true", "dpo.f_divergence_type alpha_divergence"):
         off = [f"{need[:3]}.enabled=true"]
     if need.startswith("reward.loss_type"):
         off = ["reward.enabled=true", f"reward.loss_type={'mse' if 'bradley' in need else 'bradley_terry'}"]

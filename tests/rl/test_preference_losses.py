@@ -110,6 +110,104 @@ def test_loss_and_gradient_are_trls(name):
     assert torch.allclose(torch.cat(found, 1) / 4, torch.tensor(gradients, dtype=torch.float64), atol=2e-8)
 
 
+def random_batch() -> tuple[PreferenceBatch, Tensor, Tensor]:
+    """Three pairs in two packed rows, of which one row has two pairs; and log-probabilities of policy and reference."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [(5, 2), (3, 7), (4, 4)]  # chosen and rejected
+    mask, ids = torch.zeros(4, 14), torch.zeros(4, 14, dtype=torch.long)
+    for number, (row, begin) in enumerate(((0, 1), (0, 7), (2, 2))):
+        for side in (0, 1):
+            place = slice(begin, begin + lengths[number][side])
+            ids[row + side, begin - 1 : place.stop] = 2 * number + side
+            mask[row + side, place] = 1
+    tokens = torch.tensor([one for pair in lengths for one in pair]).float()
+    logps, reference = (-2 * torch.rand(4, 14, generator=generator, dtype=torch.float64) for _ in range(2))
+    fields = torch.zeros_like(ids)
+    return (
+        PreferenceBatch(fields, fields, mask, fields, None, ids[:, 0], ids, tokens, reference),
+        logps,
+        reference,
+    )
+
+
+def loss_of_trl(dpo: DpoConfig, batch: PreferenceBatch, logps: Tensor, reference: Tensor) -> Tensor:
+    """Transcribed from trl/trainer/dpo_trainer.py 1.16.0, _compute_loss, pair by pair."""
+    total = torch.zeros((), dtype=torch.float64)
+    for pair in range(3):
+        sides = [(batch.sequence_ids == 2 * pair + side) & (batch.loss_mask > 0) for side in (0, 1)]
+        shared, ratios = min(int(one.sum()) for one in sides), []
+        for one in sides:
+            sums = []
+            for values in (logps[one], reference[one]):
+                tail = 1.0 if dpo.ld_alpha is None else dpo.ld_alpha
+                sums.append(values[:shared].sum() + tail * values[shared:].sum())
+            ratios.append(sums[0] - sums[1])
+        if dpo.f_divergence_type == "forward_kl":
+            scores = [1 - torch.exp(-ratio) for ratio in ratios]
+        elif dpo.f_divergence_type == "js_divergence":
+            scores = [math.log(2) + torch.nn.functional.logsigmoid(ratio) for ratio in ratios]
+        elif dpo.f_divergence_type == "alpha_divergence" and abs(dpo.f_alpha_divergence_coef - 1.0) >= 1e-6:
+            coef = 1.0 / (dpo.f_alpha_divergence_coef - 1.0)
+            scores = [
+                (torch.exp((dpo.f_alpha_divergence_coef - 1.0) * ratio) - 1.0) * coef for ratio in ratios
+            ]
+        else:
+            scores = ratios
+        delta = scores[0] - scores[1]
+        if dpo.loss_type == "sigmoid":
+            total = total - torch.nn.functional.logsigmoid(dpo.beta * delta)
+        elif dpo.loss_type == "hinge":
+            total = total + torch.relu(1 - dpo.beta * delta)
+        elif dpo.loss_type == "ipo":
+            means = [score / one.sum() for score, one in zip(scores, sides)]
+            total = total + (means[0] - means[1] - 1 / (2 * dpo.beta)) ** 2
+        elif dpo.loss_type == "bco_pair":
+            total = total - torch.nn.functional.logsigmoid(dpo.beta * ratios[0])
+            total = total - torch.nn.functional.logsigmoid(-dpo.beta * ratios[1])
+    return total
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"f_divergence_type": kind, "loss_type": loss}
+          for kind in ("forward_kl", "js_divergence", "alpha_divergence") for loss in ("sigmoid", "hinge", "ipo")),
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.0},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 2.0},
+        {"ld_alpha": 0.3}, {"ld_alpha": 0.0, "loss_type": "ipo"}, {"ld_alpha": 0.5, "loss_type": "bco_pair"},
+        {"ld_alpha": 0.4, "f_divergence_type": "js_divergence"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_divergences_and_weights_of_long_answers_are_trls(settings):
+    dpo = DpoConfig(beta=0.3, **settings)
+    batch, logps, reference = random_batch()
+    ours, theirs = logps.clone().requires_grad_(), logps.clone().requires_grad_()
+    loss, expected = PreferenceLoss(dpo)(ours, None, batch), loss_of_trl(dpo, batch, theirs, reference)
+    plain = PreferenceLoss(DpoConfig(beta=0.3, loss_type=dpo.loss_type))(logps, None, batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    assert dpo.f_alpha_divergence_coef == 1.0 or loss.item() != pytest.approx(plain.item(), rel=1e-4)
+    gradients = [torch.autograd.grad(loss, ours)[0], torch.autograd.grad(expected, theirs)[0]]
+    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_divergences_and_weights_are_refused_with_losses_that_do_not_read_them():
+    for settings, message in (
+        (
+            {"f_divergence_type": "forward_kl", "loss_type": ["sigmoid", "apo_zero"]},
+            "apo_zero reads log ratios",
+        ),
+        (
+            {"ld_alpha": 0.5, "loss_type": "simpo"},
+            "dpo.loss_type simpo does not read a pair's own log ratios",
+        ),
+        ({"ld_alpha": 0.5, "loss_type": "aot"}, "dpo.loss_type aot does not read"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_preference_losses(DpoConfig(**settings))
+    check_preference_losses(DpoConfig(f_divergence_type="forward_kl", loss_type=["sigmoid", "a.py:f", "sft"]))
+
+
 def test_smoothed_labels_weigh_both_orders_of_a_pair():
     """Conservative DPO (Mitchell 2023): −(1 − ε) log σ(β·h) − ε log σ(−β·h)."""
     batch, logprobs = batch_of(slice(4))

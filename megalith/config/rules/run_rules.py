@@ -13,7 +13,7 @@ from megalith.config.data import SPECIAL_COUNT, DataConfig
 from megalith.config.lora import EXPERTS, QKV, WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
-from megalith.config.rl import DpoConfig, RlConfig
+from megalith.config.rl import OF_MARGINS, REFERENCE_FREE, SORTED, DpoConfig, RlConfig
 from megalith.config.rules.addresses import check_address
 from megalith.config.rules.batch_invariant_rules import check_batch_invariant
 from megalith.config.rules.data_rules import check_data
@@ -285,6 +285,18 @@ def check_preference_losses(dpo: DpoConfig) -> None:
     if dpo.loss_weights is not None and len(dpo.loss_weights) != len(names):
         raise ConfigError(
             f"dpo.loss_weights has {len(dpo.loss_weights)} weights for {len(names)} losses; give one for each"
+        )
+    if dpo.f_divergence_type != "reverse_kl" and (
+        others := {name for name in names if ":" not in name} - OF_MARGINS - {"sft"}
+    ):
+        raise ConfigError(
+            f"dpo.f_divergence_type is {dpo.f_divergence_type}, but dpo.loss_type {min(others)} reads log ratios; use "
+            f"{', '.join(sorted(OF_MARGINS))} or sft, or leave it out"
+        )
+    if dpo.ld_alpha is not None and (others := set(names) & (REFERENCE_FREE | SORTED) - {"sft"}):
+        raise ConfigError(
+            f"dpo.ld_alpha is {dpo.ld_alpha}, but dpo.loss_type {min(others)} does not read a pair's own log ratios to "
+            "a reference; leave it out"
         )
     if "exo_pair" in names and not dpo.label_smoothing:
         raise ConfigError(

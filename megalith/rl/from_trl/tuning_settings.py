@@ -151,6 +151,8 @@ def _unread(method: str, arguments: Arguments) -> dict[str, str]:
         reasons["num_train_epochs"] = "max_steps is set"
     if not values.get("sync_ref_model"):
         reasons |= dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), "sync_ref_model is off")
+    if values.get("f_divergence_type") != "alpha_divergence":
+        reasons["f_alpha_divergence_coef"] = "f_divergence_type is not alpha_divergence"
     if "discopop" not in (values.get("loss_type") or ()):
         reasons["discopop_tau"] = "loss_type has no discopop"
     if method == "gkd":

@@ -26,16 +26,20 @@ class AnswerPairs:
     """Values of other pairs of the step, without gradient, [3, pairs]: the reference's margin, the rejected and the
     chosen log ratio whose rank is that of this pair's margin, chosen and rejected log ratio. None unless
     dpo.sorts_pairs."""
+    scores: tuple[Tensor, Tensor] | None = None
+    """Scores of the chosen and rejected log ratios (divergences.py). None: the log ratios."""
 
     @property
     def margin(self) -> Tensor:
-        """h: the difference of the log ratios."""
-        return self.chosen_ratios - self.rejected_ratios
+        """h: the difference of the scores of the log ratios."""
+        chosen, rejected = self.scores or (self.chosen_ratios, self.rejected_ratios)
+        return chosen - rejected
 
     @property
     def mean_margin(self) -> Tensor:
-        """The difference of the log ratios' means over tokens."""
-        return self.chosen_ratios / self.chosen_tokens - self.rejected_ratios / self.rejected_tokens
+        """The difference of the scores, each divided by its answer's tokens."""
+        chosen, rejected = self.scores or (self.chosen_ratios, self.rejected_ratios)
+        return chosen / self.chosen_tokens - rejected / self.rejected_tokens
 
     @property
     def nll(self) -> Tensor:
