@@ -68,6 +68,9 @@ class SftConfig(ChatConfig):
     completion_only_loss: bool = True
     """Compute the loss on the completion only. Off: on the prompt too."""
 
+    loss_type: Annotated[Literal["nll", "dft"], Decides.UPDATES] = "nll"
+    """nll: cross-entropy. dft: each token's cross-entropy times its probability (dynamic fine-tuning)."""
+
     packing: bool = True
     """Pack several whole samples into a row, with separate attention. Off: one padded sample per row."""
 

@@ -26,6 +26,7 @@ from megalith.optim.schedule import build_schedule
 from megalith.parallel.data.layer_norms import LayerNorms
 from megalith.parallel.fp8_counts import counters, gather_counts
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.model_spec import LOSSES
 from megalith.parallel.pipeline.schedules import fitting_micro_batches
 from megalith.parallel.pipeline.stages import schedule_kind
 from megalith.parallel.shards import LocalShard
@@ -35,6 +36,7 @@ from megalith.report.console import LM_LOSS
 from megalith.report.report import PendingStep
 from megalith.training.build import build_model, vocabulary_rows
 from megalith.training.custom_loop import Optimizer
+from megalith.training.dynamic_fine_tuning import DynamicFineTuning
 from megalith.training.gradient_noise import read_noise
 from megalith.training.replica_check import ReplicaCheck
 from megalith.training.run_datasets import Data
@@ -75,6 +77,8 @@ class Task:
             raise ConfigError(
                 "distill.teacher and distill.logits_dir require `megalith distill`; use that, or omit them to pre-train"
             )
+        if run.config.sft.enabled and run.config.sft.loss_type == "dft":
+            self.loss = DynamicFineTuning(LOSSES["gpt", run.config.train.calculate_per_token_loss]())
         is_first = run.mesh.world.rank == 0
         return Data(
             run.config,

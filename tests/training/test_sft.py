@@ -126,6 +126,33 @@ def test_packed_equals_padded_and_the_loss_of_transformers(tree: dict):
     assert ours == pytest.approx(norm, rel=1e-5)
 
 
+def test_dynamic_fine_tuning_is_trls_in_every_layout(pool, tree: dict):
+    """Of trl/trainer/sft_trainer.py 1.16.0, compute_loss: −log_probs · exp(log_probs).detach() over the tokens."""
+    dft = {"sft": {"loss_type": "dft"}}
+    padded = {"sft": {"packing": False, "loss_type": "dft"}, "train": {"global_batch_size": 24}}
+    _, loss, gradients = whole_step(config_of(tree, **padded))
+    theirs, total, count = random_reference(CASES["llama"][0]()), 0.0, 0
+    for record in samples(24):
+        ids = torch.tensor([record["input_ids"]])
+        logprobs = theirs(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        taken = logprobs.gather(1, ids[0, 1:, None])[:, 0]
+        learned = torch.tensor(record["completion_mask"][1:])
+        total = total + (-taken * taken.exp().detach() * learned).sum()
+        count += int(learned.sum())
+    (total / count).backward()
+    assert loss == pytest.approx(total.item() / count, rel=1e-5)
+    norm = sum(p.grad.double().square().sum() for p in theirs.parameters()).sqrt().item()
+    ours = sum(g.double().square().sum() for g in gradients.values()).sqrt().item()
+    assert ours == pytest.approx(norm, rel=1e-5)
+    interleaved = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|L"}
+    layouts = {name: LAYOUTS[name].parallel for name in ("cp2", "tp2-sp", "dp2-zero2")} | {"pp2": interleaved}
+    cases = {name: (config_of(tree, parallel=parallel, **dft),) for name, parallel in layouts.items()}
+    one = run_job(config_of(tree, **dft))
+    for name, ranks in pool.run_cases(run_job, cases, size=2).items():
+        errors = compare(ranks, one)
+        assert errors.within(), (name, errors)
+
+
 def test_an_evaluation_takes_each_row_once(tree: dict, alone: Outcome):
     run = start(config_of(tree))
     assert run.config.train.eval_iters == 1 and len(run.data.valid) == 8 > run.data.valid.num_rows

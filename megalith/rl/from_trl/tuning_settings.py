@@ -115,10 +115,11 @@ def _length(section: str, values: dict[str, Any], arguments: Arguments, epoch: i
 
 def _objective(section: str, values: dict[str, Any]) -> Settings:
     if section == "sft":
-        if values.get("loss_type", "nll") != "nll":
-            reject("loss_type", values["loss_type"], "choose nll")
+        if values.get("loss_type", "nll") not in ("nll", "dft", "chunked_nll"):
+            reject("loss_type", values["loss_type"], "choose nll or dft")
         if values.get("packing_strategy", "bfd") == "wrapped":
             reject("packing_strategy", "wrapped", "it splits samples; choose bfd")
+        return {"sft.loss_type": "dft"} if values.get("loss_type") == "dft" else {}
     smoothing, losses = values.get("label_smoothing"), values.get("loss_type", "sigmoid")
     if section == "dpo" and smoothing and losses in ("sigmoid", ["sigmoid"]):
         reason = "TRL ignores it with loss_type sigmoid; omit it, or pass settings={'dpo.label_smoothing': …} for cDPO"
