@@ -133,6 +133,14 @@ AS_FILES = Block(not_run="page_trials.py runs the page's three blocks as two fil
 SHOWN = Block(
     not_run="tests/parallel/test_seams_in_use.py compares it with examples/seams, which the suite runs"
 )
+UPDATED_ENGINE = """
+from megalith.generation.sync import engine_for
+from megalith.training.loading import load
+
+small_run("runs/live")
+model, prompts = load("runs/live"), [[1, 2, 3]]
+engine = engine_for(model, max_rows=2, max_tokens=32)
+"""
 PYTHON: dict[str, tuple[Block, ...]] = {
     "docs/agents.md": (Block(), Block(), Block(), Block(not_run="tests/rl/test_trajectories.py trains with them")),
     "README.md": (
@@ -170,6 +178,7 @@ PYTHON: dict[str, tuple[Block, ...]] = {
         Block(not_run="tests/serve/test_serve.py holds such a conversation"),
         Block('small_run("runs/quickstart", model={"vocab_size": None, "max_position_embeddings": 256},'
               ' data={"tokenizer_type": "ByteTokenizer"})', (("max_new_tokens=100", "max_new_tokens=4"),)),
+        Block(UPDATED_ENGINE),
     ),
     "docs/models.md": (Block(ENCODER), Block(ENCODER_DECODER), Block()),
     "docs/own_data.md": (Block(), Block(), Block(), Block()),  # tests/data/test_own_dataset.py trains on them

@@ -357,7 +357,6 @@ class Engine:
             for sequence, ids in batch.step():
                 for token in ids if on_token is not None else ():
                     on_token(sequence.prompt_index, sequence.generation, token)
-        version = (self.version,)
         return [
             Completion(
                 s.prompt_index,
@@ -365,7 +364,7 @@ class Engine:
                 s.ids,
                 s.logprobs,
                 not s.stopped,
-                version,
+                s.versions if len(set(s.versions)) > 1 else s.versions[:1],
                 s.all_routes,
                 s.ends_with_stop_id,
             )

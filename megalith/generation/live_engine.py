@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import Any
+from typing import Any, get_args
 
 from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import ConfigError
@@ -22,7 +22,7 @@ from megalith.generation.engine import Engine
 from megalith.generation.grammar import GrammarCompiler
 from megalith.generation.logits_processing import OFF, LogitsProcessing
 from megalith.generation.requests import RowSequence, Sampling, check_prompt, noise_keys
-from megalith.generation.running_batch import RunningBatch
+from megalith.generation.running_batch import KvCache, RunningBatch
 
 HEARTBEAT = 20.0  # seconds after which idle ranks exchange a message, so that no collective times out
 
@@ -68,6 +68,7 @@ class _Inbox:
 
     added: list[tuple[int, int, LiveRequest, OnTokens]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    weights: list[Any] | None = None  # version, and KvCache
 
 
 class LiveEngine:
@@ -80,6 +81,7 @@ class LiveEngine:
         vocab_size: int | None = None,
         group: Axis = Axis(),  # noqa: B008 (immutable)
         grammars: GrammarCompiler | None = None,
+        load_weights: Callable[[int], None] | None = None,
     ):
         """Prepare to run.
 
@@ -89,7 +91,12 @@ class LiveEngine:
             vocab_size: sample only smaller ids. Default: all.
             group: the ranks that run together, one or more replicas of the engine's tensor-parallel axis.
             grammars: compiles the requests' grammars. Default: requests have none.
+            load_weights: loads this rank's weights of a version into the engine, for `update_weights`. Every rank calls
+                it between the same two windows.
         """
+        self._load_weights = load_weights
+        self.sampled_version = engine.version
+        """Version of the weights that sampled the ids of the callback that is being called."""
         self.grammars = grammars
         self.engine = engine
         self._stop, self._group = frozenset(stop), group
@@ -136,6 +143,26 @@ class LiveEngine:
             self._inbox.cancelled.append(number)
             self._changed.notify()
 
+    def update_weights(self, version: int, kv_cache: KvCache = "recompute") -> None:
+        """Load the weights of a version before the next window; see RunningBatch.update_weights. Any thread may call
+        it.
+
+        Open requests continue with the new weights. An update that has not been loaded yet is replaced.
+
+        Raises:
+            ConfigError: the engine has no `load_weights`, or `kv_cache` is neither keep nor recompute.
+        """
+        if self._load_weights is None:
+            raise ConfigError(
+                "the engine cannot load other weights; pass load_weights to LiveEngine, a function that loads those "
+                "of a version"
+            )
+        if kv_cache not in get_args(KvCache):
+            raise ConfigError(f"kv_cache is {kv_cache}; choose {' or '.join(get_args(KvCache))}")
+        with self._changed:
+            self._inbox.weights = [version, kv_cache]
+            self._changed.notify()
+
     def close(self) -> None:
         """Let `run` return after the current window. Open requests end with the reason "closed"."""
         with self._changed:
@@ -168,7 +195,7 @@ class LiveEngine:
         """Return what has changed since the last window; waits if no request is open."""
         with self._changed:
             is_idle = not self._tickets and not batch.is_busy and not self._inbox.added
-            if is_idle and not self._inbox.cancelled and not self._is_over:
+            if is_idle and not self._inbox.cancelled and not self._inbox.weights and not self._is_over:
                 self._changed.wait(HEARTBEAT)
             inbox, self._inbox = self._inbox, _Inbox()
             cancelled = set(inbox.cancelled)
@@ -177,7 +204,8 @@ class LiveEngine:
             ]  # fmt: skip
         for number in cancelled:
             self._tickets.pop(number, None)
-        return {"added": added, "cancelled": sorted(cancelled), "is_over": False}
+        commands = {"added": added, "cancelled": sorted(cancelled), "is_over": False}
+        return commands if inbox.weights is None else commands | {"weights": inbox.weights}
 
     def _assigned(self, number: int, prompt: int, request: LiveRequest, on_tokens: OnTokens) -> list[Any]:
         """Assign a request to the replica with the fewest open ones, and return its JSON values."""
@@ -213,6 +241,8 @@ class LiveEngine:
         for number in commands["cancelled"]:
             if (sequence := self._sequences.pop(number, None)) is not None:
                 batch.cancel(sequence)
+        if "weights" in commands:
+            self._update(batch, *commands["weights"])
         for replica, number, prompt_index, ids, limit, settings, noise, ignores_stop, values in commands[
             "added"
         ]:
@@ -226,20 +256,29 @@ class LiveEngine:
                     sequence.masks = sequence.processing.masks()
                 self._sequences[number] = sequence
                 batch.add([sequence])
-        self._deliver(self._step(batch))
+        self._deliver(self._events(batch.step()))
         return False
 
-    def _step(self, batch: RunningBatch) -> list[list[Any]]:
-        """Run a window and return the new tokens of all replicas, on the first rank."""
+    def _update(self, batch: RunningBatch, version: int, kv_cache: KvCache) -> None:
+        """Load weights, and deliver the tokens that the earlier ones have sampled."""
+
+        def load() -> None:
+            self._load_weights(version)
+            self.engine.version = version
+
+        self._deliver(self._events(batch.update_weights(load, kv_cache)))
+
+    def _events(self, added: list[tuple[RowSequence, list[int]]]) -> list[list[Any]]:
+        """Return the new tokens of all replicas, on the first rank."""
         events = []
-        for sequence, ids in batch.step():
+        for sequence, ids in added:
             reason = None
             if sequence.ended:
                 reason = "stop" if sequence.stopped else "length"
                 self._sequences.pop(sequence.number, None)
-            events.append(
-                [sequence.number, ids, sequence.logprobs[len(sequence.logprobs) - len(ids) :], reason]
-            )
+            begin = len(sequence.ids) - len(ids)
+            version = sequence.versions[-1] if ids else self.engine.version
+            events.append([sequence.number, ids, sequence.logprobs[begin:], reason, version])
         if self._replicas == 1:
             return events
         mine = events if self.engine.tp.rank == 0 else []
@@ -247,9 +286,10 @@ class LiveEngine:
 
     def _deliver(self, events: list[list[Any]]) -> None:
         """Call the callbacks. Other ranks have none."""
-        for number, ids, logprobs, reason in events:
+        for number, ids, logprobs, reason, version in events:
             ticket = self._tickets.get(number)
             if ticket is not None:
+                self.sampled_version = version
                 if reason is not None:
                     del self._tickets[number]
                 ticket.on_tokens(ids, logprobs, reason)

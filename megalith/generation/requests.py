@@ -101,6 +101,7 @@ class RowSequence:
     launched: int = 0  # length after the steps launched so far, without accepted drafts
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each id
     routes: list[np.ndarray] = field(default_factory=list)  # pieces of `all_routes`
     noise: int = 0  # key of its random numbers, from `noise_keys`
     sampling: tuple[float, float, float, float] | None = (

@@ -11,9 +11,9 @@ While a sequence has masks (logits_processing.py), a window is one step, and the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from megalith.generation.requests import RowSequence, Sampling
 
 if TYPE_CHECKING:
     from megalith.generation.engine import Engine
+
+KvCache = Literal["keep", "recompute"]
+"""Treatment of keys and values in progress when the weights change."""
 
 
 @dataclass
@@ -34,6 +37,7 @@ class _Window:
     logprobs: Tensor  # float32 [tokens, rows]
     routes: Tensor | None  # int16 [tokens, rows, layers with experts, topk], of the tokens before the samples
     copied: torch.cuda.Event | None
+    version: int  # of the weights that sampled
 
 
 class RunningBatch:
@@ -82,13 +86,34 @@ class RunningBatch:
 
     def _masked_step(self) -> list[tuple[RowSequence, list[int]]]:
         """Read all earlier windows, run one step with the masks that follow from them, and return the new tokens."""
-        added = [each for _ in range(len(self._pending)) for each in self._read(self._pending.popleft())]
+        added = self._read_all()
         if any(self._owners):
             added += self._read(self._launch(steps=1))
-        merged: dict[int, tuple[RowSequence, list[int]]] = {}
-        for sequence, ids in added:
-            merged.setdefault(id(sequence), (sequence, []))[1].extend(ids)
-        return list(merged.values())
+        return _merged(added)
+
+    def _read_all(self) -> list[tuple[RowSequence, list[int]]]:
+        return [each for _ in range(len(self._pending)) for each in self._read(self._pending.popleft())]
+
+    @torch.no_grad()
+    def update_weights(
+        self, load: Callable[[], None], kv_cache: KvCache
+    ) -> list[tuple[RowSequence, list[int]]]:
+        """Load other weights between two steps; the sequences in progress continue with them.
+
+        Args:
+            load: loads the weights and sets the engine's version.
+            kv_cache: recompute: compute the keys and values of all tokens again. keep: later tokens attend to those of
+                the earlier weights, which costs nothing.
+
+        Returns:
+            The new tokens of earlier windows, as `step` does.
+        """
+        added = self._read_all()
+        load()
+        begun = [(row, owner) for row, owner in enumerate(self._owners) if owner is not None]
+        if begun and kv_cache == "recompute":
+            self._engine.fill_rows(begun)
+        return _merged(added)
 
     def _fill(self) -> None:
         """Assign waiting sequences to idle rows.
@@ -129,7 +154,8 @@ class RunningBatch:
         if used.masks:
             engine.set_masks(token_masks(owners, engine.vocabulary_entries))
         steps = engine.window if steps is None else steps
-        window = _Window(owners[:rows], *engine.run_window(sampling, rows, longest, steps, used))
+        launched = engine.run_window(sampling, rows, longest, steps, used)
+        window = _Window(owners[:rows], *launched, engine.version)
         for row, sequence in enumerate(owners):
             if sequence is not None:
                 sequence.launched += steps  # at least one token per step
@@ -151,6 +177,7 @@ class RunningBatch:
                 continue
             new, its_logprobs = ([values[row][at] for at in indices] for values in (ids, logprobs))
             count = sequence.append(new, its_logprobs)
+            sequence.versions += [window.version] * count
             if window.routes is not None:
                 sequence.routes.append(window.routes[indices[:count], row].numpy())
             added.append((sequence, new[:count]))
@@ -162,3 +189,11 @@ class RunningBatch:
                 if not sequence.ended:
                     self._waiting.appendleft(sequence)
         return added
+
+
+def _merged(added: list[tuple[RowSequence, list[int]]]) -> list[tuple[RowSequence, list[int]]]:
+    """Join the tokens of each sequence."""
+    merged: dict[int, tuple[RowSequence, list[int]]] = {}
+    for sequence, ids in added:
+        merged.setdefault(id(sequence), (sequence, []))[1].extend(ids)
+    return list(merged.values())

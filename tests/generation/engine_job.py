@@ -195,3 +195,36 @@ def changes_travel(model: dict, parallel: dict, dtype: torch.dtype) -> list:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16 if x.itemsize == 2 else torch.int32) if x.is_floating_point() else x
+
+
+def updated_over_ranks(config: ModelConfig, weights: list[dict], requests: list, tp: int) -> list | None:
+    """The first rank's ids and versions of requests to replicas of `tp` ranks, updated after the first six tokens."""
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=tp), size, "cpu")
+    engine = Engine(config, "cpu", torch.float32, max_rows=2, max_tokens=128, tp=mesh.tp)
+    engine.load(weights[0].items(), version=1)
+    load = lambda version: engine.load(weights[version - 1].items())  # noqa: E731
+    live = LiveEngine(engine, group=mesh.world, load_weights=load)
+    if torch.distributed.get_rank():
+        live.follow()
+        assert engine.version == 2
+        return None
+    results, still_open = [([], []) for _ in requests], set(range(len(requests)))
+
+    def callback(number: int):
+        def on_tokens(ids, logprobs, reason):
+            results[number][0].extend(ids)
+            results[number][1].extend([live.sampled_version] * len(ids))
+            if number == 0 and len(results[0][0]) == 6:
+                live.update_weights(2, "keep")
+            if reason is not None:
+                still_open.remove(number)
+            if not still_open:
+                live.close()
+
+        return on_tokens
+
+    for number, request in enumerate(requests):
+        live.submit([request], [callback(number)])
+    live.run()
+    return results
