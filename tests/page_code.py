@@ -137,7 +137,7 @@ UPDATED_ENGINE = """
 from megalith.generation.sync import engine_for
 from megalith.training.loading import load
 
-small_run("runs/live")
+small_run("runs/live", model={"max_position_embeddings": 64})
 model, prompts = load("runs/live"), [[1, 2, 3]]
 engine = engine_for(model, max_rows=2, max_tokens=32)
 """
