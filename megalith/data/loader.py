@@ -217,6 +217,8 @@ class _MicroBatchMaker:
         row = self.dataset.packed_row(group.sequences, group.length)
         batch = self.collate(row[None], np.array([positions.start], dtype=np.int64))
         batch.cp_size = group.degree
+        if batch.all_padding is not None:  # a row may be longer than a sample, and so than learned positions
+            batch.position_ids.masked_fill_(batch.all_padding, 0)
         return batch.pin_memory() if self.pin_memory else batch
 
     def _check_tokens(self, samples: np.ndarray, indices: list[int]) -> None:

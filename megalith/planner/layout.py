@@ -338,7 +338,7 @@ def with_static_dispatch(
     on, off = (config.with_settings({"parallel.moe_static_dispatch": value}) for value in (True, False))
     met = ranks_of_a_token(model, size)
     sends_more = parallel.moe_token_dispatcher_type == "alltoall" and size > MAX_COPIES * met
-    if not machine.memory or not is_static(model, on.parallel):
+    if not machine.memory or not is_static(model, on.parallel) or parallel.dynamic_context_parallel:
         return off, []
     setting, why = "parallel.moe_static_dispatch", f"{met:.1f} of {size} ranks have experts of a token"
     if not has_grouped_kernel(model, parallel, config.train.precision):

@@ -280,7 +280,11 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     if need.startswith("dpo.loss_type"):
         off = ["dpo.enabled=true", "dpo.loss_type=ipo"]
-    if need in ("dpo.sync_ref_model true", "kto.sync_ref_model true", "dpo.f_divergence_type alpha_divergence"):
+    if need in (
+        "dpo.sync_ref_model true",
+        "kto.sync_ref_model true",
+        "dpo.f_divergence_type alpha_divergence",
+    ):
         off = [f"{need[:3]}.enabled=true"]
     if need.startswith("reward.loss_type"):
         off = ["reward.enabled=true", f"reward.loss_type={'mse' if 'bradley' in need else 'bradley_terry'}"]

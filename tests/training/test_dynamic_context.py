@@ -20,6 +20,12 @@ from megalith.training.build import prepare
 from megalith.training.run_datasets import Data
 
 SEQ, VOCAB = 64, 151
+EXPERTS = dict(
+    init_from=None, num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=VOCAB,
+    max_position_embeddings=SEQ, position_embedding_type="rope", normalization="RMSNorm", swiglu=True,
+    add_bias_linear=False, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16,
+    moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+)  # fmt: skip
 DYNAMIC = {"dynamic_context_parallel": True}
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 LAYOUTS = {
@@ -87,6 +93,7 @@ def test_adapters_and_padded_rows_equal_one_process(pool, tree: dict):
     changes = {
         "adapters": dict(lora={"rank": 2}),
         "one sample per row": dict(sft={"packing": False}),
+        "dynamic fine-tuning": dict(sft={"loss_type": "dft"}),
         "prefetching threads": dict(data={"num_workers": 2}),
         "a batch size that changes": dict(train={"step_batch_size_schedule": [[0, 4], [4, 8]]}),
     }
@@ -94,6 +101,37 @@ def test_adapters_and_padded_rows_equal_one_process(pool, tree: dict):
     cases = {name: (config_of(tree, parallel=layout, **more),) for name, more in changes.items()}
     for name, ranks in pool.run_cases(run_job, cases, size=4).items():
         errors = compare(ranks, run_job(config_of(tree, **changes[name])))
+        assert errors.within(), (name, errors)
+
+
+def test_learned_positions_and_mtp_equal_one_process(pool, tree: dict):
+    """Padding after the longest sample has no position, and MTP's targets are those of the sample's own group."""
+    dense = {name: value for name, value in EXPERTS.items() if not name.startswith(("moe", "num_experts"))}
+    models = {
+        "learned positions": dense | {"position_embedding_type": "learned_absolute"},
+        "mtp": dense | {"mtp_num_layers": 1},
+    }
+    layout = DYNAMIC | LAYOUTS["dp4"]
+    cases = {name: (config_of(tree, model=model, parallel=layout),) for name, model in models.items()}
+    for name, ranks in pool.run_cases(run_job, cases, size=4).items():
+        errors = compare(ranks, run_job(config_of(tree, model=models[name])))
+        assert errors.within(), (name, errors)
+
+
+def test_experts_equal_one_process(pool, tree: dict):
+    """Experts distributed over ranks whose groups differ, and all experts on each rank."""
+    layouts = {
+        "dp2 cp2 ep4": LAYOUTS["dp2 cp2"] | {"expert_model_parallel_size": 4},
+        "dp4 ep2 zero3": LAYOUTS["dp4 zero3"] | {"expert_model_parallel_size": 2},
+        "dp2 tp2 sp ep2": LAYOUTS["dp2 tp2 sp"] | {"expert_model_parallel_size": 2},
+        "cp4": LAYOUTS["cp4"],
+    }
+    cases = {
+        name: (config_of(tree, model=EXPERTS, parallel=DYNAMIC | layout),) for name, layout in layouts.items()
+    }
+    alone = run_job(config_of(tree, model=EXPERTS))
+    for name, ranks in pool.run_cases(run_job, cases, size=4).items():
+        errors = compare(ranks, alone)
         assert errors.within(), (name, errors)
 
 
@@ -204,6 +242,7 @@ def test_a_run_resumes_bitwise_and_in_a_static_layout(pool, tree: dict, tmp_path
         ({"model": {"hidden_dropout": 0.1}}, "model.hidden_dropout is 0.1 and .* keyed by the position in the row"),
         ({"train": {"calculate_per_token_loss": False}}, "calculate_per_token_loss is False and"),
         ({"train": {"fp8_format": "hybrid"}}, "train.fp8_format is hybrid and"),
+        ({"model": EXPERTS | {"moe_aux_loss_coeff": 0.01}}, "model.moe_aux_loss_coeff is 0.01 and"),
         ({"data": {"balance_batches": True}}, "data.balance_batches is True and .* balanced already"),
         ({"parallel": {"max_seqlen_per_dp_cp_rank": 15}}, "does not fit on 4 .* set it to at least 16"),
         ({"parallel": {"min_dynamic_context_parallel_size": 3}}, r"choose among \[1, 2, 4\]"),

@@ -59,9 +59,8 @@ def check_dynamic_context(config: RunConfig, ranks: int) -> None:
         )
 
 
-_OTHER_TOKENS = (
-    "experts are balanced over the tokens of a micro-batch, which then differ from the static layout's"
-)
+_OTHER_TOKENS = "it depends on the tokens of a micro-batch, which differ from the static layout's"
+_UNEVEN = "ranks have different numbers of tokens in a pass"
 _STATIC = "it is implemented for sequences that all have the same context parallel size"
 _DROPOUT = "dropout is keyed by the position in the row, which changes"
 
@@ -72,7 +71,7 @@ def _of_model(model: ModelConfig) -> Iterator[Setting]:
     if model.score_head:
         yield "model.score_head", True, "it supports language models"
     if model.num_experts is not None:
-        yield "model.num_experts", model.num_experts, _OTHER_TOKENS
+        yield from _of_experts(model)
     if model.multi_latent_attention:
         yield "model.multi_latent_attention", True, _STATIC
     if mixers := model.recurrent_mixers:
@@ -88,14 +87,30 @@ def _of_model(model: ModelConfig) -> Iterator[Setting]:
         )
 
 
+def _of_experts(model: ModelConfig) -> Iterator[Setting]:
+    balances = {
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none",
+        "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type == "sinkhorn",
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor is not None,
+    }
+    for name in (name for name, is_set in balances.items() if is_set):
+        yield f"model.{name}", getattr(model, name), _OTHER_TOKENS
+
+
 def _of_run(config: RunConfig) -> Iterator[Setting]:
     parallel, train = config.parallel, config.train
     if not config.sft.enabled or config.distill.teacher_or_logits is not None:
         enabled = "distill.teacher" if config.distill.teacher_or_logits is not None else "sft.enabled"
         yield enabled, enabled != "sft.enabled", "it schedules the samples of `megalith sft`"
-    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+    for name in ("pipeline_model_parallel_size", "expert_tensor_parallel_size"):
         if getattr(parallel, name) > 1:
             yield f"parallel.{name}", getattr(parallel, name), _STATIC
+    if parallel.expert_model_parallel_size > 1:
+        if parallel.moe_token_dispatcher_type != "alltoall":
+            yield "parallel.moe_token_dispatcher_type", parallel.moe_token_dispatcher_type, _UNEVEN
+        if parallel.moe_static_dispatch is True:
+            yield "parallel.moe_static_dispatch", True, _UNEVEN
     if parallel.cp_comm_type == "a2a+p2p":
         yield "parallel.cp_comm_type", "a2a+p2p", "groups of each size exchange keys and values on one level"
     if parallel.overlaps:

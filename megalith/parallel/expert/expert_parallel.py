@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.comm.collectives import (
+    Axis,
     all_gather,
     all_gather_no_grad,
     all_gather_replicated,
@@ -94,6 +95,8 @@ def apply_expert(
     """
     sequence_parallel = tensor is not None and tensor.sequence_parallel
     token_axis = mesh.cp_tp if sequence_parallel else mesh.cp
+    if mesh.context_groups:  # no balancing loss, whose micro-batch context-parallel ranks would share
+        token_axis = mesh.tp if sequence_parallel else Axis()
     for layer in layers_of(model).values():
         if not layer.has_experts:
             continue
