@@ -250,3 +250,52 @@ def refused_after(count: int, complete):
         return complete(body, query)
 
     return answer
+
+
+AHEAD = 2
+
+
+def run_ahead(folder: Path, output: Path, kind: str, load: Path | None = None) -> list[dict]:
+    """Return the metrics of a run whose batches are sampled ahead by a server of its own."""
+    config = configuration(folder, kind, "unused", train_iters=5)
+    model = prepare(config, 1)[0].model
+    with served("vllm 0.29", family_for(model).write_config(model)) as server:
+        rl = dict(engine="vllm", engine_url=server.url, weight_sync_method="gloo", max_staleness=AHEAD)
+        more = {f"rl.{name}": value for name, value in rl.items()} | {"checkpoint.save_interval": 1}
+        more |= {"train.output_dir": str(output)} | ({"checkpoint.load": str(load)} if load else {})
+        more |= {"rl.tool_workers": 2} if kind == "tools" else {"rl.agent_workers": 3}
+        train_grpo(config.with_settings(more))
+    return metrics(output)
+
+
+@pytest.fixture(scope="module", params=["tools", "agent"])
+def ahead(request, folder, tmp_path_factory) -> tuple[str, Path, list[dict]]:
+    output = tmp_path_factory.mktemp(f"ahead-{request.param}")
+    return request.param, output, run_ahead(folder, output, request.param)
+
+
+def test_batches_ahead_have_whole_completions_of_the_versions_that_the_settings_give(ahead):
+    _, output, steps = ahead
+    for batch, path in enumerate(sorted((output / "rollouts").iterdir())):
+        groups = load_rollouts(path).groups
+        versions = [{int(np.unique(one.version).item()) for one in group.completions} for group in groups]
+        periods = range(batch - min(batch, AHEAD), batch) or [0]
+        expected = [{version} for version in periods for _ in range(len(groups) // len(periods))]
+        assert versions == expected, batch
+    assert [step["staleness_max"] for step in steps] == [0, 1, 2, 2, 2]
+    assert [step["queue_length"] for step in steps] == [2, 2, 2, 1, 0]
+    assert all(step["drift_canary"] < 1.0001 and step["tokens_dropped"] == 0 for step in steps)
+    assert any(step["turns"] > 1 for step in steps)
+
+
+@pytest.mark.parametrize("step", [2])
+def test_a_resumed_run_has_the_bits_of_the_queue_with_turns(ahead, folder, tmp_path, step):
+    kind, output, steps = ahead
+    load = output / "checkpoints" / f"step_{step:08d}"
+    again = run_ahead(folder, tmp_path, kind, load)
+    same = ("loss", "grad_norm", "rewards_mean", "staleness", "queue_length", "turns", "trajectory_length")
+    assert [[one[name] for name in same] for one in again] == [
+        [one[name] for name in same] for one in steps[step:]
+    ]
+    for path in sorted((tmp_path / "rollouts").iterdir()):
+        assert path.read_bytes() == (output / "rollouts" / path.name).read_bytes(), path.name

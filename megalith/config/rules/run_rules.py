@@ -413,11 +413,6 @@ def _check_prompts(config: RunConfig) -> None:
             "rl.prompts is set, but rl.reward_funcs is not, and neither is rl.reward_models; set one of them, to give "
             "completions a reward"
         )
-    if rl.uses_turns and rl.max_staleness:
-        raise ConfigError(
-            f"rl.max_staleness is {rl.max_staleness}, but rollouts of several turns (rl.tools, rl.environment, "
-            "rl.agent) are sampled on policy; leave it at 0"
-        )
     check_rollout_speculation(rl, config.model)
     if rl.agent and rl.tools_or_environment:
         raise ConfigError(

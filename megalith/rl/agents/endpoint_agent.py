@@ -15,7 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 from megalith.config.load_extension import load_extension
@@ -93,6 +93,10 @@ class EndpointAgent:
         rows = [{self._rl.prompt_column: one.messages or one.text, **one.columns} for one in prompts]
         self._runner = AgentRunner(self._agent, rows, self._rl.agent_workers, self._rl.agent_timeout)
 
+    def prepare(self, trajectories: int) -> None:
+        """Start the processes for that many trajectories, before `sample` is called in another thread."""
+        self._runner.prepare(trajectories)
+
     def close(self) -> None:
         """End the processes of agents."""
         if self._runner is not None and os.getpid() == self._owner:
@@ -147,7 +151,8 @@ class EndpointAgent:
         access = Access(max_requests=MAX_OPEN)
         service = OpenAiService(live, self._tokenizer, self._chat, "policy", access, by_token.get)
         server = HttpServer(service, limits=Limits(max_connections=MAX_OPEN), report=self._problems.append)
-        self._runner.prepare(len(sessions))
+        if current_thread() is main_thread():  # otherwise they were prepared there
+            self._runner.prepare(len(sessions))
         server.start()
         errors: list[BaseException] = []
 

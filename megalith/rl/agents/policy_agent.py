@@ -128,6 +128,10 @@ class PolicyAgent:
             timeout=self._rl.tool_timeout,
         )
 
+    def prepare(self, trajectories: int) -> None:
+        """Start the processes for that many trajectories, before `sample` is called in another thread."""
+        self._pool.prepare(trajectories)
+
     def close(self) -> None:
         """End the processes of tools and environments."""
         if self._pool is not None:

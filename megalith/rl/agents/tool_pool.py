@@ -46,13 +46,28 @@ class ToolPool:
         self._hosts: list[Any] = []  # by slot: RewardWorker, or EnvironmentHost without processes
         atexit.register(self.close)  # before multiprocessing waits for processes that are no daemons
 
+    def prepare(self, environments: int) -> None:
+        """Start all processes for tools and those of that many environments, if they are used."""
+        if self._functions:
+            self._start_workers(self._size)
+        if self._make_host is not None:
+            self._start_hosts(environments)
+
+    def _start_workers(self, count: int) -> None:
+        while len(self._workers) < min(self._size, count):
+            self._workers.append(RewardWorker(lambda job: run_tool(self._functions, *job)))
+
+    def _start_hosts(self, count: int) -> None:
+        for _ in range(len(self._hosts), count):
+            host = self._make_host()
+            self._hosts.append(RewardWorker(host) if self._size else host)
+
     def call_tools(self, calls: Sequence[ToolCall]) -> list[Answer]:
         """Return the answers to calls of tools, in order."""
         jobs = [(call.name, call.arguments) for call in calls]
         if not self._size:
             return [run_tool(self._functions, *job) for job in jobs]
-        while len(self._workers) < min(self._size, len(jobs)):
-            self._workers.append(RewardWorker(lambda job: run_tool(self._functions, *job)))
+        self._start_workers(len(jobs))
         answers: list[Any] = [None] * len(jobs)
         for number, answer in run_jobs(self._workers, jobs, self._timeout):
             answers[number] = self._checked(answer, jobs[number][0])
@@ -75,9 +90,7 @@ class ToolPool:
             The results by slot. If an environment hung or crashed, its result has `lost`, and the reason in `text`.
         """
         slots = list(jobs)
-        for _ in range(len(self._hosts), max(slots, default=-1) + 1):
-            host = self._make_host()
-            self._hosts.append(RewardWorker(host) if self._size else host)
+        self._start_hosts(max(slots, default=-1) + 1)
         if not self._size:
             return {slot: self._hosts[slot](jobs[slot]) for slot in slots}
         results, workers = {}, [self._hosts[slot] for slot in slots]

@@ -1,9 +1,10 @@
 """Queue of rollout batches that a server samples while earlier ones are trained on (rl.max_staleness).
 
 Batch b + n is begun while b is trained on and must be complete n syncs later. Between two syncs, the open completions
-of all queued batches get an equal share of their maximum length; after a sync they continue with the new weights. The
-version that samples a token thus depends on the settings and not on timing, and a run resumes from a checkpoint,
-which has the queue, as if it had not stopped.
+of all queued batches get an equal share of their maximum length; after a sync they continue with the new weights.
+Completions of several turns, whose environments have a state, are instead sampled whole, an equal share of a batch's
+groups between two syncs. The version that samples a token thus depends on the settings and not on timing, and a run
+resumes from a checkpoint, which has the queue, as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -55,12 +56,21 @@ class RolloutQueue:
         for ahead in range(number + 1, last + 1):
             if ahead not in batches:
                 batches[ahead] = self._sampler.new_batch(range(ahead * groups, (ahead + 1) * groups))
+        due: list[tuple[int, list[GroupRecord], int]] = []  # batch, groups and tokens per completion
         for ahead, batch in sorted(batches.items()):
             if not batch.is_scored:
-                open_records = [record for record in batch.records if not record.is_scored]
-                tokens = -(-(rl.max_completion_length - batch.sampled_tokens) // (ahead - number))
-                sample = self._share_of(open_records, run_sampling(self._run, tokens), step)
-                self._pieces.append((ahead, sample, InThread(sample)))
+                records = [record for record in batch.records if not record.is_scored]
+                if rl.uses_turns:
+                    records = records[: -(-len(records) // (ahead - number))]
+                    tokens = rl.max_completion_length
+                else:
+                    tokens = -(-(rl.max_completion_length - batch.sampled_tokens) // (ahead - number))
+                due.append((ahead, records, tokens))
+        for _, records, _ in due:
+            self._sampler.prepare(records)
+        for ahead, records, tokens in due:
+            sample = self._share_of(records, run_sampling(self._run, tokens), step)
+            self._pieces.append((ahead, sample, InThread(sample)))
 
     def _share_of(self, records: list[GroupRecord], sampling: Sampling, step: int) -> Callable[[], list[Any]]:
         def timed(phase: str) -> AbstractContextManager:
@@ -112,4 +122,7 @@ class RolloutQueue:
         rl, size = self._rl, self._run.config.train.global_batch_size
         names = "num_generations", "mini_batches", "num_iterations", "max_completion_length"
         settings = {f"rl.{name}": getattr(rl, name) for name in names}
+        if rl.uses_turns:
+            names = "tools", "environment", "agent", "max_turns", "max_tool_calls"
+            settings |= {f"rl.{name}": getattr(rl, name) for name in names}
         return settings | {"rl.prompts": self._prompts.identity(), "train.global_batch_size": size}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, replace
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ class RolloutSampler:
         self._weights, self._timed = weights, timed
         self._all_prompts = [*prompts.prompts, *held_out]
         self._models = ModelRewards(run) if self._rl.reward_models else None
+        self._agent_lock = Lock()  # its processes serve one batch at a time
 
     def sample_batch(self, groups: int) -> tuple[list[PromptGroup], dict[str, Any]]:
         """Sample and score the next groups of the stream. Every rank calls it.
@@ -139,6 +141,16 @@ class RolloutSampler:
             for one in record.samples:
                 one.rewards[columns] = next(scores)
 
+    def prepare(self, records: Sequence[GroupRecord]) -> None:
+        """Start the agent's processes for this rank's share of the groups, before `sample_share` in another thread."""
+        if self._agent is not None and self._run.mesh.tp.rank == 0:
+            self._agent.prepare(len(self._local(records)) * self._rl.num_generations)
+
+    def _local(self, records: Sequence[GroupRecord]) -> Sequence[GroupRecord]:
+        """Return the groups of this rank's replica."""
+        run, world = self._run, self._run.mesh.world
+        return records[world.rank // run.mesh.tp.size :: world.size // run.mesh.tp.size]
+
     def sample_share(
         self,
         records: list[GroupRecord],
@@ -152,16 +164,16 @@ class RolloutSampler:
         Returns:
             New pieces of the groups and logged values by name, as JSON values.
         """
-        run, world, rl = self._run, self._run.mesh.world, self._rl
-        local = records[world.rank // run.mesh.tp.size :: world.size // run.mesh.tp.size]
+        run, rl, local = self._run, self._rl, self._local(records)
         rewards, engine = self._rewards if run.mesh.tp.rank == 0 else None, self._weights.engine
         if self._agent is not None and engine.shared and rewards is None:
             return [[], {}]
-        pieces, logged = sample_groups(
-            engine, self._all_prompts, rewards, run.tokenizer, local, sampling,
-            num_generations or rl.num_generations, step, timed, rl.max_completion_length, self._agent, self._share,
-            max_sequence_tokens(run.config) - rl.max_completion_length,
-        )  # fmt: skip
+        with nullcontext() if self._agent is None else self._agent_lock:
+            pieces, logged = sample_groups(
+                engine, self._all_prompts, rewards, run.tokenizer, local, sampling,
+                num_generations or rl.num_generations, step, timed, rl.max_completion_length, self._agent,
+                self._share, max_sequence_tokens(run.config) - rl.max_completion_length,
+            )  # fmt: skip
         if rewards is not None and (tokens := engine.take_prefill_tokens()) is not None:
             logged = logged | prefill_metrics(*tokens)
         return [[astuple(piece) for piece in pieces], logged]
