@@ -132,6 +132,10 @@ class DpoConfig(ChatConfig, ReferenceSync):
     ] = 0.5
     """Order of alpha_divergence. 1: the reverse KL."""
 
+    use_weighting: Annotated[bool, Decides.UPDATES] = False
+    """Weight pairs by how likely the policy would sample their answers (WPO). Takes one more forward pass of the
+    policy."""
+
     ld_alpha: Annotated[float | None, Field(ge=0, le=1), Decides.UPDATES] = None
     """Weight of the tokens of an answer beyond the length of its pair's shorter answer (LD-DPO). Absent: 1."""
 

@@ -20,6 +20,7 @@ from megalith.config import RunConfig, require_run_config
 from megalith.errors import ConfigError, DataError
 from megalith.rl.answer_batch import answer_fields
 from megalith.rl.preference_loss import (
+    SHARP,
     PreferenceBatch,
     PreferenceLoss,
     answer_pairs,
@@ -101,6 +102,9 @@ class PreferenceData(StepData):
         if self._needs_nll:
             ratio = self._pairs_per_token(batches)
             batches = [replace(batch, pairs_per_token=ratio) for batch in batches]
+        if self._run.config.dpo.use_weighting:
+            sharp = self._run.model.all_logprobs(batches, SHARP)
+            batches = [replace(batch, sharp_logprobs=x) for batch, x in zip(batches, sharp, strict=True)]
         if self._reference is None:
             return list(batches)
         logprobs = self._reference(batches)

@@ -24,6 +24,9 @@ from megalith.rl.preference_losses.shared_length import within_shorter
 from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
 
+SHARP = 0.5
+"""Temperature of the log-probabilities that give Σ p² (`policy_weights`)."""
+
 
 @dataclass
 class PreferenceBatch(AnswerBatch):
@@ -33,6 +36,9 @@ class PreferenceBatch(AnswerBatch):
     # float32 scalar, pairs of the step / tokens of its chosen answers; None: those of this micro-batch
     pairs_per_token: Tensor | None = None
     partners: Tensor | None = None  # float32 [3, pairs], see AnswerPairs; None: those of this micro-batch
+    sharp_logprobs: Tensor | None = (
+        None  # float32 [batch, seq], at temperature SHARP; None: unless dpo.use_weighting
+    )
 
 
 class PreferenceLoss(SummedLoss):
@@ -73,6 +79,8 @@ class PreferenceLoss(SummedLoss):
         margins, answers = rewards[0] - rewards[1], (pairs.chosen_logps, pairs.rejected_logps)
         self.add_metrics([present, *rewards, margins > 0, margins, *(x.detach() for x in answers)])
         losses = torch.where(present, preference_losses(self.dpo, pairs), 0.0)
+        if self.dpo.use_weighting:
+            losses = losses * policy_weights(batch, logprobs.detach())
         weights = pair_weights(batch)
         return losses.sum() if weights is None else (losses * weights).sum()
 
@@ -121,6 +129,21 @@ def pair_weights(batch: PreferenceBatch) -> Tensor | None:
     """
     values = getattr(batch, "values", None)
     return None if values is None else Sequences.from_batch(batch).means(values)[::2]
+
+
+def policy_weights(batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
+    """Return the weights of pairs by how likely the policy would sample them (WPO, Zhou et al. 2024), float32 [pairs].
+
+    The weight of an answer is exp of the mean of log p_t − log Σ_v p_v² over its tokens, that of a pair the product of
+    its answers'. With p′ at temperature ½, log Σ_v p_v² = 2 · log p_t − log p′_t.
+
+    Args:
+        batch: the micro-batch, with `sharp_logprobs`.
+        logprobs: log-probabilities of the policy, float32 [batch, seq].
+    """
+    return (
+        Sequences.from_batch(batch).means(batch.sharp_logprobs - logprobs).exp().unflatten(0, (-1, 2)).prod(1)
+    )
 
 
 def chosen_counts(batch: PreferenceBatch) -> Tensor:

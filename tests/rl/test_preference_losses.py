@@ -12,6 +12,7 @@ from megalith.config.extensions import PREFERENCE_LOSSES
 from megalith.config.rules.run_rules import check_preference_losses
 from megalith.errors import ConfigError
 from megalith.rl.preference_loss import (
+    SHARP,
     PreferenceBatch,
     PreferenceLoss,
     answer_pairs,
@@ -191,6 +192,30 @@ def test_divergences_and_weights_of_long_answers_are_trls(settings):
     assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12)
 
 
+def test_pairs_weigh_what_the_policy_would_sample_as_in_trls():
+    """Transcribed from trl/trainer/dpo_trainer.py 1.16.0: log_probs − log_sum_sq_probs, of a whole distribution."""
+    batch, _, reference = random_batch()
+    logits = torch.randn(4, 14, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    labels = torch.arange(56).view(4, 14, 1) % 20
+    logps, sharp = (x.log_softmax(-1).gather(2, labels)[..., 0] for x in (logits, logits / SHARP))
+    batch = replace(batch, sharp_logprobs=sharp, reference_logprobs=reference)
+    aligned = logps - torch.logsumexp(2 * logits.log_softmax(-1), -1)
+    dpo, total = DpoConfig(beta=0.3, use_weighting=True), 0.0
+    for pair in range(3):
+        sides = [(batch.sequence_ids == 2 * pair + side) & (batch.loss_mask > 0) for side in (0, 1)]
+        margin = (logps - reference)[sides[0]].sum() - (logps - reference)[sides[1]].sum()
+        weight = math.prod(aligned[one].mean().exp().item() for one in sides)
+        total -= torch.nn.functional.logsigmoid(0.3 * margin).item() * weight
+    values = logps.clone().requires_grad_()
+    loss = PreferenceLoss(dpo)(values, None, batch)
+    assert loss.item() == pytest.approx(total, rel=1e-9)
+    (gradient,) = torch.autograd.grad(loss, values)
+    plain = logps.clone().requires_grad_()
+    (other,) = torch.autograd.grad(PreferenceLoss(DpoConfig(beta=0.3))(plain, None, batch), plain)
+    ratio = (gradient / other)[batch.loss_mask > 0]
+    assert (ratio > 0).all() and ratio.unique().numel() > 1
+
+
 def test_divergences_and_weights_are_refused_with_losses_that_do_not_read_them():
     for settings, message in (
         (
@@ -202,6 +227,7 @@ def test_divergences_and_weights_are_refused_with_losses_that_do_not_read_them()
             "dpo.loss_type simpo does not read a pair's own log ratios",
         ),
         ({"ld_alpha": 0.5, "loss_type": "aot"}, "dpo.loss_type aot does not read"),
+        ({"use_weighting": True, "loss_type": "aot"}, "dpo.loss_type aot compares a pair with other pairs"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_preference_losses(DpoConfig(**settings))

@@ -75,6 +75,7 @@ def test_every_layout_equals_one_process(pool, tree: dict, plain: tuple[str, ...
     for name, more, layout in (
         ("packed", packed, "cp2"),
         ("lora", {"lora": {"rank": 2, "alpha": 64}}, "tp2-sp"),
+        ("weighted", {"dpo": {"use_weighting": True, "ld_alpha": 0.5, "label_smoothing": 0.0}}, "tp2-sp"),
     ):
         cases[f"{name}, {layout}"] = (config_of(tree, parallel=LAYOUTS[layout].parallel, **more),)
         ones[f"{name}, {layout}"] = job(config_of(tree, **more))

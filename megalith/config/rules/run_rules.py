@@ -300,6 +300,10 @@ def check_preference_losses(dpo: DpoConfig) -> None:
             f"dpo.ld_alpha is {dpo.ld_alpha}, but dpo.loss_type {min(others)} does not read a pair's own log ratios to "
             "a reference; leave it out"
         )
+    if dpo.use_weighting and (others := set(names) & SORTED):
+        raise ConfigError(
+            f"dpo.use_weighting is true, but dpo.loss_type {min(others)} compares a pair with other pairs; leave it out"
+        )
     if "exo_pair" in names and not dpo.label_smoothing:
         raise ConfigError(
             "dpo.loss_type exo_pair needs dpo.label_smoothing above 0, because it compares the policy with "

@@ -20,7 +20,8 @@ OURS: dict[str, dict[str, str]] = {  # settings by the section's trainer, with t
             "packing": "sft.packing", "truncation_mode": "sft.truncation_mode"},
     "dpo": {"loss_type": "dpo.loss_type", "loss_weights": "dpo.loss_weights", "beta": "dpo.beta",
             "label_smoothing": "dpo.label_smoothing", "discopop_tau": "dpo.discopop_tau",
-            "f_divergence_type": "dpo.f_divergence_type", "ld_alpha": "dpo.ld_alpha",
+            "use_weighting": "dpo.use_weighting", "ld_alpha": "dpo.ld_alpha",
+            "f_divergence_type": "dpo.f_divergence_type",
             "f_alpha_divergence_coef": "dpo.f_alpha_divergence_coef",
             "truncation_mode": "dpo.truncation_mode", "sync_ref_model": "dpo.sync_ref_model",
             "ref_model_sync_steps": "dpo.ref_model_sync_steps", "ref_model_mixup_alpha": "dpo.ref_model_mixup_alpha"},
@@ -72,10 +73,9 @@ NO_EFFECT = {name: reason for name, reason in grpo.NO_EFFECT.items() if name not
 UNSUPPORTED_DEFAULTS: dict[str, object] = {
     **{name: value for name, value in grpo.UNSUPPORTED_DEFAULTS.items() if name != "remove_unused_columns"},
     "dataset_kwargs": None, "dataset_text_field": "text", "eos_token": None, "eval_packing": None,
-    "use_weighting": False, "generate_during_eval": False,
+    "generate_during_eval": False,
     "is_encoder_decoder": None, "max_completion_length": None,
 }  # fmt: skip
 REMEDIES = grpo.REMEDIES | {
     "dataset_text_field": "; records have prompt and completion, or messages",
-    "use_weighting": "; the key `weight` of a record weights its pair",
 }
