@@ -19,7 +19,11 @@ class OtherModels(Section):
 
     reward_models: Annotated[str | list[str] | None, RequiresSetting("prompts", strict=True)] = None
     """Reward models: runs of `megalith reward`, or Hugging Face folders of a …ForSequenceClassification with one
-    label. They have the policy's layout and may have another tokenizer. In reward_weights they follow reward_funcs."""
+    label. They have the policy's layout and may have another tokenizer. Or addresses of servers with OpenRLHF's
+    protocol, such as http://host:5000/get_reward. In reward_weights they follow reward_funcs."""
+
+    reward_model_timeout: Annotated[PositiveFloat, RequiresSetting("reward_models"), Decides.NOTHING] = 600.0
+    """Time limit of a served reward model for the completions of a rollout batch, in seconds."""
 
     teacher: str | None = None
     """Model that the policy learns from: teacher_coef × (log π_teacher − log π) of each token is added to its

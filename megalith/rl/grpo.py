@@ -117,7 +117,8 @@ def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
         for name in config.rl.rewards:
             reward_function(name)
         for path in config.rl.reward_model_paths:
-            reward_model_config(config, path)
+            if not is_served(path):
+                reward_model_config(config, path)
     else:
         open_rollouts(config, tokenizer)
     if config.rl.teacher and not (is_served(config.rl.teacher) or config.rl.teacher == WITHOUT_ADAPTERS):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ import torch
 from megalith.bridge.load import tokenizer_folder
 from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig
+from megalith.config.distillation import is_served
 from megalith.data.batch import Batch
 from megalith.data.chat.chat_template import template_of
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
@@ -26,27 +26,16 @@ from megalith.errors import ConfigError, DataError
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.stages import padded_micro_batches
 from megalith.rl.frozen_model import frozen_config, load_frozen
-from megalith.rl.prompts import Prompt
+from megalith.rl.scored_text import ScoredText
+from megalith.rl.served_reward_model import ServedRewardModel
 from megalith.training.run_state import Run
 
 ROW_MULTIPLE = 64  # tokens, so that compiled layers see few lengths
 
 
-class ScoredText(NamedTuple):
-    """A prompt with a completion."""
-
-    prompt: Prompt
-    ids: list[int]
-    """The completion's tokens."""
-    text: str
-    """The completion, without special tokens."""
-    has_ended: bool
-    messages: list[dict[str, Any]] | None = None
-    """Messages of a completion of several turns."""
-
-
 def model_names(paths: Sequence[str]) -> list[str]:
-    """Return the names of reward models in metrics, which are those of their folders."""
+    """Return the names of reward models in metrics, which are those of their folders, or the ends of their
+    addresses."""
     return [Path(path.rstrip("/")).name for path in paths]
 
 
@@ -142,7 +131,10 @@ class ModelRewards:
     """The reward models of a run."""
 
     def __init__(self, run: Run):
-        self._models = [RewardModel(run, path) for path in run.config.rl.reward_model_paths]
+        self._models = [
+            ServedRewardModel(run, path) if is_served(path) else RewardModel(run, path)
+            for path in run.config.rl.reward_model_paths
+        ]
 
     def __call__(self, texts: Sequence[ScoredText]) -> np.ndarray:
         """Return the scores, float64 [texts, models]. Every rank calls it with all texts."""

@@ -158,6 +158,8 @@ READ_WITH = {
         ("distill.weight_sync_timeout=9", "distill.engine=vllm"),
     "rl.use_adaptive_entropy true":
         ("rl.entropy_target=0.5", "rl.use_adaptive_entropy=true"),
+    "rl.reward_models":
+        ("rl.reward_model_timeout=9", "rl.reward_models=runs/reward rl.prompts=a"),
     "rl.teacher":
         ("rl.teacher_coef=0.5", "rl.teacher=runs/large"),
     "kto.enabled true":

@@ -1,8 +1,11 @@
 """Rewards by reward models: transformers' scores of the completions, in every layout and with another tokenizer."""
 
 import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,12 +19,14 @@ from small_policy import VOCAB, configuration, metrics
 from megalith.config import RunConfig
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.data.tokenizers.train_tokenizer import train_tokenizer
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, TrainingError
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.check import LAYOUTS
 from megalith.rl import train_grpo
-from megalith.rl.model_rewards import RewardModel, ScoredText, reward_model_config
+from megalith.rl.model_rewards import RewardModel, reward_model_config
 from megalith.rl.prompts import Prompt
+from megalith.rl.scored_text import ScoredText
+from megalith.rl.served_reward_model import ServedRewardModel
 from megalith.training.build import prepare
 
 IDS = [[(3 * k + i) % 15 for i in range(2 + k % 5)] for k in range(7)]
@@ -120,3 +125,79 @@ def test_a_language_model_is_refused(tmp_path: Path):
         reward_model_config(configuration(tmp_path), str(tmp_path / "lm"))
     with pytest.raises(ConfigError, match="2 weights for 1 reward_funcs; give one each"):
         train_grpo(configuration(tmp_path, rl=dict(reward_weights=[1.0, 2.0])))
+
+
+class Judge(BaseHTTPRequestHandler):
+    """OpenRLHF's protocol: the reward is the number of characters of the completion, unless `answer` is set."""
+
+    bodies: ClassVar[list[dict]] = []
+    answer: ClassVar[object] = None
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body | {"path": self.path})
+        rewards = [len(query) - len(prompt) for query, prompt in zip(body["query"], body["prompts"])]
+        content = json.dumps({"rewards": rewards} if self.answer is None else self.answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def judge():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    Thread(target=server.serve_forever, daemon=True).start()
+    Judge.bodies.clear()
+    Judge.answer = None
+    yield f"http://127.0.0.1:{server.server_address[1]}/get_reward"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_scores_completions_by_openrlhfs_protocol(tmp_path: Path, judge: str):
+    records = [{"id": f"q{k}", "prompt": f"{k} {k + 1}", "answer": k} for k in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    rl = dict(reward_models=judge, reward_weights=[0.0, 1.0], log_completions=True)
+    train_grpo(configuration(tmp_path, rl=rl, train=dict(train_iters=2)))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    asked = {
+        (query, label)
+        for body in Judge.bodies
+        for query, label in zip(body["query"], body["labels"], strict=True)
+    }
+    assert {body["path"] for body in Judge.bodies} == {"/get_reward"} and len(lines) == 16
+    assert {label for _, label in asked} == {query.split()[0] for query, _ in asked}
+    for line in lines:
+        queries = [query for query, _ in asked if query.startswith(line["prompt"] + " " + line["completion"])]
+        rewards = {len(query) - len(line["prompt"]) for query in queries}
+        assert line["rewards"]["get_reward"] in rewards
+
+
+@pytest.mark.parametrize("answer", [{"rewards": [1.0]}, {"scores": []}, [1, 2], {"rewards": [None] * 8}])
+def test_a_server_without_a_number_for_each_completion_ends_the_run(tmp_path: Path, judge: str, answer):
+    Judge.answer = answer
+    with pytest.raises(TrainingError, match="for 8 completions; it must return"):
+        train_grpo(configuration(tmp_path, rl=dict(reward_models=judge), train=dict(train_iters=1)))
+
+
+def served_scores(config: RunConfig) -> list[float]:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    config, tokenizer, _ = prepare(config, size)
+    mesh = build_mesh(config.parallel, size, "cpu")
+    run = SimpleNamespace(config=config, mesh=mesh, tokenizer=tokenizer)
+    texts = [ScoredText(Prompt(k, IDS[k], ""), [k] * (k + 1), "", True) for k in range(len(IDS))]
+    return ServedRewardModel(run, config.rl.reward_model_paths[0]).scores(texts).tolist()
+
+
+def test_ranks_share_the_completions_of_a_server(pool, tmp_path: Path, judge: str):
+    config = configuration(tmp_path, rl=dict(reward_models=judge))
+    alone = served_scores(config)
+    assert alone == [2.0 * (k + 1) for k in range(len(IDS))]  # a digit and a space per token
+    assert all(one == alone for one in pool.run(served_scores, config, size=2))
+    assert sorted(len(body["query"]) for body in Judge.bodies) == [3, 4, 7]
+    with pytest.raises(ConfigError, match=r"rl\.reward_models has a user name"):
+        train_grpo(configuration(tmp_path, rl=dict(reward_models="http://me@host/score")))

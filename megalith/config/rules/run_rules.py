@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from megalith.config.base import NOT_YET
 from megalith.config.data import SPECIAL_COUNT, DataConfig
+from megalith.config.distillation import is_served
 from megalith.config.lora import EXPERTS, QKV, WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
@@ -460,6 +461,8 @@ def _check_prompts(config: RunConfig) -> None:
         )
     for url in rl.engine_urls:
         check_address(url, "rl.engine_url")
+    for path in filter(is_served, rl.reward_model_paths):
+        check_address(path, "rl.reward_models")
     if repeated := [url for url in rl.engine_urls if rl.engine_urls.count(url) > 1]:
         raise ConfigError(
             f"rl.engine_url names {repeated[0]} {rl.engine_urls.count(repeated[0])} times; name each "

@@ -23,7 +23,7 @@ from megalith.rl.advantages import ZERO_STD
 from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.engines.rollout_engine import run_sampling
-from megalith.rl.model_rewards import ModelRewards, ScoredText
+from megalith.rl.model_rewards import ModelRewards
 from megalith.rl.prompts import Prompt, Prompts, max_sequence_tokens
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_metrics import batch_advantages, prefill_metrics
@@ -37,6 +37,7 @@ from megalith.rl.sampling.scored_groups import (
     sample_groups,
 )
 from megalith.rl.sampling.weight_sync import WeightSync
+from megalith.rl.scored_text import ScoredText
 from megalith.training.run_state import Run
 
 CONSUMED = "prompts"  # counter of a checkpoint
