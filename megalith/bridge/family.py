@@ -140,7 +140,7 @@ LAYER = re.compile(r"^((?:encoder\.)?layers)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture of transformers, with the tables that map it to Megalith's model."""
+    """A model architecture of the transformers library, with the tables that map it to Megalith's model."""
 
     architecture: str
     """Name of the class in transformers, as in config.json's `architectures`."""

@@ -177,7 +177,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def _instead_of(folder: Path) -> str:
-    """Return advice for a folder that lacks one of Hugging Face's files."""
+    """Return a suggestion for a model folder in which a required file is missing."""
     if any(folder.glob("*.distcp")):
         return (
             "this is a checkpoint of torch.distributed.checkpoint: convert it to Hugging Face's format with the "

@@ -49,7 +49,7 @@ class CodedBase:
 
     @cached_property
     def names(self) -> set[str]:
-        """Names of the parameters that are kept in codes."""
+        """Names of the quantized parameters."""
         return {f"{name}.weight" for name, _ in base_matrices(build_on_meta(self._model))}
 
     def read(self, name: str, first: int, count: int) -> Tensor:
@@ -61,7 +61,7 @@ class CodedBase:
         return self._checkpoint.read(MODEL, name, Extent(offset, shape)).float()
 
     def codes(self, name: str, dense: Tensor, first_expert: int = 0) -> WeightCodes:
-        """Return a parameter in codes; `dense` is its full value, or that of some experts."""
+        """Return a quantized parameter; `dense` is its full value, or that of some experts."""
         group = self._groups[name]
         dense = dense.to(self._device)
         if dense.ndim == 2:
@@ -112,7 +112,7 @@ def rows_of_sources(group: Group) -> dict[int, Tensor]:
 def load_coded_base(
     config: RunConfig, model: Model, device: torch.device, show_progress: bool = False
 ) -> None:
-    """Fill the weights in codes of this rank's chunks from `model.init_from`.
+    """Fill the quantized weights of this rank's chunks from `model.init_from`.
 
     Each rank reads a whole matrix at a time, and keeps its shard's codes.
     """

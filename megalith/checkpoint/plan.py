@@ -41,7 +41,11 @@ class Plan:
 
 
 def make_plan(shards: StateShards, world: Axis) -> Plan:
-    """Plan the writing of all ranks' shards, of which `shards` are this rank's. Every rank calls it."""
+    """Decide which rank writes which shard.
+
+    Collective: each rank passes its own shards and gets its part of the plan. Rank 0 also gets the table of all
+    tensors.
+    """
     table, shares = divide(gather_json(entries(shards), world, to_first=True))
     total = sum(
         byte_count(tensor.shape, DTYPES[tensor.dtype])

@@ -147,7 +147,7 @@ class LoraConfig(Section):
     """Learning rate of B relative to A's, which is optim.lr (LoRA+, Hayou et al. 2024). Default: 1."""
 
     quantize_base: Annotated[Literal["none", "int8", "fp8", "nf4", "mxfp4"], Decides.FUNCTION] = "none"
-    """Keep the frozen linear layers in codes: nf4 as bitsandbytes does with double quantization (QLoRA, Dettmers et al.
+    """Quantize the frozen linear layers: nf4 as bitsandbytes does with double quantization (QLoRA, Dettmers et al.
     2023), int8 by row, fp8 in blocks of 128 × 128, mxfp4. Each matmul decodes them to the compute dtype."""
 
     load: str | None = None
@@ -180,7 +180,7 @@ class LoraConfig(Section):
 
     @property
     def has_quantized_base(self) -> bool:
-        """True if a run keeps its frozen linear layers in codes."""
+        """True if a run quantizes its frozen linear layers."""
         return self.rank is not None and self.quantize_base != "none"
 
     def rank_of(self, layer: str, site: str, part: str) -> int:

@@ -102,16 +102,19 @@ def build_datasets(
         data_path: a dataset or blend that is divided by `split`.
         split: weights of train, validation and test, such as "99,1,0".
         seq_length: tokens per sample.
-        num_samples: samples of train, validation and test; 0: that dataset is None.
+        num_samples: numbers of samples of train, validation and test.
         seed: seed of the shuffles.
-        train_data_path: data of one split, used completely, instead of `data_path`.
-        valid_data_path: likewise.
-        test_data_path: likewise.
-        make: builds the samples of a part of an indexed dataset; None: GPTDataset.
-        mixture: schedule, temperature and caps of the training blend. Evaluation data uses the weights in its own
-            data path.
-        open_stream: opens the entries that are streams; None: there are none.
+        train_data_path: dataset or blend for training only, used completely, instead of `data_path`.
+        valid_data_path: the same for validation.
+        test_data_path: the same for test.
+        make: function that builds the samples of one split's part of an indexed dataset. Default: GPT samples.
+        mixture: schedule, temperature and caps of the training blend. Evaluation data uses the weights in its own data
+            path.
+        open_stream: function that opens the entries that are streams. Default: entries are indexed datasets.
         show_progress: show a progress bar.
+
+    Returns:
+        Train, validation and test dataset; None where num_samples is 0.
 
     Raises:
         ConfigError: if the paths are missing, contradictory or malformed.

@@ -37,7 +37,7 @@ class Linear(nn.Module):
         self.style = plain
         self.rows = identity
         self.adapter: nn.Module | None = None
-        self.coded: CodedWeight | None = None  # the weight, if it is frozen and kept in codes
+        self.coded: CodedWeight | None = None  # the weight, if it is frozen and quantized
 
     def forward(
         self,

@@ -83,7 +83,7 @@ class GroupedLinear(nn.Module):
         self.sum_gradient: Callable[[Tensor], Tensor] = identity
         self.step_cast: Cast | None = None
         self.adapter: nn.Module | None = None
-        self.coded: CodedWeight | None = None  # the weight, if it is frozen and kept in codes
+        self.coded: CodedWeight | None = None  # the weight, if it is frozen and quantized
 
     def cast(self, dtype: torch.dtype) -> Cast:
         """Return weight and bias in `dtype`, without gradients."""

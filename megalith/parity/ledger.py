@@ -41,7 +41,7 @@ class PublicReport:
         case: pytest node, from the root of the checkout. Without a parameter, every parameter of the function.
         bound: tolerance of the test.
         part: number of the finding, if a report lists several.
-        planted: the fault that was planted and that the case noticed.
+        planted: fault of the mutant that the case detected.
         fault: what `make mutants` plants: a row of tests/mutants.toml, or `file`, `old` and `new`. Empty if the test
             plants the fault itself.
     """
@@ -214,15 +214,16 @@ def page(ledger: Ledger, root: Path = ROOT) -> str:
             "This page lists public reports of silently wrong results in other training systems. Most have a case: a "
             "test in this repository that would detect the same fault in Megalith. The reports are about losses, "
             "gradients, norms, resumed runs, data orders, masks, conversions and log-probabilities. Many of the faults "
-            "have been fixed since: a row does not describe the present state of the other system."
+            "have been fixed since: an entry does not describe the present state of the other system."
         ),
         "",
         *_wrapped(
             f"{len(reports)} reports have a case. {len(ledger.uncovered)} have none and are listed with the reason. "
-            "Each case was tried with a planted fault of the same kind, which it noticed. A row names this "
-            f"fault after `planted:`. A number in parentheses is the item of a report that lists several. "
-            f"{by_runner} of the faults are changes of one line, which "
-            "`python tests/mutation_trials.py --ledger` plants in a copy of the tree. The tests plant the other "
+            "Each case was tried on a mutant, a copy of Megalith with a fault of the same kind, and failed as it "
+            f"should. The entry describes this fault after `mutant:`. A number in parentheses is the item of a report "
+            f"that lists several. "
+            f"{by_runner} of the mutants change one line; "
+            "`python tests/mutation_trials.py --ledger` creates them in a copy of the tree. The tests create the other "
             f"{len(reports) - by_runner} themselves."
         ),
         "",
@@ -237,8 +238,8 @@ def page(ledger: Ledger, root: Path = ROOT) -> str:
         "",
         *_wrapped(
             "The command runs the tests with pytest and prints `held` or `failed` and the time of each. The exit "
-            "status is 1 if any case failed. `make test` runs most cases, and `make test-all` runs all. The rows are "
-            "in `tests/ledger.toml`; `--write` writes this page from them."
+            "status is 1 if any case failed. `make test` runs most cases, and `make test-all` runs all. The entries "
+            "are in `tests/ledger.toml`; `--write` writes this page from them."
         ),
         "",
         *_wrapped(
@@ -264,7 +265,7 @@ def page(ledger: Ledger, root: Path = ROOT) -> str:
 
 
 def mutant_section(root: Path) -> list[str]:
-    """Return the page's section on planted faults, from the table of faults and the stored results."""
+    """Return the page's section on mutants, from their table and the stored results."""
     rows = tomllib.loads((root / MUTANTS).read_text(encoding="utf-8"))["mutant"]
     score = json.loads((root / SCORE).read_text(encoding="utf-8"))
     noticed_by = score["noticed_by"]
@@ -279,36 +280,36 @@ def mutant_section(root: Path) -> list[str]:
     missing = len(names) - ran
     lines = [
         "",
-        "## Faults planted in the package",
+        "## Mutation tests of the package",
         "",
         *_wrapped(
-            f"`tests/mutants.toml` lists {len(rows)} one-line faults of the kinds that engineers make: a missing "
-            "all-reduce, a wrong group, an index off by one, a dropped mask, a wrong sign, a stale cache. Each row "
-            "names the tests that must notice it. `make mutants` "
-            "plants the faults one by one in a copy of the tree and runs those tests. It continues an interrupted run; "
-            "to start over, remove `build/mutants.jsonl`."
+            f"`tests/mutants.toml` lists {len(rows)} mutants, each with a one-line fault of the kinds that engineers "
+            "make: a missing all-reduce, a wrong group, an index off by one, a dropped mask, a wrong sign, a stale "
+            "cache. Each entry names the tests that must fail. `make mutants` creates the mutants one by one in a "
+            "copy of the tree and runs those tests. It continues an interrupted run; to start over, remove "
+            "`build/mutants.jsonl`."
         ),
         "",
         "```bash",
-        "make mutants  # needs an hour on two cores; MUTANTS='--sample 20 --seed 1' plants some",
+        "make mutants  # needs an hour on two cores; MUTANTS='--sample 20 --seed 1' runs some",
         "```",
         "",
         *_wrapped(
-            f"On {score['date']}, {noticed} of {ran} planted faults were noticed, {noticed / max(ran, 1):.1%}."
+            f"On {score['date']}, the tests detected {noticed} of {ran} mutants, {noticed / max(ran, 1):.1%}."
             + (
-                f" {missing} of the table have not been planted since they were added or changed."
+                f" {missing} of the table have not been tried since they were added or changed."
                 if missing
                 else ""
             )
         ),
         "",
-        "| Folder | Faults | Noticed |",
+        "| Folder | Mutants | Detected |",
         "|---|---|---|",
         *(f"| `{room}` | {count} | {seen} |" for room, (count, seen) in sorted(counts.items())),
     ]
     survivors = [(row, name) for row, name in zip(rows, names) if noticed_by.get(name) == ""]
     if survivors:
-        lines += ["", "Not noticed:", ""]
+        lines += ["", "Not detected:", ""]
         lines += [
             f"- `{row['file']}`: {row['fault']}. {row.get('survives', 'The tests that the table names for it pass.')}"
             for row, _ in survivors
@@ -323,7 +324,7 @@ def _wrapped(text: str) -> list[str]:
 def _row(report: PublicReport) -> list[str]:
     return [
         f"- [{report.name}]({report.url}): {report.symptom}",
-        f"  `{report.case}` · {report.bound} · planted: {report.planted}",
+        f"  `{report.case}` · {report.bound} · mutant: {report.planted}",
     ]
 
 

@@ -111,7 +111,7 @@ def _expert_layers(value: int | list[int], _: ModelConfig) -> int | list[int]:
 
 
 def _tokenizer(_: Any, data: DataConfig) -> str | None:
-    """Return a tokenizer with an end of document if the run needs one."""
+    """Return a tokenizer type with an end-of-document token if the data settings need that token; otherwise None."""
     needs_eod = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
     return "NullTokenizer" if needs_eod else None
 

@@ -180,7 +180,7 @@ class MetaModel:
         return (self._model.output_layer or self._model.embedding.word_embeddings).weight.numel()
 
     def matmuls(self, number: int) -> list[Matmul]:
-        """Return the matrices of a layer that tokens are multiplied by, with their sizes on a rank."""
+        """Return the weight matrices in layer `number` that multiply the tokens, with their shapes on one rank."""
         return self.cached(("matmuls", self._first[number]), lambda: self._matmuls(number))
 
     def _matmuls(self, number: int) -> list[Matmul]:
@@ -195,7 +195,7 @@ class MetaModel:
         return matmuls
 
     def base_matrices(self, number: int) -> list[list[int]]:
-        """Return the shapes on a rank of the weights of a layer that `lora.quantize_base` keeps in codes."""
+        """Return the shapes on a rank of the weights of a layer that `lora.quantize_base` quantizes."""
         return [
             self._shape(name, module, "weight", module.weight.shape)
             for name, module in self.layer(number).named_modules()

@@ -132,7 +132,7 @@ class StageMemory:
         self.in_mlps = here["mlp"] / max(self.dense, 1)
         """Fraction of the layers' dense weights that belongs to MLPs."""
         self.coded, self.decoded = 0, 0
-        """Bytes of the frozen weights in codes, which are not sharded over data ranks, and elements decoded at once."""
+        """Bytes of the quantized frozen weights, which data ranks do not shard, and elements decoded at once."""
         if config.lora.has_quantized_base:
             self._count_codes(config.lora.quantize_base)
         self.outside = meta.outside(chunks).total()
@@ -140,7 +140,7 @@ class StageMemory:
         self.stored_bytes = self.width if stores_bf16 else MASTER_BYTES
 
     def _count_codes(self, form: str) -> None:
-        """Move the weights that are kept in codes from the others to `coded`."""
+        """Move the quantized weights from the others to `coded`."""
         for number, times in self.meta.kinds(self.layer_numbers).items():
             shapes = self.meta.base_matrices(number)
             sizes = [math.prod(shape) for shape in shapes]
@@ -317,7 +317,7 @@ class StageMemory:
         Args:
             here: parameters on this rank.
             fsdp: FSDP2 gathers them.
-            codes: fraction of the layers that save FP8 codes instead of cast weights.
+            codes: fraction of the layers that save FP8 data instead of cast weights.
             cast_once: fraction of the layers that save neither, because weights are cast once per step.
         """
         layer, layers = self.width * self._mean(here), self._saved_layers()[1]

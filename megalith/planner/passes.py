@@ -259,10 +259,10 @@ class Passes:
     ) -> None:
         """Add the casts of a matmul to FP8.
 
-        A cast reads bf16 (twice with current scaling, for the maximum) and writes codes and their transpose for the
-        backward pass. With sequence parallelism a rank casts its shard before gathering and transposes it later. A
-        weight whose codes are not saved is cast again. Experts have a scale per row and no transpose. Weights that are
-        cast once per step are counted in `_weights`.
+        A cast reads bf16 (twice with current scaling, for the maximum) and writes FP8 data and its transpose for the
+        backward pass. With sequence parallelism a rank casts its shard before gathering and transposes it later. If the
+        FP8 data of a weight is not saved, the weight is cast again. Experts have a scale per row and no transpose.
+        Weights that are cast once per step are counted in `_weights`.
         """
         both, one = (5, 5) if experts else self._cast_bytes()
         gathered, taken = self.sequence > 1 and style == "column", tokens * columns
@@ -475,7 +475,7 @@ class Passes:
         part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
         kind = "copy" if "tp" in parallel.copy_engine_axes else "all_gather"
         one = self.collective_time(kind, self.tensor, 1, part)
-        if self.sequence > 1:  # all-gathers before linears (of FP8 codes), reduce-scatters after them
+        if self.sequence > 1:  # all-gathers before linears (of FP8 data), reduce-scatters after them
             gathers = 2 / self.width if self._dtype(number)[0] == "fp8" else 2
             again = 0 if parallel.save_gathered_inputs and not self.eager else gathers
             forward, exposed, overlapped = gathers + 2, 2, 2 + again  # in units of `one`

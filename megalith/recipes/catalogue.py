@@ -67,7 +67,7 @@ class RecipeTask:
         title: first line of the recipe's file; `{model}` is replaced with the model's name.
         command: command of megalith.
         data: one line that explains which data to put where.
-        tree: takes a preset and a hub name, and returns the run file without a layout.
+        tree: builds the run file's settings, without a layout, from a preset and a hub name.
     """
 
     title: str

@@ -1,9 +1,9 @@
 """Reward functions of completions: built-in ones by name, and the user's own.
 
 A function is called with a complete group, the completions of one prompt, so that its result does not depend on the
-layout. It has one of two signatures, distinguished by the parameter names:
+layout. It has one of two signatures, distinguished by the parameter names. The first may be `async def`:
 
-    TRL    f(prompts, completions, completion_ids, **columns, trainer_state, log_extra, log_metric) -> list, or async
+    TRL    f(prompts, completions, completion_ids, **columns, trainer_state, log_extra, log_metric) -> list
     verl   compute_score(data_source, solution_str, ground_truth, extra_info) -> number or {"score": number, …}
 
 User functions run in worker processes with a time limit per call (reward_workers.py). An exception, a time-out or an

@@ -403,9 +403,12 @@ def proximal_weights(rows: Sequence[Sequence[Sample]], first: int, step: int, li
 
 
 def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: int) -> RolloutBatch:
-    """Return a micro-batch of rows of data.seq_length tokens. A row without samples has no token in the loss.
+    """Pack `rows` into a micro-batch, each padded to data.seq_length tokens.
 
-    `first_row` is the number of its first row within the run, which keys dropout.
+    Args:
+        config: configuration of the run.
+        rows: the samples of each row. A row without samples is all padding and adds nothing to the loss.
+        first_row: number within the run of the batch's first row. Dropout masks depend on it.
     """
     shape = (len(rows), config.data.seq_length)
     ids, labels, positions, sequence_ids = (np.zeros(shape, dtype=np.int64) for _ in range(4))

@@ -29,7 +29,7 @@ MAX_NAMES = 3  # parameters named in the message
 
 
 class ReplicaCheck:
-    """Compares replicated parameters. Built by every rank, while no layer is gathered."""
+    """Compares replicated parameters. Every rank must build it, while no layer is gathered."""
 
     def __init__(self, chunks: Sequence[Transformer], parameters: LocalParameters, mesh: Mesh):
         self._world, self._shards = mesh.world, parameters.shards  # live: store_frozen changes it

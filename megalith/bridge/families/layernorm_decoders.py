@@ -53,7 +53,12 @@ class CheckHeadDim:
 
 
 def biases(key: str, default: bool) -> tuple[Field, ...]:
-    """Return the rows for one key that controls the biases of all linear layers."""
+    """Return the table rows that map one config.json key to add_qkv_bias, add_proj_bias and add_mlp_bias.
+
+    Args:
+        key: the key.
+        default: its value if config.json omits it.
+    """
     names = ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
     return tuple(Field(name, key, default=default) for name in names)
 

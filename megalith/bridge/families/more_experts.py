@@ -131,7 +131,8 @@ def _queries_and_gates(model: ModelConfig, rows: int) -> list[RowRun]:
 
 
 class DenseLayers:
-    """Row for `num_dense_layers`, the number of first layers without experts; `default` if config.json omits it."""
+    """Row for `num_dense_layers`, which counts the dense layers at the start. default: its value if config.json omits
+    it."""
 
     def __init__(self, default: int = 1):
         self._default = default

@@ -117,17 +117,17 @@ def load_pickle(path: Path, folder: Path, trust: bool) -> Any:
 
 
 def load_torch(path: Path, folder: Path, trust: bool, stored: bytes | None = None) -> Any:
-    """Read a file of torch.save, with its tensors memory-mapped if possible.
+    """Read a file written by torch.save without running code that it names. Tensors are memory-mapped if possible.
 
     Args:
         path: the file.
         folder: the folder that must contain the file after all links are resolved.
-        trust: accept names of `INERT`.
-        stored: the content, if it is only a part of the file.
+        trust: replace objects of the classes in `INERT` with placeholders; otherwise they are an error.
+        stored: the bytes to read, if they are only part of `path`.
 
     Raises:
-        CheckpointError: the file is missing or damaged, not a regular file of the folder, names what is not allowed,
-            or needs `trust`.
+        CheckpointError: the file is missing or damaged, is not a regular file of the folder, refers to a class that is
+            not allowed, or needs `trust`.
     """
 
     def source() -> Path | BinaryIO:

@@ -133,8 +133,11 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
 
 
 def _with_dynamic_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
-    """Choose cp_comm_type for groups of every size and return the reason: all-to-all if the largest group is in a host
-    and divides the heads, otherwise a ring."""
+    """Choose cp_comm_type for dynamic context parallelism, and return the new configuration and the reason.
+
+    `a2a` if the largest group fits on one host and its size divides the heads of a tensor-parallel rank, otherwise
+    `p2p`.
+    """
     tensor = config.parallel.tensor_model_parallel_size
     size = context_degrees(max(machine.ranks // tensor, 1))[-1]
     heads = config.model.num_attention_heads // tensor

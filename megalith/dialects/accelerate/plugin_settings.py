@@ -195,8 +195,9 @@ def _parallel(plugin: MegatronLMPlugin, model: ModelConfig, notes: list[str]) ->
 def _recompute(plugin: MegatronLMPlugin, notes: list[str], checkpoints: bool) -> dict[str, Any]:
     """Return the recomputation settings.
 
-    `recompute_activations` alone means selective recomputation of core attention; with a field about layers it means
-    full recomputation, as does gradient_checkpointing_enable() (`checkpoints`) if no field is set.
+    The granularity is `recompute_granularity` if it is set. Otherwise it is `full` if a field about layers is set,
+    `selective` if recompute_activations is on, and `full` if the model called gradient_checkpointing_enable()
+    (`checkpoints`).
     """
     granularity = plugin.recompute_granularity if plugin.is_set("recompute_granularity") else None
     if (

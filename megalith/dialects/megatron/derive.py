@@ -506,9 +506,9 @@ def _text(flags: ParsedFlags, flag: str) -> str:
 
 
 def evaluation(flags: ParsedFlags) -> None:
-    """Set train.eval_interval and train.eval_iters, in which -1 becomes 0.
+    """Set train.eval_interval and train.eval_iters.
 
-    Without --eval-interval only --skip-train evaluates.
+    `--eval-iters -1` becomes 0. Without --eval-interval, eval_iters is 0 unless --skip-train is given.
     """
     interval = flags["--eval-interval"]
     if interval:

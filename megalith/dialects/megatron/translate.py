@@ -160,9 +160,9 @@ def _out_of_range(flags: ParsedFlags) -> list[str]:
 
 
 def _without_unread(tree: dict[str, dict[str, Any]]) -> list[str]:
-    """Remove settings that the run does not read from the tree and return a note for each.
+    """Remove from `tree` the settings that this run never uses, and return a note for each.
 
-    Without effect if a checkpoint or weights are loaded, because their model may read more.
+    Does nothing if a checkpoint or weights are loaded, because the loaded model may use them.
     """
     config, notes = RunConfig.from_tree(tree), []
     loads = config.checkpoint.load is not None or config.model.init_from is not None

@@ -1,8 +1,8 @@
 """`megalith oumi migrate`: convert VERL_GRPO or TRL_GRPO configurations to MEGATRON_GRPO.
 
-The migration sets the trainer, the megatron section and the micro-batches, and disables FSDP and DeepSpeed. It edits
-values in place and adds missing ones to their sections; lines, comments and order stay. The result is translated again
-and must be valid. Dependencies to change are printed as a note.
+The migration sets the trainer, the megatron section and the micro-batches, and disables FSDP and DeepSpeed. Values are
+edited in place and missing keys added to their sections, so comments and order are kept. The new file is validated. A
+note names the packages to install instead of verl and Ray.
 """
 
 from __future__ import annotations
