@@ -25,20 +25,23 @@ from megalith.bridge.partial import new_folder
 from megalith.bridge.peft.peft_names import CONFIG_FILE, is_peft
 from megalith.bridge.peft.peft_reader import PeftFolder
 from megalith.bridge.peft.peft_writer import save_peft
-from megalith.bridge.quantize_base import CodedBase
+from megalith.bridge.quantize_base import CodedBase, round_base
+from megalith.bridge.settings import changed_settings
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.averaged_checkpoint import with_average
 from megalith.checkpoint.files import stored_bytes
 from megalith.checkpoint.fingerprint import Sample, digest, sample
 from megalith.checkpoint.rewrite import part_bytes
-from megalith.checkpoint.state import MODEL, Model, checkpoint_shards
+from megalith.checkpoint.state import MODEL, Model, base_fingerprint, checkpoint_shards
 from megalith.comm.collectives import Axis
 from megalith.config import LoraConfig, ModelConfig, RunConfig
+from megalith.config.lora import model_sites
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import ADAPTER, adapters, add_adapters, is_initial_factor
 from megalith.models.model_types import make_model
 from megalith.models.score_model import SCORE
 from megalith.models.transformer import Transformer
+from megalith.models.vocabulary import VOCABULARY
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
@@ -232,6 +235,89 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
             remove_all(out)
             raise
     return merged
+
+
+@torch.no_grad()
+def load_adapter_pairs(
+    source: str | Path, base: str | Path, model: ModelConfig, fingerprint: str | None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return full A and B of each matrix with an adapter, to apply several adapters to one base.
+
+    Args:
+        source: a run with adapters, a step of one, or a folder in PEFT's format.
+        base: weights of the base.
+        model: configuration of the base.
+        fingerprint: `fingerprint_of` the base.
+
+    Raises:
+        ConfigError, CheckpointError: `source` has no adapters, not those of this base, or more than LoRA.
+    """
+    adapted, config = _open_adapters_of(source, base, model, fingerprint)
+    if config is not None and config.lora.has_quantized_base:
+        raise ConfigError(
+            f"{source} was trained on a base in {config.lora.quantize_base} codes; merge it (megalith lora merge), or "
+            "serve what megalith lora export writes, on the base as it is"
+        )
+    pairs = {}
+    for name, adapter in adapters(adapted):
+        if adapter.rescales:
+            raise ConfigError(
+                f"{source} was trained with DoRA, which changes the base itself; merge it (megalith lora merge), and "
+                "serve the result"
+            )
+        pairs[name] = adapter.pair()
+    return pairs
+
+
+@torch.no_grad()
+def merge_into(model: Transformer, source: str | Path, base: str | Path) -> None:
+    """Add the adapters of a run or a PEFT folder to the weights of a loaded model, in place.
+
+    Args:
+        model: the base, unsharded.
+        source: a run with adapters, a step of one, or a folder in PEFT's format.
+        base: weights that the model was loaded from.
+
+    Raises:
+        ConfigError, CheckpointError: `source` has no adapters, or not those of this base.
+    """
+    adapted, config = _open_adapters_of(source, base, model.config, fingerprint_of(model))
+    if config is not None and config.lora.has_quantized_base:
+        round_base(config.with_settings({"model.init_from": str(base)}), model)
+    for name, adapter in adapters(adapted):
+        weight = model.get_submodule(name).weight
+        weight.copy_(adapter.to(weight.device).merged(weight))
+
+
+def fingerprint_of(model: Transformer) -> str:
+    """Return the fingerprint of an unsharded model, which runs with adapters store of their base."""
+    return base_fingerprint(model, dict.fromkeys(VOCABULARY, model.config.vocab_size))
+
+
+def _open_adapters_of(
+    source: str | Path, base: str | Path, model: ModelConfig, fingerprint: str | None
+) -> tuple[Transformer, RunConfig | None]:
+    """Return a model on the meta device with the adapters loaded, and their run, if they are those of this base."""
+    _, adapted, adapter_run, config = _open_adapters(source, str(base), show_progress=False)
+    if config is not None:
+        if others := changed_settings(config.model, model):
+            name, was, now = others[0]
+            raise ConfigError(
+                f"{source} has adapters of a model with {name} {was!r}, but {base} has {now!r}; give adapters of the "
+                "same base"
+            )
+        check_base(adapter_run, fingerprint, str(base))
+    if adapted.config.score_head:
+        raise ConfigError(
+            f"{source} is a reward model, which generates no text; give adapters of a language model"
+        )
+    return adapted, config
+
+
+def slot_ranks(model: ModelConfig, rank: int) -> dict[str, int]:
+    """Return the rank that adapters of this rank have over all their parts, by the name of every matrix."""
+    lora = LoraConfig(rank=rank, targets=[*model_sites(model)])
+    return {name: sum(adapter.ranks.values()) for name, adapter in adapters(build_on_meta(model, lora))}
 
 
 def _open_adapters(

@@ -15,6 +15,7 @@ from megalith.errors import LINES, ConfigError, printable
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", help="run folder or one of its step folders, or a Hugging Face folder")
+    add("--adapter", metavar="FOLDER", help="adapters to merge: a PEFT folder, or a run with lora.rank")
     add("--message", action="append", metavar="TEXT",
         help="user message; repeat it for further turns. Default: lines of standard input")  # fmt: skip
     add("--system", metavar="TEXT", help="system message")
@@ -38,9 +39,10 @@ def run_chat(args: Arguments) -> int:
     from megalith.generation.requests import Sampling
     from megalith.hardware import pick_device
     from megalith.serve.chat_session import ChatSession
-    from megalith.training.loading import load_with_tokenizer
+    from megalith.training.loading import load_with_adapter
 
-    model, tokenizer = load_with_tokenizer(args.checkpoint, pick_device(args.device, 0), show_progress=True)
+    device = pick_device(args.device, 0)
+    model, tokenizer = load_with_adapter(args.checkpoint, args.adapter, device, show_progress=True)
     if model.config.encoder_layers:
         raise ConfigError(
             f"{args.checkpoint} is an encoder-decoder; `megalith generate` continues texts with it"

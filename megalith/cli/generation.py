@@ -28,6 +28,7 @@ RULE = "-" * 80
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", help="run folder or one of its step folders, or a Hugging Face folder")
+    add("--adapter", metavar="FOLDER", help="adapters to merge: a PEFT folder, or a run with lora.rank")
     add("--prompt", action="append", help="prompt; repeat it for a batch")
     add("--prompt-file", help='file with one prompt per line; .jsonl: one {"prompt": "text"} per line')
     add("--max-new-tokens", type=int, default=128, metavar="N", help="maximum number of new tokens")
@@ -119,7 +120,7 @@ def run_generate(args: Arguments) -> int:
     from megalith.hardware import pick_device
     from megalith.launch.launcher import this_process
     from megalith.progress import Progress
-    from megalith.training.loading import load_with_tokenizer
+    from megalith.training.loading import load_with_adapter
 
     process, split = this_process(), args.tensor_model_parallel_size
     if process.world_size == 1 != split:
@@ -128,8 +129,8 @@ def run_generate(args: Arguments) -> int:
         )
     device = pick_device(args.device, process.local_rank)
     alone = process.world_size == 1
-    model, tokenizer = load_with_tokenizer(
-        args.checkpoint, device if alone else "cpu", show_progress=process.is_first
+    model, tokenizer = load_with_adapter(
+        args.checkpoint, args.adapter, device if alone else "cpu", show_progress=process.is_first
     )
     tokenizer = checkpoint_tokenizer(args, tokenizer, model.config.vocab_size)
     if model.config.encoder_layers and tokenizer.model_vocab_size != tokenizer.vocab_size:

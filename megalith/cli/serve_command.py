@@ -15,7 +15,10 @@ from megalith.launch.signals import handled_stop_signals
 
 if TYPE_CHECKING:
     from megalith.generation.engine import Engine
+    from megalith.generation.engine_model import SlotSizes
+    from megalith.models.transformer import Transformer
 
+DEFAULT_RANK = 16
 DEFAULT_LENGTH = 4096
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -29,6 +32,21 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--served-model-name", metavar="NAME", help="name of the model in the API; default: the folder's name"
     )
+    add(
+        "--adapter", action="append", default=[], metavar="NAME=FOLDER",
+        help="serve adapters as model NAME too: a PEFT folder, or a run with lora.rank; repeat it for several",
+    )  # fmt: skip
+    add("--max-loras", type=int, metavar="N", help="room for adapters; default: those of --adapter")
+    add(
+        "--max-lora-rank",
+        type=int,
+        metavar="R",
+        help="largest rank of adapters that are loaded later; default: 16",
+    )
+    add(
+        "--allow-runtime-lora-updating", action="store_true",
+        help="clients may load and unload adapters: POST /v1/load_lora_adapter, with paths on this machine",
+    )  # fmt: skip
     add("--rows", type=int, default=64, metavar="N", help="completions sampled at a time, per replica")
     add(
         "--max-length", type=int, metavar="N",
@@ -90,13 +108,15 @@ def run_serve(args: Arguments) -> int:
     sizes["speculation"] = speculation_of(args, tokenizer)
     stop = () if tokenizer.eod is None else (tokenizer.eod,)
     grammars = GrammarCompiler(tokenizer)
+    adapters = _Adapters(args, model)
     if is_alone:
-        live = LiveEngine(_engine_alone(model, sizes), stop, tokenizer.vocab_size, grammars=grammars)
+        engine, options = _engine_alone(model, sizes, adapters), dict(load_adapter=adapters.load)
+        live = LiveEngine(engine, stop, tokenizer.vocab_size, grammars=grammars, **options)
         return _serve(args, live, tokenizer, chat, key)
     init_distributed(device)
     try:
-        engine, group = _engine_of_ranks(model, sizes, device, split)
-        live = LiveEngine(engine, stop, tokenizer.vocab_size, group, grammars)
+        engine, group = _engine_of_ranks(model, sizes, device, split, adapters)
+        live = LiveEngine(engine, stop, tokenizer.vocab_size, group, grammars, load_adapter=adapters.load)
         del model
         if process.is_first:
             return _serve(args, live, tokenizer, chat, key)
@@ -123,16 +143,94 @@ def _read_key(path: str | None) -> str | None:
     return key
 
 
-def _engine_alone(model, sizes: dict[str, Any]) -> Engine:
+class _Adapters:
+    """The adapters of --adapter, and room for those that are loaded later."""
+
+    def __init__(self, args: Arguments, model: Transformer):
+        """Read the adapters. Raise ConfigError if one does not fit the model."""
+        from megalith.bridge.adapter_folder import fingerprint_of
+
+        self._args, self._config = args, model.config
+        self._fingerprint = fingerprint_of(model) if args.adapter or args.max_loras else None
+        self._pairs: list[dict] = []
+        self.sources: dict[str, str] = {}
+        for value in args.adapter:
+            name, equals, folder = value.partition("=")
+            if not (name and equals and folder):
+                raise ConfigError(f"--adapter is {value!r}; give NAME=FOLDER, such as --adapter sql=runs/sql")
+            if name in (*self.sources, _served_name(args)):
+                raise ConfigError(f"--adapter {value} has the name of another model; choose a different one")
+            self.sources[name] = folder
+        self._check_options()
+        if (self.sources or args.max_loras) and model.has_adapters:
+            raise ConfigError(
+                f"{args.checkpoint} is a run with adapters; serve its base, and name it with --adapter NAME="
+                f"{args.checkpoint}"
+            )
+        self._pairs = [self.load(folder) for folder in self.sources.values()]
+
+    def _check_options(self) -> None:
+        args = self._args
+        if args.max_loras is not None and args.max_loras < max(1, len(self.sources)):
+            raise ConfigError(
+                f"--max-loras is {args.max_loras}, but there are {len(self.sources)} adapters; it has to be at least "
+                f"{max(1, len(self.sources))}"
+            )
+        if args.max_lora_rank is not None and args.max_lora_rank < 1:
+            raise ConfigError(f"--max-lora-rank is {args.max_lora_rank}; it has to be at least 1")
+        if args.allow_runtime_lora_updating and not args.max_loras:
+            raise ConfigError("--allow-runtime-lora-updating needs room for adapters; set --max-loras")
+        if args.max_lora_rank is not None and not args.allow_runtime_lora_updating:
+            raise ConfigError(
+                "--max-lora-rank is for adapters that are loaded later; add --allow-runtime-lora-updating, or leave it "
+                "out"
+            )
+
+    def load(self, folder: str) -> dict:
+        """Return A and B of the adapter in a folder, by the name of the matrix."""
+        from megalith.bridge.adapter_folder import load_adapter_pairs
+
+        return load_adapter_pairs(folder, self._args.checkpoint, self._config, self._fingerprint)
+
+    def slots(self) -> SlotSizes | None:
+        """Return the room that the engine needs. None: there are no adapters."""
+        from megalith.bridge.adapter_folder import slot_ranks
+        from megalith.generation.engine_model import SlotSizes
+
+        args = self._args
+        if not self.sources and not args.max_loras:
+            return None
+        ranks: dict[str, int] = {}
+        if args.allow_runtime_lora_updating:
+            ranks = slot_ranks(self._config, args.max_lora_rank or DEFAULT_RANK)
+        for pairs in self._pairs:
+            for name, (a, _) in pairs.items():
+                ranks[name] = max(ranks.get(name, 0), a.shape[-2])
+        return SlotSizes(args.max_loras or len(self.sources), ranks)
+
+    def fill(self, engine: Engine) -> None:
+        """Put the adapters into the engine's slots, in order from 1."""
+        for slot, pairs in enumerate(self._pairs, 1):
+            engine.set_adapter(slot, pairs)
+        self._pairs = []
+
+
+def _served_name(args: Arguments) -> str:
+    return args.served_model_name or Path(args.checkpoint).resolve().name
+
+
+def _engine_alone(model: Transformer, sizes: dict[str, Any], adapters: _Adapters) -> Engine:
     from megalith.generation.engine import Engine
     from megalith.generation.sync import engine_for
 
     if model.has_adapters:
         return Engine(model.config, model.device, model.compute_dtype, model=model, **sizes)
-    return engine_for(model, **sizes)
+    engine = engine_for(model, **sizes, adapter_slots=adapters.slots())
+    adapters.fill(engine)
+    return engine
 
 
-def _engine_of_ranks(model, sizes: dict[str, Any], device, split: int):
+def _engine_of_ranks(model: Transformer, sizes: dict[str, Any], device, split: int, adapters: _Adapters):
     """Return this rank's engine, and the axis of all ranks."""
     from megalith.config import ParallelConfig
     from megalith.generation.engine import Engine
@@ -141,12 +239,15 @@ def _engine_of_ranks(model, sizes: dict[str, Any], device, split: int):
 
     if model.has_adapters:
         raise ConfigError(
-            "models with adapters are served by a single process; merge them (megalith lora merge)"
+            "models with adapters are served by a single process; serve the base with --adapter NAME=FOLDER, or merge "
+            "them (megalith lora merge)"
         )
     parallel = ParallelConfig(tensor_model_parallel_size=split)
     mesh = build_mesh(parallel, this_process().world_size, device.type)
-    engine = Engine(model.config, device, model.compute_dtype, tp=mesh.tp, **sizes)
+    options = dict(tp=mesh.tp, adapter_slots=adapters.slots())
+    engine = Engine(model.config, device, model.compute_dtype, **options, **sizes)
     engine.load(model.state_dict().items())
+    adapters.fill(engine)
     return engine, mesh.world
 
 
@@ -154,11 +255,14 @@ def _serve(args: Arguments, live, tokenizer, chat, key: str | None) -> int:
     """Listen, and run the engine until a signal."""
     from megalith.serve.http_server import HttpServer
     from megalith.serve.openai_service import LOOPBACK, Access, OpenAiService
+    from megalith.serve.served_adapters import ServedAdapter, ServedAdapters
 
     is_local = args.host in LOOPBACK_HOSTS
     access = Access(key, LOOPBACK if is_local else None, args.max_requests)
-    name = args.served_model_name or Path(args.checkpoint).resolve().name
-    service = OpenAiService(live, tokenizer, chat, name, access, grammars=live.grammars)
+    name = _served_name(args)
+    loaded = [ServedAdapter(*value.partition("=")[::2], slot) for slot, value in enumerate(args.adapter, 1)]
+    adapters = ServedAdapters(live, name, loaded, args.allow_runtime_lora_updating)
+    service = OpenAiService(live, tokenizer, chat, name, access, grammars=live.grammars, adapters=adapters)
     server = HttpServer(service, args.host, args.port, report=lambda line: print(printable(line), flush=True))
     server.start()
     handlers = {number: signal.signal(number, lambda *_: live.close()) for number in handled_stop_signals()}
@@ -168,6 +272,8 @@ def _serve(args: Arguments, live, tokenizer, chat, key: str | None) -> int:
         + ("" if chat is None else ", with chat" + (" and tools" if chat.supports_tools else "")),
         flush=True,
     )
+    if loaded:
+        print(f"adapters: {', '.join(printable(one.name) for one in loaded)}", flush=True)
     if not is_local and key is None:
         print(
             "warning: everyone who can reach this address can use the model; set --api-key-file", flush=True

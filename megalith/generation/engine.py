@@ -20,8 +20,8 @@ context; such a row is prefilled again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,9 @@ from megalith.comm.collectives import Axis
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.rules.batch_invariant_rules import check_batch_invariant_engine
 from megalith.errors import ConfigError
-from megalith.generation.engine_model import engine_model, named_shards
+from megalith.generation.engine_model import SiteSlots, SlotSizes, engine_model, named_shards
 from megalith.generation.logits_state import NO_PARTS, LogitsState, UsedParts
-from megalith.generation.prefix_reuse import PrefixReuse
+from megalith.generation.prefix_reuse import PrefixReuse, tokens_of_adapter
 from megalith.generation.requests import (
     MAX_GENERATIONS,
     Completion,
@@ -84,6 +84,15 @@ PREFILL_TOKENS = 2**14  # maximum tokens per prefill pass
 PREFILL_SCORES = 2**24  # maximum pairs of a new token and a key in a pass after known prefixes
 
 
+@dataclass(frozen=True)
+class _Prefix:
+    """Tokens that are prefilled for several rows, with the slot of their adapter."""
+
+    tokens: list[int]
+    rows: list[int]
+    adapter: int
+
+
 OnToken = Callable[[int, int, int], None]  # prompt, generation, id
 
 
@@ -112,6 +121,7 @@ class Engine:
         prefix_reuse: bool = True,
         prefix_cache_bytes: int = 0,
         speculation: Speculation | None = None,
+        adapter_slots: SlotSizes | None = None,
     ):
         """Build the engine.
 
@@ -134,6 +144,7 @@ class Engine:
                 recurrent layers, ALiBi or LongRoPE, and engines that record routes, prefill everything.
             prefix_cache_bytes: maximum bytes of keys and values that are kept, in addition to the rows.
             speculation: propose tokens and verify several per step. Changes speed only, not the completions.
+            adapter_slots: room for several adapters (`set_adapter`), of which each sequence uses one or none.
 
         Raises:
             ConfigError: the model is not a decoder, it has no experts to record, or there is no room for a sequence.
@@ -175,11 +186,22 @@ class Engine:
         # Tokens of prompts since the last `take_prefill_tokens`.
         self.prefill_tokens = self.reused_tokens = 0
         self.version = 0
-        self.model = engine_model(config, dtype, self.device, tp, lora) if model is None else model
+        self._slots: dict[str, SiteSlots] = {}
+        self.slots = 0 if adapter_slots is None else adapter_slots.slots
+        """Number of adapters that there is room for."""
+        if model is None:
+            self.model, self._slots = engine_model(config, dtype, self.device, tp, lora, adapter_slots)
+        elif self.slots:
+            raise ConfigError(
+                "an engine that runs a given model has no slots for adapters; build it without `model`, and load the "
+                "weights"
+            )
+        else:
+            self.model = model
         self._batch_invariant, self._head_math = batch_invariant, ORDINARY
         self._attend_cached, self._attend_continued = cached_attention, continued_attention
         if batch_invariant:
-            check_batch_invariant_engine(config, tp.size, lora)
+            check_batch_invariant_engine(config, tp.size, lora, self.slots)
             apply_batch_invariant(self.model)
             self._head_math = BATCH_INVARIANT
             self._attend_cached = invariant_attention.cached_attention
@@ -258,6 +280,35 @@ class Engine:
             )
         self.version = version
 
+    @torch.no_grad()
+    def set_adapter(self, slot: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Put an adapter into a slot, in place, so CUDA graphs stay valid. Every tensor-parallel rank calls it.
+
+        Args:
+            slot: number of the adapter, from 1. No sequence in progress uses it.
+            pairs: full A and B by the name of the matrix (`Adapter.pair`). Empty: no adapter.
+
+        Raises:
+            ConfigError: the engine has no such slot, or no room for a matrix or a rank.
+        """
+        if not 1 <= slot <= self.slots:
+            raise ConfigError(f"the engine has {self.slots} slots for adapters, and no slot {slot}")
+        for name, (a, _) in pairs.items():
+            if name not in self._slots:
+                raise ConfigError(
+                    f"the engine has no room for an adapter of {name}; it has it for other matrices"
+                )
+            room = self._slots[name].slots.lora_A.shape[-2]
+            if a.shape[-2] > room:
+                raise ConfigError(
+                    f"the adapter of {name} has rank {a.shape[-2]} in all its parts, but the engine has room for "
+                    f"{room}; serve it with a larger --max-lora-rank"
+                )
+        for name, site in self._slots.items():
+            site.fill(slot, pairs.get(name))
+        if self._prefixes is not None:  # those of the slot's last adapter
+            self._prefixes.forget()
+
     def is_mtp_parameter(self, name: str) -> bool:
         """Return True for parameters of multi-token prediction, which generation omits."""
         parts = name.split(".")
@@ -277,6 +328,8 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and cache on this rank."""
         weights = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
+        for site in self._slots.values():
+            weights |= {x.data_ptr(): x.nbytes for x in (site.slots.lora_A, site.slots.lora_B)}
         parts = self._cache, self._states, self._prefixes, self._logits_state
         cache = sum(part.nbytes for part in parts if part is not None)
         drafter = (0, 0) if self._drafter is None else self._drafter.nbytes
@@ -324,6 +377,7 @@ class Engine:
         num_generations: int = 1,
         on_token: OnToken | None = None,
         max_new_tokens: Sequence[int] | None = None,
+        adapters: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Generate `num_generations` completions per prompt.
 
@@ -334,6 +388,7 @@ class Engine:
             num_generations: completions per prompt.
             on_token: called with (prompt, generation, id) soon after each token is sampled.
             max_new_tokens: maximum tokens of the completions of each prompt. Default: sampling.max_new_tokens.
+            adapters: slot of each prompt's adapter, 0 for none. Default: none.
 
         Returns:
             Completions ordered by prompt, then generation.
@@ -351,6 +406,7 @@ class Engine:
         stream_keys = [key * MAX_GENERATIONS + g for key in keys for g in range(num_generations)]
         for sequence, noise in zip(sequences, noise_keys(sampling.seed, stream_keys), strict=True):
             sequence.noise = noise
+            sequence.adapter = 0 if adapters is None else adapters[sequence.prompt_index]
         batch = RunningBatch(self, sampling)
         batch.add(sequences)
         while batch.is_busy:
@@ -383,9 +439,9 @@ class Engine:
             self._states = RecurrentStates.empty(self.model, self.max_rows, self.device, self.dtype)
             if self._reuses and self._states is None and self._original_context == math.inf:
                 self._prefixes = PrefixReuse(self._cache, self._prefix_cache_bytes)
-            # Per row: newest token, its position, number of sampled tokens, their limit, noise key, active flag, and if
-            # stop tokens end it.
-            self._state = torch.zeros(7, self.max_rows, dtype=torch.int64, device=self.device)
+            # Per row: newest token, its position, number of sampled tokens, their limit, noise key, active flag, if
+            # stop tokens end it, and the slot of its adapter.
+            self._state = torch.zeros(8, self.max_rows, dtype=torch.int64, device=self.device)
             self._row_settings = torch.zeros(
                 4, self.max_rows, device=self.device
             )  # see ops.gumbel.sample_rows
@@ -454,7 +510,8 @@ class Engine:
         if sequence.length <= self._original_context:
             sequence.pause_at = min(sequence.limit, self._original_context + 1 - len(sequence.prompt))
         count, stops = len(sequence.ids), int(bool(sequence.stop))
-        return [last, sequence.length - 1, count, sequence.pause_at, sequence.noise, 1, stops]
+        last_position, adapter = sequence.length - 1, sequence.adapter
+        return [last, last_position, count, sequence.pause_at, sequence.noise, 1, stops, adapter]
 
     def clear_row(self, row: int) -> None:
         """Make a row idle."""
@@ -486,95 +543,100 @@ class Engine:
         Completions of the same prompt share a pass.
         """
         routes: dict[int, np.ndarray] = {}
-        groups: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        groups: dict[tuple[int, int], _Prefix] = {}
         for row, sequence in begun:
             key = (sequence.prompt_index, sequence.number if sequence.ids else -1)
             tokens = [*sequence.prompt, *sequence.ids][:-1]
             if tokens:
-                groups.setdefault(key, (tokens, []))[1].append(row)
+                groups.setdefault(key, _Prefix(tokens, [], sequence.adapter)).rows.append(row)
         whole = list(groups.values())
         if self._prefixes is not None:
-            lengths = self._prefixes.place(whole)
-            self._prefill_rest([(*each, begin) for each, begin in zip(whole, lengths) if begin])
+            placed = [(tokens_of_adapter(each.tokens, each.adapter), each.rows) for each in whole]
+            lengths = self._prefixes.place(placed)
+            self._prefill_rest([(each, begin) for each, begin in zip(whole, lengths) if begin])
             whole = [each for each, begin in zip(whole, lengths) if not begin]
-        self.prefill_tokens += sum(len(tokens) for tokens, _ in whole)
-        batch: list[tuple[list[int], list[int]]] = []
-        for tokens, rows in sorted(whole, key=lambda each: len(each[0])):
-            is_long = len(tokens) + 1 > self._original_context
+        self.prefill_tokens += sum(len(each.tokens) for each in whole)
+        batch: list[_Prefix] = []
+        for each in sorted(whole, key=lambda each: len(each.tokens)):
+            is_long = len(each.tokens) + 1 > self._original_context
             if batch and (
-                len(tokens) * (len(batch) + 1) > PREFILL_TOKENS
-                or is_long != (len(batch[0][0]) + 1 > self._original_context)
+                len(each.tokens) * (len(batch) + 1) > PREFILL_TOKENS
+                or is_long != (len(batch[0].tokens) + 1 > self._original_context)
             ):
                 routes |= self._prefill_pass(batch)
                 batch = []
-            batch.append((tokens, rows))
+            batch.append(each)
         return routes | self._prefill_pass(batch) if batch else routes
 
-    def _prefill_rest(self, groups: Sequence[tuple[list[int], list[int], int]]) -> None:
+    def _prefill_rest(self, groups: Sequence[tuple[_Prefix, int]]) -> None:
         """Fill rows with the keys and values of the tokens after a prefix that they hold.
 
         Args:
-            groups: tokens, rows, and the length of the prefix.
+            groups: tokens and rows, and the length of the prefix.
         """
-        self.reused_tokens += sum(begin for *_, begin in groups)
-        batch: list[tuple[list[int], list[int], int]] = []
-        rest = [each for each in groups if each[2] < len(each[0])]
-        for each in sorted(rest, key=lambda each: (len(each[0]) - each[2], len(each[0]))):
-            new, longest = len(each[0]) - each[2], max(len(tokens) for tokens, *_ in [*batch, each])
+        self.reused_tokens += sum(begin for _, begin in groups)
+        batch: list[tuple[_Prefix, int]] = []
+        rest = [(len(each.tokens) - begin, len(each.tokens), each) for each, begin in groups]
+        for new, length, each in sorted((one for one in rest if one[0]), key=lambda one: one[:2]):
+            longest = max([length, *(len(one.tokens) for one, _ in batch)])
             count = len(batch) + 1
             if batch and (new * count > PREFILL_TOKENS or new * longest * count > PREFILL_SCORES):
                 self._continued_pass(batch)
                 batch = []
-            batch.append(each)
+            batch.append((each, length - new))
         if batch:
             self._continued_pass(batch)
 
-    def _continued_pass(self, batch: list[tuple[list[int], list[int], int]]) -> None:
-        new = [tokens[begin:] for tokens, _, begin in batch]
+    def _continued_pass(self, batch: list[tuple[_Prefix, int]]) -> None:
+        new = [each.tokens[begin:] for each, begin in batch]
         longest = max(map(len, new))
         self.prefill_tokens += sum(map(len, new))
         ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in new])
-        begins = torch.tensor([begin for *_, begin in batch])
-        rows = torch.tensor([rows[0] for _, rows, _ in batch])
+        begins = torch.tensor([begin for _, begin in batch])
+        rows = torch.tensor([each.rows[0] for each, _ in batch])
+        adapters = torch.tensor([each.adapter for each, _ in batch])
         # Each new token of each row, by its place in the cache and its index in the pass.
         slots_and_indices = [
             (row * self._room + begin + at, number * longest + at)
-            for number, (tokens, rows_of_tokens, begin) in enumerate(batch)
-            for row in rows_of_tokens
-            for at in range(len(tokens) - begin)
+            for number, (each, begin) in enumerate(batch)
+            for row in each.rows
+            for at in range(len(each.tokens) - begin)
         ]
         slots, indices = torch.tensor(slots_and_indices).T.contiguous()
-        ids, begins, rows, slots, indices = (
-            to_device(x, self.device) for x in (ids, begins, rows, slots, indices)
+        ids, begins, rows, slots, indices, adapters = (
+            to_device(x, self.device) for x in (ids, begins, rows, slots, indices, adapters)
         )
-        end = max(len(tokens) for tokens, *_ in batch)
+        end = max(len(each.tokens) for each, _ in batch)
         positions = begins[:, None] + torch.arange(longest, device=self.device)
         positions = positions.clamp(max=end - 1)  # of padding
         cache = ContinuedPrefill(
             self._cache, self._cached_layers, rows, positions, end, slots, indices, self._attend_continued
         )
         with run_eagerly():
-            self._hidden(ids, positions, cache, end + 1)
+            self._hidden(ids, positions, cache, end + 1, adapters=adapters)
 
-    def _prefill_pass(self, batch: list[tuple[list[int], list[int]]]) -> dict[int, np.ndarray]:
-        longest = len(batch[-1][0])
-        ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in batch])
-        rows = torch.tensor([row for _, rows in batch for row in rows])
-        prompts = torch.tensor([number for number, (_, rows) in enumerate(batch) for _ in rows])
-        lengths = torch.tensor([len(tokens) for tokens, _ in batch])
-        ids, rows, prompts, lengths = (to_device(x, self.device) for x in (ids, rows, prompts, lengths))
+    def _prefill_pass(self, batch: list[_Prefix]) -> dict[int, np.ndarray]:
+        longest = len(batch[-1].tokens)
+        inputs = (
+            [each.tokens + [0] * (longest - len(each.tokens)) for each in batch],
+            [row for each in batch for row in each.rows],
+            [number for number, each in enumerate(batch) for _ in each.rows],
+            [len(each.tokens) for each in batch],
+            [each.adapter for each in batch],
+        )
+        ids, rows, prompts, lengths, adapters = (to_device(torch.tensor(x), self.device) for x in inputs)
         positions = torch.arange(longest, device=self.device).expand(len(batch), longest)
         cache = Prefill(self._cache, self._cached_layers, rows, prompts, lengths, self._states)
         routes = self._route_memory(len(batch) * longest)
         with run_eagerly():  # sizes differ between passes
-            self._hidden(ids, positions, cache, longest + 1, routes)
+            self._hidden(ids, positions, cache, longest + 1, routes, adapters)
         if routes is None:
             return {}
         by_token = routes.transpose(0, 1).cpu().numpy()
         return {
-            row: by_token[number * longest : number * longest + len(tokens)]
-            for number, (tokens, rows_of_prompt) in enumerate(batch)
-            for row in rows_of_prompt
+            row: by_token[number * longest : number * longest + len(each.tokens)]
+            for number, each in enumerate(batch)
+            for row in each.rows
         }
 
     def _hidden(
@@ -584,6 +646,7 @@ class Engine:
         cache: Cache,
         length: int | None = None,
         routes: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Return the last hidden states [batch, seq, hidden] of ids at positions, int64 [batch, seq].
 
@@ -593,8 +656,11 @@ class Engine:
             cache: earlier tokens.
             length: length of the sequences. None: each ends at its position.
             routes: from `_route_memory`, for the experts that the routers choose. None: not recorded.
+            adapters: slots of the sequences' adapters, int64 [batch]. None: they have none.
         """
         context = Context(len(ids), PassLayout(), position_ids=positions, cache=cache)
+        if self.slots:
+            context.adapters = ids.new_zeros(len(ids)) if adapters is None else adapters
         if self.config.position_embedding_type == "rope":
             context.rotary = self._rotary(positions, length)
             if self.config.rotary_base_local is not None:
@@ -691,7 +757,12 @@ class Engine:
         return min(sampling.vocab_size or self.config.vocab_size, self.config.vocab_size)
 
     def next_logits(
-        self, tokens: Tensor, positions: Tensor, longest: int, routes: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        longest: int,
+        routes: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Return the logits after each token, [rows * tokens, this rank's entries].
 
@@ -700,6 +771,7 @@ class Engine:
             positions: int64 [rows, tokens].
             longest: maximum length of the sequences up to the newest token.
             routes: see `_hidden`.
+            adapters: see `_hidden`.
         """
         rows = len(tokens)
         by_token = enumerate(positions.unbind(1))
@@ -708,7 +780,7 @@ class Engine:
         cache = Decode(self._cache[:, :, :rows], self._cached_layers, seen, states, self._attend_cached)
         if self.config.learns_positions:  # drafts may follow the last position
             positions = positions.clamp(max=self.config.max_position_embeddings - 1)
-        hidden = self._hidden(tokens, positions, cache, routes=routes).flatten(0, 1)
+        hidden = self._hidden(tokens, positions, cache, routes=routes, adapters=adapters).flatten(0, 1)
         head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
         return linear_logits(self.model.head_input(hidden), *head, math=self._head_math)
 
@@ -748,7 +820,7 @@ class Engine:
 
     def _decode_step(self, sampling: Sampling, rows: int, longest: int, used: UsedParts = NO_PARTS) -> None:
         """Generate one token in each of the first `rows` rows that is active, and one more per accepted draft."""
-        token, position, count, limit, noise, alive, stops = self._state[:, :rows]
+        token, position, count, limit, noise, alive, stops, adapters = self._state[:, :rows]
         settings = self._row_settings[:, :rows] if sampling.by_row else None
         tokens, width, drafts = token[:, None], len(self._offsets), None
         if self._drafter is not None:
@@ -759,7 +831,7 @@ class Engine:
         routes = self._route_memory(rows * width)
         # idle rows write to their first position only, so that another sequence can begin with the rest
         positions = position[:, None] + self._offsets * alive[:, None]
-        raw_logits = self.next_logits(tokens, positions, longest, routes)
+        raw_logits = self.next_logits(tokens, positions, longest, routes, adapters)
         logits = self._logits_state.process_drafted(raw_logits, drafts, used) if any(used) else raw_logits
         index = count[:, None] + self._offsets
         if settings is not None and width > 1:

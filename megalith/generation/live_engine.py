@@ -11,13 +11,16 @@ its request's seed and key, not on the other requests, their order or the layout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Condition
 from typing import Any, get_args
 
+from torch import Tensor
+
 from megalith.comm.collectives import Axis, gather_json
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, MegalithError
 from megalith.generation.engine import Engine
 from megalith.generation.grammar import GrammarCompiler
 from megalith.generation.logits_processing import OFF, LogitsProcessing
@@ -26,6 +29,8 @@ from megalith.generation.running_batch import KvCache, RunningBatch
 
 HEARTBEAT = 20.0  # seconds after which idle ranks exchange a message, so that no collective times out
 
+LoadAdapter = Callable[[str], Mapping[str, tuple[Tensor, Tensor]]]
+"""Returns the A and B of the adapter in a folder, as `Engine.set_adapter` takes them."""
 OnTokens = Callable[[list[int], list[float], str | None], None]
 """Takes new ids, their log-probabilities, and the reason of the end: stop, length, closed; None before it."""
 
@@ -47,6 +52,8 @@ class LiveRequest:
     ignores_stop: bool = False
     """Continue after stop ids."""
     processing: LogitsProcessing = OFF
+    adapter: int = 0
+    """Slot of its adapter in the engine. 0: none."""
 
     @property
     def settings(self) -> tuple[float, float, float, float]:
@@ -60,6 +67,7 @@ class _Ticket:
 
     on_tokens: OnTokens
     replica: int
+    adapter: int
 
 
 @dataclass
@@ -69,6 +77,7 @@ class _Inbox:
     added: list[tuple[int, int, LiveRequest, OnTokens]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     weights: list[Any] | None = None  # version, and KvCache
+    adapters: list[tuple[int, str, Future]] = field(default_factory=list)  # slot, path, its error or None
 
 
 class LiveEngine:
@@ -82,6 +91,7 @@ class LiveEngine:
         group: Axis = Axis(),  # noqa: B008 (immutable)
         grammars: GrammarCompiler | None = None,
         load_weights: Callable[[int], None] | None = None,
+        load_adapter: LoadAdapter | None = None,
     ):
         """Prepare to run.
 
@@ -93,12 +103,13 @@ class LiveEngine:
             grammars: compiles the requests' grammars. Default: requests have none.
             load_weights: loads this rank's weights of a version into the engine, for `update_weights`. Every rank calls
                 it between the same two windows.
+            load_adapter: reads an adapter for `set_adapter`. Default: adapters cannot be changed.
         """
         self._load_weights = load_weights
         self.sampled_version = engine.version
         """Version of the weights that sampled the ids of the callback that is being called."""
         self.grammars = grammars
-        self.engine = engine
+        self.engine, self._load_adapter = engine, load_adapter
         self._stop, self._group = frozenset(stop), group
         self._sampling = Sampling(stop=tuple(stop), vocab_size=vocab_size, by_row=True)
         self._replicas = max(1, group.size // engine.tp.size)
@@ -106,6 +117,7 @@ class LiveEngine:
         self._sequences: dict[int, RowSequence] = {}  # of this replica
         self._tickets: dict[int, _Ticket] = {}  # first rank: open requests
         self._inbox, self._next, self._is_over = _Inbox(), 0, False
+        self._futures: list[Future] = []  # first rank: of the adapters that the next window loads
         self._changed = Condition()
 
     def submit(self, requests: Sequence[LiveRequest], on_tokens: Sequence[OnTokens]) -> list[int]:
@@ -125,6 +137,10 @@ class LiveEngine:
             ).check()  # fmt: skip
             request.processing.check(engine.config.vocab_size)
             check_prompt(0, request.prompt, request.max_new_tokens, engine.config, engine.max_tokens)
+            if not 0 <= request.adapter <= engine.slots:
+                raise ConfigError(
+                    f"a request names adapter {request.adapter}, but the engine has {engine.slots}"
+                )
             if not 0 <= request.key < 2**63:
                 raise ConfigError(f"the key of a request is {request.key}; it must be from 0 to 2^63 - 1")
         with self._changed:
@@ -163,6 +179,28 @@ class LiveEngine:
             self._inbox.weights = [version, kv_cache]
             self._changed.notify()
 
+    def set_adapter(self, slot: int, path: str) -> Future[str | None]:
+        """Put the adapter in `path` into a slot that no open request uses, between two windows.
+
+        Returns:
+            A future: None, or the reason why a rank could not load it.
+        """
+        future: Future[str | None] = Future()
+        with self._changed:
+            if self._is_over:
+                future.set_result("the engine is closed")
+            else:
+                self._inbox.adapters.append((slot, path, future))
+                self._changed.notify()
+        return future
+
+    @property
+    def used_slots(self) -> set[int]:
+        """Slots of the adapters of open requests."""
+        with self._changed:
+            waiting = {request.adapter for _, _, request, _ in self._inbox.added}
+            return waiting | {ticket.adapter for ticket in [*self._tickets.values()]}
+
     def close(self) -> None:
         """Let `run` return after the current window. Open requests end with the reason "closed"."""
         with self._changed:
@@ -195,16 +233,19 @@ class LiveEngine:
         """Return what has changed since the last window; waits if no request is open."""
         with self._changed:
             is_idle = not self._tickets and not batch.is_busy and not self._inbox.added
-            if is_idle and not self._inbox.cancelled and not self._inbox.weights and not self._is_over:
+            has_change = self._inbox.cancelled or self._inbox.weights or self._inbox.adapters
+            if is_idle and not has_change and not self._is_over:
                 self._changed.wait(HEARTBEAT)
             inbox, self._inbox = self._inbox, _Inbox()
+            self._futures = [future for _, _, future in inbox.adapters]
             cancelled = set(inbox.cancelled)
             added = [
                 self._assigned(*entry) for entry in inbox.added if entry[0] not in cancelled
             ]  # fmt: skip
         for number in cancelled:
             self._tickets.pop(number, None)
-        commands = {"added": added, "cancelled": sorted(cancelled), "is_over": False}
+        adapters = [[slot, path] for slot, path, _ in inbox.adapters]
+        commands = {"added": added, "cancelled": sorted(cancelled), "adapters": adapters, "is_over": False}
         return commands if inbox.weights is None else commands | {"weights": inbox.weights}
 
     def _assigned(self, number: int, prompt: int, request: LiveRequest, on_tokens: OnTokens) -> list[Any]:
@@ -213,7 +254,7 @@ class LiveEngine:
         for ticket in self._tickets.values():
             load[ticket.replica] += 1
         replica = load.index(min(load))
-        self._tickets[number] = _Ticket(on_tokens, replica)
+        self._tickets[number] = _Ticket(on_tokens, replica, request.adapter)
         (noise,) = noise_keys(request.seed, [request.key])
         limit, ids = request.max_new_tokens, list(map(int, request.prompt))
         processing = None if request.processing is OFF else request.processing.to_json()
@@ -227,6 +268,7 @@ class LiveEngine:
             noise,
             request.ignores_stop,
             processing,
+            request.adapter,
         ]
 
     def _window(self, batch: RunningBatch, commands: dict[str, Any] | None) -> bool:
@@ -243,13 +285,24 @@ class LiveEngine:
                 batch.cancel(sequence)
         if "weights" in commands:
             self._update(batch, *commands["weights"])
-        for replica, number, prompt_index, ids, limit, settings, noise, ignores_stop, values in commands[
-            "added"
-        ]:
+        if commands["adapters"]:
+            self._change_adapters(commands["adapters"])
+        for (
+            replica,
+            number,
+            prompt_index,
+            ids,
+            limit,
+            settings,
+            noise,
+            ignores_stop,
+            values,
+            adapter,
+        ) in commands["added"]:
             if replica == self._replica:
                 stop = frozenset() if ignores_stop else self._stop
                 sequence = RowSequence(number, ids, prompt_index, 0, limit, stop, noise=noise)
-                sequence.sampling = tuple(settings)
+                sequence.sampling, sequence.adapter = tuple(settings), adapter
                 if values is not None:
                     compile_grammar = None if self.grammars is None else self.grammars.compile
                     sequence.processing = LogitsProcessing.from_json(values, compile_grammar)
@@ -258,6 +311,18 @@ class LiveEngine:
                 batch.add([sequence])
         self._deliver(self._events(batch.step()))
         return False
+
+    def _change_adapters(self, changes: Sequence[Sequence[Any]]) -> None:
+        """Load adapters on every rank, and tell the first rank's callers."""
+        for number, (slot, path) in enumerate(changes):
+            error = None
+            try:
+                self.engine.set_adapter(slot, self._load_adapter(path))
+            except (MegalithError, OSError) as raised:
+                error = str(raised)
+            errors = gather_json(error, self._group) if self._group.size > 1 else [error]
+            if self._group.rank == 0:
+                self._futures[number].set_result(next((one for one in errors if one is not None), None))
 
     def _update(self, batch: RunningBatch, version: int, kv_cache: KvCache) -> None:
         """Load weights, and deliver the tokens that the earlier ones have sampled."""
@@ -298,5 +363,8 @@ class LiveEngine:
         tickets, self._tickets = self._tickets, {}
         with self._changed:
             inbox, self._inbox = self._inbox, _Inbox()
+        for future in [*self._futures, *(future for _, _, future in inbox.adapters)]:
+            if not future.done():
+                future.set_result("the engine is closed")
         for on_tokens in [ticket.on_tokens for ticket in tickets.values()] + [one[3] for one in inbox.added]:
             on_tokens([], [], "closed")

@@ -20,6 +20,7 @@ from torch import Tensor
 from megalith.generation.requests import RowSequence
 
 BLOCK = 16  # tokens per entry of the index; a shorter common prefix is prefilled again
+TOKEN_BITS = 32  # of a token's number, below those of its adapter
 CANDIDATES = 16  # holders of the same blocks that are compared
 
 
@@ -216,7 +217,12 @@ class PrefixReuse:
 
 def _prefilled(sequence: RowSequence) -> list[int]:
     """Return the tokens whose keys and values a row holds: all but the last one."""
-    return [*sequence.prompt, *sequence.ids][:-1]
+    return tokens_of_adapter([*sequence.prompt, *sequence.ids][:-1], sequence.adapter)
+
+
+def tokens_of_adapter(tokens: list[int], adapter: int) -> list[int]:
+    """Return numbers of tokens that differ between adapters, whose keys and values differ too."""
+    return tokens if adapter == 0 else [token + (adapter << TOKEN_BITS) for token in tokens]
 
 
 def _blocks(tokens: Sequence[int], hashes: list[int]) -> Iterator[int]:

@@ -110,6 +110,7 @@ class RowSequence:
     processing: LogitsProcessing = OFF
     masks: list[TokenMask] = field(default_factory=list)
     stop_watch: StopWatch | None = None
+    adapter: int = 0  # slot of its adapter, 0 for none
     is_cancelled: bool = False
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float]) -> int:

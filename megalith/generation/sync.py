@@ -27,7 +27,7 @@ from torch import Tensor
 from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
-from megalith.generation.engine_model import named_shards
+from megalith.generation.engine_model import SlotSizes, named_shards
 from megalith.generation.speculation import Speculation
 from megalith.models.adapters import ADAPTER, is_initial_factor
 from megalith.models.transformer import Transformer
@@ -69,6 +69,7 @@ def engine_for(
     prefix_reuse: bool = True,
     prefix_cache_bytes: int = 0,
     speculation: Speculation | None = None,
+    adapter_slots: SlotSizes | None = None,
 ) -> Engine:
     """Build an engine with the current weights of a model in any layout, over its tensor-parallel axis. Every rank
     calls it.
@@ -87,6 +88,7 @@ def engine_for(
         prefix_reuse: see `Engine`.
         prefix_cache_bytes: see `Engine`.
         speculation: see `Engine`.
+        adapter_slots: see `Engine`.
 
     Raises:
         ConfigError: the model is a custom one without a KV cache, or has adapters.
@@ -101,6 +103,7 @@ def engine_for(
         prefix_reuse=prefix_reuse,
         prefix_cache_bytes=prefix_cache_bytes,
         speculation=speculation,
+        adapter_slots=adapter_slots,
     )
     if model.config is None:
         raise ConfigError(

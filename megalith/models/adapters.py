@@ -75,6 +75,13 @@ class Adapter(nn.Module):
         parallelism)."""
         raise NotImplementedError(f"{type(self).__name__} has no delta")
 
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Return one A [rank, in] and B [out, rank] with B · A = `delta()`; the adapter must be unsharded.
+
+        The rank is the sum of the parts' ranks. Experts have one more dimension before these.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no pair")
+
     def merged(self, weight: Tensor) -> Tensor:
         """Return the merged weight in float32; adapter and weight must be unsharded."""
         return weight.float() + self.delta()
@@ -206,6 +213,18 @@ class LinearAdapter(Adapter):
             products = {part: product - initial[part] for part, product in products.items()}
         return self.join(self.scaled(products)).T * self.scaling
 
+    def pair(self) -> tuple[Tensor, Tensor]:
+        halves = [(self.lora_A, self.lora_B, self.scaling)]
+        if self.initial_A is not None:
+            halves.append((self.initial_A, self.initial_B, -self.scaling))
+        a = [each.weight for first, _, _ in halves for each in first.values()]
+        b = [
+            self.join(self.scaled({part: each.weight.T})).T * scaling
+            for _, second, scaling in halves
+            for part, each in second.items()
+        ]
+        return torch.cat(a), torch.cat(b, dim=1)
+
 
 class QKVAdapter(LinearAdapter):
     """Adapters of linear_qkv, whose rows are ordered by KV group: its queries, its key, its value."""
@@ -264,6 +283,9 @@ class GroupedAdapter(Adapter):
     def delta(self) -> Tensor:
         a, b = (local(pair[WHOLE].weight) for pair in (self.lora_A, self.lora_B))
         return _product(b, a) * self.scaling
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        return self.lora_A[WHOLE].weight, self.lora_B[WHOLE].weight * self.scaling
 
 
 def add_adapters(model: Transformer, lora: LoraConfig, config: ModelConfig | None = None) -> None:

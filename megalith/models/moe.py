@@ -17,6 +17,7 @@ router and the rows' destinations are in the graph (`MoE.plan`), the experts are
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -184,7 +185,11 @@ class MoE(Runnable):
             context.real,
             context.layer_routes,
         )
-        return self.dispatch.plan(routing, context.layout)
+        plan = self.dispatch.plan(routing, context.layout)
+        if context.adapters is None:
+            return plan
+        tokens_per_sequence = len(routing.weights) // context.batch
+        return plan._replace(adapters=context.adapters.repeat_interleave(tokens_per_sequence))
 
     # Parts that benefit are compiled separately. torch.compiler.disable would import the compiler, which takes seconds.
     @disable_tracing
@@ -217,6 +222,7 @@ class ExpertRows(NamedTuple):
     size: int | None  # rows per expert if padded to the capacity
     complete: bool  # every pair has a row and every row a pair
     bounded: bool = False  # `pair` has the worst-case number of rows, the last of them without a pair
+    adapters: Tensor | None = None  # int64 [tokens], each token's adapter, with several in a batch
 
 
 class Dispatch:
@@ -268,6 +274,9 @@ class Dispatch:
             sizes = tuple(plan.counts.tolist())
         groups = RowGroups(plan.counts, sizes, plan.bounded)
         rows, row_weights, order = self.take(x, plan, None if sizes is None else sum(sizes), groups.end)
+        if plan.adapters is not None:
+            tokens = (plan.pair[: len(rows)] // plan.row.shape[1]).clamp(max=len(x) - 1)  # of padding: any
+            groups = replace(groups, adapters=plan.adapters[tokens])
         rows = experts(rows, row_weights, groups)
         return sum_rows(rows, order, self.fusion, self.in_order)
 

@@ -81,6 +81,8 @@ class Context:
     max_label_tokens: int | None = None  # local tokens with a nonzero loss_mask, at most; None: unknown
     output_z_loss_coeff: float = 0.0  # weight of the logits' z-loss in the gradient
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass
+    adapters: Tensor | None = None
+    """int64 [batch], the adapter of each sequence among those of adapter_slots.py, 0 for none. None: no slots."""
     encoded: Encoded | None = None  # the sequence that cross-attention attends to
 
     def without_padding(self, value: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ class RowGroups:
     sizes: tuple[int, ...] | None = None
     padded: bool = False
     """There may be rows after the last group."""
+    adapters: Tensor | None = None
+    """int64 [rows], the adapter of each row, with several in a batch."""
 
     @cached_property
     def ends(self) -> Tensor:

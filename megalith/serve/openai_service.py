@@ -3,9 +3,10 @@
 | route | |
 |---|---|
 | GET /health | 200 while requests are served |
-| GET /v1/models | the served model |
+| GET /v1/models | the served model and its adapters |
 | POST /v1/chat/completions | conversations, with tools |
 | POST /v1/completions | texts or token ids |
+| POST /v1/load_lora_adapter, /v1/unload_lora_adapter | changes the adapters, if the server allows it |
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from megalith.data.chat.call_formats import ParsedTurn
@@ -30,6 +32,7 @@ from megalith.serve.event_relay import EventRelay
 from megalith.serve.http_server import HttpError, HttpRequest, HttpResponse
 from megalith.serve.openai_requests import CompletionRequest, parse_request, read_json
 from megalith.serve.openai_responses import DONE, ResponseWriter
+from megalith.serve.served_adapters import ServedAdapters
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
@@ -129,6 +132,7 @@ class OpenAiService:
         access: Access = Access(),
         conversation: Callable[[str], Conversation | None] | None = None,
         grammars: GrammarCompiler | None = None,
+        adapters: ServedAdapters | None = None,
     ):
         """Prepare to answer.
 
@@ -141,6 +145,7 @@ class OpenAiService:
             conversation: returns the conversation of a path's first part, `/PART/v1/…`; None if there is none.
                 Default: requests are on their own and have no such part.
             grammars: compiles the grammars of requests, as the engine's. Default: a new one.
+            adapters: adapters that requests can name as their model. Default: none.
         """
         self._live, self._tokenizer, self._chat, self._name, self._access = (
             live,
@@ -150,6 +155,7 @@ class OpenAiService:
             access,
         )
         self._conversation = conversation
+        self._adapters = adapters or ServedAdapters(live, name)
         self._plain = PlainConversation(tokenizer, chat, grammars or GrammarCompiler(tokenizer))
         self._open = 0
         self._relay = EventRelay()
@@ -169,6 +175,9 @@ class OpenAiService:
             ("POST", "/v1/chat/completions"): lambda: self._complete(request, conversation, is_chat=True),
             ("POST", "/v1/completions"): lambda: self._complete(request, conversation, is_chat=False),
         }
+        if self._adapters.may_change:
+            for verb, change in (("load", self._adapters.load), ("unload", self._adapters.unload)):
+                routes["POST", f"/v1/{verb}_lora_adapter"] = partial(self._change, request, change)
         if (route := routes.get((request.method, path))) is not None:
             return await route()
         if any(path == other for _, other in routes):
@@ -195,12 +204,19 @@ class OpenAiService:
     async def _models(self) -> HttpResponse:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "megalith"}
         model["max_model_len"] = self._live.engine.max_tokens
-        return HttpResponse({"object": "list", "data": [model]})
+        return HttpResponse({"object": "list", "data": [model, *self._adapters.cards()]})
 
-    async def _complete(self, http: HttpRequest, conversation: Any, is_chat: bool) -> HttpResponse:
+    async def _change(self, http: HttpRequest, change: Callable[[dict], Awaitable[str]]) -> HttpResponse:
+        self._check_json(http)
+        return HttpResponse(await change(read_json(http.body)))
+
+    def _check_json(self, http: HttpRequest) -> None:
         content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise HttpError(415, f"the content type is {content_type!r:.60}; send application/json")
+
+    async def _complete(self, http: HttpRequest, conversation: Any, is_chat: bool) -> HttpResponse:
+        self._check_json(http)
         request = parse_request(read_json(http.body), is_chat)
         self._check(request, conversation)
         if self._open + request.n > self._access.max_requests:
@@ -212,13 +228,14 @@ class OpenAiService:
                 prompts = await asyncio.to_thread(conversation.open_prompts, request)
         except (ValueError, ConfigError) as error:
             raise HttpError(400, str(error)) from None
-        writer = ResponseWriter(request, self._name, self._tokenizer, [prompt.ids for prompt in prompts])
+        slot, name = self._model(request, conversation)  # again: it may have been unloaded since
+        writer = ResponseWriter(request, name, self._tokenizer, [prompt.ids for prompt in prompts])
         arguments = self._live, self._tokenizer, self._chat, conversation, request, prompts
         sampler = _Choices(*arguments, self._relay)
         if self._open + len(sampler) > self._access.max_requests:
             raise HttpError(429, f"{self._open} completions are in progress, the maximum; try again later")
         try:
-            sampler.submit()
+            sampler.submit(slot)
         except ConfigError as error:
             raise HttpError(400, str(error)) from None
         parts = self._counted(sampler, self._stream(sampler, writer, request))
@@ -229,14 +246,23 @@ class OpenAiService:
         return HttpResponse(writer.whole(sampler.choices, sampler.turns))
 
     def _check(self, request: CompletionRequest, conversation: Any) -> None:
-        if conversation is self._plain and request.model not in (None, self._name):
-            raise HttpError(404, f"there is no model {request.model!r:.60}; the server has {self._name}")
+        self._model(request, conversation)
         if request.is_chat and self._chat is None:
             raise HttpError(400, "the tokenizer has no chat template; use /v1/completions")
         if request.tools and not self._chat.supports_tools:
             raise HttpError(
                 400, "the chat template shows no format of tool calls; start with --tool-call-format"
             )
+
+    def _model(self, request: CompletionRequest, conversation: Any) -> tuple[int, str]:
+        """Return the slot and the name of a request's model. Raise HttpError if there is none of its name."""
+        if conversation is not self._plain:
+            return 0, self._name
+        slot = self._adapters.slot(request.model)
+        if slot is None:
+            names = ", ".join([self._name, *self._adapters.names])
+            raise HttpError(404, f"there is no model {request.model!r:.60}; the server has {names}")
+        return slot, request.model or self._name
 
     async def _counted(self, sampler: _Choices, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """Count the choices while they are open, and cancel them if the client leaves."""
@@ -299,8 +325,8 @@ class _Choices:
     def __len__(self) -> int:
         return len(self.choices)
 
-    def submit(self) -> None:
-        """Send the requests to the engine. Raise ConfigError if one does not fit."""
+    def submit(self, adapter: int) -> None:
+        """Send the requests to the engine, for the adapter in this slot. Raise ConfigError if one does not fit."""
         request, room = self._request, self._live.engine.max_tokens
 
         # Without a stream and stops of its own, a choice is of interest when it has ended.
@@ -324,7 +350,10 @@ class _Choices:
         for at, prompt in enumerate(self._prompts):
             limit = request.max_tokens or max(1, room - len(prompt.ids))
             indices = range(at * request.n, (at + 1) * request.n)
-            requests = [self._conversation.live_request(request, prompt, index, limit) for index in indices]
+            requests = [
+                replace(self._conversation.live_request(request, prompt, index, limit), adapter=adapter)
+                for index in indices
+            ]
             self._request_ids += self._live.submit(requests, list(map(callback, indices)))
 
     def cancel(self) -> None:

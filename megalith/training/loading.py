@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megalith.bridge.adapter_folder import merge_into
 from megalith.bridge.folder import is_model_folder
 from megalith.bridge.importer import SEED, common_dtype, open_hf_folder
 from megalith.bridge.load import check_base, config_of, load_initial_weights, load_source
@@ -15,6 +16,7 @@ from megalith.checkpoint import Checkpoint, load_model, open_existing
 from megalith.checkpoint.state import base_fingerprint
 from megalith.config import RunConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
+from megalith.errors import ConfigError
 from megalith.models.adapters import adapters, add_adapters
 from megalith.models.init import initialize
 from megalith.models.model_types import make_model
@@ -40,6 +42,18 @@ def load(path: str | Path | StorePath, device: str | torch.device = "cpu") -> Tr
         ConfigError: the Hugging Face model is not supported.
     """
     return load_with_tokenizer(path, device)[0]
+
+
+def load_with_adapter(
+    path: str | Path | StorePath, adapter: str | Path | None, device: str | torch.device, show_progress: bool
+) -> tuple[Transformer, Tokenizer | None]:
+    """Load a model as `load_with_tokenizer` does, and merge the adapters of a run or a PEFT folder into it."""
+    model, tokenizer = load_with_tokenizer(path, device, show_progress)
+    if adapter is not None:
+        if model.has_adapters:
+            raise ConfigError(f"{path} is a run with adapters; give its base, and one of the adapters")
+        merge_into(model, adapter, path)
+    return model, tokenizer
 
 
 def load_with_tokenizer(

@@ -26,14 +26,17 @@ EXPERTS = dict(num_experts=4, moe_ffn_hidden_size=32, moe_router_topk=2, moe_sha
 
 
 def over_tensor_ranks(
-    config: ModelConfig, weights: dict[str, torch.Tensor], prompts, sampling: Sampling
+    config: ModelConfig, weights: dict[str, torch.Tensor], prompts, sampling: Sampling, slots: tuple = ()
 ) -> list:
-    """Every rank's completions by one engine over all ranks."""
+    """Every rank's completions by one engine over all ranks; `slots` are sizes, adapters, and each prompt's slot."""
     size = torch.distributed.get_world_size()
     mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=size), size, "cpu")
-    engine = Engine(config, "cpu", torch.float32, max_rows=3, max_tokens=128, tp=mesh.tp)
+    sizes, pairs, adapters = slots or (None, {}, None)
+    engine = Engine(config, "cpu", torch.float32, max_rows=3, max_tokens=128, tp=mesh.tp, adapter_slots=sizes)
     engine.load(weights.items())
-    return engine.generate(prompts, sampling)
+    for slot, each in pairs.items():
+        engine.set_adapter(slot, each)
+    return engine.generate(prompts, sampling, adapters=adapters)
 
 
 def in_shares(
@@ -86,13 +89,17 @@ def agrees(engine: Engine, run: RunConfig, factor: float) -> bool:
 
 
 def live_tokens(
-    config: ModelConfig, weights: dict[str, torch.Tensor], requests: list, tp: int
+    config: ModelConfig, weights: dict[str, torch.Tensor], requests: list, tp: int, slots: tuple = ()
 ) -> list | None:
     """The first rank's completions of requests to replicas of `tp` ranks, half of them when others have ended."""
     size = torch.distributed.get_world_size()
     mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=tp), size, "cpu")
-    engine = Engine(config, "cpu", torch.float32, max_rows=2, max_tokens=128, tp=mesh.tp)
+    sizes, pairs = slots or (None, {})
+    options = dict(tp=mesh.tp, adapter_slots=sizes)
+    engine = Engine(config, "cpu", torch.float32, max_rows=2, max_tokens=128, **options)
     engine.load(weights.items())
+    for slot, each in pairs.items():
+        engine.set_adapter(slot, each)
     live = LiveEngine(engine, stop=(3,), group=mesh.world)
     if torch.distributed.get_rank():
         live.follow()
