@@ -67,7 +67,7 @@ def abort_nccl_groups() -> None:
 
 
 def fake_store() -> Store:
-    """Return a store for the backend "fake", which simulates the other ranks, and register that backend."""
+    """Register the backend "fake", which simulates the other ranks, and return a store for it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()

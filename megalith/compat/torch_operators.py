@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional as F
 
 functional_collectives = torch.ops._c10d_functional
-"""Collectives that return new tensors, which torch.compile traces, such as all_reduce and wait_tensor."""
+"""Functional collectives, such as all_reduce and wait_tensor: they return new tensors, and torch.compile traces them.
+"""
 
 scaled_mm = torch._scaled_mm
 """FP8 matmul: (a, b, scale_a, scale_b, bias=, out_dtype=, use_fast_accum=) -> a · b."""

@@ -36,7 +36,7 @@ def mark_stepped(optimizer: Optimizer) -> None:
 
 
 def mark_counting_step(step: Callable) -> Callable:
-    """Mark a `step` function as one that counts its calls, so that schedulers do not wrap it."""
+    """Mark a `step` function as already counting its calls, so schedulers do not wrap it."""
     step._wrapped_by_lr_sched = True
     return step
 

@@ -107,7 +107,7 @@ class LiveEngine:
         """
         self._load_weights = load_weights
         self.sampled_version = engine.version
-        """Version of the weights that sampled the ids of the callback that is being called."""
+        """Version of the weights that sampled the ids of the current callback."""
         self.grammars = grammars
         self.engine, self._load_adapter = engine, load_adapter
         self._stop, self._group = frozenset(stop), group

@@ -96,7 +96,7 @@ class LogitsState:
     def begin(
         self, begun: Sequence[tuple[int, RowSequence]], prompt_of: Callable[[RowSequence], Sequence[int]]
     ) -> None:
-        """Set the state of rows that are given to sequences, whose prompts `prompt_of` returns."""
+        """Set the state of rows when sequences get them. `prompt_of` returns a sequence's prompt."""
         self.allocate(UsedParts.by(sequence for _, sequence in begun))
         if self._penalties is None and self._biases is None:
             return

@@ -40,24 +40,24 @@ def generate(
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
 ) -> list[list[int]]:
-    """Continue prompts.
+    """Generate a completion for each prompt.
 
-    Row i's samples depend only on (seed, i). Every rank of a parallel model makes the same call and receives every row.
-    The model is left in evaluation mode.
+    The completion of prompt i depends only on `seed` and i. With a parallel model, every rank must make the same call
+    and gets all results. The model is left in evaluation mode.
 
     Args:
         model: a decoder or an encoder-decoder, on one device or parallel.
-        prompts: token ids.
+        prompts: token ids of each prompt.
         max_new_tokens: maximum length of a completion.
-        temperature: 0 is greedy.
-        top_k: sample from the k most likely tokens; 0 is all.
+        temperature: divides the logits; 0 always takes the most likely token.
+        top_k: sample from the k most likely tokens. 0 turns it off.
         top_p: sample from the most likely tokens that together have this probability (Holtzman et al. 2020).
         seed: seed of the samples.
-        eod: token that ends a completion; it is not returned.
-        vocab_size: sample only smaller ids, if the model has more rows than its tokenizer has entries. Default: all
-            ids.
-        repetition_penalty: divides positive logits of tokens in the prompt or completion, and multiplies negative
-            ones. 1: off.
+        eod: token that ends a completion. It is not included in the result.
+        vocab_size: sample only ids below this. Set it if the embedding has more rows than the tokenizer has entries.
+            Default: all ids.
+        repetition_penalty: divides positive logits of tokens in the prompt or completion, and multiplies negative ones.
+            1 turns it off.
         presence_penalty: subtracted from the logits of tokens in the completion.
         frequency_penalty: subtracted from the logits of tokens, times their number in the completion.
 
@@ -65,9 +65,8 @@ def generate(
         Token ids of each prompt with its completion; for an encoder-decoder the completion only.
 
     Raises:
-        ConfigError: empty prompt, token outside the vocabulary, more tokens than the model has positions, or a setting
-            out
-            of range.
+        ConfigError: a prompt is empty, a token is outside the vocabulary, there are more tokens than the model has
+            positions, or a setting is out of range.
     """
     sampling = Sampling(
         max_new_tokens=max_new_tokens,

@@ -41,8 +41,8 @@ class Speculation:
     """Settings of speculative decoding. Names are vLLM's."""
 
     method: str
-    """ngram: copy what followed the last tokens where they occurred before (prompt lookup). draft_model: sample from a
-    smaller model with the same tokenizer."""
+    """ngram: copy the tokens that followed an earlier occurrence of the last tokens (prompt lookup). draft_model:
+    sample from a smaller model with the same tokenizer."""
     num_speculative_tokens: int = 4
     """Drafts per step."""
     prompt_lookup_max: int = 4

@@ -24,7 +24,8 @@ from megalith.ops.documents import dense_mask
 
 
 def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
-    """Return o, l and the state of the kernel's random numbers, int64 [2], or None if it uses none."""
+    """Compute attention of one block. Returns the output o, the log-sum-exp l, and the kernel's random state, int64
+    [2], or None if it uses none."""
     kernel, block = _chosen(query, key, value, block)
     return kernel.forward(query, key, value, block)
 

@@ -395,7 +395,7 @@ def continued_attention(
     scale: float | None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of tokens that follow others, whose keys come before theirs.
+    """Return the attention of new tokens. The keys of earlier tokens come before theirs.
 
     Returns [rows, seq, heads, head_dim].
     """

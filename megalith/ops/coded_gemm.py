@@ -1,4 +1,4 @@
-"""Matmuls by a frozen weight in codes, which decode it at use and save nothing decoded for the backward pass."""
+"""Matmuls by a quantized frozen weight, which decode it at use and save nothing decoded for the backward pass."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megalith.ops.weight_codes import WeightCodes, decode
 
 
 class Coded(Protocol):
-    """A weight in codes."""
+    """A quantized weight."""
 
     def decoded(self, after: Tensor | None = None) -> Tensor:
         """Return the weight as matmuls take it. Compiled code decodes it after `after` exists."""
 
 
 class CodedGemm(Gemm):
-    """The matmuls of a linear whose weight is in codes. They ignore the weight that they are called with."""
+    """The matmuls of a linear whose weight is quantized. They ignore the weight that they are called with."""
 
     def __init__(self, weight: Coded):
         self.weight = weight
@@ -34,7 +34,7 @@ class CodedGemm(Gemm):
 
 
 class CodedGroupedGemm(GroupedGemm):
-    """The matmuls of experts whose weight is in codes."""
+    """The matmuls of experts whose weight is quantized."""
 
     def __init__(self, weight: Coded, kernel: bool):
         super().__init__(kernel)

@@ -44,7 +44,7 @@ class DeferredWgrad:
 
 
 Operand = tuple[Tensor, ...]
-"""A matrix as a Gemm receives it: the tensor, or codes and their scales. Dimension 0 is tokens. A tensor without
+"""A matrix as a Gemm receives it: the tensor, or FP8 data and its scales. Dimension 0 is tokens. A tensor without
 dimensions (a scale of the whole matrix) is the same for every shard."""
 
 

@@ -54,7 +54,7 @@ def dynamic_map() -> Tensor:
 
 
 class WeightCodes(NamedTuple):
-    """A weight [..., rows, columns] in codes. Parts that a form does not have are empty."""
+    """A quantized weight [..., rows, columns]. Parts that a form does not have are empty."""
 
     codes: Tensor  # [..., rows, columns], or two per byte [..., rows, columns / 2]
     scales: Tensor  # [..., rows, blocks]: nf4 uint8 or float32, mxfp4 uint8, int8 float32
@@ -72,7 +72,7 @@ class WeightCodes(NamedTuple):
 
 @dataclass(frozen=True)
 class CodedMatrix:
-    """One matrix [rows, columns] in codes, with the rows of the weight that it is."""
+    """One quantized matrix [rows, columns], with the rows of the weight that it is."""
 
     rows: Tensor  # int64 [rows]
     codes: Tensor
@@ -102,7 +102,7 @@ def levels_of(form: str) -> Tensor:
 
 
 def encode(form: str, matrix: Tensor, rows: Tensor) -> CodedMatrix:
-    """Return a float32 matrix [rows, columns] in codes. `rows` are its rows in the weight, int64 [rows]."""
+    """Quantize a float32 matrix [rows, columns]. `rows` are its rows in the weight, int64 [rows]."""
     if form == "nf4":
         return nf4_matrix(rows, *_nf4_codes(matrix))
     if form == "mxfp4":
@@ -137,7 +137,7 @@ def nested_nf4_matrix(
 
 
 def fp8_matrix(rows: Tensor, codes: Tensor, scales: Tensor) -> CodedMatrix:
-    """Return an FP8 matrix from e4m3 codes and float32 scales [rows / 128, columns / 128]."""
+    """Return an FP8 matrix from e4m3 data and float32 scales [rows / 128, columns / 128]."""
     first = torch.arange(len(codes), dtype=torch.int32, device=codes.device) // FP8_BLOCK
     return CodedMatrix(rows, codes, block_index=first, table=scales)
 
@@ -248,13 +248,13 @@ def _mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 codes [rows, columns] of a float32 matrix, and the float32 scale of each row [rows, 1]."""
+    """Return int8 data [rows, columns] of a float32 matrix, and the float32 scale of each row [rows, 1]."""
     scale = matrix.abs().amax(1, keepdim=True) / 127
     return (matrix / _divisor(scale)).round().to(torch.int8), scale
 
 
 def fp8_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 codes [rows, columns] of a float32 matrix, and its float32 scales [rows / 128, columns / 128]."""
+    """Return e4m3 data [rows, columns] of a float32 matrix, and its float32 scales [rows / 128, columns / 128]."""
     (rows, columns), e4m3 = matrix.shape, torch.float8_e4m3fn
     down, across = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
     padded = torch.nn.functional.pad(matrix, (0, across * FP8_BLOCK - columns, 0, down * FP8_BLOCK - rows))

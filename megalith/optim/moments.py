@@ -325,7 +325,7 @@ def _dequantize(values: Tensor, scales: Tensor | None, code: Tensor | None) -> T
 
 
 def _round_to_bf16(values: Tensor, random: Tensor) -> Tensor:
-    """Round values to bf16, up in magnitude where `random` (16 bits) is less than the 16 bits that bf16 drops."""
+    """Round values to bf16 stochastically: up in magnitude where `random` (16 bits) is less than the dropped bits."""
     raw = values.view(torch.int32) + random.to(torch.int32)
     return (raw & -(2**RANDOM_BITS)).view(torch.float32).to(torch.bfloat16)
 

@@ -80,7 +80,7 @@ class _Slot:
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """A fused torch Adam, AdamW or SGD in which the CPU updates the parameters whose state is in host memory.
+    """A fused torch Adam, AdamW or SGD. The CPU updates the parameters whose state is in host memory.
 
     Groups and state are those of the wrapped optimizer, so checkpoints do not depend on offloading. `optimizer_step`
     calls `step` after it has set `grad_scale` and `found_inf`. Gradients of parameters updated by the CPU stay

@@ -1,4 +1,4 @@
-"""Registry of optimizers, and `build_optimizer`, which builds the one that `optim.optimizer` names.
+"""Registry of optimizers, and `build_optimizer`, which builds the run's optimizer (`optim.optimizer`).
 
 Every parameter is fp32 and is its own main weight: the model casts to the compute dtype where it uses one, so gradients
 arrive in fp32 and no second copy is kept. Each parameter group stores the names of its parameters (`param_names`), and
@@ -347,7 +347,14 @@ def decay_groups(parameters: Sequence[TrainedParameter], config: OptimConfig) ->
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
 ) -> None:
-    """Set this step's learning rates, and the weight decay of the groups with weight decay."""
+    """Set the learning rate of each parameter group for this step, and the weight decay of the groups that have one.
+
+    Args:
+        optimizer: the optimizer.
+        lr: rate of the schedule, multiplied by a group's `lr_mult`.
+        weight_decay: decay of the schedule, multiplied by a group's `decay_mult`.
+        decoupled_lr: rate of the decoupled groups (embedding and head) in place of `lr`.
+    """
     for group in optimizer.param_groups:
         base = lr if decoupled_lr is None or not group.get("decoupled") else decoupled_lr
         group["lr"] = base * group.get("lr_mult", 1.0)

@@ -1,4 +1,4 @@
-"""A frozen base in codes (`lora.quantize_base`): the linears and experts of this rank whose weights are replaced.
+"""A quantized frozen base (`lora.quantize_base`): the linears and experts of this rank whose weights are replaced.
 
 Codes are sharded as the weights are by tensor, expert and pipeline parallelism. Data-parallel ranks each have their
 own: FSDP2 shards parameters, and these are buffers.
@@ -23,7 +23,7 @@ from megalith.ops.weight_codes import BLOCK
 
 
 def base_matrices(model: Transformer) -> Iterator[tuple[str, Linear | GroupedLinear]]:
-    """Yield the linears and experts of the layers, with their names: what `lora.quantize_base` keeps in codes.
+    """Yield the linears and experts of the layers, with their names: what `lora.quantize_base` quantizes.
 
     Embeddings, output matrix, routers, norms and convolutions are not among them.
     """
@@ -40,7 +40,7 @@ def is_base_matrix(name: str, module: nn.Module) -> bool:
 
 
 def coded_weights(model: nn.Module) -> dict[str, CodedWeight]:
-    """Return the weights in codes by the names of the parameters that they replace."""
+    """Return the quantized weights by the names of the parameters that they replace."""
     named = model.named_modules()
     return {
         f"{name.removesuffix('.coded')}.weight": each for name, each in named if isinstance(each, CodedWeight)
@@ -49,7 +49,7 @@ def coded_weights(model: nn.Module) -> dict[str, CodedWeight]:
 
 @dataclass(frozen=True)
 class CodedShard:
-    """This rank's shard of a weight in codes, for readers of LocalShard. Each access to `values` decodes it."""
+    """This rank's shard of a quantized weight, for readers of LocalShard. Each access to `values` decodes it."""
 
     weight: CodedWeight
     owned: bool = True  # also by the ranks with the same shard
@@ -68,12 +68,12 @@ class CodedShard:
 
 
 def coded_shards(chunks: Iterable[nn.Module]) -> dict[str, CodedShard]:
-    """Return this rank's shards of the weights in codes by the names of the parameters that they replace."""
+    """Return this rank's shards of the quantized weights by the names of the parameters that they replace."""
     return {name: CodedShard(each) for chunk in chunks for name, each in coded_weights(chunk).items()}
 
 
 def apply_coded_base(chunk: Transformer, lora: LoraConfig) -> None:
-    """Replace the frozen weights of the chunk's linears and experts by empty ones in codes, in place.
+    """Replace the frozen weights of the chunk's linears and experts by empty quantized ones, in place.
 
     Call it after tensor and expert parallelism have sharded the weights. `bridge/quantize_base.py` fills them.
 

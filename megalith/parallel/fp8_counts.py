@@ -2,7 +2,7 @@
 
 For each operand (input, weight, gradient of the output): the amax, the fraction of elements that got the largest code
 (overflow; about one element under current scaling), and the fraction of nonzero elements whose code is 0 (underflow).
-This takes a pass over operands and codes, in those steps only. Compiled layers have a second version for them.
+This takes a pass over operands and FP8 data, in those steps only. Compiled layers have a second version for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FRACTIONS = ("overflow", "underflow")
 
 @torch.library.custom_op("megalith::fp8_count", mutates_args=())
 def count(codes: Tensor, x: Tensor, sums: Tensor) -> Tensor:
-    """Return a copy of `codes`, the FP8 codes of x, and accumulate statistics in `sums`, float64 [4].
+    """Return a copy of `codes`, the FP8 data of x, and accumulate statistics in `sums`, float64 [4].
 
     `sums` holds the amax, the number of elements, the number with the largest code, and the number of nonzero elements
     with code 0. The operator does not declare that it changes `sums`, so autograd ignores it, as for `seen` of

@@ -48,10 +48,10 @@ def uses_fp8(number: int, config: RunConfig) -> bool:
 
 
 def saves_weight_codes(config: RunConfig) -> bool:
-    """Return whether a weight's FP8 codes are saved for dgrad instead of the weight.
+    """Return whether a weight's FP8 data is saved for dgrad instead of the weight.
 
-    Not if FSDP2 shards weights, whose full codes would stay in memory, nor with a pipeline, where each micro-batch in
-    flight would keep its own codes.
+    It is not if FSDP2 shards weights, because the data of full weights would stay in memory, nor with a pipeline, where
+    each micro-batch in flight would keep its own data.
     """
     parallel = config.parallel
     sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
@@ -59,7 +59,7 @@ def saves_weight_codes(config: RunConfig) -> bool:
 
 
 def casts_weights_once(config: RunConfig) -> bool:
-    """Return whether FP8 codes of weights are kept for a complete step, at least in layers that stay unsharded for
+    """Return whether the FP8 data of weights is kept for a complete step, at least in layers that stay unsharded for
     that long."""
     train = config.train
     return (
@@ -77,7 +77,7 @@ def layers_cast_once(layer_numbers: Sequence[int], config: RunConfig) -> set[int
     if parallel.data_parallel_sharding_strategy == "optim_grads_params":
         layer_numbers = layer_numbers[
             -parallel.unsharded_layers :
-        ]  # in the others, codes of full weights would stay
+        ]  # in the others, the FP8 data of full weights would stay
     return {number for number in layer_numbers if uses_fp8(number, config)}
 
 

@@ -36,7 +36,7 @@ class GlobalTensor:
     shape: tuple[int, ...]
     world: Axis
     shard: LocalShard | None = None
-    """The part that this rank sends. Values of a weight in codes are decoded when they are read."""
+    """The part that this rank sends. Values of a quantized weight are decoded when they are read."""
     parts: list[OwnedShard] = field(default_factory=list)
 
     def gather(self, device: torch.device | str = "cpu") -> Tensor | None:

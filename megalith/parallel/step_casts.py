@@ -1,12 +1,12 @@
-"""Weights that are cast once per step for all micro-batches: FP8 codes, and experts in the compute dtype.
+"""Weights that are cast once per step for all micro-batches: FP8 data, and experts in the compute dtype.
 
-Weights are stored in fp32, and by default a layer casts them in each pass. An FP8 cast computes a maximum, codes and
-transposed codes. Experts hold most weights of their model: cast in every forward and backward pass, they are read and
-written four times in a step of two micro-batches.
+Weights are stored in fp32, and by default a layer casts them in each pass. An FP8 cast computes a maximum, the data and
+the transposed data. Experts hold most weights of their model: if they are cast in every forward and backward pass, they
+are read and written four times in a step of two micro-batches.
 
 Weights that this rank holds are cast before the first pass of a step. Weights that FSDP2 gathers are cast in that pass,
-layer by layer, right after their all-gather, so that the next all-gather still overlaps the layer's GEMMs. Once the
-codes exist, the memory of the gathered weight is freed; FSDP2 allocates it again at the layer's next all-gather.
+layer by layer, right after their all-gather, so that the next all-gather still overlaps the layer's GEMMs. After the
+cast, the memory of the gathered weight is freed; FSDP2 allocates it again at the layer's next all-gather.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _cast(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> None:
 
 
 def _can_free_weight(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> bool:
-    """Return whether passes read only the codes, not the weight.
+    """Return whether passes read only the FP8 data, not the weight.
 
     A linear that uses some rows, or another dtype, copies the weight; and CountedGemm compares weight and codes.
     """

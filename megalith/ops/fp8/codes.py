@@ -1,8 +1,8 @@
-"""FP8 numbers: scales, casts per tensor, row or block, and matmuls of the codes. recipes.py determines what is cast
+"""FP8 arithmetic: scales, casts per tensor, row or block, and matmuls of FP8 data. recipes.py chooses what is cast and
 how.
 
-CPUs have no useful FP8 matmul. There codes are multiplied in fp64, where sums of products of two e4m3 numbers are exact
-in any order up to 2¹⁷ terms: the reference for GPUs.
+CPUs have no useful FP8 matmul. There, FP8 data is multiplied in fp64. Sums of products of two e4m3 numbers are exact in
+fp64 in any order up to 2¹⁷ terms, so this is the reference for GPUs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def scaled_matmul(
     a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, fast: bool = False
 ) -> Tensor:
-    """Return a · bᵀ + bias, [m, n], for codes a [m, k] and b [n, k] with their inverse scales, contiguous along k.
+    """Return a · bᵀ + bias, [m, n], for FP8 data a [m, k] and b [n, k] with their inverse scales, contiguous along k.
 
     Computed in fp64 on a CPU. `fast`: Hopper accumulates in about 14 bits throughout, instead of over 128 terms at a
     time.
@@ -70,7 +70,7 @@ def scaled_matmul(
 
 
 def transposed(operand: Operand) -> Operand:
-    """Transpose codes [m, n] to contiguous [n, m]. No copy if they were written by column."""
+    """Transpose FP8 data [m, n] to contiguous [n, m]. No copy if they were written by column."""
     codes, *inverse = operand
     return codes.t() if codes.t().is_contiguous() else transpose(codes), *inverse
 
@@ -118,7 +118,7 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("megalith::fp8_transpose", mutates_args=())
 def transpose(codes: Tensor) -> Tensor:
-    """Transpose codes [m, n] to contiguous [n, m]."""
+    """Transpose FP8 data [m, n] to contiguous [n, m]."""
     return _turned(codes)
 
 
@@ -131,7 +131,7 @@ def _(codes: Tensor) -> Tensor:
 def cast_blocks(
     x: Tensor, by_row: bool, by_column: bool, tiles: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return e4m3 codes of x [m, n] and of its transpose [n, m], each with inverse scales, each empty unless requested.
+    """Return e4m3 data of x [m, n] and of its transpose [n, m], each with inverse scales, each empty unless requested.
 
     Blocks are 1 × 128 and 128 × 1, with inverse scales [n / 128, m] and [m / 128, n]; with `tiles`, 128 × 128, with one
     [m / 128, n / 128] for both.
@@ -170,7 +170,7 @@ def _(x: Tensor, by_row: bool, by_column: bool, tiles: bool) -> tuple[Tensor, Te
 def block_matmul(
     a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return a · bᵀ, [m, n], of e4m3 codes a [m, k] and b [n, k], contiguous along k.
+    """Return a · bᵀ, [m, n], of e4m3 data a [m, k] and b [n, k], contiguous along k.
 
     Inverse scales are [m, k / 128] for a, and [n, k / 128] for b. With `tiles`, those of b are [n / 128, k / 128].
     """
@@ -207,7 +207,7 @@ def block_matmul_on_gpu(
 
 
 def _block_codes(blocks: Tensor, dims: tuple[int, ...]) -> Operand:
-    """Return the codes of blocks along `dims`, and their inverse scales."""
+    """Return the FP8 data of blocks along `dims`, and their inverse scales."""
     scale = scale_from_amax(blocks.abs().amax(dims, keepdim=True).float(), E4M3)
     scale = power_of_two(scale)
     return quantize(blocks, scale, E4M3), reciprocal(scale).squeeze(dims)

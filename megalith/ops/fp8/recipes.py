@@ -1,18 +1,18 @@
 """FP8 recipes: the Gemm of a linear layer under each recipe, after Transformer Engine's.
 
-     recipe       scale of a tensor                         codes
+     recipe       scale of a tensor                         data
      delayed      largest / amax of previous steps          inputs and weights e4m3, gradients e5m2 (`hybrid`) or e4m3
-     tensorwise   of this tensor, rounded down to 2ⁿ        the same
+     tensorwise   of this tensor, rounded down to 2ⁿ        as with delayed
      blockwise    of each block, rounded down to 2ⁿ         1 × 128 along the sum for inputs and gradients, 128 × 128
                                                             for weights; e4m3 throughout
      experts      of each row along the sum (any recipe)    e4m3; wgrads stay in the compute dtype
 
-codes = round(clamp(x · scale)), x ≈ codes · inverse with inverse = 1 / scale. A scale covers the complete tensor:
-maxima are exact and independent of order, so the codes of a shard are the shard of the codes. Delayed scales are
-constant during a step: the amax is a maximum over all micro-batches and ranks, taken at the end of the step. The first
-step of a run has tensorwise scales.
+A cast computes data = round(clamp(x · scale)) and inverse = 1 / scale, so that x ≈ data · inverse. A scale covers the
+complete tensor. Maxima are exact and independent of order, so the data of a shard is the shard of the data. Delayed
+scales are constant during a step: the amax is a maximum over all micro-batches and ranks, taken at the end of the step.
+The first step of a run has tensorwise scales.
 
-Rounding current scales down to a power of two keeps codes unchanged when an amax differs slightly between layouts. A
+Rounding current scales down to a power of two keeps the data unchanged if an amax differs slightly between layouts. A
 clamp hides infinities, so an amax that is not finite gives a NaN scale (tensorwise, blockwise), or a skipped step that
 records nothing (delayed).
 """
@@ -134,7 +134,8 @@ class CurrentScaling:
         self.formats, self.axes = FORMATS[formats], axes
 
     def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
-        """Return codes of x [m, n] by row, and by column with the same shape, as requested."""
+        """Quantize x [m, n] to FP8. Return (data, inverse scale) by row and by column, as requested; both have x's
+        shape."""
         scale = self.scale(kind, x)
         return _both(cast(x, scale, None, self.formats[kind], by_row, by_column), reciprocal(scale))
 
@@ -146,7 +147,8 @@ class CurrentScaling:
 
 
 class DelayedScaling:
-    """A linear layer's row of an AmaxTable. Current scaling over the `axes` until the table has scales."""
+    """Delayed scaling of one linear layer, with its row of an AmaxTable; current scaling over the `axes` until the
+    table has scales."""
 
     def __init__(self, table: AmaxTable, name: str, axes: Sequence[Axis] = ()):
         row = table.rows[name]
@@ -157,7 +159,10 @@ class DelayedScaling:
         )
 
     def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
-        """Return the codes as `CurrentScaling.codes` does, and record x's amax."""
+        """Quantize x [m, n] to FP8, and record its amax for later scales.
+
+        Returns (data, inverse scale) by row and by column, as requested. Uses x's own amax until the table has scales.
+        """
         if self.table.ready:
             scale, inverse = self.scales[kind], self.inverses[kind]
         else:
@@ -173,7 +178,7 @@ def _both(codes: tuple[Tensor, Tensor], inverse: Tensor) -> tuple[Operand, Opera
 
 
 class StepCodes:
-    """A weight's codes for all passes of a step, shared by copies of a Gemm. None between steps."""
+    """A weight's FP8 data for all passes of a step, shared by copies of a Gemm. None between steps."""
 
     operands: tuple[Operand, Operand] | None = None
     """By row, and by column with the same shape."""
@@ -183,10 +188,10 @@ class StepCodes:
 
 
 class Fp8Gemm(Gemm):
-    """Matmuls of codes with one scale per tensor. wgrad is in FP8 or, without `fp8_wgrad`, in the compute dtype.
+    """Matmuls of FP8 data with one scale per tensor. wgrad is in FP8 or, without `fp8_wgrad`, in the compute dtype.
 
-    Matmuls need operands contiguous along the summed dimension: codes for wgrad, and a weight's for dgrad, are written
-    by column. These are saved; without `saves_weights`, the weight itself is saved and dgrad casts it again.
+    Operands must be contiguous along the summed dimension. Therefore the data for wgrad, and a weight's data for dgrad,
+    are written by column and saved. Without `saves_weights`, the weight itself is saved and dgrad casts it again.
     """
 
     def __init__(
@@ -246,10 +251,10 @@ class Fp8Gemm(Gemm):
 
 
 class BlockGemm(Gemm):
-    """Matmuls of e4m3 codes with one power-of-two scale per block. Sizes and tokens must be multiples of 128.
+    """Matmuls of e4m3 data with one power-of-two scale per block. Sizes and tokens must be multiples of 128.
 
-    x and gradients have blocks of 1 × 128 along each dimension, and so two sets of codes; a weight's blocks are 128 ×
-    128. `saves_weights` and `step_codes` are as in Fp8Gemm.
+    x and gradients have blocks of 1 × 128 along each dimension, and therefore two sets of data. A weight has blocks of
+    128 × 128. `saves_weights` and `step_codes` are as in Fp8Gemm.
     """
 
     def __init__(self, dtype: torch.dtype, saves_weights: bool = True, step_codes: StepCodes | None = None):
@@ -329,7 +334,7 @@ class Fp8GroupedGemm(GroupedGemm):
 
 
 def _rows_in_codes(x: Tensor, axis: Axis, rows_vary: bool) -> Operand:
-    """Return contiguous e4m3 codes of x [..., k] and inverse scales [...], one per row; `axis` shards the rows."""
+    """Return contiguous e4m3 data of x [..., k] and inverse scales [...], one per row; `axis` shards the rows."""
     largest = all_reduce_no_grad(as_one_kernel(_row_amax, x, rows_vary=rows_vary), axis, "max")
     return as_one_kernel(_row_codes, x, largest, rows_vary=rows_vary)
 

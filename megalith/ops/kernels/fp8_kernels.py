@@ -1,11 +1,11 @@
-"""Casts to FP8: a matrix is read once, and the same program writes its codes, their transpose and its amax.
+"""Casts to FP8: a matrix is read once, and the same program writes its data, the transposed data and its amax.
 
 Programs handle tiles of ROWS × COLUMNS. Hopper needs operands contiguous along the summed dimension, and the three
-matmuls of a linear layer sum along different dimensions, so codes are needed in both orders. The amax is a maximum over
-the bits of |x| as integers, which have the same order as the numbers, with infinity and then NaN above them all.
+matmuls of a linear layer sum along different dimensions, so the data is needed in both orders. The amax is a maximum
+over the bits of |x| as integers, which have the same order as the numbers, with infinity and then NaN above them all.
 
-bf16 is transposed in shared memory before it is cast, and so read once. For fp32, Triton 3.6 transposes the codes
-instead if they are also stored by row, with wrong results, so this takes two launches.
+bf16 is transposed in shared memory before it is cast, and so read once. For fp32, Triton 3.6 would transpose the data
+instead if it is also stored by row, with wrong results, so this takes two launches.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ _launch_cast, _launch_amax, _launch_transpose, _launch_blocks = (
 def cast(
     x: Tensor, scale: Tensor, running_amax: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the codes of x [m, n] and their transpose [n, m]; see ops.fp8.codes.cast.
+    """Return the FP8 data of x [m, n] and its transpose [n, m]; see ops.fp8.codes.cast.
 
     The maximum of |x| is merged into `running_amax`.
     """
@@ -173,7 +173,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def transpose(codes: Tensor) -> Tensor:
-    """Transpose one-byte codes [m, n] to [n, m]."""
+    """Transpose one-byte data [m, n] to [n, m]."""
     rows, columns = codes.shape
     out = codes.new_empty(columns, rows)
     if codes.numel():
@@ -191,9 +191,9 @@ def transpose(codes: Tensor) -> Tensor:
 def cast_blocks(
     x: Tensor, by_row: bool, by_column: bool, tiles: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the codes of blocks and their scales; see ops.fp8.codes.cast_blocks.
+    """Return the FP8 data of blocks and its scales; see ops.fp8.codes.cast_blocks.
 
-    Incomplete blocks of rows are supported only for codes by row.
+    Incomplete blocks of rows are supported only for data by row.
     """
     dtype, (rows, columns), size = torch.float8_e4m3fn, x.shape, BLOCK.value
     if rows % size:

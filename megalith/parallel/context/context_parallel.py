@@ -100,7 +100,7 @@ def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_com
 
     Args:
         model: the model. Its mixers are attention.
-        groups: the axes by size, of which `TokenInputs.cp_size` selects one.
+        groups: axes by size. `TokenInputs.cp_size` selects the axis of a pass.
         cp_comm_type: how keys and values, or heads, are exchanged.
     """
     cores = {size: context_core(axis, cp_comm_type) for size, axis in groups.items() if size > 1}
@@ -140,9 +140,10 @@ def _pass_states(mixer: Recurrent, axis: Axis) -> None:
 def _scores_of_heads(
     axis: Axis, weight: Tensor, token_index: Tensor, layout: PassLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's heads of the relative bias table [buckets, heads], and the positions of all tokens.
+    """Return the columns of the relative bias table `weight` [buckets, heads] for this rank's heads, and all token
+    positions.
 
-    Full-sequence passes get both unchanged.
+    In passes over full sequences, return `weight` and `token_index` unchanged.
     """
     if layout.full_sequence:
         return weight, token_index
@@ -165,9 +166,9 @@ def _pass_layout(
     has_position_ids: bool,
     cp_size: int | None = None,
 ) -> PassLayout:
-    """Return the layout of a pass: with position ids, each rank gets a shard of every sequence.
+    """Return the layout of a pass. If it has position ids, each rank gets a shard of every sequence.
 
-    Passes without them, such as generation, get full sequences.
+    Passes without position ids, such as generation, get full sequences.
     """
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
     if not has_position_ids:

@@ -143,7 +143,7 @@ def _states_before(
     Args:
         axis: the context axis.
         written: the ranks' states from the initial state 0, [size, 2 · batch, heads, ·, ·].
-        transition: the ranks' A, likewise.
+        transition: the ranks' A, [size, 2 · batch, heads, …].
         apply: multiplies A by a state.
         documents: document numbers of this rank's chunks, int [2 · batch, chunk]; None: a single document.
     """

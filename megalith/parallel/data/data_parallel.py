@@ -305,7 +305,7 @@ def _experts(chunk: Transformer) -> Iterator[nn.Module]:
 
 
 def _expert_placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
-    """Return a function that picks the first dimension of a local expert weight that the ranks divide."""
+    """Return a function that chooses the sharded dimension of an expert weight: the first that the ranks divide."""
     size = mesh.expert_fsdp.size(mesh.expert_fsdp.ndim - 1)
 
     def place(parameter: nn.Parameter) -> Shard:

@@ -1,10 +1,10 @@
 """Replicated parameters (`no_shard`) and the bucketed all-reduce of their gradients, as in PyTorch's DDP.
 
-Every rank holds all fp32 parameters, which layers cast where they use them, and the fp32 gradients that autograd
-accumulates over micro-batches. Gradients are all-reduced in place in the last backward pass of a step: once every
-parameter of a bucket has its gradient, its all-reduce starts and overlaps the backward passes of earlier layers. Each
-layer is a bucket; its experts are another bucket, because they have fewer replicas. Parameters outside of the layers
-are one bucket, so that a tied weight is reduced once.
+Every rank holds all fp32 parameters and fp32 gradients. Layers cast parameters when they use them, and autograd
+accumulates gradients over micro-batches. Gradients are all-reduced in place in the last backward pass of a step: once
+every parameter of a bucket has its gradient, its all-reduce starts and overlaps the backward passes of earlier layers.
+Each layer is a bucket; its experts are another bucket, because they have fewer replicas. Parameters outside of the
+layers are one bucket, so that a tied weight is reduced once.
 
 All ranks must start their all-reduces in the same order. They do, because they run the same code and autograd runs the
 ready node that was created last, so a layer's gradients are complete before those of the layer before it. A bucket in
@@ -34,7 +34,7 @@ EXPERTS = "mlp.experts."  # prefix of expert parameters within a layer
 
 @dataclass(eq=False)
 class GradientBucket:
-    """Parameters whose gradients are all-reduced together over the axis that replicates them."""
+    """Parameters whose gradients are all-reduced together. They are replicated over the same axis."""
 
     axis: Axis
     names: list[str]

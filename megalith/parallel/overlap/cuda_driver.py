@@ -42,7 +42,7 @@ def copy(source: int, target: int, size: int, stream: int) -> None:
 
 
 def copy_rows(rows: StridedRows, source: int, target: int, stream: int) -> None:
-    """Copy rows from the memory at address `source` to that at `target`."""
+    """Enqueue on `stream` a copy of strided rows; `source` and `target` are base addresses."""
     _, cuda = _bindings()
     (status,) = cuda.cudaMemcpy2DAsync(
         target + rows.target,
@@ -59,7 +59,7 @@ def copy_rows(rows: StridedRows, source: int, target: int, stream: int) -> None:
 
 
 class Flags:
-    """Flags that a stream sets, and others that it then waits for, at most 255 in one driver call.
+    """Flags for a stream to set, then flags for it to wait for, at most 255 in one driver call.
 
     The call is prepared once here. It takes the host as long as a call for a single flag.
 

@@ -46,7 +46,7 @@ def cache_whole_layers() -> None:
 
 
 def operators_hash() -> str:
-    """Return a hash of the files that define operators, and of this one, which chooses among kernels."""
+    """Return a hash of this file, which chooses kernels, and of the files that define operators."""
     package = Path(__file__).parents[2]
     files = sorted(
         file for name in ("comm", "compat", "ops", "parallel") for file in package.glob(f"{name}/**/*.py")

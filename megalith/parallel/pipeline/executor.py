@@ -227,7 +227,8 @@ class _Pass:
         return self.loss
 
     def _shapes(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a micro-batch's streams, in sending order."""
+        """Return the shape of each residual stream that micro-batch `number` sends to the next stage, by name, in
+        sending order."""
         batch, shape = self.micro_batches[number], self.pipeline._hidden_shape
         return {name: shape(*batch[tokens].shape) for name, tokens in self.chunks[0].streams.items()}
 

@@ -107,7 +107,7 @@ def build_schedule(
 
 
 def check_schedule(kind: str, stages: int, micro_batches: int, virtual: int, group: int | None) -> None:
-    """Raise the errors of `build_schedule`, without building the schedule."""
+    """Raise the ConfigError that `build_schedule` would raise for these arguments, without building the schedule."""
     if kind not in SCHEDULES:
         raise ConfigError(f"pipeline_schedule is {kind!r}; choose one of {', '.join(SCHEDULES)}")
     for name, value in (

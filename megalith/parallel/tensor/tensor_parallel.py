@@ -369,7 +369,11 @@ def distribute_parameters(module: nn.Module, role: Role, axis: Axis) -> None:
 
 
 def _shard_heads(attention: Attention, tensor: TensorParallel, groups: int) -> None:
-    """Give attention this rank's heads, a contiguous range of query heads, also if ranks share KV groups."""
+    """Assign this rank's contiguous range of query heads to the attention module, even if several ranks share a KV
+    group.
+
+    groups: the model's number of KV groups.
+    """
     size, in_group = tensor.axis.size, attention.heads.in_group
     first = tensor.axis.rank * groups * in_group // size
     if isinstance(attention, LatentAttention):
