@@ -235,7 +235,7 @@ def tradeoffs(rows: list[Row]) -> str:
             else ["", ""]
         )
         lines.append(f"| {' | '.join([*cells, *changes, f'{memory:.1f}', f'{1e3 * time.seconds:,.0f}'])} |")
-    heading = "| | GB | ms per step | Memory | Time | GB (planner) | ms (planner) |"
+    heading = "| Change | GB | ms per step | Memory | Time | GB (planner) | ms (planner) |"
     return "\n".join([heading, "|---|---|---|---|---|---|---|", *lines, ""])
 
 

@@ -39,7 +39,7 @@ class AuditHook:
         mesh: this rank's index along each axis of parallelism: dp (ranks with different data), tp, pp, cp. Default:
             every rank is data parallel.
         steps: number of steps to record.
-        max_norm: bound that gradients are already clipped to when `step` is called; 0: they are not.
+        max_norm: norm to which gradients are already clipped when `step` is called. 0 if they are not clipped.
         gradient: function of a parameter that returns its gradient. Default: `main_grad`, else `grad`.
         weight: function of a parameter that returns its value. Default: the parameter.
     """

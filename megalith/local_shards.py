@@ -10,9 +10,9 @@ from torch import Tensor
 def local(parameter: Tensor) -> Tensor:
     """Return this process's shard of a DTensor; return a plain tensor as it is.
 
-    The gradient of the shard is assumed to have the parameter's placement. A replicated parameter that a rank uses for
-    some of the tokens or heads has a partial gradient on that rank, which
-    `megalith.parallel.tensor.tensor_parallel.reduce_partial_gradients` sums after the backward pass.
+    The gradient of the shard is assumed to have the parameter's placement. If a rank uses a replicated parameter for
+    only some tokens or heads, its gradient is partial;
+    `megalith.parallel.tensor.tensor_parallel.reduce_partial_gradients` sums these gradients after the backward pass.
     """
     from torch.distributed.tensor import DTensor  # takes a second, which `megalith plan` would wait for
 

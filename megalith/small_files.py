@@ -68,7 +68,7 @@ def read_bounded(path: Path, largest: int = LARGEST, name: Path | None = None) -
 
 
 def resolve_regular(path: Path, folder: Path) -> Path:
-    """Return the regular file of any size that `path` leads to, for a reader that maps it or reads it in parts.
+    """Return the regular file behind `path`, of any size, for a reader that maps it or reads it in parts.
 
     Raises:
         RefusedFile: the file is not regular, or a link that leads out of the folder.
@@ -92,7 +92,7 @@ def _open_regular(path: Path, name: Path) -> BinaryIO:
 
 
 def resolve_inside(path: Path, folder: Path) -> Path:
-    """Return the file that `path` leads to. Raises OSError where that is outside of `folder`."""
+    """Return the file that `path` leads to. Raises OSError if it is outside of `folder`."""
     try:
         real, root = path.resolve(), folder.resolve()
     except RuntimeError:  # Python 3.11 and 3.12 for links in a circle

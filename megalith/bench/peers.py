@@ -202,7 +202,7 @@ def fsdp2(run: RunConfig, device: str) -> Peer:
 
 
 def liger(run: RunConfig, device: str) -> Peer:
-    """Build transformers' Llama with liger-kernel's fused loss, which takes labels that are already shifted."""
+    """Build transformers' Llama with liger-kernel's fused loss. Labels must already be shifted."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama()

@@ -126,7 +126,7 @@ def initialize_from_base(
 
 
 def _base_reader(path: str, trust: bool, model: ModelConfig, seed: int = SEED) -> Callable[[str], Tensor]:
-    """Return a function that reads a tensor of the weights that adapters are for."""
+    """Return a function that reads a tensor, by name, of the base model in `path`."""
     if not is_foreign_weights(path):
         return _reader(open_existing(path, show_progress=False))
     matched = open_weights(path, trust, model.vocab_size)
@@ -145,7 +145,7 @@ def export_adapters(
     """Write the adapters of a run in PEFT's format.
 
     Args:
-        run: a run, of which the newest checkpoint is taken, or one step of it.
+        run: a run, whose newest checkpoint is used, or one step of it.
         out: folder or URL; must not exist. On an error nothing is left there.
         family: architecture or model type; default: the base's, else the first that can express the model.
         show_progress: draw a progress bar.

@@ -217,7 +217,7 @@ def export_hf(
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
-        checkpoint: a run, of which the newest checkpoint is taken, or one step of it.
+        checkpoint: a run, whose newest checkpoint is used, or one step of it.
         out: folder or URL to write.
         family: architecture or model type; default: the family that the model was imported from, else the first that
             can express it.
@@ -297,7 +297,7 @@ def export_hf(
 
 
 def _write_around(writer: FolderWriter, wrapper: WrapperFolder, tree: Tree, progress: Progress) -> None:
-    """Write everything of a multimodal model but its language model."""
+    """Write `tree` as config.json, and copy everything of the multimodal model `wrapper` except its language model."""
     writer.write_json(CONFIG, tree)
     for file in wrapper.files():
         writer.copy(file)

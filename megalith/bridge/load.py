@@ -162,7 +162,7 @@ def is_foreign_folder(path: str | Path) -> bool:
 def open_weights(
     path: str | Path, trust: bool = False, vocab_size: int | None = None, allow: bool = False
 ) -> Match:
-    """Open Hugging Face or Megatron weights; for the arguments see `import_megatron` and `import_hf`."""
+    """Open Hugging Face or Megatron weights. For the arguments, see `import_hf` and `import_megatron`."""
     if (
         not isinstance(open_location(path), StorePath)
         and is_megatron_folder(path)
@@ -223,7 +223,7 @@ def model_of(path: str, trust: bool = False, vocab_size: int | None = None) -> M
 
 
 def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
-    """Return notes if the run's tokenizer differs from that of the weights that `model.init_from` names."""
+    """Return notes if the run's tokenizer differs from the one stored with `model.init_from`."""
     path = model.init_from
     if path is None or tokenizer is None or is_megatron_folder(path):  # Megatron folders have no tokenizer
         return []

@@ -421,7 +421,7 @@ def conversion_notes(model: ModelConfig) -> list[str]:
 
 
 def function_settings(model: ModelConfig) -> Tree:
-    """Return the resolved settings that this model reads and that affect the function it computes."""
+    """Return the resolved settings of `model` that affect its function, without settings that it does not use."""
     unread = model.unread(RunConfig(model=model))
     decides = model.fields_deciding(Decides.FUNCTION, Decides.REACH)
     fields = dict(model.resolved(name for name in decides if name not in unread))

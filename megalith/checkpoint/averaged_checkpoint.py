@@ -28,7 +28,7 @@ from megalith.remote import StorePath
 
 
 class AveragedCheckpoint(Checkpoint):
-    """A checkpoint whose weights are replaced by the averages in its optimizer state, where there are any."""
+    """A checkpoint read with averaged weights: averages in its optimizer state replace the weights."""
 
     def fill(self, part: str, shards: Mapping[str, LocalShard], progress: Progress | None = None) -> None:
         if part != MODEL:

@@ -75,8 +75,8 @@ class MemorySnapshots:
     groups.
 
     Args:
-        is_aborted: returns True after this rank's collectives have been aborted. Results that the device computes
-            after that are invalid.
+        is_aborted: returns True after this rank's collectives have been aborted. Later results of the device are
+            invalid.
     """
 
     def __init__(self, is_aborted: Callable[[], bool] = lambda: False):

@@ -88,7 +88,7 @@ class Saver:
             world: all ranks.
             unpadded_rows: number of rows without padding of each padded parameter. The padding is not stored, also
                 not in optimizer state.
-            write_tokenizer: writes the tokenizer into the folder that it is passed.
+            write_tokenizer: function that writes the tokenizer into the folder passed to it.
             keep_last: number of most recent steps to keep. None: all.
             keep_every: also keep steps divisible by this number.
             background: save in a thread.

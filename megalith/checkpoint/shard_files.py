@@ -101,7 +101,7 @@ def open_shard_files(folder: str | Path, parts: Sequence[str], world: Axis = ALO
 
 
 class _ShardFiles(Checkpoint):
-    """A checkpoint in torch.save files, which include rows that pad the vocabulary."""
+    """A checkpoint in torch.save files. Its matrices include the vocabulary's padding rows."""
 
     def _tensors_in(self, file: str) -> dict[str, Any]:
         if file not in self._tables:

@@ -92,7 +92,7 @@ class StepFolder:
             record: the run's state besides tensors.
             table: dtype and shape of each tensor, by part and name.
             written: the result of each writer's `ShardWriter.finish`.
-            write_tokenizer: writes the tokenizer into the folder that it is passed.
+            write_tokenizer: function that writes the tokenizer into the folder passed to it.
             task_files: contents by file name.
 
         Raises:

@@ -133,8 +133,8 @@ class StepWriter:
     ):
         """Prepare a step.
 
-        `parts` exist in the step even if no tensor is added to them. `write_tokenizer` writes the tokenizer into the
-        folder that it is passed.
+        `parts` exist in the step even if no tensor is added to them. `write_tokenizer` is a function that writes the
+        tokenizer into the folder passed to it.
         """
         self._step = step_folder(open_location(checkpoints), record.step)
         self._record, self._write_tokenizer, self._shard_bytes = record, write_tokenizer, shard_bytes

@@ -40,7 +40,10 @@ def run_import(args: argparse.Namespace) -> int:
 def _certify(
     args: argparse.Namespace, checkpoint: Path, folder: str | Path, averaged: bool = False
 ) -> str | None:
-    """Write a certificate with `--verify` and return its path; without `--json`, also print a summary of it."""
+    """Compare `checkpoint` with the Hugging Face `folder` if `--verify` is set, and return the path of the certificate.
+
+    Without `--json`, also print a summary.
+    """
     if not args.verify:
         return None
     from megalith.bridge.verify import certificate_line, certify

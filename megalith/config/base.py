@@ -31,7 +31,7 @@ Annotation = TypeVar("Annotation")
 class Decides(enum.Enum):
     """Effect of a setting besides memory and speed. Annotates a field, or sets the default of a section.
 
-    Resuming with another FUNCTION is an error; with other SAMPLES or UPDATES it prints a note.
+    A run cannot resume if a FUNCTION setting has changed. If a SAMPLES or UPDATES setting has, it prints a note.
     """
 
     FUNCTION = "the function that the weights compute"
@@ -62,7 +62,7 @@ class RequiresSetting:
     ):
         """Require another setting.
 
-        If the requirement is not met, a value other than the default prints a note, or is an error with `strict`.
+        If the requirement is not met, a value other than the default prints a note, or raises an error with `strict`.
 
         Args:
             path: the other setting, a field of the same section or `section.field`.

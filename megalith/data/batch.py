@@ -20,7 +20,7 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class BoundaryRules:
-    """Effects of the end-of-document token `eod`, which belongs to the document that it ends."""
+    """Effects of the end-of-document token `eod`. The token belongs to the document before it."""
 
     eod: int | None = None
     reset_position_ids: bool = False  # positions restart at 0 after it

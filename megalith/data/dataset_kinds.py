@@ -45,7 +45,7 @@ class DatasetKind(ABC):
         """Return the train, valid and test datasets; None: they are built from data paths with `factory`.
 
         Args:
-            num_samples: samples that the run reads of each; 0: the dataset is None.
+            num_samples: numbers of samples that the run reads. A dataset is None if its number is 0.
         """
         return None
 

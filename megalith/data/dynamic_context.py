@@ -245,7 +245,10 @@ Blocks = dict[int, tuple[int, tuple[int, ...]]]
 def _join_slowest(
     blocks: Blocks, lengths: np.ndarray, limits: RankLimits, costs: PassCosts
 ) -> tuple[Blocks, int]:
-    """Join groups while it shortens a pass. Return its groups, and the cost of the slowest rank."""
+    """Merge the slowest group of a pass with its neighbours as long as this makes the pass at least 5 % faster.
+
+    Returns the groups of the pass and the cost of its slowest rank.
+    """
 
     def cost(block: tuple[int, tuple[int, ...]]) -> int:
         degree, sequences = block

@@ -1,12 +1,12 @@
 """Loader of micro-batches for one data-parallel rank, with prefetching threads.
 
-A run is one stream of samples. Each step takes the next `global_batch_size` positions, in blocks of micro_batch_size
-* data_parallel_size, of which rank r takes `[r * micro_batch_size, (r + 1) * micro_batch_size)`, or in an order by
-cost (balance.py). The samples of a step therefore do not depend on the number of ranks, and the only state is the
-number of consumed samples.
+A run is one stream of samples. Each step takes the next `global_batch_size` positions, in blocks of micro_batch_size *
+data_parallel_size. In each block, rank r takes the positions from r * micro_batch_size to (r + 1) * micro_batch_size,
+or positions chosen by cost (balance.py). The samples of a step therefore do not depend on the number of ranks, and the
+only state is the number of consumed samples.
 
-Threads prepare micro-batches. Making one takes 0.1 ms; transferring it from another process would take longer. The
-slow parts, reading files and pinning memory, release the interpreter lock.
+Threads prepare micro-batches. Making one takes 0.1 ms; transferring it from another process would take longer. The slow
+parts, reading files and pinning memory, release the interpreter lock.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class StreamDataset(_OwnDataset, SampleStream):
         dataset: the stream; `set_epoch(epoch)` is called before each pass if it exists.
         name: value of data.dataset, for errors.
         seq_length: tokens per sequence.
-        repeat: begin again at the end; otherwise the end is an error.
+        repeat: start again after the last item; if false, reading past it raises an error.
     """
 
     def __init__(self, dataset: IterableDataset, name: str, seq_length: int, repeat: bool):

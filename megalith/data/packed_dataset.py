@@ -1,8 +1,8 @@
 """Pre-training samples with few cut documents: best-fit packing (Ding et al. 2024, arXiv:2404.10830).
 
-A row has seq_length + 1 tokens. A longer document is divided into pieces of that length, each of which begins with
-the last token of the piece before it, so that every token is a label once. The pieces are put into rows from the
-longest to the shortest, each into the fullest row that has room for it. Free space at the end of a row is padding.
+A row has seq_length + 1 tokens. A longer document is divided into pieces of that length. Each piece begins with the
+last token of the piece before it, so every token is a label once. The pieces are put into rows from the longest to the
+shortest, each into the fullest row that has room for it. Free space at the end of a row is padding.
 
 The number of pieces of each length, and so the division of a row into lengths, is the same in every epoch. Which of the
 pieces of equal length a row gets, their order in it, and the order of rows follow from the seed and the epoch.

@@ -29,7 +29,8 @@ def show_samples(
             evaluation data from the beginning.
 
     Returns:
-        `{"index": i, "tokens": [seq_length + 1 ids]}` per index, then the same with "position" per position.
+        `{"index": i, "tokens": [seq_length + 1 ids]}` for each index, then for each position, which is added as
+        "position".
     """
     if which not in SPLITS:
         raise ConfigError(f"split {which!r} is not known; choose {', '.join(SPLITS)}")

@@ -114,7 +114,7 @@ def with_tokenized_text(
         splits_sentences: make each sentence a sequence, without end-of-document tokens (BERT and T5).
         tokenizer: the run's tokenizer.
         folder: the cache.
-        may_write: tokenize what the cache lacks; otherwise it is an error.
+        may_write: tokenize text that is not in the cache; if false, such text raises an error.
         show_progress: show a progress bar.
 
     Returns:

@@ -90,7 +90,7 @@ def check_software() -> Iterator[Check]:
 
 
 def check_driver(driver: str | None, cuda: str) -> Check:
-    """Check that the NVIDIA driver supports the CUDA version that torch was built with."""
+    """Check that the NVIDIA driver supports torch's CUDA version."""
     name, built = "driver", parse_version(cuda)
     if driver is None:
         return Check(

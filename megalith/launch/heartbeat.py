@@ -42,7 +42,7 @@ class Heartbeat:
 
     @contextmanager
     def long_work(self, phase: str) -> Iterator[None]:
-        """Context of work that all ranks do together and that may take long, such as a save."""
+        """Context for long work of all ranks together, such as a save."""
         before = self.phase
         self.begin_long(phase)
         yield

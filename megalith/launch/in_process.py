@@ -205,7 +205,7 @@ class InProcessRestart:
             self._during = open_connections()
 
     def begin_training(self) -> None:
-        """Record that this rank begins to train, from which point on it can restart."""
+        """Record that this rank begins to train. From now on it can restart."""
         self.is_replacement = False
         if self.is_active:
             self._store.begin_training(self.generation)

@@ -295,7 +295,7 @@ def launch(
 
 
 def _parse_nnodes(nproc: int, nnodes: str, max_restarts: int, rdzv_endpoint: str | None) -> tuple[int, int]:
-    """Return the minimum and maximum number of machines."""
+    """Parse `--nnodes N` or `MIN:MAX` into the minimum and maximum number of machines. Raises ConfigError."""
     low, _, high = nnodes.partition(":")
     try:
         min_nodes, max_nodes = int(low), int(high or low)

@@ -138,7 +138,7 @@ def _limit_silence(connection: socket.socket, seconds: float) -> None:
 
 
 def shut_down(sockets: Connections) -> None:
-    """Shut down those TCP connections among `sockets` that are still open, so that reads and writes fail at once."""
+    """Shut down the open TCP connections in `sockets`, so reads and writes fail at once."""
     for descriptor, inode in sockets:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and (

@@ -202,7 +202,10 @@ def _exit_text(code: int) -> str:
 def _run_job(
     number: int, rank: int, size: int, device_type: str, port: int, timeout: float, job: bytes
 ) -> tuple[bool, Any]:
-    """Return (True, pickled value) or (False, (traceback, pickled error or None))."""
+    """Run a pickled job as one rank of a process group.
+
+    Returns (True, pickled value), or (False, (traceback, pickled error or None)) if the job raises.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.elastic.utils.store import barrier

@@ -73,5 +73,5 @@ def _is_local(failure: Failure) -> bool:
 
 
 def replacement_variables(restart_count: int) -> Mapping[str, str]:
-    """Return the environment variables in which a replacement differs from the process that it replaces."""
+    """Return the environment variables of a replacement that differ from the replaced process's."""
     return {"TORCHELASTIC_RESTART_COUNT": str(restart_count), REPLACEMENT: "1"}

@@ -75,7 +75,7 @@ class MultiNodeRendezvous(RendezvousHandler):
     """torch elastic's rendezvous over a store that the first launcher on the endpoint's machine serves.
 
     A launcher of another job is rejected. In each round, the launcher of rank 0 serves a new store for the ranks:
-    torch would keep using the first round's, whose address a machine that joins later never learns.
+    torch would keep using the first round's store, whose address a machine that joins later does not know.
 
     Args:
         endpoint: "host:port" on one of the machines.

@@ -6,12 +6,12 @@ each token by itself. Their outputs are branches: normalized as `norm_placement`
 
     class                     formula                                                     models
     SequentialLayer           x + mixer(norm(x)), then x + mlp(norm(x))                   GPT-2, Llama, OLMo 2, Gemma
-    MoELayer                  the same with experts                                       Mixtral, DeepSeek, Qwen3
+    MoELayer                  x + mixer(norm(x)), then x + experts(norm(x))               Mixtral, DeepSeek, Qwen3
     CrossAttentionLayer       x + cross_attention(norm(x)) between the two                decoders of T5
     ParallelLayer             x + mixer(norm(x)) + mlp(other_norm(x))                     GPT-NeoX, Falcon-40B
-    SharedNormParallelLayer   the same with one norm                                      GPT-J, Falcon-7B, Phi
+    SharedNormParallelLayer   x + mixer(h) + mlp(h) with h = norm(x)                      GPT-J, Falcon-7B, Phi
     PostNormLayer             h + mixer(h) with h = norm(x), then h + mlp(h)              BERT
-    PostNormMoELayer          the same with experts
+    PostNormMoELayer          h + mixer(h) with h = norm(x), then h + experts(h)
     MixerLayer                x + mixer(norm(x))                                          Nemotron-H, Mamba-2
     MLPLayer                  x + mlp(norm(x))                                            Nemotron-H
     ExpertsLayer              x + experts(norm(x))                                        Nemotron-H

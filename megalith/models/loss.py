@@ -58,7 +58,7 @@ class Loss:
     def denominator(self, batch: Batch) -> Tensor | float:
         """Return the micro-batch's term of the step's divisor, a scalar: by default its number of valid tokens.
 
-        It is called before any pass. A step's divisor of 0 is replaced by 1.
+        It is called before any pass. If a step's divisor is 0, it is replaced by 1.
         """
         return batch.loss_mask.sum(dtype=torch.float64)
 

@@ -41,7 +41,7 @@ def one_device(
 
 @dataclass(frozen=True)
 class LayerRoutes:
-    """Experts that a layer's router replays, and memory that records the experts that it chooses."""
+    """Experts for a layer's router to replay, and memory to record the experts that it chooses."""
 
     replayed: Tensor | None = (
         None  # int16 [tokens of the residual stream, topk]; negative: the router's own choice

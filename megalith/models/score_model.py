@@ -44,7 +44,7 @@ class ScoreModel(Transformer):
         loss_mask: Tensor | None,
         inputs: LossInputs,
     ) -> Tensor:
-        """Return the objective's loss of the scores, a float32 scalar."""
+        """Return the loss that the objective computes from the scores, a float32 scalar."""
         if inputs.objective is None:
             raise ConfigError(
                 "model.score_head is on, so the model predicts no tokens, and cross-entropy needs their logits; train "

@@ -68,7 +68,7 @@ def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
 
 
 def _scalars(outcome: Outcome) -> str:
-    """Return the values that must be bitwise equal on all ranks, as text, in which NaN equals NaN."""
+    """Return the values that must be bitwise equal on all ranks. They are text, so that NaN equals NaN."""
     series = (outcome.losses, outcome.norms, outcome.evaluation)
     return repr((*series, outcome.skipped, outcome.generated))
 

@@ -83,7 +83,7 @@ class UncoveredReport:
 
 @dataclass(frozen=True)
 class BoundedDifference:
-    """A result that is not equal to the reference, with the cause and the file that bounds the difference."""
+    """A result that differs from its reference, with the cause and the file that bounds the difference."""
 
     title: str
     text: str
@@ -155,7 +155,7 @@ def run_cases(cases: Iterable[str], root: Path = ROOT) -> dict[str, CaseResult]:
     """Run pytest nodes in one session and return the result of each.
 
     A node fails if one of its tests failed, if none ran and passed, or if there is no such test. Nodes that pytest does
-    not find are left out, so that the others run.
+    not find are skipped, and the others run.
     """
     cases = list(dict.fromkeys(cases))
     present, tests = cases, []

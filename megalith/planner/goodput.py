@@ -94,7 +94,14 @@ def checkpoint_bytes(config: RunConfig) -> int:
 def goodput(
     config: RunConfig, gpus: int, costs: Costs = Costs(), failures_per_gpu_hour: float = FAILURES_PER_GPU_HOUR
 ) -> Goodput:
-    """Estimate the goodput with the best save interval and one checkpoint file per rank."""
+    """Estimate the fraction of time in which a job trains, with the best save interval.
+
+    Args:
+        config: the run.
+        gpus: number of GPUs. Each rank writes one checkpoint file.
+        costs: seconds of saves and restarts, and bandwidths of disks and store.
+        failures_per_gpu_hour: rate of failures.
+    """
     between = 3600 / (gpus * failures_per_gpu_hour)
     size = checkpoint_bytes(config)
     bandwidth = min(gpus * costs.disk, costs.store) * 1e9
@@ -152,7 +159,14 @@ def best_interval(stall: float, between: float) -> float:
 
 
 def training_share(interval: float, stall: float, restart: float, between: float) -> float:
-    """Return the fraction of time in which the job trains, 0 to 1."""
+    """Return the fraction of time in which the job trains, 0 to 1.
+
+    Args:
+        interval: seconds between saves.
+        stall: seconds that training waits for a save.
+        restart: seconds of a restart.
+        between: mean seconds between failures.
+    """
     try:
         return interval / (between * math.exp(restart / between) * math.expm1((interval + stall) / between))
     except OverflowError:

@@ -189,13 +189,16 @@ USABLE = 0.9  # of a GPU's memory; the rest is for fragmentation, libraries and 
 def with_unsharded_layers(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Resolve `auto` of fsdp_unsharded_layers: as many layers as are expected to fit.
+    """Choose fsdp_unsharded_layers if it is `auto`: as many layers as are expected to fit.
 
     Args:
+        config: the run.
+        world_size: number of ranks.
         memory: memory of a device in bytes; 0 if unknown.
+        meta: the model on the meta device. Default: built from `config`.
 
     Returns:
-        The configuration, and the choice with its reason if there was one.
+        The configuration, and a note on the choice and its reason, if there was one.
     """
     if config.parallel.fsdp_unsharded_layers != "auto":
         return config, []
@@ -229,7 +232,7 @@ def _keeping(config: RunConfig, number: int) -> RunConfig:
 def with_saved_attention(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Resolve `auto` of recompute_saves_attention. Arguments and result as in `with_unsharded_layers`."""
+    """Choose recompute_saves_attention if it is `auto`. Arguments and result are those of `with_unsharded_layers`."""
     parallel = config.parallel
     if parallel.recompute_granularity != "full" or parallel.recompute_saves_attention != "auto":
         return config, []
@@ -249,9 +252,9 @@ def with_recomputation(
 ) -> tuple[RunConfig, list[str]]:
     """Resolve `auto` of activation_memory_budget. Arguments and result as in `with_unsharded_layers`.
 
-    If a run without recomputation is not expected to fit, choose the first way in RECOMPUTED that fits. If none does,
-    choose the way that takes the least memory, provided that the device has that much. The ways in CHEAP cost less
-    than FSDP gathering layers again, so they are also chosen if clearly fewer layers are then gathered again.
+    If a run without recomputation is not expected to fit, choose the first way in RECOMPUTED that fits. If none fits,
+    choose the one that needs the least memory, unless the device has less. The ways in CHEAP cost less than FSDP
+    gathering layers again, so they are also chosen if clearly fewer layers are then gathered again.
     """
     if config.runtime.activation_memory_budget != "auto":
         return config, []
@@ -326,10 +329,10 @@ def _recomputing(
 def with_static_dispatch(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Resolve `auto` of moe_static_dispatch with expert parallelism. Result as in `with_unsharded_layers`.
+    """Choose moe_static_dispatch if it is `auto`. The result is that of `with_unsharded_layers`.
 
-    It becomes true if a grouped GEMM kernel reads the number of rows on the device, if few more tokens are sent, and
-    if the layout is expected to fit.
+    It becomes true with expert parallelism if a grouped GEMM kernel reads the number of rows on the device, if few more
+    tokens are sent than without it, and if the layout is expected to fit.
     """
     model, parallel = config.model, config.parallel
     size = parallel.expert_model_parallel_size
@@ -351,7 +354,7 @@ def with_static_dispatch(
 def with_cached_weights(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Resolve `auto` of fp8_cache_weights. Arguments and result as in `with_unsharded_layers`."""
+    """Choose fp8_cache_weights if it is `auto`. Arguments and result are those of `with_unsharded_layers`."""
     train, parallel = config.train, config.parallel
     if train.fp8_format is None or train.fp8_cache_weights != "auto":
         return config, []
@@ -382,7 +385,7 @@ def with_casts(config: RunConfig) -> list[RunConfig]:
 def with_cached_experts(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Resolve `auto` of moe_cache_weights. Arguments and result as in `with_unsharded_layers`."""
+    """Choose moe_cache_weights if it is `auto`. Arguments and result are those of `with_unsharded_layers`."""
     train, parallel = config.train, config.parallel
     if train.moe_cache_weights != "auto":
         return config, []

@@ -1,4 +1,4 @@
-"""Search for the fastest layouts of a job that the trainer accepts and that fit the devices.
+"""Search for a job's fastest layouts, among those that the trainer accepts and that fit the devices.
 
 Candidates combine all sizes of tensor, context, pipeline and expert parallelism that divide the world size with
 pipeline splits, micro-batch sizes, sharding and recomputation. They are validated with the trainer's own checks. The
@@ -424,9 +424,10 @@ def longest_sequence(
     memory_gb: float | None = None,
     show_progress: bool = False,
 ) -> PlanResult | None:
-    """Return the plan for the longest sequence that fits, a multiple of 1,024 tokens; None if 1,024 do not fit.
+    """Return the best plan for the longest sequence that fits on `gpus` GPUs, or None if 1,024 tokens do not fit.
 
-    The tokens per step stay about the same.
+    Lengths are multiples of 1,024. The batch size shrinks as the length grows, so the tokens per step stay about the
+    same.
     """
     tokens = config.train.global_batch_size * config.data.seq_length
 

@@ -165,7 +165,7 @@ def hidden_bytes(config: RunConfig) -> int:
 def data_bytes(
     config: RunConfig, meta: MetaModel, world_size: int, chunks: Sequence[Stage], micro_batches: int
 ) -> int:
-    """Return the bytes per rank and step of data parallelism: gradients, and parameters if sharded."""
+    """Return the bytes that a rank sends per step for data parallelism: gradients, and parameters if sharded."""
     parallel = config.parallel
     ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
     shards = shard_size(parallel, world_size)

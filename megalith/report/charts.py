@@ -64,7 +64,7 @@ def smoothed(points: np.ndarray, count: int) -> Points:
 def downsample(points: np.ndarray, count: int) -> Points:
     """Return at most about `count` points, keeping all spikes (M4 aggregation, Jugel et al. 2014).
 
-    The steps are cut into `count / 4` intervals, of which the first, smallest, largest and last points are kept.
+    The steps are cut into `count / 4` intervals. The first, smallest, largest and last point of each are kept.
     """
     if len(points) <= count:
         return list(map(tuple, points.tolist()))

@@ -1,4 +1,4 @@
-"""Standard output and standard error that tolerate failed writes, so that a lost terminal does not end a run.
+"""Standard output and standard error that ignore failed writes. A lost terminal does not end a run.
 
 Writes fail if `| head` closes the pipe, if the terminal or the program after `| tee` dies, or if a quota is full. The
 text is then dropped, with one warning on standard error. metrics.jsonl still gets all metrics.

@@ -231,7 +231,7 @@ def _loss_tokens(x: Tensor, batch: RolloutBatch) -> np.ndarray:
 
 
 def weight_differences(engine: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> list[str]:
-    """Describe each tensor of the engine that is not bitwise equal to that of a newly built engine."""
+    """Describe the engine's tensors that differ bitwise from those of a newly built engine."""
     differences = []
     for name, expected in fresh.items():
         actual = engine[name]

@@ -95,7 +95,7 @@ def _continues(batch: RolloutBatch, mask: Tensor) -> Tensor:
 def _by_sequence(
     batch: RolloutBatch, mask: Tensor, rewards: Tensor, values: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Apply `gae` to the sequences of packed or padded rows."""
+    """Return advantages and returns by `gae`, computed for each sequence of the packed or padded `batch`."""
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     ids = batch.sequence_ids[mask]
     if not len(ids):

@@ -64,7 +64,7 @@ def train_grpo(
         train_dataset: records with prompts that replace `rl.prompts`.
         eval_dataset: records with prompts that replace `rl.eval_prompts`.
         tools: functions that replace `rl.tools` (docs/agents.md).
-        environment_factory: class or function that makes environments, which replaces `rl.environment`.
+        environment_factory: class or function that creates environments; it replaces `rl.environment`.
         agent: function of (client, row) that replaces `rl.agent`.
 
     Returns:
@@ -324,7 +324,7 @@ class PolicyTask(ReferenceTask):
     def _with_reward_metrics(
         self, run: Run, metrics: dict[str, Any], logged: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Return a step's metrics with those logged by rewards, which are renamed if the run has a metric of that
+        """Return a step's metrics and those logged by rewards. The latter are renamed if the run has a metric of that
         name."""
         self._metric_names |= metrics.keys()
         names = {name: prefixed(name, self._metric_names) for name in logged}

@@ -156,7 +156,7 @@ def open_prompts(
 ) -> Prompts:
     """Read and tokenize the prompts of `rl.prompts`, or of `records`.
 
-    A prompt of more than `max_tokens` tokens is an error, or is dropped if rl.overlong_prompts is "drop".
+    A prompt of more than `max_tokens` tokens raises an error, or is dropped if rl.overlong_prompts is "drop".
 
     Raises:
         DataError: if a prompt is unusable or too long, or none is left.

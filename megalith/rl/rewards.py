@@ -6,8 +6,8 @@ layout. It has one of two signatures, distinguished by the parameter names. The 
     TRL    f(prompts, completions, completion_ids, **columns, trainer_state, log_extra, log_metric) -> list
     verl   compute_score(data_source, solution_str, ground_truth, extra_info) -> number or {"score": number, …}
 
-User functions run in worker processes with a time limit per call (reward_workers.py). An exception, a time-out or an
-invalid result is an error that names the completion. None and NaN are absent rewards.
+User functions run in worker processes with a time limit per call (reward_workers.py). After an exception, a
+time-out or an invalid result, the run stops with an error that names the completion. None and NaN are absent rewards.
 
 For a completion with several turns, a built-in reward reads the last turn and counts sampled tokens. As in TRL and
 verl, a function with TRL's signature gets all messages and all tokens, and one with verl's the text of all tokens.

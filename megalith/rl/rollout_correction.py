@@ -1,4 +1,4 @@
-"""Corrections for the difference between the policies that samples and that trains, over a whole rollout batch.
+"""Corrections for the difference between the engine's policy and the trained one, over a whole rollout batch.
 
 With d = log π_old − log π_rollout of each token:
 
@@ -93,7 +93,7 @@ def _normalized_weights(
 def _with_entropy_weights(
     rl: RlConfig, batches: list[RolloutBatch], dp: Axis, device: torch.device
 ) -> list[RolloutBatch]:
-    """Return a step's micro-batches whose entropies are averaged over the tokens that are left."""
+    """Return a step's micro-batches, with entropies averaged over the remaining tokens."""
     if all(batch.entropy_weights is None for batch in batches):
         return batches
     counts = [

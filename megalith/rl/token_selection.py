@@ -42,7 +42,7 @@ def select_tokens(
         batches: this rank's micro-batches, equal in number and shape on every rank. Ranks take turns: with n ranks, the
             i-th one is number i · n + rank of the step.
         logprobs: the policy's log-probabilities, float32 [batch, seq] per micro-batch.
-        entropies: the entropies of its distributions, likewise.
+        entropies: the entropies of the policy's distributions, float32 [batch, seq] per micro-batch.
         seed: seed of random choices, the same on every rank.
         dp: the data-parallel group.
     """

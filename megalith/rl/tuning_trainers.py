@@ -4,7 +4,7 @@
     DPOTrainer(model="models/Qwen2.5-0.5B", args={"max_steps": 100, …}, train_dataset=records).train()
 
 `args` is a dict, TRL's config object, or an object with its attributes (from_trl/). An argument that differs from its
-default becomes a setting, or has no effect for a printed reason, or is an error.
+default becomes a setting, is ignored with a printed reason, or raises an error.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
 def raise_cuda_connections() -> None:
     """Raise the number of CUDA's hardware queues from 8 to 32, unless the environment sets it.
 
-    A stream that waits for another rank's flag blocks all streams that share its queue. CUDA reads the variable when it
-    is initialized, which a query for its devices also does.
+    If a stream waits for another rank's flag, it blocks all streams in its hardware queue. CUDA reads the variable when
+    it is initialized, which a query for its devices also does.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

@@ -1,4 +1,4 @@
-"""Check that replicated weights are bitwise identical on all ranks that hold them.
+"""Check that replicas of weights are bitwise identical.
 
 Parameters are replicated over data parallelism without sharding, between the replicas of hybrid sharding, over tensor
 parallelism (norms), and on the first and last pipeline stage (tied embeddings). Replicas receive the same gradients and

@@ -1,9 +1,9 @@
 """Planned replacement of ranks whose hardware is unhealthy (`runtime.replace_unhealthy_ranks`).
 
 A rank is unhealthy if its GPU is slowed by heat or power or has memory errors, or if it is a straggler in two
-measurements in a row. After the step in which that is noticed, all ranks take a snapshot in memory. The launcher then
-replaces the rank as it does after a failure (launch/in_process.py), so no step is repeated. Each rank is replaced once:
-if its successor is unhealthy as well, the cause is not the process or its GPU.
+measurements in a row. At the end of that step, all ranks take a snapshot in memory. The launcher then replaces the rank
+as it does after a failure (launch/in_process.py), so no step is repeated. Each rank is replaced once: if its successor
+is unhealthy as well, the cause is not the process or its GPU.
 """
 
 from __future__ import annotations

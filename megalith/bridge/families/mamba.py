@@ -2,8 +2,8 @@
 
 Bamba: Mamba-2 in most layers, attention with RoPE on half of each head in the others, and an MLP in every layer.
 
-Granite 4 (granitemoehybrid): the same with experts and a shared expert, or with MLPs alone; attention without positions
-or with RoPE; the factors of Granite.
+Granite 4 (granitemoehybrid): Bamba's layers with experts and a shared expert, or with MLPs alone; attention with or
+without RoPE; Granite's factors.
 
 Falcon-H1: attention and Mamba-2 in parallel in every layer, and factors on inputs, outputs and gates.
 

@@ -68,7 +68,7 @@ def export_megatron(
     """Write a checkpoint in Megatron's format.
 
     Args:
-        source: a run, of which the newest checkpoint is taken, one step of it, or a Hugging Face or Megatron folder.
+        source: a run, whose newest checkpoint is used, one step of it, or a Hugging Face or Megatron folder.
         out: folder or URL to write; must not exist.
         ckpt_format: `torch_dist`, or `torch` for the legacy format.
         tp: Megatron's tensor-parallel size. `torch` has a file per rank; `torch_dist` is loaded in any layout.

@@ -375,7 +375,7 @@ def import_megatron(
     """Write a Megatron checkpoint as step 0 of a run.
 
     Args:
-        source: Megatron's save folder, of which the newest iteration is taken, or the folder of an iteration.
+        source: Megatron's save folder, whose newest iteration is used, or the folder of an iteration.
         out: folder or URL of the run; must not exist.
         trust: read pickles that name Megatron's classes. The classes are never loaded (unpickle.py).
         vocab_size: the tokenizer's; default: that in the checkpoint's arguments, else the padded size.
@@ -419,7 +419,10 @@ def _read(folder: Path, trust: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 def open_megatron(
     source: str | Path, trust: bool, vocab_size: int | None = None, allow: bool = False
 ) -> Match:
-    """Open a checkpoint and match its tensors with the model of its arguments. Raises as `import_megatron`."""
+    """Open a Megatron checkpoint and match its tensors with the model that its stored arguments describe.
+
+    For the arguments and errors, see `import_megatron`.
+    """
     folder = _iteration(Path(source))
     tensors, args = _read(folder, trust)
     if not args:

@@ -114,7 +114,7 @@ class CoreFamily(Family):
 
 
 class _Required:
-    """Check of the arguments that affect what the model computes and that every version of Megatron core writes."""
+    """Check of the arguments that change the model's function. Every version of Megatron core writes them."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         names = [*REQUIRED]

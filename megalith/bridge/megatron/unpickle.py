@@ -1,4 +1,4 @@
-"""Reader of a Megatron checkpoint's pickles that never runs the code that they name.
+"""Reader of a Megatron checkpoint's pickles. It never runs code named in them.
 
 A file of torch.save is read by torch.load's restricted unpickler (`weights_only`), which builds only tensors, plain
 containers and argparse.Namespace. `.metadata`, a pickle of torch.distributed.checkpoint, is read by an Unpickler that

@@ -1,4 +1,4 @@
-"""The matrices that can have adapters, and the Hugging Face modules that they are made of."""
+"""The matrices that can have adapters, and the Hugging Face modules that correspond to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """A matrix that can have adapters, and the Hugging Face modules that it is made of."""
+    """A matrix that can have adapters, and the Hugging Face modules that correspond to it."""
 
     layer: str  # name of the layer, such as layers.0
     number: int  # number of the layer in the model

@@ -270,7 +270,7 @@ def _check_linear_attention(model: ModelConfig) -> None:
 
 
 def mixers_text(model: ModelConfig) -> str:
-    """Return the model's mixers that are not attention, with the setting that chooses them, for errors."""
+    """Return the model's mixers other than attention with the setting that selects each, for error messages."""
     names = {
         "gated_delta_net": "a gated delta net",
         "mamba2": "a state space model (mamba2)",

@@ -14,7 +14,7 @@ CRITERIA = (
 
 
 class Criterion(NamedTuple):
-    """Bounds of a divergence between the policies that trains and that samples."""
+    """Bounds of a divergence between the trained policy and the engine's."""
 
     level: str
     """Aggregation over the tokens of a sequence: token (none), seq_sum, seq_mean or seq_max."""

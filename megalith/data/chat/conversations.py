@@ -35,7 +35,7 @@ OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # of tokenizers
 LEARNED_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
 """Keys of a message that determine whether it is learned: OpenAI's, axolotl's three, and ms-swift's."""
 UNSUPPORTED_KEYS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
-"""Keys of a message that exclude part of it from the loss, which is not supported."""
+"""Unsupported keys: they would exclude part of a message from the loss."""
 SAMPLE_WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight", "loss_weights")
 MASKED = "masked"
 """torchtune's key of a message that is not learned."""

@@ -2,8 +2,7 @@
 
 A template writes each message in an iteration of a loop over the messages. Every loop body gets a marker at its start
 and its end, so one rendering of the full conversation shows the bounds of the messages. This also works for templates
-that render a message differently depending on what follows it, such as those that drop the reasoning of earlier
-turns.
+whose rendering of a message depends on later messages, for example if they drop the reasoning of earlier turns.
 """
 
 from __future__ import annotations

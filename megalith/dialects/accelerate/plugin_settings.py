@@ -250,7 +250,7 @@ def _with_other_arguments(
 ) -> RunConfig:
     """Apply other_megatron_args through the table of Megatron's flags.
 
-    The settings that change are those in which a command line with the arguments differs from one without. Raises
+    The result has the settings in which a command line with these arguments differs from one without them. Raises
     ConfigError for unsupported arguments, and for one that changes the model.
     """
     if not arguments:

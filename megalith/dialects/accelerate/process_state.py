@@ -39,7 +39,7 @@ CALLS = "megalith_calls"  # the CallOrder, if there are several processes
 
 
 class _MegatronState(AcceleratorState):
-    """AcceleratorState that selects Megatron-LM also without GPUs, which Accelerate does not."""
+    """AcceleratorState that selects Megatron-LM even without GPUs. Accelerate's own state does not."""
 
     def __init__(self, *args: Any, megatron_lm_plugin: Any = None, **options: Any):
         is_first = not AcceleratorState._shared_state

@@ -242,7 +242,7 @@ def source_parameters(module: nn.Module, groups: Sequence[Group]) -> dict[str, l
 def gather_state(
     groups: Sequence[Group], chunks: Model, world: Axis, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the full model's tensors under published names, float32 on every rank's CPU. Every rank calls it."""
+    """Return the full model's tensors under their Hugging Face names, in float32 on every rank's CPU. Collective."""
     tensors, state = global_tensors(base_shards(chunks), world), {}
     for group in groups:
         full = tensors[group.name].gather()

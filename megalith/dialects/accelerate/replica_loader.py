@@ -37,7 +37,7 @@ REPLACED_ARGUMENTS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop
 
 @dataclass(frozen=True)
 class ReplicaSharding:
-    """The samples of a dataset that this rank reads, and the device that it copies them to."""
+    """Loader of this rank's samples of a dataset. It copies them to a device."""
 
     micro_batches: int
     replicas: int
@@ -110,9 +110,9 @@ def num_padding_rows(loader: Any, rows: int) -> int:
     """Return the number of padding samples at the end of the batch that a loader yielded last.
 
     Args:
-        loader: any dataloader; 0 is returned unless it iterates over ReplicaBatches, directly or through Accelerate's
-            SkipBatchSampler.
-        rows: samples in the batch; 0 is returned if they do not match the loader's batch size.
+        loader: any dataloader. The result is 0 unless it iterates over ReplicaBatches, directly or through
+            Accelerate's SkipBatchSampler.
+        rows: samples in the batch. The result is 0 if they do not match the loader's batch size.
     """
     batches = getattr(loader, "batch_sampler", None)
     batches = batches.batch_sampler if isinstance(batches, SkipBatchSampler) else batches

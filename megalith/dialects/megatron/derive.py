@@ -612,7 +612,7 @@ def _at_step(load: str, step: int) -> str:
 
 
 def _take_stored(flags: ParsedFlags, load: str, section: str, names: Collection[str]) -> None:
-    """Replace settings by those of the checkpoint's run."""
+    """Set `names` in `section` to the values of the run in `load`. For foreign weights, remove them instead."""
     from megalith.bridge.load import is_foreign_folder  # imports torch
     from megalith.checkpoint.open import open_checkpoint
     from megalith.errors import MegalithError

@@ -77,7 +77,7 @@ class ParsedFlags:
     world_size: int | None = None
     """Number of processes of the job, if known."""
     misread: set[str] = field(default_factory=set)
-    """Flags that the command line probably contains but that could not be parsed."""
+    """Flags that are probably on the command line but could not be parsed."""
     tree: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -321,7 +321,7 @@ def _choices(path: str) -> list[Any]:
 
 
 def _with_defaults(flags: ParsedFlags) -> dict[str, dict[str, Any]]:
-    """Return the tree with Megatron's defaults for settings that the run reads and that have other defaults here."""
+    """Return the tree with Megatron's defaults where Megalith's default differs and the run uses the setting."""
     omitted: dict[str, Any] = {}
     for flag, row in FLAGS.items():
         if isinstance(row, Sets) and flag not in flags and row.path not in omitted:

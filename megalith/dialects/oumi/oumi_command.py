@@ -119,7 +119,7 @@ def _launch(
     rdzv_id: str | None = None,
     max_restarts: int = 0,
 ) -> int:
-    """Start the ranks of this machine after validating the configuration for the job."""
+    """Check the configuration for the whole job, then start this machine's ranks. Returns the exit code."""
     from megalith.dialects.oumi.oumi_run import open_run
     from megalith.launch.launcher import launch
     from megalith.training.precheck import check_job

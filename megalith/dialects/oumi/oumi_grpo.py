@@ -185,7 +185,7 @@ def _set_vllm_memory(keys: OumiKeys, colocated: bool) -> None:
 
 
 def reward_names(keys: OumiKeys, datasets: Sequence[OumiDataset]) -> list[str]:
-    """Return the reward functions that are set, or the one that the dataset implies."""
+    """Return the configured reward functions, or the reward that belongs to the dataset."""
     rewards = [name for name in keys["training.reward_functions"] or () if name]
     if not rewards:
         names = [

@@ -68,8 +68,7 @@ class RolloutEngine(Protocol):
         """Return the bytes it uses on this rank's device."""
 
     def take_prefill_tokens(self) -> tuple[int, int] | None:
-        """Return the numbers of prompt tokens since the last call that were prefilled, and that were reused. None:
-        unknown."""
+        """Return how many prompt tokens were prefilled and how many were reused since the last call. None: unknown."""
 
     def release(self) -> None:
         """Free memory that is only needed while generating."""
@@ -205,7 +204,7 @@ class OwnEngine:
         return self._engine.generate(prompts, sampling, **options)
 
     def live_engine(self, sampling: Sampling) -> LiveEngine:
-        """Return an engine that takes requests at any time, over the ranks that generate together."""
+        """Return an engine for the ranks that generate together. It accepts requests at any time."""
         return LiveEngine(self._engine, sampling.stop, sampling.vocab_size, self._run.mesh.tp)
 
     def update(self, version: int) -> SyncReport:

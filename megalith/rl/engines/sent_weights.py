@@ -1,8 +1,8 @@
-"""The weights that servers have, so that only changed ones are sent (rl.weight_sync_delta).
+"""A copy of the servers' weights, so that only changed ones are sent (rl.weight_sync_delta).
 
 Rank 0 keeps a copy of all sent tensors in the host's memory and compares bits. The unit is a part of a layer, such as
 layers.3.mlp, because servers fuse matrices of a part and need all of them: if one of its tensors has changed, all are
-sent. An update in which nothing has changed sends the smallest unit, with which servers get the version.
+sent. If nothing has changed, the smallest unit is sent, because servers get the version with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Arguments of TRL's GRPOConfig and RLOOConfig: those that are settings here, and those that have no effect.
+"""Arguments of TRL's GRPOConfig and RLOOConfig: some set Megalith's settings, others have no effect.
 
-Any other argument that differs from its default is an error. The tables are from TRL 1.16.0 and transformers 5.24.0;
-for other versions the defaults of the installed class count.
+Any other argument that differs from its default raises an error. The tables are from TRL 1.16.0 and transformers
+5.24.0. For other versions, the defaults of the installed class count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Arguments of TRL's SFTConfig, DPOConfig, ORPOConfig, KTOConfig, RewardConfig and GKDConfig: those that are settings
 here, and those without effect.
 
-Any other argument that differs from its default is an error. The tables are from TRL 1.16.0.
+Any other argument that differs from its default raises an error. The tables are from TRL 1.16.0.
 """
 
 from __future__ import annotations

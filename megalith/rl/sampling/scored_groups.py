@@ -344,7 +344,7 @@ def _continued(
     max_tokens: int,
     num_generations: int,
 ) -> list[Completion]:
-    """Sample the next tokens of each open completion, in order."""
+    """Sample more tokens for each unfinished completion of `records`, in order."""
     requests, keys = [], []
     for record in records:
         for number, sample in enumerate(record.samples):
@@ -393,7 +393,7 @@ def _score(
     stop: Sequence[int],
     step: int,
 ) -> LoggedMetrics:
-    """Score the groups that these pieces complete and return the metrics that rewards log."""
+    """Score the groups that these pieces complete, and return the rewards' metrics."""
     extended_groups = [(record.extended(piece), piece) for record, piece in zip(records, pieces)]
     complete = [(group, piece) for group, piece in extended_groups if group.is_complete]
     if not complete:
