@@ -69,6 +69,9 @@ CALL_FORMATS: dict[str, str] = {  # rl.tool_call_format
 }
 ENVIRONMENTS: dict[str, str] = {  # rl.environment, as NAME:ID
     "skyrl_gym": "megalith.rl.agents.skyrl_gym:make_environment",
+    "reasoning_gym": "megalith.rl.agents.reasoning_gym:make_environment",
+    "textarena": "megalith.rl.agents.textarena:make_environment",
+    "openenv": "megalith.rl.agents.openenv:make_environment",
 }
 
 

@@ -22,7 +22,8 @@ class ToolSettings(Section):
 
     environment: Annotated[str | None, RequiresSetting("prompts", strict=True), Decides.SAMPLES] = None
     """Environment that the policy acts in: path.py:Class with reset and tools as methods (TRL) or with init and step
-    (SkyRL), or skyrl_gym:ID. Each completion has its own instance."""
+    (SkyRL), or skyrl_gym:ID, reasoning_gym:DATASET, textarena:GAME or openenv:URL. Each completion has its own
+    instance."""
 
     agent: Annotated[str | None, RequiresSetting("prompts", strict=True), Decides.SAMPLES] = None
     """Agent that writes each completion: path.py:function, an async function of (client, row). The client is OpenAI's,

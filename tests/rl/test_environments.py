@@ -1,8 +1,14 @@
 """Environments by TRL's and SkyRL's protocols: one instance per completion, and one that fails loses its own alone."""
 
+import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -179,3 +185,173 @@ def test_an_unusable_environment_is_named(tmp_path):
     assert agent(lambda: Guessing()).reward_name == "Guessing"
     with pytest.raises(ValueError, match="write a built-in name or path"):
         RlConfig(prompts="x", environment="skyrl_gym")
+
+
+class Arithmetic:
+    """A stand-in for a dataset of reasoning-gym."""
+
+    def __init__(self, size: int, seed: int, largest: int = 9):
+        assert size == 1
+        self.entry = {"question": f"What is {seed} + {largest}?", "answer": str(seed + largest)}
+
+    def __getitem__(self, index: int) -> dict:
+        return [self.entry][index]
+
+    def score_answer(self, answer: str, entry: dict) -> float:
+        return 1.0 if answer == entry["answer"] else 0.25 * (entry["answer"] in answer)
+
+
+@dataclass
+class ArithmeticConfig:
+    size: int = 500
+    seed: int | None = None
+    largest: int = 9
+
+
+def test_reasoning_gym_asks_a_rows_question_and_scores_the_answer(tmp_path, monkeypatch):
+    package, factory, utils = (
+        ModuleType(name) for name in ("reasoning_gym", "reasoning_gym.factory", "reasoning_gym.utils")
+    )
+    package.create_dataset = lambda name, **settings: Arithmetic(**settings)
+    factory.DATASETS = {"sums": (Arithmetic, ArithmeticConfig)}
+    utils.extract_answer = lambda text: text.partition("<answer>")[2].partition("</answer>")[0] or None
+    for module in (package, factory, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    rl = dict(tools=None, rewards=[], generations=3)
+    prompts = [{"prompt": "Answer in <answer>.", "seed": 4, "largest": 3}]
+
+    def script(text, generation):
+        return ["<answer>7</answer>", "it is 7", "8"][generation]
+
+    groups, logged, tokenizer = rollouts(
+        tmp_path, script, environment="reasoning_gym:sums", prompts=prompts, **rl
+    )
+    assert [one.rewards for one in groups[0].completions] == [[1.0], [0.25], [0.0]] and logged["turns"] == [
+        1
+    ] * 3
+    prompt = tokenizer.decode(groups[0].prompt_of(groups[0].completions[0]))
+    assert "Answer in <answer>.\n\nWhat is 4 + 3?<|im_end|>" in prompt
+    with pytest.raises(ConfigError, match=r"reasoning_gym:sum, which .* 1 datasets; did you mean 'sums'"):
+        rollouts(tmp_path, script, environment="reasoning_gym:sum", prompts=prompts, **rl)
+    with pytest.raises(DataError, match="the record has no column seed"):
+        rollouts(tmp_path, script, environment="reasoning_gym:sums", prompts=[{"prompt": "x"}], **rl)
+
+
+class Game:
+    """A stand-in for a game of TextArena; `as_text` as its default wrappers show it."""
+
+    def __init__(self, as_text: bool):
+        self.as_text, self.history, self.news, self.is_over = as_text, "", [], False
+
+    def reset(self, num_players: int, seed: int | None) -> None:
+        assert num_players == 1, f"The number of players has to be 2, received {num_players}"
+        self.number = seed
+        self._say(-1, "Guess the number.")
+
+    def _say(self, sender: int, text: str) -> None:
+        self.history += f"\n[{'GAME' if sender < 0 else 'Player'}] {text}"
+        self.news.append((sender, text, "kind"))
+
+    def get_observation(self) -> tuple:
+        news, self.news = self.news, []
+        return 0, self.history if self.as_text else news
+
+    def step(self, action: str) -> tuple:
+        self._say(0, action)
+        self.is_over = int(action.strip("[]")) == self.number
+        if not self.is_over:
+            self._say(-1, "higher")
+        return self.is_over, {}
+
+    def close(self) -> tuple:
+        return {0: 0.5}, {0: {}}
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_textarena_plays_a_game_for_one_player(tmp_path, monkeypatch, as_text):
+    package, envs, registration = (
+        ModuleType(name) for name in ("textarena", "textarena.envs", "textarena.envs.registration")
+    )
+    package.make = lambda identity: Game(as_text)
+    registration.ENV_REGISTRY = {"Guess-v0": None}
+    for module in (package, envs, registration):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    groups, logged, tokenizer = rollouts(
+        tmp_path, lambda text, _: f"[{turn_number(text) + 1}]", environment="textarena:Guess-v0",
+        tools=None, rewards=[], prompts=[{"prompt": "Play.", "seed": 3}],
+    )  # fmt: skip
+    (one,) = groups[0].completions
+    assert one.rewards == [0.5] and logged["turns"] == [3]
+    assert "Guess the number.<|im_end|>" in tokenizer.decode(groups[0].prompt_of(one))
+    said = [message["content"] for message in one.messages]
+    assert said == ["[1]", "[GAME] higher" if as_text else "higher", "[2]", said[1], "[3]"]
+
+
+def test_openenv_sends_turns_as_the_text_of_an_action(tmp_path, monkeypatch):
+    class Session:
+        """A stand-in for a client of openenv-core."""
+
+        def __init__(self, base_url: str):
+            self.count = 0
+
+        def sync(self):
+            return self
+
+        def connect(self) -> None:
+            pass
+
+        def reset(self, seed: int):
+            return SimpleNamespace(
+                observation={"prompt": f"say {seed}", "done": False}, reward=None, done=False
+            )
+
+        def step(self, action: dict):
+            self.count += 1
+            observation = {"said": action["message"], "count": self.count}
+            return SimpleNamespace(observation=observation, reward=0.25, done=self.count == 2)
+
+        def close(self) -> None:
+            pass
+
+    package, core = ModuleType("openenv"), ModuleType("openenv.core")
+    core.GenericEnvClient = Session
+    monkeypatch.setitem(sys.modules, "openenv", package)
+    monkeypatch.setitem(sys.modules, "openenv.core", core)
+    texts = {"message": {"type": "string"}, "metadata": {"type": "object"}}
+    schema = {"action": {"properties": texts, "required": ["message"]}}
+    with json_server({"/schema": schema}) as url:
+        rl = dict(tools=None, rewards=[], prompts=[{"prompt": "Speak.", "seed": 3}])
+        groups, _, tokenizer = rollouts(
+            tmp_path, lambda text, _: str(turn_number(text)), environment=f"openenv:{url}", **rl
+        )
+        texts["other"] = {"type": "string"}
+        schema["action"]["required"] = []
+        with pytest.raises(DataError, match="fields message, metadata, other, of which 2 are text"):
+            rollouts(tmp_path, guesses, environment=f"openenv:{url}", **rl)
+    (one,) = groups[0].completions
+    assert one.rewards == [0.5] and one.messages[1]["content"] == '{"said": "0", "count": 1}'
+    assert "Speak.\n\nsay 3<|im_end|>" in tokenizer.decode(groups[0].prompt_of(one))
+    with pytest.raises(ConfigError, match="give an address such as"):
+        rollouts(tmp_path, guesses, environment="openenv:here", **rl)
+
+
+@contextmanager
+def json_server(answers: dict[str, dict]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            content = json.dumps(answers[self.path]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()

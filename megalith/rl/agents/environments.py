@@ -3,7 +3,7 @@
 | protocol | methods |
 |---|---|
 | TRL | `reset(**columns) -> str or None`, public methods as tools, optional `get_reward() -> float` at the end |
-| SkyRL (skyrl-gym) | `init(messages) -> (messages, info)`, `step(text) -> {observations, reward, done, …}` |
+| SkyRL | `init(messages) -> (messages, info)`, `step(text) -> {observations, reward, done, …}` |
 
 With TRL's protocol the policy calls methods as tools, and the text that `reset` returns is appended to the prompt. With
 SkyRL's, each turn is an action, the observations are messages that follow it, and the reward is the sum over the steps.
@@ -45,7 +45,9 @@ class EnvironmentKind:
                 self.factory: Factory = make(identity)
             else:
                 self.factory = load_extension(environment, {}, SETTING)
-            self.name = identity if self.takes_columns else environment.rpartition(":")[2]
+            self.name = environment.rpartition(":")[2]
+            if self.takes_columns:
+                self.name = getattr(self.factory, "name", identity)
         else:
             self.factory, self.takes_columns = environment, False
             self.name = getattr(environment, "__name__", type(environment).__name__)

@@ -1,0 +1,17 @@
+"""Prompts to which an environment adds its text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def with_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return messages with a text at the end of the user's last one, after an empty line, or as a new one."""
+    if not messages or messages[-1]["role"] != "user":
+        return [*messages, {"role": "user", "content": text}]
+    *others, last = messages
+    content = f"{last['content']}\n\n{text}" if last["content"] else text
+    return [*others, {**last, "content": content}]
