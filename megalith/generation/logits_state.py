@@ -108,27 +108,26 @@ class LogitsState:
             state.in_prompt.index_fill_(0, rows, False)
             state.counts.index_fill_(0, rows, 0)
             penalized = [(row, one) for row, one in begun if one.processing.has_penalties]
-            prompt = self._entries_of((row, token) for row, one in penalized for token in prompt_of(one))
-            state.in_prompt.index_put_(prompt, torch.ones((), dtype=torch.bool, device=self._device))
-            sampled = self._entries_of((row, token) for row, one in penalized for token in one.ids)
-            one = torch.ones((), dtype=torch.int32, device=self._device)
-            state.counts.index_put_(sampled, one, accumulate=True)
+            if prompt := self._local((row, token) for row, one in penalized for token in prompt_of(one)):
+                state.in_prompt.index_put_(self._index(prompt), state.in_prompt.new_ones(()))
+            if sampled := self._local((row, token) for row, one in penalized for token in one.ids):
+                state.counts.index_put_(self._index(sampled), state.counts.new_ones(()), accumulate=True)
         if self._biases is not None:
             self._biases.index_fill_(0, rows, 0.0)
-            biased = [(row, item) for row, one in begun for item in one.processing.biases.items()]
-            kept = [(row, token, bias) for row, (token, bias) in biased if self._is_local(token)]
-            index = self._entries_of((row, token) for row, token, _ in kept)
-            values = to_device(torch.tensor([bias for *_, bias in kept]), self._device)
-            self._biases.index_put_(index, values)
+            biases = {(row, token): x for row, one in begun for token, x in one.processing.biases.items()}
+            if biased := self._local(biases):
+                values = torch.tensor([biases[row, entry + self._first] for row, entry in biased])
+                self._biases.index_put_(self._index(biased), to_device(values, self._device))
 
-    def _is_local(self, token: int) -> bool:
-        return 0 <= token - self._first < self._entries
+    def _local(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the row and the local entry of each pair of a row and a token whose entry this rank has."""
+        return [
+            (row, token - self._first) for row, token in pairs if 0 <= token - self._first < self._entries
+        ]
 
-    def _entries_of(self, pairs: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Return the indices of this rank's entries among pairs of row and token."""
-        local = [(row, token - self._first) for row, token in pairs if self._is_local(token)]
-        index = to_device(torch.tensor(local, dtype=torch.int64).reshape(-1, 2), self._device)
-        return index[:, 0], index[:, 1]
+    def _index(self, pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        rows, entries = to_device(torch.tensor(pairs).T.contiguous(), self._device)
+        return rows, entries
 
     def move(self, source: int, target: int) -> None:
         """Copy a row to another one."""
