@@ -13,8 +13,8 @@ UNFINISHED = "\ufffd"  # at the end of a text: the bytes of a character are not 
 class ChoiceText:
     """Decodes ids as they arrive.
 
-    A window of ids is decoded again with each new one, because an id's text depends on those before it. The window
-    begins at an id before which the text was complete.
+    A window of ids is decoded again with each new one, because an id's text depends on those before it. The text was
+    complete before the window's first id.
     """
 
     def __init__(

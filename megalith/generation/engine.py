@@ -475,7 +475,7 @@ class Engine:
         return torch.zeros(sizes, dtype=torch.int16, device=self.device)
 
     def choose_rows(self, sequences: Sequence[RowSequence], free: Sequence[int]) -> list[int]:
-        """Return a free row for each of the sequences, of which there are at most as many."""
+        """Return a free row for each sequence. There must be enough free rows."""
         if self._prefixes is None:
             return list(free[: len(sequences)])
         return self._prefixes.choose_rows(sequences, free)

@@ -224,13 +224,13 @@ class LiveEngine:
             self._end_all()
 
     def follow(self) -> None:
-        """Run what the first rank sends. The other ranks call it."""
+        """Run the commands that the first rank sends. The other ranks call it."""
         batch = RunningBatch(self.engine, self._sampling)
         while not self._window(batch, None):
             pass
 
     def _commands(self, batch: RunningBatch) -> dict[str, Any]:
-        """Return what has changed since the last window; waits if no request is open."""
+        """Return the changes since the last window; waits if no request is open."""
         with self._changed:
             is_idle = not self._tickets and not batch.is_busy and not self._inbox.added
             has_change = self._inbox.cancelled or self._inbox.weights or self._inbox.adapters

@@ -47,7 +47,7 @@ class PrefixMatch:
 class PrefixReuse:
     """Known prefixes of an engine's rows.
 
-    It depends on the calls alone, so that all ranks of a tensor-parallel axis reuse alike.
+    It depends only on the calls, so all ranks of a tensor-parallel axis reuse the same rows.
     """
 
     def __init__(self, cache: Tensor, budget: int = 0):

@@ -124,7 +124,7 @@ class Visibility(NamedTuple):
         return self.mask is None and self.documents is None and self.window is None
 
     def dense(self, query: Tensor, key: Tensor) -> tuple[bool, Tensor | None]:
-        """Return an equivalent causal flag and dense mask, of which at most one is set.
+        """Return an equivalent causal flag and dense mask. At most one of the two is set.
 
         query and key are [batch, ·, seq, head_dim].
         """

@@ -58,15 +58,14 @@ class Gemm:
     """List of deferred wgrads. None: the backward pass computes them."""
 
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
-        """Return x [tokens, in] as `forward` and an all-gather need it, and as it is saved for `wgrad`.
+        """Return x [tokens, in] in two forms: for `forward` and an all-gather, and saved for `wgrad`.
 
         The saved part is empty unless `saves`. `sharded`: it will be gathered too.
         """
         return (x,), (x,) if saves else ()
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
-        """Return the weight as `forward` needs it, and what is saved of it for `dgrad`. `trains`: there is a backward
-        pass."""
+        """Return the weight in two forms: for `forward`, and saved for `dgrad`. `trains`: there is a backward pass."""
         return (weight,), (weight,)
 
     def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:

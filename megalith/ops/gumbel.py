@@ -114,7 +114,7 @@ def sampled_blocks(
     if least is not None:
         z = z.masked_fill(z < least[:, None], -math.inf)
     largest, index = z.max(-1)
-    largest = largest.clamp(min=LOWEST)  # a shard of which nothing is kept
+    largest = largest.clamp(min=LOWEST)  # nothing of this shard is kept
     weights = z.sub(largest[:, None]).mul_(inverse).exp_()
     sums, peak = weights.sum(-1), largest
     if temperature:  # argmax of log weight + noise is argmin of exponential / weight, which saves a logarithm

@@ -1,4 +1,4 @@
-"""Give a model batch-invariant operators (ops/batch_invariant), in the trainer and in the engine alike."""
+"""Replace a model's operators by batch-invariant ones (ops/batch_invariant), in trainer and engine."""
 
 from __future__ import annotations
 

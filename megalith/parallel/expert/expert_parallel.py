@@ -200,7 +200,7 @@ class ExpertParallel(Dispatch):
         return y if shared is None else y + shared()
 
     def _splits_tokens(self, layout: PassLayout) -> bool:
-        """Return whether the tensor-parallel ranks have the same tokens, of which each dispatches a part."""
+        """Return whether the tensor-parallel ranks have the same tokens. If so, each dispatches a part of them."""
         return self.tensor is not None and not layout.sharded
 
     def _local_tokens(self, x: Tensor, filler: Tensor | int = 0) -> Tensor:

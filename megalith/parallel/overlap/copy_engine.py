@@ -130,7 +130,7 @@ class Slot:
         self.rank: int = self._handle.rank
         self.ranks: int = self._handle.world_size
         self.peers = tuple((self.rank + step) % self.ranks for step in range(1, self.ranks))
-        """The other ranks, in the order in which this one reads them. Each rank starts at a different peer."""
+        """The other ranks, in the order of this rank's reads. Each rank starts at a different peer."""
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
         layout = self._memory.shape, self._memory.dtype
         self.addresses = [self.of(rank, *layout).data_ptr() for rank in range(self.ranks)]

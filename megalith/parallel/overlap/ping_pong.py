@@ -11,8 +11,8 @@ part of the layer's graph. Norms and MLP take the whole micro-batch: larger matm
 faster.
 
 Weights are gathered once for both (a layer is FSDP's unit), their gradients are added in the layer's backward pass.
-What is before and after the layers takes the whole micro-batch. With sequence parallelism each half is sharded by
-itself, so a rank's share of the residual stream is its share of one half and then of the other.
+Everything before and after the layers processes the whole micro-batch. With sequence parallelism each half is sharded
+by itself, so a rank's share of the residual stream is its share of one half and then of the other.
 """
 
 from __future__ import annotations
