@@ -39,7 +39,7 @@ def write_text(folder: Path, megabytes: int, vocab_size: int = VOCAB_SIZE) -> tu
 
 
 def keep_first_documents(file: Path, size: int) -> int:
-    """Cut JSON Lines after the document with which they have `size` bytes of text; return the size."""
+    """Cut JSON Lines after the document that completes `size` bytes of text; return the size."""
     kept, total = [], 0
     with open(file, encoding="utf-8") as lines:
         while total < size:

@@ -142,7 +142,7 @@ def http_seconds(server: HttpServer) -> float:
 
 
 def run_clients(path: str) -> None:
-    """Run the clients of the job in a file, and print what they saw."""
+    """Run the clients of the job in a file, and print their results."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     print(json.dumps(asyncio.run(_run_clients(job))))
 

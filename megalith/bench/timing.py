@@ -14,7 +14,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def elapsed_ms(function: Callable[[], object], calls: int = 1) -> float:
-    """Return the milliseconds per call on the GPU of consecutive calls, after which the host waits for the GPU."""
+    """Return the GPU's milliseconds per call of consecutive calls. The host waits for the GPU after the last one."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):

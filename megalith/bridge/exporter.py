@@ -393,7 +393,7 @@ def export_family(
 
 
 def export_dtype(train: TrainConfig) -> torch.dtype:
-    """Return the compute dtype of a run, in which its weights are exported."""
+    """Return the dtype of exported weights: the compute dtype of the run."""
     return next(dtype for dtype, name in PRECISIONS.items() if name == train.precision)
 
 

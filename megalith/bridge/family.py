@@ -249,7 +249,7 @@ class Family:
         }
 
     def groups(self, model: ModelConfig) -> list[Group]:
-        """Return the model's tensors, in its order, each with the Hugging Face tensors that it is made of."""
+        """Return the model's tensors, in its order, each with the Hugging Face tensors from which it is assembled."""
         groups, table = [], self.table(model)
         for name, tensor in build_on_meta(model).state_dict().items():
             layer = LAYER.match(name)
@@ -277,7 +277,7 @@ def build_on_meta(model: ModelConfig, lora: LoraConfig | None = None) -> Transfo
 
 @dataclass(frozen=True)
 class Group:
-    """One Megalith tensor, without vocabulary padding, and the Hugging Face tensors that it is made of."""
+    """One Megalith tensor, without vocabulary padding, and the Hugging Face tensors from which it is assembled."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,7 +1,8 @@
 """The base of adapters in codes (`lora.quantize_base`): filled from `model.init_from`, or decoded again.
 
-Each matrix of the Hugging Face model is coded by itself, whatever the layout and the format of the weights, so every
-layout has the same codes. If a folder already has a matrix in the run's form, its codes are taken as they are.
+Each matrix of the Hugging Face model is quantized by itself, whatever the layout and the format of the weights. All
+layouts therefore have the same quantized weights. If a folder already has a matrix in the run's form, its quantized
+values are used unchanged.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class RowRun:
 
 @dataclass(frozen=True)
 class Rule:
-    """The Hugging Face tensors that one Megalith tensor is made of.
+    """The Hugging Face tensors from which one Megalith tensor is assembled.
 
     `names` may contain {layer}, {before} and {last} (numbers of the layer, the previous and the last layer), {decoder}
     (the layer's number in the decoder of an encoder-decoder) and {expert} (Megalith's tensor has the experts as its

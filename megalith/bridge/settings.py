@@ -439,14 +439,14 @@ def _with_magnitude(scaling: RopeScaling) -> RopeScaling:
 
 
 def differences(model: ModelConfig, other: ModelConfig, ignore: Collection[str] = ()) -> list[str]:
-    """Return the settings in which two models differ in function, as text: `swiglu True, not False`."""
+    """Return the settings that make two models differ in function, as text: `swiglu True, not False`."""
     return [f"{name} {one!r}, not {two!r}" for name, one, two in changed_settings(model, other, ignore)]
 
 
 def changed_settings(
     model: ModelConfig, other: ModelConfig, ignore: Collection[str] = ()
 ) -> list[tuple[str, Any, Any]]:
-    """Return the settings in which two models differ in function, with both values.
+    """Return the settings that make two models differ in function, with both values.
 
     Settings that one of them does not read (such as expert sizes of a dense model) are ignored.
     """

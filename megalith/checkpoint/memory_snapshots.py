@@ -53,7 +53,7 @@ class Snapshot:
     """SHA-256 of each buffer. Empty until the copy is complete."""
 
     def is_intact(self) -> bool:
-        """Return True if the bytes are those that were copied."""
+        """Return True if the bytes have not changed since they were copied."""
         return bool(self.digests) and self.digests == _digests(self.buffers)
 
 

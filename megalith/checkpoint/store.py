@@ -135,7 +135,7 @@ class StepFolder:
         replace_file(latest, self.final.name + "\n")
 
     def abandon(self) -> None:
-        """Remove what was written. Anything that cannot be removed is left for the next save."""
+        """Remove the files written so far. Anything that cannot be removed is left for the next save."""
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def delete_old_steps(self, keep_last: int | None, keep_every: int | None) -> None:

@@ -144,7 +144,7 @@ def _read_key(path: str | None) -> str | None:
 
 
 class _Adapters:
-    """The adapters of --adapter, and room for those that are loaded later."""
+    """The adapters of --adapter, and room for adapters that are loaded later."""
 
     def __init__(self, args: Arguments, model: Transformer):
         """Read the adapters. Raise ConfigError if one does not fit the model."""

@@ -26,7 +26,7 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def speculation_of(args: Arguments, tokenizer: Tokenizer | None) -> Speculation | None:
-    """Return what the options ask for."""
+    """Return the speculation settings of the options."""
     from megalith.training.open_speculation import open_speculation
 
     return open_speculation(

@@ -269,7 +269,7 @@ def open_own_dataset(name: str, request: DatasetRequest) -> OwnDataset | None:
 class OwnCollate:
     """Collate function of a dataset with a method `collate`, which checks its batches."""
 
-    takes_list = True  # samples are passed on as they are
+    takes_list = True  # samples are passed on unchanged
 
     def __init__(self, dataset: OwnDataset):
         self._dataset, self._seq_length = dataset, dataset.seq_length

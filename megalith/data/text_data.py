@@ -148,7 +148,7 @@ def cached_name(prefix: str) -> str:
 
 
 def source_name(prefix: str) -> str:
-    """Return the entry of a data path that a dataset in the cache is made of, or the prefix of other datasets."""
+    """Return the data path's entry for a dataset in the cache, or the prefix of any other dataset."""
     if cached_name(prefix) == prefix:
         return prefix
     about = Path(prefix).with_name(f"{Path(prefix).name.split('_')[0]}.json")

@@ -1,1 +1,1 @@
-"""Interfaces of other systems: each turns what a user of that system types into a RunConfig."""
+"""Interfaces of other systems: each converts that system's flags or files to a RunConfig."""

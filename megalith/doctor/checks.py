@@ -134,7 +134,7 @@ SHARED_MEMORY = 2**30  # bytes of /dev/shm that ranks and data workers need
 
 
 def check_shared_memory(gpus: int, folder: str = "/dev/shm") -> Check:
-    """Check /dev/shm, through which NCCL's ranks on one machine communicate and data workers pass batches."""
+    """Check /dev/shm. NCCL's ranks on one machine communicate through it, and data workers pass batches through it."""
     name = folder
     try:
         usage = shutil.disk_usage(folder)

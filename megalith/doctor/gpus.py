@@ -136,7 +136,7 @@ def read_gpu(uuid: str) -> GpuState | None:
 
 
 def gpu_uuid(device: torch.device | int) -> str:
-    """Return the UUID by which NVML identifies the GPU."""
+    """Return NVML's UUID of the GPU."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -169,7 +169,7 @@ class GpuMonitor:
         return gpu_metrics([gpu for _, gpu in gpus]) if gpus else {}
 
     def begin(self) -> None:
-        """Ignore the allocation retries of the first step, in which compilation and autotuning need extra memory."""
+        """Ignore the allocation retries of the first step, because compilation and autotuning need extra memory."""
         if self.enabled:
             self._new_retries()
 

@@ -180,7 +180,7 @@ class Agent(HookedAgent):
         print(failure.message(), f"replacing rank {replaced} ({count} of {limit})", sep="\n", file=sys.stderr)
         replacement.begin()
         for local in failed:
-            self._kill([local])  # what is left of its process group
+            self._kill([local])  # the rest of its process group
             Path(self.error_files[local]).unlink(missing_ok=True)
             self.replace_worker(worker_group, local, self._next_process(local, replacement_variables(count)))
         self._start_spares()

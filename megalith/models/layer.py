@@ -103,7 +103,7 @@ class TransformerLayer(Runnable):
 
     @property
     def mixers(self) -> list[nn.Module]:
-        """The modules in which tokens see each other."""
+        """The modules that move information between tokens."""
         mixers = [self.self_attention] if self.has_mixer else []
         mixers += [self.mamba] if self.has_mamba else []
         return mixers + ([self.cross_attention] if self.has_cross_attention else [])

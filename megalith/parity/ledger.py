@@ -37,7 +37,7 @@ class PublicReport:
         repository: GitHub's `owner/name`.
         number: number of the issue or pull request.
         symptom: the fault in one sentence.
-        area: heading of the page under which the report is listed.
+        area: heading under which the page lists the report.
         case: pytest node, from the root of the checkout. Without a parameter, every parameter of the function.
         bound: tolerance of the test.
         part: number of the finding, if a report lists several.

@@ -51,7 +51,7 @@ class Costs:
     memory_stall: float = 0.3
     """Stall of training per snapshot in memory."""
     memory_share: float = 0.8
-    """Fraction of failures from which snapshots in memory recover, 0 to 1: those that leave the machines running."""
+    """Fraction of failures that snapshots in memory can recover from, 0 to 1: those that leave the machines running."""
 
 
 @dataclass(frozen=True)

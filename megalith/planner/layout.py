@@ -165,7 +165,7 @@ def fullest(config: RunConfig, world_size: int, meta: MetaModel | None = None) -
 def with_auto(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Resolve every `auto` that depends on the machine, for the trainer and the planner alike.
+    """Resolve every `auto` that depends on the machine, for trainer and planner.
 
     Returns:
         The configuration, and a line with the choices if there were any.

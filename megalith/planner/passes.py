@@ -158,7 +158,7 @@ class Passes:
         return 1.0 - (head and skips_last_layer(parallel)) / layers
 
     def _host(self, work: Counter[str], layer_numbers: Sequence[int], share: float) -> Counter[str]:
-        """Add the time by which the host is slower than the device."""
+        """Add the time that the device waits for the host."""
         launch = self.rates.launch * 1e-6
         experts = len(self.expert_layers.intersection(layer_numbers))
         kind = "half" if self.parallel.overlaps else "eager" if self.eager else "layer"

@@ -121,7 +121,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts_of(text: str) -> dict[str, Any]:
-    """Return what a recipe's first line says of it: task, model, gpus, device, gb, tokens_per_second_per_gpu."""
+    """Return the facts in a recipe's first line: task, model, gpus, device, gb, tokens_per_second_per_gpu."""
     return yaml.safe_load(re.match(re.escape(HEADING) + "(.*)", text)[1])
 
 

@@ -276,7 +276,7 @@ def last_step(path: str | Path) -> int:
 def truncate_after_step(path: str | Path, step: int) -> None:
     """Truncate the file before the first line of a step after `step`, or before a last line cut off by a crash.
 
-    The file is truncated in place, which needs no disk space. It is left untouched if nothing has to be removed.
+    The file is truncated in place, which needs no disk space. If there is nothing to remove, the file is not changed.
 
     Raises:
         OSError: the file cannot be written.

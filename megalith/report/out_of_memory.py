@@ -114,7 +114,8 @@ def memory_by_use(
 
 
 def find_remedies(layout: Layout, stage: int) -> list[tuple[str, int]]:
-    """Return (settings, bytes saved on the fullest device), those that cost no time first, then by bytes saved.
+    """Return (settings, bytes saved on the fullest device). Settings that cost no time come first, then those that save
+    most.
 
     Considers only layouts that the trainer accepts on the same number of devices. `stage` is the one that ran out of
     memory.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DASHES = (0, (4, 4))
 MAX_POINTS = 3000  # of a smoothed curve, twice the width of the picture
 MAX_DRAWN = 6000  # of the loss: an interval of `downsample` per pixel, so that no spike is missed
-MAX_DRAWN_SMALL = 2000  # of a small chart, likewise
+MAX_DRAWN_SMALL = 2000  # points of a small chart
 MAX_LINES = 500  # for lost losses
 PANELS = (
     ("lr", "learning rate", 1.4),

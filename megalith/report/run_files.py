@@ -33,7 +33,7 @@ from megalith.small_files import RefusedFile, read_small_file, resolve_regular
 
 MAX_VALUE = 1e150  # larger values are ignored: their sums and differences could overflow
 NUMBERS = {float, int, type(None)}  # NumPy converts them as `to_float` does; bool is another type
-TAIL_BYTES = 2 * 2**20  # read from the end of a file of which the newest lines are shown
+TAIL_BYTES = 2 * 2**20  # read from the end of a file to show its newest lines
 Record = dict[str, Any]
 
 

@@ -33,7 +33,8 @@ def answer_fields(rows: np.ndarray, sample_numbers: np.ndarray) -> dict[str, Ten
         sample_numbers: int64 [samples], positions in the sample stream.
 
     Returns:
-        Fields in which every sample row has as many sequences as the fullest one, padded with empty sequences.
+        Fields with one entry per sequence. Every row has as many entries as the row with the most sequences, padded
+        with empty sequences.
     """
     rows = rows[:, None] if rows.ndim == 3 else rows
     batch, answers, lines, seq = rows.shape

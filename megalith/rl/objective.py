@@ -46,7 +46,7 @@ class RolloutBatch(Batch):
     proximal_weight: Tensor | None = None
     # float32 [batch, seq], see entropy_weight; None: computed from this micro-batch
     entropy_weights: Tensor | None = None
-    # bool [batch, seq], from token_selection.py: tokens of high entropy, and those that a SelectiveLoss selects
+    # bool [batch, seq], from token_selection.py: tokens of high entropy, and tokens that a SelectiveLoss selects
     high_entropy: Tensor | None = None
     selected: Tensor | None = None
     # float32 [batch, seq], normalized mismatch weights (rollout_correction.py); None: computed by the loss

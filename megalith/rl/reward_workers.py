@@ -1,7 +1,7 @@
 """Worker processes for reward functions, tools and environments.
 
 A worker is forked, so that closures and their data need no pickling. It is not a daemon, because reward functions may
-start processes of their own; it leads a process group that is killed as a whole.
+start processes of their own; it leads a process group, which is killed together with it.
 """
 
 from __future__ import annotations

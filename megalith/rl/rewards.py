@@ -166,7 +166,7 @@ def _reward_values(result: Any, count: int) -> list[float]:
 def _score_group(
     function: RewardFunction, group: CompletionGroup, step: int, max_tokens: int, is_single: bool = False
 ) -> dict[str, Any]:
-    """Return the rewards of a group and what was logged, as JSON values.
+    """Return the rewards of a group and the logged values, as JSON values.
 
     After an error, the result has `error` instead, and `at`: the number of the completion, if known.
     """

@@ -55,7 +55,7 @@ def restore_row_logprobs(saved: RowLogprobs, rows: Sequence[RowKey], like: Tenso
     """Return the saved log-probabilities of a micro-batch's rows, float32, shaped like `like` [batch, seq].
 
     Raises:
-        DataError: if the rows are not those that were saved.
+        DataError: if the rows differ from the saved ones.
     """
     logprobs = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
     for index, (mini_batch, row, tokens) in enumerate(rows):

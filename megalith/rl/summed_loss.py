@@ -16,7 +16,7 @@ class SummedLoss(Loss):
     """A loss that accumulates its METRICS on the device over micro-batches until they are taken."""
 
     METRICS: tuple[str, ...]
-    """Names of the metrics. The first is a count, by which the others are divided."""
+    """Names of the metrics. The first is a count that the others are divided by."""
     _sums: Tensor | None = None
 
     def add_metrics(self, values: Sequence[Tensor]) -> None:

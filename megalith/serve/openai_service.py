@@ -277,7 +277,7 @@ class OpenAiService:
     async def _stream(
         self, sampler: _Choices, writer: ResponseWriter, request: CompletionRequest
     ) -> AsyncIterator[bytes]:
-        """Yield the chunks of the choices as they are sampled. The text of a turn that may call tools comes whole."""
+        """Yield chunks of the choices during sampling. The text of a turn that may call tools comes whole."""
         count, sent = len(sampler), [0] * len(sampler)
         if request.is_chat:
             for index in range(count):

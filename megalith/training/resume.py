@@ -84,7 +84,7 @@ def load_run(run: Run, memory: RunSnapshots | None = None) -> Path | StorePath |
 
 
 def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
-    """Describe how the run differs from what the checkpoint's run would have done."""
+    """Describe how the run differs from a continuation of the checkpoint's run."""
     if not run.consumed_samples:
         return []
     before = config_of(checkpoint)
@@ -116,7 +116,7 @@ def _was_and_is(name: str, was: Any, now: Any) -> str:
 
 
 def _notes_on_samples(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
-    """Warn if the next samples differ from those that the checkpoint's run would have read."""
+    """Warn if the next samples are not the ones that the checkpoint's run would have read."""
     others = _changed(before, run.config, Decides.SAMPLES)
     for prefix, was in checkpoint.manifest.data.items():
         now = run.data_files.get(prefix, was)

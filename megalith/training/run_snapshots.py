@@ -1,4 +1,4 @@
-"""Snapshots of a run in host memory: what they contain besides tensors, and how a new run continues from one."""
+"""Snapshots of a run in host memory: their contents other than tensors, and how a new run continues from one."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ class FalconDecoder:
 
 
 class FalconFamily(Family):
-    """A family in which the names of the norms depend on how many a layer has."""
+    """A family whose norms' names depend on the number of norms per layer."""
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         return ONE_NORM_TENSORS if model.shared_layernorm else FALCON_TENSORS

@@ -103,8 +103,8 @@ def load_pickle(path: Path, folder: Path, trust: bool) -> Any:
         trust: accept names of `INERT`.
 
     Raises:
-        CheckpointError: the file is missing or damaged, not a regular file of the folder, names what is not allowed,
-            or needs `trust`.
+        CheckpointError: the file is missing or damaged, is not a regular file of the folder, refers to a class that is
+            not allowed, or needs `trust`.
     """
     try:
         with open(resolve_regular(path, folder), "rb") as file:

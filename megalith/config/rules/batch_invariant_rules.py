@@ -1,4 +1,5 @@
-"""Rules of train.batch_invariant and rl.exact: what has no batch-invariant operator is refused by name."""
+"""Rules of train.batch_invariant and rl.exact: settings that need an operator without a batch-invariant version are
+rejected by name."""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ def _of_layout(config: RunConfig) -> Iterator[Setting]:
 
 
 def _of_rows(config: RunConfig) -> Iterator[Setting]:
-    """Yield the settings with which gradients cannot be computed row by row."""
+    """Yield the settings that prevent gradients from being computed row by row."""
     chat = config.chat
     if chat is not None and not config.sft.enabled:
         yield f"{chat.name}.enabled", True, "a preference's answers cannot be computed in passes of one row"
@@ -138,7 +139,7 @@ def _of_rows(config: RunConfig) -> Iterator[Setting]:
 
 
 def _of_rollouts(config: RunConfig) -> Iterator[Setting]:
-    """Yield the settings with which the engine's log-probabilities cannot be the trainer's."""
+    """Yield the settings that make the engine's log-probabilities differ from the trainer's."""
     rl = config.rl
     if rl.engine != "own":
         yield "rl.engine", rl.engine, "its kernels are not the trainer's"

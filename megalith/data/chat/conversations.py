@@ -40,7 +40,8 @@ SAMPLE_WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight", "loss_wei
 MASKED = "masked"
 """torchtune's key of a message that is not learned."""
 SUSPICIOUS = re.compile(r"mask|train|learn|loss|weight", re.IGNORECASE)
-"""Names of keys that may exclude something from the loss. Those that are not read are refused."""
+"""Names of keys that may exclude something from the loss. A record with such a key is rejected unless the key is
+supported."""
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -67,7 +68,7 @@ FOLLOWS = {  # roles that may follow a role
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. Messages before `first` are a prompt, of which nothing is learned."""
+    """A conversation. Messages before `first` are a prompt and have no loss."""
 
     messages: list[Message]
     first: int = 0

@@ -62,7 +62,7 @@ class SampleForm:
     is_preference: bool = False
     """The sequences are two answers to compare, which start at the same token."""
     completion_only: bool = True
-    """Only what follows the prompt is learned, all of it. False: the section decides."""
+    """The loss covers everything after the prompt and nothing else. False: the section decides."""
     default: float = 0.0
     """Value of a sample without one."""
     adds_mismatched: bool = False

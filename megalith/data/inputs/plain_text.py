@@ -36,8 +36,8 @@ class TextFileBlock:
     def parse(
         self, json_keys: Sequence[str], max_document_bytes: int = MAX_DOCUMENT_BYTES
     ) -> tuple[list[TextRecord], list[BadLine]]:
-        """Return the documents, and those that are not UTF-8 or too long. `json_keys` must have one key, whose name
-        is ignored."""
+        """Return the usable documents, and the documents that are too long or not UTF-8. `json_keys` must have one key,
+        whose name is ignored."""
         records, bad_lines = [], []
         for line, offset, content in self.documents:
             try:

@@ -1,4 +1,4 @@
-"""Versions of sources and tokenizers, from which cache keys of tokenized data are computed."""
+"""Versions of sources and tokenizers. They determine the cache keys of tokenized data."""
 
 from __future__ import annotations
 

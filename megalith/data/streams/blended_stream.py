@@ -13,7 +13,7 @@ from megalith.data.streams.stream import STREAM_LENGTH, SampleStream, State
 
 
 class BlendedStream(BlendedDataset, SampleStream):
-    """`num_samples` samples from several datasets, of which some are streams. Positions after them repeat the order.
+    """`num_samples` samples from several datasets, some of them streams. Positions after them repeat the order.
 
     Indexed sources are read in their own order, from the beginning again after their last sample.
     """

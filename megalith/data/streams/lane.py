@@ -30,7 +30,7 @@ Document = tuple[Shard, TextRecord]
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Settings of a stream of text, from which every process makes the same samples."""
+    """Settings of a stream of text. With equal settings, every process produces the same samples."""
 
     entry: str
     """Entry of the data path, for errors."""

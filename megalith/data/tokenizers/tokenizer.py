@@ -94,7 +94,7 @@ class Tokenizer(ABC):
     def encode_marked(
         self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[list[int], list[bool]] | str]:
-        """Return the ids of each text, and for each id whether it lies in one of the text's spans.
+        """Return the ids of each text, and for each id whether it is in one of the text's spans.
 
         Args:
             texts: the texts.
@@ -184,7 +184,7 @@ class Tokenizer(ABC):
             file.write(json.dumps(spec, indent=2).encode() + b"\n")
 
     def __reduce__(self) -> tuple:
-        """Pickle the content, from which another process rebuilds the tokenizer."""
+        """Pickle the content. Another process rebuilds the tokenizer from it."""
         return type(self), (self.files, self.requested_vocab_size)
 
 

@@ -61,7 +61,7 @@ class Translation:
             return RunConfig.from_tree(self.tree)
 
     def to_yaml(self) -> str:
-        """Return the run file, with explicit settings and those that differ from Megalith's defaults."""
+        """Return the run file. It contains explicit settings, and settings whose value is not Megalith's default."""
         return yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True)
 
 

@@ -24,7 +24,7 @@ TRAINERS = {"MEGATRON_GRPO": "grpo", "TRL_SFT": "sft", "TRL_DPO": "dpo"}
 
 @dataclass(frozen=True)
 class OumiRun:
-    """A translated configuration: sections of a run file, and what the run needs beyond them."""
+    """A translated configuration: sections of a run file, and other inputs of the run."""
 
     trainer: str
     """grpo, sft or dpo."""

@@ -1,4 +1,4 @@
-"""Codes of the causes that an audit names, and what they mean."""
+"""Codes and meanings of the causes that an audit can name."""
 
 from __future__ import annotations
 
@@ -99,4 +99,4 @@ CAUSES = {
         "no cause that the audit knows explains it",
 }
 # fmt: on
-"""Codes of causes, and what they mean."""
+"""Codes of causes, with their meanings."""

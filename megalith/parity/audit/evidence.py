@@ -75,7 +75,7 @@ class StepEvidence:
         noise = self._clipped(self.combine(self.weights_of_mean(), noisy)) - self.expected
         self.scale = self._scale(self.expected)
         bound = torch.clamp(4 * noise.norm(dim=1) / self.scale, min=floor)
-        self.bound = bound.nan_to_num(floor, floor)  # so that what is not finite departs
+        self.bound = bound.nan_to_num(floor, floor)  # so that non-finite values depart
         losses = (noisy.losses - exact.losses).abs() / exact.losses.abs().clamp(min=1e-30)
         self.loss_bound = max(floor, 4 * losses.nan_to_num(0, 0).max().item())
 

@@ -1,7 +1,7 @@
 """Interpretation of a recorded micro-batch: labels, loss weights, positions, documents and padding.
 
 Labels are either Hugging Face's, equal to the tokens and shifted by the model, or Megatron's, already shifted. The
-tokens decide which. Positions that restart at 0 begin a document, to which attention is confined.
+tokens decide which. A position of 0 begins a document. Attention is limited to documents.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_tokens(fields: Mapping[str, Tensor], model: ModelConfig, where: str) ->
 
 
 def _labels(fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return shifted labels, their weights, and the weights of the labels as they are recorded."""
+    """Return the shifted labels, their weights, and the weights of the recorded labels."""
     ids = fields["input_ids"]
     labels = fields.get("labels")
     if labels is None:
@@ -176,7 +176,7 @@ def ignore_documents(batch: TokenBatch) -> TokenBatch:
 
 
 def same_batch(one: TokenBatch, other: TokenBatch) -> bool:
-    """Return whether two batches are computed alike."""
+    """Return whether two batches give the same computation."""
     return all(
         value is another or (isinstance(value, Tensor) and isinstance(another, Tensor) and torch.equal(value, another))
         or (isinstance(value, bool) and value == another)

@@ -237,7 +237,7 @@ class AgentSession:
         """End the session and return the branch that was extended last; the others are its `branches`.
 
         Args:
-            prompt_ids: prompt of a session in which nothing was sampled.
+            prompt_ids: prompt of a session without sampled tokens.
         """
         with self._lock:
             self.is_closed = True

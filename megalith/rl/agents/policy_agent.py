@@ -305,7 +305,7 @@ class PolicyAgent:
         share: Share,
         logged: LoggedMetrics,
     ) -> None:
-        """Run the calls of the sampled turns and append what follows them, or end the trajectories."""
+        """Run the calls of the sampled turns. Append results and the template's text, or end the trajectories."""
 
         def act() -> list[Any]:
             turns = [self._parsed(one) for one in waiting]

@@ -1,4 +1,4 @@
-"""Process groups over which rank 0 broadcasts weights to the workers of engines.
+"""Process groups for rank 0's broadcast of weights to the engines' workers.
 
 They are separate from the trainer's groups, because torchrun does not know the workers. Rank 0 hosts the store;
 workers join as ranks 1, 2, … when their server requests it. A broadcast never ends if a worker has died, so broadcasts

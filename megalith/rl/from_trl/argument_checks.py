@@ -51,7 +51,7 @@ def reject_unsupported(
     Args:
         trainer: name of TRL's class.
         arguments: the arguments.
-        supported: names of those that are settings, or have no effect.
+        supported: names of arguments that set something or have no effect.
         only_values: defaults of the others, which a dict may spell out.
         remedies: what to do instead, by name.
     """

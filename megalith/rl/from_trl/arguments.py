@@ -18,7 +18,7 @@ class Arguments:
 
     values: dict[str, Any]
     changed: dict[str, Any]
-    """For a dict all entries; for an object those that differ from the class's defaults."""
+    """For a dict all entries; for an object, the values that differ from the class's defaults."""
     defaults: dict[str, Any]
     """Empty for a dict."""
 
@@ -40,7 +40,7 @@ def read_arguments(args: Mapping[str, Any] | object | None) -> Arguments:
 
 
 def plain(value: Any) -> Any:
-    """Return an enum's value, and anything else as it is."""
+    """Return an enum's value; return anything else unchanged."""
     return value.value if isinstance(value, enum.Enum) else value
 
 

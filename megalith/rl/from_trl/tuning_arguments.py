@@ -1,5 +1,5 @@
-"""Arguments of TRL's SFTConfig, DPOConfig, ORPOConfig, KTOConfig, RewardConfig and GKDConfig: those that are settings
-here, and those without effect.
+"""Arguments of TRL's SFTConfig, DPOConfig, ORPOConfig, KTOConfig, RewardConfig and GKDConfig: some set Megalith's
+settings, others have no effect.
 
 Any other argument that differs from its default raises an error. The tables are from TRL 1.16.0.
 """
