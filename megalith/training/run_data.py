@@ -30,6 +30,12 @@ from megalith.remote import open_location
 from megalith.training.build import prepare
 from megalith.training.run_datasets import Data
 
+STATIC_CONTEXT = {
+    "dynamic_context_parallel": False,
+    "max_seqlen_per_dp_cp_rank": None,
+    "min_dynamic_context_parallel_size": 1,
+}
+
 
 class RunData:
     """A run's data as one process reads it, without processes, model or device.
@@ -50,6 +56,12 @@ class RunData:
         if config.rl.prompts_or_rollouts or (config.chat is not None and not config.sft.enabled):
             raise ConfigError(
                 "the data of grpo, dpo, kto and reward cannot be shown; give a run file for train or sft"
+            )
+        if (
+            config.parallel.dynamic_context_parallel
+        ):  # needs the run's ranks, and leaves the samples as they are
+            config = config.with_settings(
+                {f"parallel.{name}": value for name, value in STATIC_CONTEXT.items()}
             )
         parallel = config.parallel
         size = parallel.tensor_model_parallel_size * parallel.context_parallel_size

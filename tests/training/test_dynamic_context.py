@@ -17,6 +17,7 @@ from megalith.errors import ConfigError
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job, start, state_by_name
 from megalith.training.build import prepare
+from megalith.training.run_data import RunData
 from megalith.training.run_datasets import Data
 
 SEQ, VOCAB = 64, 151
@@ -192,6 +193,11 @@ def of_pass(ranks, room: int) -> list[tuple[int, ...]]:
         if rank == first:
             sequences += sequences_of(batch)
     return sequences
+
+
+def test_data_show_needs_no_ranks(tree: dict):
+    shown = RunData(config_of(tree, parallel=DYNAMIC | LAYOUTS["dp4"])).samples_of_next_step()
+    assert shown == RunData(config_of(tree)).samples_of_next_step()
 
 
 def train_to(config: RunConfig, step: int) -> tuple[list[list], dict]:
