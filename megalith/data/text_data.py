@@ -24,7 +24,12 @@ from megalith.data.inputs.compression import content_suffix
 from megalith.data.inputs.hub_dataset import SCHEME, HubDataset, Source
 from megalith.data.inputs.source_versions import Version, add_tokenizer, source_versions
 from megalith.data.inputs.sources import ENDINGS, expand_inputs, read_records
-from megalith.data.preprocessing.preprocess import PreprocessSummary, preprocess
+from megalith.data.preprocessing.preprocess import (
+    NoTokensError,
+    PreprocessSummary,
+    UnusableLineError,
+    preprocess,
+)
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, shorten
 from megalith.io import make_subfolder, open_file, replace_file
@@ -206,7 +211,7 @@ class _TextCache:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             notes = _read_about(about, versions, prefix)
             if notes is None:
-                notes = self._notes(entry, self._tokenize(sources, start, versions)) + unread
+                notes = self._notes(entry, self._tokenize(entry, sources, start, versions)) + unread
                 replace_file(about, json.dumps({"entry": entry, "versions": versions, "notes": notes}))
         return prefix, notes
 
@@ -219,6 +224,22 @@ class _TextCache:
         return digest.hexdigest()[:16]
 
     def _tokenize(
+        self, entry: str, sources: Sequence[Source], start: Path, versions: Sequence[Version]
+    ) -> PreprocessSummary:
+        data = self._data
+        try:
+            return self._preprocess(sources, start, versions)
+        except UnusableLineError as error:
+            raise DataError(
+                f"{error.line}; correct or remove it, or set data.skip_bad_documents to skip and count such documents"
+            ) from None
+        except NoTokensError as error:
+            raise DataError(
+                f"{entry} has no document with a token under the key {data.text_key!r} ({error.counts}); check the "
+                "file, or set data.text_key"
+            ) from None
+
+    def _preprocess(
         self, sources: Sequence[Source], start: Path, versions: Sequence[Version]
     ) -> PreprocessSummary:
         data = self._data
@@ -275,7 +296,10 @@ def _replaced(path: DataPath, prefixes: dict[str, str]) -> DataPath:
 
 def _check_kind(path: Path, data: DataConfig) -> None:
     """Raise DataError if the first record of a file is for another command than `train`."""
-    record = next((record for _, record in read_records(path)), {})
+    try:
+        record = next((record for _, record in read_records(path)), {})
+    except DataError:  # tokenization reports it, or skips it
+        return
     kind = record_kind(record)
     if data.text_key not in record and kind and kind != TEXT:
         raise DataError(f"{path} has {kind}; set data.text_key to train on the text under one of its keys")

@@ -87,8 +87,8 @@ def test_a_run_on_text_equals_one_on_preprocessed_data_and_resumes_bitwise(texts
     assert "samples may differ" not in capsys.readouterr().out
 
 
-def tokenized(folder="cache", may_write=True, **data):
-    config = text_configuration("run", ["b"], data)
+def tokenized(folder="cache", may_write=True, path=("b",), **data):
+    config = text_configuration("run", list(path), data)
     tokenizer = build_tokenizer("ByteTokenizer")
     return with_tokenized_text(config.data, False, tokenizer, Path(folder), may_write)
 
@@ -109,6 +109,30 @@ def test_the_cache_is_reused_until_text_or_settings_change(texts):
     with pytest.raises(DataError, match=r"b/4.txt line 3 \(byte 6\) is unusable: not UTF-8"):
         tokenized()
     assert any("1 unusable documents skipped" in note for note in tokenized(skip_bad_documents=True)[1])
+
+
+def test_bad_text_names_the_settings_of_a_run_and_is_skipped_also_at_the_start(texts):
+    """Where `megalith preprocess` names its own options."""
+    Path("bad.jsonl").write_bytes(
+        b'{"text": "caf\xe9"}\n' + Path("a/0.jsonl").read_bytes() + b'{"text": 5}\n'
+    )
+    Path("number.jsonl").write_text('{"text": 5}\n')
+    Path("empty.jsonl").write_text("")
+    for path, message in (
+        ("bad.jsonl", r"bad.jsonl line 1 \(byte 0\) .* correct or remove it, or set data.skip_bad_documents"),
+        (
+            "number.jsonl",
+            "its 'text' is a number, not a string; correct or remove it, or set data.skip_bad_documents",
+        ),
+        (
+            "empty.jsonl",
+            "empty.jsonl has no document with a token under the key 'text' .* or set data.text_key",
+        ),
+    ):
+        with pytest.raises(DataError, match=message):
+            tokenized(path=[path])
+    _, notes = tokenized(path=["bad.jsonl"], skip_bad_documents=True)
+    assert "bad.jsonl: 20 documents" in notes[0] and "bad.jsonl: 2 unusable documents skipped" in notes[1]
 
 
 def test_text_that_changes_before_a_resume_is_noted(texts, capsys):

@@ -90,6 +90,26 @@ class PreprocessSummary:
         )
 
 
+class UnusableLineError(DataError):
+    """A line that cannot be encoded, in preprocessing that stops at such lines."""
+
+    def __init__(self, line: BadLine):
+        super().__init__(
+            f"{line}; correct or remove the line, or set on_error to skip (--on-error skip) to skip such lines"
+        )
+        self.line = line
+
+
+class NoTokensError(DataError):
+    """No document of the input has a token under a key."""
+
+    def __init__(self, key: str, summary: PreprocessSummary):
+        self.counts = f"{summary.empty:,} empty documents, {summary.skipped:,} skipped lines"
+        super().__init__(
+            f"no document has any token under the key {key!r} ({self.counts}); check the input files and json_keys"
+        )
+
+
 def preprocess(
     inputs: Sequence[str | Path],
     output_prefix: str | Path,
@@ -243,10 +263,7 @@ def _file_offsets(paths: Sequence[Source]) -> tuple[dict[Source, int], int]:
 
 def _count_bad_lines(summary: PreprocessSummary, bad_lines: Sequence[BadLine], on_error: str) -> None:
     if bad_lines and on_error == "stop":
-        raise DataError(
-            f"{bad_lines[0]}; correct or remove the line, or set on_error to skip (--on-error skip) to skip such "
-            "lines"
-        )
+        raise UnusableLineError(bad_lines[0])
     summary.skipped += len(bad_lines)
     summary.bad_lines += bad_lines[: BAD_LINES_KEPT - len(summary.bad_lines)]
 
@@ -254,10 +271,7 @@ def _count_bad_lines(summary: PreprocessSummary, bad_lines: Sequence[BadLine], o
 def _check_not_empty(summary: PreprocessSummary, json_keys: Sequence[str]) -> None:
     for key, documents in zip(json_keys, summary.documents):
         if documents == 0:
-            raise DataError(
-                f"no document has any token under the key {key!r} ({summary.empty} empty documents, "
-                f"{summary.skipped} skipped lines); check the input files and json_keys"
-            )
+            raise NoTokensError(key, summary)
 
 
 def _check_arguments(
