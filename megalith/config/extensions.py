@@ -65,6 +65,9 @@ REWARDS: dict[str, str] = {  # rl.reward_funcs
 CALL_FORMATS: dict[str, str] = {  # rl.tool_call_format
     "hermes": "megalith.data.chat.call_formats:hermes",
     "llama3_json": "megalith.data.chat.call_formats:llama3_json",
+    "harmony": "megalith.data.chat.harmony:harmony",
+    "qwen3_coder": "megalith.data.chat.tagged_calls:qwen3_coder",
+    "glm45": "megalith.data.chat.tagged_calls:glm45",
     "response_template": "megalith.data.chat.call_formats:response_template",
 }
 ENVIRONMENTS: dict[str, str] = {  # rl.environment, as NAME:ID

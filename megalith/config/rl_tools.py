@@ -63,8 +63,9 @@ class ToolSettings(Section):
     trainer's process, without a time limit."""
 
     tool_call_format: Annotated[str, RequiresSetting("tools_environment_or_agent"), Decides.SAMPLES] = "auto"
-    """Format of the policy's tool calls: hermes (Hermes, Qwen), llama3_json, response_template (the tokenizer's,
-    parsed by transformers), or path.py:function. auto: derived from the tokenizer and its chat template."""
+    """Format of the policy's tool calls: hermes (Hermes, Qwen), llama3_json, qwen3_coder, glm45, harmony (gpt-oss),
+    response_template (the tokenizer's, parsed by transformers), or path.py:function. auto: derived from the tokenizer
+    and its chat template."""
 
     @field_validator("environment", "tool_call_format", "agent")
     @classmethod

@@ -12,6 +12,7 @@ from tool_policy import FORGETFUL, TEMPLATE, add, call, rollouts, tokenizer_in
 
 from megalith.config.rl import RlConfig
 from megalith.data.chat.call_formats import ParseContext, ToolCall, call_format, hermes, llama3_json
+from megalith.data.chat.tagged_calls import glm45, qwen3_coder
 from megalith.errors import ConfigError
 from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.agents.tool_functions import answer_text, tool_schema
@@ -256,6 +257,83 @@ def test_formats_read_what_models_write():
     turn = parse('hm <call>{"name": "f", "arguments": {"x": 1}}</call>', context)
     assert turn.calls == [ToolCall("f", {"x": 1})] and turn.message["content"].strip() == "hm"
     assert parse("<call>{</call>", context).calls[0].error
+
+
+SCHEMA = [{"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"x": {"type": "integer"}, "text": {"type": "string"}}}}}]  # fmt: skip
+
+
+def test_calls_with_a_tag_per_argument_are_read():
+    context = ParseContext(tools=SCHEMA)
+    coder = """hm
+<tool_call>
+<function=f>
+<parameter=x>
+3
+</parameter>
+<parameter=text>
+12
+two lines
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=g>
+<parameter=y>[1, {"z": null}]</parameter>
+</function>
+</tool_call>"""
+    expected = [ToolCall("f", {"x": 3, "text": "12\ntwo lines"}), ToolCall("g", {"y": [1, {"z": None}]})]
+    turn = call_format("auto", "<tool_call><function=", None)(coder, context)
+    assert turn.calls == expected and turn.message["content"] == "hm"
+    glm = """hm
+<tool_call>f
+<arg_key>x</arg_key>
+<arg_value>3</arg_value>
+<arg_key>text</arg_key>
+<arg_value>12
+two lines</arg_value>
+</tool_call>
+<tool_call>g
+<arg_key>y</arg_key>
+<arg_value>[1, {"z": null}]</arg_value>
+</tool_call>"""
+    turn = call_format("auto", "<tool_call><arg_key>", None)(glm, context)
+    assert turn.calls == expected and len(turn.message["tool_calls"]) == 2
+    for parse in (qwen3_coder, glm45):
+        assert parse("<think><tool_call>f</tool_call></think>no", context).calls == []
+        assert (
+            parse("<tool_call><function=f", context)
+            .calls[0]
+            .error.startswith("error: the tool call is invalid")
+        )
+        assert parse("no call", context).message == {"role": "assistant", "content": "no call"}
+
+
+def test_harmonys_channels_are_read():
+    """Examples of the format's description: a call after reasoning, one by the role's recipient, and an answer."""
+    parse, context = call_format("auto", "<|channel|>", None), ParseContext(tools=SCHEMA)
+    called = (
+        "<|channel|>analysis<|message|>Need to use function f.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f <|constrain|>json<|message|>{"x": 3}<|call|>'
+    )
+    turn = parse(called, context)
+    assert turn.calls == [ToolCall("f", {"x": 3})]
+    assert turn.message["thinking"] == "Need to use function f." and turn.message["content"] == ""
+    turn = parse(' to=functions.f<|channel|>commentary json<|message|>{"text": "a<b"}', context)
+    assert turn.calls == [ToolCall("f", {"text": "a<b"})] and "thinking" not in turn.message
+    preamble = "<|channel|>commentary<|message|>Two steps.<|end|><|start|>assistant"
+    both = preamble + called.rpartition("assistant")[2]
+    assert parse(both, context).message["content"] == "Two steps."
+    answer = (
+        "<|channel|>analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"
+    )
+    turn = parse(answer, context)
+    assert turn.calls == [] and (turn.message["content"], turn.message["reasoning_content"]) == ("4", "2 + 2")
+    for arguments, reason in (("{x}", "are not JSON"), ("[1]", "are no object")):
+        (call,) = parse(f"<|channel|>commentary to=functions.f<|message|>{arguments}<|call|>", context).calls
+        assert call.name == "f" and reason in call.error
+    assert parse("plain text", context).message["content"] == "plain text"
+    assert parse("<|channel|>final<|message|>cut", context).message["content"] == "cut"
 
 
 def test_answers_are_text():

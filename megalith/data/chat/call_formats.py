@@ -4,6 +4,8 @@
 |---|---|
 | hermes | `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, several per turn (Hermes, Qwen) |
 | llama3_json | `{"name": …, "parameters": {…}}` as the whole turn, several separated by `;` (Llama 3) |
+| qwen3_coder, glm45 | a tag per argument (tagged_calls.py) |
+| harmony | messages in channels (harmony.py; gpt-oss) |
 | response_template | what the tokenizer's response template says, parsed by transformers |
 
 A format is a function (text, context) → ParsedTurn; `rl.tool_call_format` takes a user's own as `path.py:function`. A
@@ -194,11 +196,14 @@ def call_format(name: str, template: str, response: Any, setting: str = "rl.tool
 def _format_of(template: str, response: Any, setting: str) -> str:
     if response is not None:
         return "response_template"
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return "hermes"
+    if "<|channel|>" in template:
+        return "harmony"
+    if "<tool_call>" in template:
+        return "qwen3_coder" if "<function=" in template else "glm45" if "<arg_key>" in template else "hermes"
     if "python_tag" in template or '"parameters"' in template:
         return "llama3_json"
     raise ConfigError(
         f"{setting} is auto, but the chat template shows no format of tool calls that is built in (hermes, "
-        "llama3_json), and tokenizer_config.json has no response_template; name the format, or write path.py:function"
+        "llama3_json, qwen3_coder, glm45, harmony), and tokenizer_config.json has no response_template; name the "
+        "format, or write path.py:function"
     )

@@ -1,0 +1,70 @@
+"""Harmony, the format of gpt-oss's turns: messages in channels, some of them to a tool.
+
+     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.add
+     <|constrain|>json<|message|>{"a": 1}<|call|>
+
+The recipient stands in the channel or after the role. The format is that of OpenAI's description, read as text;
+openai-harmony reads it as tokens of a vocabulary that it downloads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from megalith.data.chat.call_formats import ParseContext, ParsedTurn, ToolCall
+
+START, MESSAGE = "<|start|>", "<|message|>"
+END = re.compile(r"(<\|end\|>|<\|call\|>|<\|return\|>)\s*$")
+CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+FUNCTIONS = "functions."  # namespace of the tools in a request
+
+
+def harmony(text: str, context: ParseContext) -> ParsedTurn:
+    """Parse a turn: reasoning of the channel analysis, content of the others, and calls of messages to a tool."""
+    thinking: list[str] = []
+    content: list[str] = []
+    calls: list[ToolCall] = []
+    for part in text.split(START):
+        header, separator, body = END.sub("", part).partition(MESSAGE)
+        if not separator:
+            if part == text and "<|" not in header:  # no harmony at all
+                content.append(header)
+            continue
+        channel = CHANNEL.search(header)
+        if (recipient := RECIPIENT.search(header)) is not None:
+            calls.append(_call(recipient[1].removeprefix(FUNCTIONS), body))
+        elif channel is not None and channel[1] == "analysis":
+            thinking.append(body)
+        else:
+            content.append(body)
+    message: dict = {"role": "assistant", "content": "\n".join(content)}
+    if thinking:
+        message["thinking"] = message["reasoning_content"] = "\n".join(thinking)
+    valid = [call for call in calls if call.error is None]
+    if valid:
+        if thinking:  # gpt-oss's template takes one of them beside calls
+            message["thinking"] = "\n".join([*thinking, *content])
+            message["content"] = ""
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in valid
+        ]
+    return ParsedTurn(message, calls)
+
+
+def _call(name: str, body: str) -> ToolCall:
+    try:
+        arguments = json.loads(body) if body.strip() else {}
+    except (ValueError, RecursionError) as error:
+        return _malformed(name, f"its arguments are not JSON ({error})")
+    if not isinstance(arguments, dict):
+        return _malformed(name, "its arguments are no object")
+    return ToolCall(name, arguments)
+
+
+def _malformed(name: str, reason: str) -> ToolCall:
+    return ToolCall(
+        name, error=f"error: the tool call is invalid: {reason}; write the arguments as a JSON object"
+    )
