@@ -29,6 +29,7 @@ from megalith.parallel.data.data_parallel import (
     wait_for_reductions,
 )
 from megalith.parallel.data.gradient_norm import loss_denominators
+from megalith.parallel.data.ordered_sums import accumulate_in_order
 from megalith.parallel.expert.expert_counts import gather_tallies, update_expert_biases
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.model_spec import LocalMicroBatch, ModelSpec
@@ -76,6 +77,8 @@ class ParallelModel:
         # Rows' losses are added in fp64, in which the order, and so the data-parallel size, does not matter.
         self._loss_dtype = torch.float64 if spec.runs_row_by_row else torch.float32
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
+        strategy = parallel.data_parallel_sharding_strategy
+        self._adds_in_order = spec.runs_row_by_row and strategy == "no_shard" and self.pipeline is None
         self.tallies: Tensor | None = None  # token counts per expert in the last step: see gather_tallies
         self._ids = TokenIds(self._vocab_size(), WRONG_IDS)
         self.local_loss = torch.zeros((), device=device)
@@ -392,12 +395,27 @@ class ParallelModel:
                 else self.pipeline.step(local_batches, torch.ones_like(factor))
             )
         loss = torch.zeros((), dtype=self._loss_dtype, device=self.device)
+        if self._adds_in_order and factor is not None:
+            return self._run_in_order(local_batches, loss)
         for number, micro_batch in enumerate(local_batches):
             losses = self._forward(self.chunks[0], micro_batch, None)
             if factor is not None:
                 prepare_backward(self.chunks, self._parallel, is_last=number == len(local_batches) - 1)
                 losses.backward()
             loss += losses.detach()
+        return loss
+
+    def _run_in_order(self, rows: list[LocalMicroBatch], loss: Tensor) -> Tensor:
+        """Run the passes of single rows, and add their gradients by the tree of ordered_sums.py. Return `loss` with
+        their losses added."""
+
+        def run_row(index: int) -> None:
+            losses = self._forward(self.chunks[0], rows[index], None)
+            prepare_backward(self.chunks, self._parallel, is_last=index == len(rows) - 1, in_order=True)
+            losses.backward()
+            loss.add_(losses.detach())
+
+        accumulate_in_order(self.chunks[0].parameters(), len(rows), run_row)
         return loss
 
     def _all_reduce_loss(self, loss: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from default_cases import in_full
 from small_policy import configuration, metrics
 
 from megalith.config import RunConfig
@@ -209,15 +210,54 @@ def test_losses_and_gradients_have_the_same_bits_for_every_micro_batch_size(tmp_
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def trained(config: RunConfig) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
+    """The losses of three steps without the loop, the gradients of the first, and the weights after the last one."""
+    run, losses, gradients = start(config), [], []
+    compute = run.gradients
+
+    def keep(micro_batches):
+        loss = compute(micro_batches)
+        if not gradients:
+            gradients.extend(weight.grad.clone() for _, weight in run.model.parameters.named)
+        return loss
+
+    run.gradients = keep
+    with run.data.train_loader(0, 0, run.device) as batches:
+        for _ in range(3):
+            step = run.train_step(batches)
+            losses += [step.loss.item(), step.grad_norm.item()]
+    return losses, gradients, [weight.clone() for _, weight in run.model.parameters.named]
+
+
+@pytest.mark.parametrize("size", [8, in_full(6)])
+@pytest.mark.parametrize("model", [{}, EXPERTS | dict(moe_aux_loss_coeff=0.1)], ids=["dense", "experts"])
+def test_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, model, size):
+    batch = {"train.global_batch_size": size}
+    micro_sizes = {1: (1, size // 2), 2: (1, size // 2), 4: (1, 2)} if size == 8 else {1: (2,), 2: (1, 3)}
+    expected = None
+    for ranks, micro in ((ranks, micro) for ranks, each in micro_sizes.items() for micro in each):
+        config = pretraining(tmp_path, micro, model=model).with_settings(batch)
+        results = [trained(config)] if ranks == 1 else pool.run(trained, config, size=ranks)
+        for losses, *tensors in results:
+            expected = expected or (losses, tensors)
+            assert losses == expected[0], (ranks, micro)
+            for ours, theirs in zip(tensors, expected[1], strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), (ranks, micro)
+    changed = {"train.batch_invariant": False, "optim.clip_grad": 0.0}
+    ordinary = trained(pretraining(tmp_path, 1, model=model).with_settings(batch | changed))
+    unclipped = trained(pretraining(tmp_path, 2, model=model).with_settings(batch | {"optim.clip_grad": 0.0}))
+    for ours, theirs in zip(unclipped[1], ordinary[1], strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm().clamp(min=1e-6)
+
+
 def first_losses(config: RunConfig) -> list[float]:
     """The losses of two steps, without the loop."""
-    run = start(config)
-    with run.data.train_loader(0, 0, run.device) as batches:
-        return [run.train_step(batches).loss.item() for _ in range(2)]
+    return trained(config)[0][:4:2]
 
 
-def test_losses_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path):
-    cases = {micro: (pretraining(tmp_path, micro),) for micro in (1, 4)}
+def test_with_sharded_weights_the_first_loss_has_the_same_bits_for_every_data_parallel_size(pool, tmp_path):
+    sharded = {"parallel.data_parallel_sharding_strategy": "optim_grads_params"}
+    cases = {micro: (pretraining(tmp_path, micro).with_settings(sharded),) for micro in (1, 4)}
     one, four = (ranks[0] for ranks in pool.run_cases(first_losses, cases, size=2).values())
     assert one == four
     alone = first_losses(pretraining(tmp_path, 2))

@@ -94,15 +94,18 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             module.set_reshard_after_forward(False, recurse=False)
 
 
-def prepare_backward(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
+def prepare_backward(
+    chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool, in_order: bool = False
+) -> None:
     """Set whether the next backward pass reduces gradients. Call it before each micro-batch's backward pass.
 
     If the pass `is_last` in the step on these chunks, it reduces the gradients, also over replicas, and reshards the
-    parameters, so that the next step gathers the updated ones.
+    parameters, so that the next step gathers the updated ones. With `in_order`, replicas reduce them after the step's
+    passes, in an order that does not depend on their number.
     """
     if _is_replicated(parallel):
         for chunk in chunks:
-            chunk.replication.reducer.prepare_backward(is_last)
+            chunk.replication.reducer.prepare_backward(is_last, in_order)
         return
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     for root in _roots(chunks):

@@ -26,6 +26,7 @@ from torch.distributed import AllreduceCoalescedOptions, Work
 from megalith.comm.collectives import Axis
 from megalith.local_shards import local
 from megalith.models.transformer import Transformer, layers_of
+from megalith.parallel.data.ordered_sums import all_reduce_in_order
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.replication import Replication, record_replication
 
@@ -50,11 +51,19 @@ class GradientBucket:
         """Start the all-reduce of the existing gradients, unless it has started."""
         if self.work is not None:
             return
-        gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        if gradients:
+        if gradients := self._gradients():
             options = AllreduceCoalescedOptions()  # its default is a sum
             options.asyncOp = True
             self.work = self.axis.group.allreduce_coalesced(gradients, options)
+
+    @torch.no_grad()
+    def all_reduce_in_order(self) -> None:
+        """All-reduce the existing gradients in an order that does not depend on the number of ranks."""
+        if gradients := self._gradients():
+            all_reduce_in_order(gradients, self.axis)
+
+    def _gradients(self) -> list[Tensor]:
+        return [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
 
     def wait(self) -> None:
         """Wait for the all-reduce. On a GPU the current stream waits, not the host."""
@@ -72,17 +81,20 @@ class Replicated:
     def __init__(self, chunk: nn.Module, buckets: Iterable[GradientBucket]):
         self._chunk, self._buckets = chunk, list(buckets)
         self._is_last = False
-        self._is_hooked = False
+        self._is_hooked = self._in_order = False
 
     @property
     def axes(self) -> dict[str, Axis]:
         """The axis of ranks that replicate each parameter, by name; parameters with one replica are missing."""
         return {name: bucket.axis for bucket in self._buckets for name in bucket.names}
 
-    def prepare_backward(self, is_last: bool) -> None:
-        """Prepare the hooks for a backward pass; in the one that `is_last`, all-reduces start."""
+    def prepare_backward(self, is_last: bool, in_order: bool = False) -> None:
+        """Prepare the hooks for a backward pass; in the one that `is_last`, all-reduces start.
+
+        With `in_order`, they wait for the end of the step, and their order does not depend on the number of ranks.
+        """
         self._hook()
-        self._is_last = is_last
+        self._is_last, self._in_order = is_last and not in_order, in_order
         for bucket in self._buckets:
             bucket.pending = len(bucket.parameters)
 
@@ -90,7 +102,10 @@ class Replicated:
         """Start the all-reduces that the step's last backward pass did not start."""
         self._hook()
         for bucket in self._buckets:
-            bucket.start_all_reduce()
+            if self._in_order:
+                bucket.all_reduce_in_order()
+            else:
+                bucket.start_all_reduce()
 
     def wait(self) -> None:
         """Wait for all all-reduces, after the last pass of a step."""
