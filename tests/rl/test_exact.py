@@ -152,6 +152,27 @@ def test_on_policy_the_ratio_is_1_and_the_drift_0_in_every_step(tmp_path, packin
         assert (step["mismatch"], step["drift"], step["drift_largest"]) == (1.0, 0.0, 0.0)
 
 
+def test_ppo_is_exact_with_a_critic(tmp_path):
+    results = {}
+    for exact in (True, False):
+        config = configuration(
+            tmp_path,
+            optim=dict(lr=1e-3),
+            train=dict(train_iters=3, output_dir=str(tmp_path / str(exact))),
+            rl=dict(exact=exact, advantage_estimator="gae", reward_workers=0, mini_batches=2),
+            checkpoint=dict(save_at_end=False),
+        )
+        train_grpo(config, total)
+        results[exact] = metrics(tmp_path / str(exact))
+    for step, ordinary in zip(results[True], results[False], strict=True):
+        assert (step["mismatch"], step["drift"], step["drift_largest"]) == (1.0, 0.0, 0.0)
+        assert (
+            step["value_loss"] == pytest.approx(ordinary["value_loss"], rel=1e-3) and step["value_loss"] > 0
+        )
+        assert step["loss"] == pytest.approx(ordinary["loss"], rel=1e-3, abs=1e-6)
+    assert results[True][0]["ratio"] == 1.0
+
+
 def scores_equal(config: RunConfig, samples: list[Sample]) -> bool:
     """Whether this rank's model scores samples as their engine did."""
     ours, engines = scores(config, parallel_model(config), samples, True, 2)
