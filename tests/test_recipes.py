@@ -106,6 +106,30 @@ def test_init_asks_for_what_is_missing(tmp_path, monkeypatch, capsys):
     assert tree["model"] == {"preset": "qwen3-0.6b"} and tree["data"]["data_path"] == ["corpus/*.jsonl"]
 
 
+def test_init_asks_again_after_an_answer_that_it_cannot_use(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.yaml").write_text("")
+    answers = iter(
+        ["dpoo", "dpo", "llama3.2-1", "llama3.2-1b", "none", "0", "2", "", "taken.yaml", "run.yaml"]
+    )
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    assert main(["init", "--device", "H100"]) == 0
+    printed = capsys.readouterr()
+    for sentence in (
+        "--task is 'dpoo'; did you mean 'dpo'",
+        "--model is 'llama3.2-1', which is no preset; did you mean 'llama3.2-1b'",
+        "--gpus is 'none'; give a whole number",
+        "--gpus is 0; give 1 or more",
+        "taken.yaml exists; give another file",
+    ):
+        assert sentence in printed.err
+    assert "start it with: megalith dpo run.yaml --nproc 2" in printed.out
+    assert (
+        yaml.safe_load((tmp_path / "run.yaml").read_text())["data"]["data_path"] == "data/preferences.jsonl"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

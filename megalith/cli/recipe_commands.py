@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
 def run_list(args: Arguments) -> int:
     from megalith.recipes.plans import FILES, facts_of
 
-    _check_task(args.task)
+    if args.task is not None:
+        _task(args.task)
     rows = []
     for file in sorted(FILES.glob("*.yaml")):
         facts = {"name": file.stem} | facts_of(file.read_text(encoding="utf-8"))
@@ -130,8 +132,7 @@ def _text(name: str) -> str:
 def _write(file: Path, text: str) -> None:
     from megalith.io import write_file
 
-    if file.exists():
-        raise ConfigError(f"{file} exists; give another file, or remove it")
+    _free_file(str(file))
     try:
         write_file(file, text)
     except OSError as error:
@@ -139,41 +140,82 @@ def _write(file: Path, text: str) -> None:
 
 
 def run_init(args: Arguments) -> int:
-    from megalith.config.presets import PRESETS
     from megalith.recipes.catalogue import MODELS, TASKS, Recipe
-    from megalith.recipes.plans import dump, heading, planned_tree
+    from megalith.recipes.plans import dump, heading, planned_tree, start_command
 
-    local_gpus, device = _gpus_here()
-    task = _check_task(args.task or _ask("task", "sft", list(TASKS)))
-    preset = args.model or _ask("model", "qwen3-0.6b")
-    if preset not in PRESETS:
-        raise ConfigError(
-            f"--model is {preset!r}, which is no preset{did_you_mean(preset, PRESETS)}; `megalith config presets` "
-            "lists them"
-        )
+    task = _answer("task", args.task, lambda: "sft", _task, f" ({', '.join(TASKS)})")
+    preset = _answer("model", args.model, lambda: "qwen3-0.6b", _preset)
     weights = args.weights or MODELS.get(preset)
     if weights is None:
         raise ConfigError(
             f"--weights: megalith knows no hub name of {preset}; give the folder or hub name with its tokenizer"
             + ("" if task == "pretrain" else " and weights")
         )
-    gpus = args.gpus if args.gpus is not None else _number(_ask("gpus", str(local_gpus or 1)))
-    if gpus < 1:
-        raise ConfigError(f"--gpus is {gpus}; give 1 or more")
-    device = args.device or device or "H100"
+    gpus = _answer("gpus", args.gpus, lambda: str(_gpus_here()[0] or 1), _gpu_count)
+    device = args.device or _gpus_here()[1] or "H100"
     recipe = Recipe(task, preset, gpus, reserve_gb=20.0 if task in ("grpo", "distill") else 5.0)
     tree = recipe.tree(weights)
     section, name = ("rl", "prompts") if task == "grpo" else ("data", "data_path")
     usual = tree[section][name]
-    data = args.data or _ask("data", usual if isinstance(usual, str) else usual[0])
+    data = _answer("data", args.data, lambda: usual if isinstance(usual, str) else usual[0])
     settings = {section: {name: [data] if isinstance(usual, list) else data}}
-    file = Path(args.output or _ask("output", f"{recipe.name}.yaml"))
+    file = Path(_answer("output", args.output, lambda: f"{recipe.name}.yaml", _free_file))
     tree, best = planned_tree(Recipe(task, preset, gpus, settings, recipe.reserve_gb), device, weights)
     _write(file, heading(recipe, best, str(file), device) + dump(tree))
     print_written(args, file, task=task, model=preset, gpus=gpus, device=device)
+    if not args.json:
+        print(f"start it with: {start_command(recipe, str(file))}")
     return 0
 
 
+def _answer(
+    name: str,
+    option: Any,
+    default: Callable[[], str],
+    accept: Callable[[Any], Any] = lambda answer: answer,
+    choices: str = "",
+) -> Any:
+    """Return an option's accepted value. If it was not given, ask in the terminal until an answer is accepted."""
+    if option is not None:
+        return accept(option)
+    if not sys.stdin.isatty():
+        raise ConfigError(f"--{name} is missing, and there is no terminal to ask; give it as an option")
+    usual = default()
+    while True:
+        try:
+            return accept(input(f"{QUESTIONS[name]}{choices}? [{usual}] ").strip() or usual)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+
+
+def _preset(preset: str) -> str:
+    from megalith.config.presets import PRESETS
+
+    if preset not in PRESETS:
+        raise ConfigError(
+            f"--model is {preset!r}, which is no preset{did_you_mean(preset, PRESETS)}; `megalith config presets` "
+            "lists them"
+        )
+    return preset
+
+
+def _gpu_count(count: str | int) -> int:
+    try:
+        gpus = int(count)
+    except ValueError:
+        raise ConfigError(f"--gpus is {count!r}; give a whole number") from None
+    if gpus < 1:
+        raise ConfigError(f"--gpus is {gpus}; give 1 or more")
+    return gpus
+
+
+def _free_file(path: str) -> str:
+    if Path(path).exists():
+        raise ConfigError(f"{path} exists; give another file, or remove it")
+    return path
+
+
+@functools.cache
 def _gpus_here() -> tuple[int, str | None]:
     """Return the number and name of this machine's GPUs."""
     import torch
@@ -182,24 +224,9 @@ def _gpus_here() -> tuple[int, str | None]:
     return count, torch.cuda.get_device_name(0) if count else None
 
 
-def _check_task(task: str | None) -> str | None:
+def _task(task: str) -> str:
     from megalith.recipes.catalogue import TASKS
 
-    if task is not None and task not in TASKS:
+    if task not in TASKS:
         raise ConfigError(f"--task is {task!r}{did_you_mean(task, TASKS)}; it is one of {', '.join(TASKS)}")
     return task
-
-
-def _ask(name: str, default: str, choices: Sequence[str] = ()) -> str:
-    """Ask a question in the terminal, and return the answer or the default."""
-    if not sys.stdin.isatty():
-        raise ConfigError(f"--{name} is missing, and there is no terminal to ask; give it as an option")
-    listed = f" ({', '.join(choices)})" if choices else ""
-    return input(f"{QUESTIONS[name]}{listed}? [{default}] ").strip() or default
-
-
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"--gpus is {text!r}; give a whole number") from None

@@ -41,7 +41,11 @@ Tree = dict[str, dict[str, Any]]
 
 
 class RunConfig(Section):
-    """Configuration of one run."""
+    """Configuration of one run, immutable.
+
+    Each section of a run file is an attribute, such as `config.model` and `config.optim`, whose settings are in the
+    configuration reference.
+    """
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)

@@ -83,7 +83,7 @@ def heading(recipe: Recipe, best: PlannedLayout, file: str, device: str = DEVICE
         f"{_not_counted(recipe) or step}.",
         "",
         f"Data: {task.data}",
-        *_commands(recipe, file),
+        f"Start: {start_command(recipe, file)}",
     ]
     comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return f"{HEADING}{yaml.safe_dump(facts, default_flow_style=True, sort_keys=False, width=1000)}{comment}"
@@ -95,12 +95,13 @@ def _not_counted(recipe: Recipe) -> str:
     return ", the teacher not counted" if recipe.task == "distill" else ""
 
 
-def _commands(recipe: Recipe, file: str) -> list[str]:
+def start_command(recipe: Recipe, file: str) -> str:
+    """Return the command that starts a recipe's run file."""
     command = TASKS[recipe.task].command
     if recipe.gpus <= 8:
-        return [f"Start: megalith {command} {file} --nproc {recipe.gpus}"]
+        return f"megalith {command} {file} --nproc {recipe.gpus}"
     program = "" if command == "train" else f" --program {command}"
-    return [f"Start: megalith launch slurm {file} --nodes {-(-recipe.gpus // 8)} --gpus-per-node 8{program}"]
+    return f"megalith launch slurm {file} --nodes {-(-recipe.gpus // 8)} --gpus-per-node 8{program}"
 
 
 def text_of(recipe: Recipe) -> str:
