@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import ast
 import functools
 import logging
 import posixpath
@@ -40,10 +41,17 @@ JOINT = re.compile(r"(?<=\w[_|])(?=\w)")
 ALERT = re.compile(r"> \[!(NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]$")
 FENCE = re.compile(r"^\s*```")
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
+SETTINGS_TABLE = re.compile(r"<table>(?=\s*<thead>\s*<tr>\s*<th[^>]*>setting</th>)")
+TIMES = re.compile(r"(?<=\d) (?=×)")
 API = """# API
 
-What `import megalith` offers. Everything else is for the package's own use, and changes without notice.
+The names that `import megalith` exports. Everything else is internal and changes without notice.
 """
+API_PARTS = {  # first name of each part
+    "RunConfig": "Run files",
+    "init_mesh": "Your own training loop",
+    "Loss": "Your own loss, model, optimizer or dataset",
+}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -87,9 +95,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Options are not broken after their hyphens; names in a table may be after an underscore, choices after a bar."""
+    """Options are not broken after their hyphens, nor figures before their ×; names in a table may be after an
+    underscore, choices after a bar. A table of settings is marked, because phones show it as a list."""
+    html = SETTINGS_TABLE.sub("<table data-settings>", html)
     whole = lambda match: OPTION.sub(r'<span class="option">\g<0></span>', match[0])  # noqa: E731
-    jointed = lambda match: JOINT.sub("<wbr>", match[0])  # noqa: E731
+    jointed = lambda match: TIMES.sub("\N{NO-BREAK SPACE}", JOINT.sub("<wbr>", match[0]))  # noqa: E731
     return CELL.sub(lambda cell: TEXT.sub(jointed, cell[0]), INLINE.sub(whole, html))
 
 
@@ -181,7 +191,23 @@ def api_page() -> str:
 
     heading = "    options:\n      heading: megalith.{0}\n      toc_label: {0}\n"
     homes = {name: home.partition(":") for name, home in megalith._MODULES.items()}
-    entries = (
-        f"\n::: {home}.{other or name}\n{heading.format(name)}" for name, (home, _, other) in homes.items()
-    )
-    return API + "".join(entries)
+    overview, entries = "", ""
+    for name, (home, _, other) in homes.items():
+        if name in API_PARTS:
+            overview += f"\n**{API_PARTS[name]}**\n\n| Name | Use |\n|---|---|\n"
+        place = f"{home}.{other or name}"
+        overview += f"| [{name}][{place}] | {summary_of(home, other or name)} |\n"
+        entries += f"\n::: {place}\n{heading.format(name)}"
+    return f"{API}{overview}{entries}"
+
+
+def summary_of(module: str, name: str) -> str:
+    """Return the first paragraph of the docstring of a class or function, wherever its package takes it from."""
+    path = ROOT / module.replace(".", "/")
+    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text("utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            return summary_of(str(node.module), name)
+    raise LookupError(f"{module} has no {name}")

@@ -6,6 +6,7 @@ dark.
 """
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from report_runs import EVIL, run_folder
+from report_runs import EVIL, run_folder, write_lines
 
 from megalith.report.page import write_report
 
@@ -57,6 +58,22 @@ PROBE = """<script>addEventListener("load", () => {
   root.dataset.same = plot.querySelector("path.line").getAttribute("d") === first;
   root.dataset.wide = root.scrollWidth - innerWidth;
   root.dataset.blank = [...document.querySelectorAll(".chart svg")].filter((one) => !one.getBBox().width).length;
+});</script>"""
+ALIGN = """<script>addEventListener("load", () => {
+  const root = document.documentElement, plot = document.querySelector('svg[aria-label="loss"]').parentElement;
+  const lineOf = (run) => plot.querySelector(`path.line[data-run="${run}"]:not(.faint)`).getAttribute("d");
+  const lines = () => [0, 1].map(lineOf);
+  const first = lines().join(), slider = document.querySelector("[data-smoothing]");
+  const smooth = (value) => { slider.value = value; slider.dispatchEvent(new Event("input")); };
+  smooth(30);
+  root.dataset.smoothed = lines().join() !== first;
+  smooth(0);
+  root.dataset.same = lines().join() === first;
+  document.querySelector("[data-align]").click();
+  root.dataset.ends = lines().map((d) => d.split(/[ML]/).at(-1).split(" ")[0]).join(" ");
+  const box = plot.getBoundingClientRect();
+  plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clientY: box.top + 9}));
+  root.dataset.tip = document.getElementById("tip").innerText;
 });</script>"""
 
 
@@ -114,6 +131,25 @@ def test_the_report_is_drawn_without_an_error_at_every_width(tmp_path, width, sc
     assert "a: 2.398 at step 60" in data["tip"] and "a, validation: 2.5 at step 60" in data["tip"]
     assert "<title>a, b</title>" in document
     keep_screenshot(tmp_path, page, "report", width, scheme)
+
+
+def test_runs_are_smoothed_and_aligned_by_tokens(tmp_path):
+    """The second run has sequences twice as long, so that the first ends in the middle of the tokens."""
+    for name, length in {"a": 128, "b": 256}.items():
+        folder = run_folder(tmp_path / name)
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        write_lines(folder / "metrics.jsonl", [{**record, "rewards_mean": None} for record in records])
+        (folder / "completions.jsonl").unlink()
+        (folder / "config.yaml").write_text(f"data: {{seq_length: {length}}}\n")
+    page = write_report([str(tmp_path / "a"), str(tmp_path / "b")], tmp_path / "report.html")
+    page.write_text(page.read_text().replace("</body>", f"{ALIGN}</body>"))
+    document, log = chromium(tmp_path, page, "--window-size=1280,1400", "--dump-dom")
+    assert "CONSOLE" not in log, log
+    data = told(document)
+    assert data["smoothed"] == data["same"] == "true"
+    first, second = map(float, data["ends"].split())
+    assert second == pytest.approx(2 * first, rel=0.02)
+    assert "a: 2.398 at step 60, 61" in data["tip"] and "b: 2.398 at step 60, 12" in data["tip"]
 
 
 @pytest.mark.parametrize("page", sorted(SITE.rglob("*.html")), ids=lambda page: page.stem)
