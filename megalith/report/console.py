@@ -30,6 +30,7 @@ from megalith.tables import format_si
 
 Metrics = Mapping[str, float | None]
 NO_METRICS: Metrics = MappingProxyType({})
+SHORT_NAMES = {"rewards_mean": "reward", "completion_length": "length"}  # of metrics, on a terminal
 LM_LOSS = "lm loss"  # Megatron-LM's name of the training loss
 
 
@@ -374,20 +375,23 @@ class LiveConsole(TrainingConsole):
     def _print_interval(self, interval: LogInterval) -> None:
         last = interval.last
         line = self._position(last.step)
+        rewards = "rewards_mean" in interval.means
+        if rewards:
+            self._append_means(line, interval)
         line.append(
             f"  loss {_loss(interval.loss)}",
             style="bold cyan" if math.isfinite(interval.loss) else "bold red",
         )
         if last.grad_norm is not None:
             line.append(f"  grad {last.grad_norm:.2f}")
-        line.append(f"  lr {last.lr:.2e}")
-        for name, value in interval.means.items():
-            line.append(f"  {name} {value:.4f}")
+        if not rewards:
+            line.append(f"  lr {last.lr:.2e}")
+            self._append_means(line, interval)
         tokens, tflops = interval.rate("tokens_per_second_per_device"), interval.rate("tflops_per_device")
         if tokens is not None:
             line.append(f"  {format_si(tokens)} tok/s", style="bold")
         line.append(f"  {interval.step_time_ms:.0f} ms", style="dim")
-        if tflops is not None:
+        if tflops is not None and not rewards:  # the time includes sampling
             line.append(f"  {tflops:.3g} TFLOP/s", style="dim")
         if (mfu := interval.rate("mfu")) is not None:
             line.append(f"  MFU {100 * mfu:.1f}%", style="dim")
@@ -398,6 +402,12 @@ class LiveConsole(TrainingConsole):
         if interval.nan_iterations:
             line.append(f"  {interval.nan_iterations} NaN", style="bold red")
         self._print(line)
+
+    def _append_means(self, line: Text, interval: LogInterval) -> None:
+        for name, value in interval.means.items():
+            line.append(
+                f"  {SHORT_NAMES.get(name, name)} {value:.4f}", style="bold" if name == "rewards_mean" else ""
+            )
 
     def _position(self, step: int) -> Text:
         return Text(f"{step:>{len(str(self._total_steps))}}/{self._total_steps}")

@@ -143,6 +143,16 @@ def test_terminal_shows_a_live_line_for_each_step():
     assert re.search(r"step 3/500 +━+ ETA 0:03:38  loss 6\.1598  lr 6\.00e-05  74\.8k tok/s", text)
 
 
+def test_a_line_of_grpo_leads_with_the_reward_and_fits_a_hundred_columns():
+    metrics = {"rewards_mean": 0.90624, "entropy": 0.0749, "completion_length": 6.7922}
+    step = _step(10, loss=0.0197, max_memory_gb=None, mfu=None)
+    lines = _plain(_live(lambda console: console.log_step(step, metrics))).splitlines()
+    kept = [line.strip() for line in lines if line.startswith(" 10/500")]
+    assert kept == [
+        "10/500  reward 0.9062  entropy 0.0749  length 6.7922  loss 0.0197  grad 1.09  74.8k tok/s  438 ms"
+    ]
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 def test_live_line_never_wraps_and_keeps_step_and_eta(width):
     text = _plain(_live(lambda console: console.log_step(_step(499, loss=10.2918)), width=width))
