@@ -8,7 +8,7 @@ from logo import logo
 from pictures.holdings import checkpoint, context, data, expert, pipeline, ranks, tensor
 from pictures.loops import fp8, grpo
 from pictures.order import moves
-from pictures.terminals import chat, plan, run
+from pictures.terminals import chat, first_hour, plan, run
 from pictures.times import axes, schedules, step, zero
 
 PICTURES = {
@@ -30,5 +30,6 @@ PICTURES = {
     "terminal_run": run,
     "terminal_plan": plan,
     "terminal_chat": chat,
+    "terminal_first_hour": first_hour,
 }
 """By the file's name in docs/images/."""

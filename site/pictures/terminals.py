@@ -1,7 +1,11 @@
-"""Terminals of recorded commands (record.py) as SVG: text in a window, with the colours of the recording."""
+"""Terminals of recorded commands (record.py) as SVG: text in a window, with the colours of the recording.
+
+`draw` shows a screen. `play` animates a long recording; readers who have asked for less motion see its last screen.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
@@ -17,6 +21,13 @@ BACK, INK, DIM = "#11161d", "#d5dae1", "#7d8794"
 DOTS = ("#e5534b", "#d29922", "#3fb950")
 MAX_LINES = 40
 BLANK = "\N{NO-BREAK SPACE}"  # several are not joined into one
+ROWS = 26  # of a screen that scrolls
+COMMAND, OUTPUT, END = (
+    1.6,
+    0.18,
+    9.0,
+)  # seconds: before and after a command's lines, per line of output, at the end
+PROMPT = "\x1b[1m"
 
 
 def run() -> str:
@@ -36,23 +47,81 @@ def chat() -> str:
     )
 
 
+def first_hour() -> str:
+    return play(
+        "first_hour",
+        "The first hour in a terminal: install, train, fine-tune from a folder, GRPO, and answers of the result",
+    )
+
+
 def draw(recording: str, title: str) -> str:
     """Return the SVG of a recording."""
-    lines = (RECORDINGS / f"{recording}.ansi").read_text(encoding="utf-8").splitlines()[:MAX_LINES]
+    texts = [Text.from_ansi(line) for line in _lines(recording)[:MAX_LINES]]
+    return _window(title, len(texts), "\n".join(_rows(texts)))
+
+
+def play(recording: str, title: str) -> str:
+    """Return the SVG of a recording whose lines appear one by one and scroll. It starts again after its end."""
+    lines = _lines(recording)
     texts = [Text.from_ansi(line) for line in lines]
-    width, height = 2 * EDGE + COLUMNS * LETTER, TOP + len(texts) * LINE + EDGE
-    rows = [_row(text, TOP + (number + 0.75) * LINE) for number, text in enumerate(texts)]
+    seconds, times = 0.0, [0.0]  # at which so many lines are visible
+    for line, text, after in zip(lines, texts, [*lines[1:], ""]):
+        seconds += COMMAND if text.plain.startswith("$ ") else OUTPUT
+        times.append(seconds)
+        seconds += COMMAND * (line.startswith(PROMPT) and not after.startswith(PROMPT))
+    total = seconds + END
+    covered = [(time, count) for count, time in enumerate(times[: ROWS + 1])]
+    scrolled = [(0.0, 0), *((time, -count) for count, time in enumerate(times[ROWS + 1 :], 1))]
+    style = (
+        _motion("s", scrolled, total)
+        + _motion("c", covered, total)
+        + f"@media(prefers-reduced-motion:no-preference){{.s,.c{{animation:s {total:.1f}s step-end infinite}}"
+        + ".c{animation-name:c}}"
+    )
+    width, height = _width(), ROWS * LINE
+    screen = f'<rect y="{TOP:g}" width="{width:g}" height="{height:g}"'
+    return _window(
+        title,
+        ROWS,
+        f'<clipPath id="v">{screen}/></clipPath><g clip-path="url(#v)"><g class="s">'
+        + "\n".join(_rows(texts))
+        + f'</g>{screen} class="c" fill="{BACK}"/></g>',
+        style,
+    )
+
+
+def _motion(name: str, steps: Sequence[tuple[float, int]], total: float) -> str:
+    """Return the CSS of a class that is moved down by so many rows at each time. Without motion it is at the end."""
+    move = "transform:translateY({:g}px)".format
+    frames = "".join(f"{100 * time / total:.2f}%{{{move(rows * LINE)}}}" for time, rows in steps)
+    return f".{name}{{{move(steps[-1][1] * LINE)}}}@keyframes {name}{{{frames}}}"
+
+
+def _lines(recording: str) -> list[str]:
+    return (RECORDINGS / f"{recording}.ansi").read_text(encoding="utf-8").splitlines()
+
+
+def _rows(texts: Sequence[Text]) -> list[str]:
+    return [_row(text, TOP + (number + 0.75) * LINE) for number, text in enumerate(texts)]
+
+
+def _width() -> float:
+    return 2 * EDGE + COLUMNS * LETTER
+
+
+def _window(title: str, rows: int, content: str, more_style: str = "") -> str:
+    """Return a window of so many rows with its content."""
+    width, height = _width(), TOP + rows * LINE + EDGE
     dots = [
         f'<circle cx="{EDGE + 4 + 16 * n:g}" cy="17" r="5" fill="{colour}"/>' for n, colour in enumerate(DOTS)
     ]
-    style = "text{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
+    style = f"{more_style}text{{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}}"
     name = escape(title)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" '
         f'aria-label="{name}"><title>{name}</title><style>{style}</style>'
         f'<rect width="{width:g}" height="{height:g}" rx="8" fill="{BACK}"/>{"".join(dots)}\n'
-        + "\n".join(rows)
-        + "</svg>\n"
+        f"{content}</svg>\n"
     )
 
 
