@@ -175,8 +175,8 @@ def export_adapters(
 def merge(source: str | Path, out: str | Path, base: str | None = None, show_progress: bool = True) -> Path:
     """Write the base with W + (alpha / rank) · B · A for each linear with adapters, as step 0 of a run.
 
-    W is what the run computed with: with lora.quantize_base, what the codes of the base are. Memory holds the adapters
-    and one tensor of the base.
+    W is the weight that the run used: with lora.quantize_base, the dequantized base. Memory holds the adapters and one
+    tensor of the base.
 
     Args:
         source: a run with adapters, a step of one, or a folder in PEFT's format.

@@ -66,7 +66,7 @@ def load_initial_weights(
 ) -> None:
     """Load the weights that `model.init_from` names, in any format, into this rank's chunks. Collective over `world`.
 
-    `rows` is `build.vocabulary_rows`' result. With `without_linears` the model keeps its linears in codes
+    `rows` is `build.vocabulary_rows`' result. With `without_linears` the model's linears are quantized
     (quantize_base.py), which are not loaded here.
     """
     if is_foreign_weights(path):

@@ -1,4 +1,4 @@
-"""The base of adapters in codes (`lora.quantize_base`): filled from `model.init_from`, or decoded again.
+"""The quantized base of adapters (`lora.quantize_base`): filled from `model.init_from`, or dequantized again.
 
 Each matrix of the Hugging Face model is quantized by itself, whatever the layout and the format of the weights. All
 layouts therefore have the same quantized weights. If a folder already has a matrix in the run's form, its quantized

@@ -115,7 +115,7 @@ class GroupedLinear(nn.Module):
         return add_bias(y, bias, groups, factors, self.first_row, self.gemm.kernel, self.fusion)
 
     def keep_in_codes(self, weight: CodedWeight) -> None:
-        """Replace the weight by one in codes."""
+        """Replace the weight by a quantized one."""
         self.weight, self.coded, self.gemm = None, weight, CodedGroupedGemm(weight, self.gemm.kernel)
 
 

@@ -37,7 +37,7 @@ def apply(
     2. Tensor: shard parameters and heads; adapters follow their linears.
     3. Context: replace the core of attention, which now has this rank's heads.
     4. Experts: they have their own mesh over the same ranks, and dispatch the tokens that SP leaves on this rank.
-    5. Quantized base: weights that stay frozen are replaced by codes of the shards that the axes above have made.
+    5. Quantized base: frozen weights are replaced by quantized versions of their shards, which the axes above made.
     6. FP8: give sharded linears and experts FP8 matmuls; `table` holds the amax history of delayed scaling. Or batch
        invariance, which replaces every operator of the forward pass.
     7. Ping-pong: layers run two halves of a micro-batch, each with the collectives of all axes. With context

@@ -7,8 +7,8 @@ Saved activations are an estimate after Korthikanti et al. (2022), section 4, wi
   attention dropout: a bias while a layer computes, and keys and values repeated for each head.
 - Dropout masks are recomputed. The loss computes logits in chunks and stores their gradient in place
   (ops/cross_entropy.py), except with a sharded vocabulary or capped logits.
-- Frozen weights with LoRA are stored in bf16 when training in bf16, or in codes (lora.quantize_base). All experts get
-  equally many tokens.
+- With LoRA, frozen weights are stored in bf16 if training is in bf16, or quantized (lora.quantize_base). All experts
+  get equally many tokens.
 - Fragmentation, library workspaces and the CUDA context (about 1 GB) are not included.
 
 With several micro-batches the total is an upper bound. With one, activations are freed while gradients are created.
@@ -381,8 +381,8 @@ def saved_activations(
 
     Each matrix saves its input. The outputs of column-parallel matrices are saved by attention or the activation
     function. The compiler can recompute norms and attention outputs; without it the next matrix saves them. With
-    sequence parallelism the compiler saves the gathered tokens instead of gathering them again. In FP8 matrices save
-    codes of their inputs, and attention also saves its output.
+    sequence parallelism the compiler saves the gathered tokens instead of gathering them again. In FP8, matrices
+    save FP8 data of their inputs, and attention also saves its output.
 
     Args:
         recomputed: modules of selective recomputation.
