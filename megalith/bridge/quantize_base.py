@@ -75,6 +75,17 @@ class CodedBase:
             ],
         )
 
+    def codes_rows_alone(self, name: str) -> bool:
+        """Return whether rows of a matrix are coded without the others, and the folder has no codes to take."""
+        group = self._groups[name]
+        has_codes = any(self._stored(group, source) is not None for source in group.sources)
+        return self.form in ("int8", "mxfp4") and len(group.shape) == 2 and not has_codes
+
+    def codes_of_rows(self, dense: Tensor) -> WeightCodes:
+        """Return rows of a matrix in codes, for which `codes_rows_alone` holds."""
+        rows = torch.arange(len(dense), device=self._device)
+        return assemble(self.form, dense.shape, [encode(self.form, dense.to(self._device), rows)])
+
     def decoded(self, name: str, dense: Tensor) -> Tensor:
         """Return the full value of a parameter after coding, in float32: what the run computes with."""
         return decode(self.form, self.codes(name, dense), torch.float32)
@@ -115,7 +126,8 @@ def load_coded_base(
 ) -> None:
     """Fill the quantized weights of this rank's chunks from `model.init_from`.
 
-    Each rank reads a whole matrix at a time, and keeps its shard's codes.
+    Each rank reads a matrix at a time and keeps its shard's codes: the rows of its shard if they can be coded without
+    the others, otherwise the whole matrix.
     """
     chunks = model if isinstance(model, list) else [model]
     weights = {name: each for chunk in chunks for name, each in coded_weights(chunk).items()}
@@ -139,11 +151,13 @@ def round_base(config: RunConfig, model: torch.nn.Module) -> None:
 
 def _fill(weight: CodedWeight, base: CodedBase, name: str) -> None:
     shape, local, offset = weight.shape, weight.local_shape, weight.offset
-    of_experts = len(shape) == 3
-    first, count = (offset[0], local[0]) if of_experts else (0, shape[0])
+    of_experts, rows_alone = len(shape) == 3, base.codes_rows_alone(name)
+    first, count = (offset[0], local[0]) if of_experts or rows_alone else (0, shape[0])
     dense = base.read(name, first, count)
     full = LocalShard(dense, (first, *(0,) * (len(shape) - 1)), shape, owned=True)
     weight.base_sample = sample(full)
-    codes = base.codes(name, dense, first)
+    codes = base.codes_of_rows(dense) if rows_alone else base.codes(name, dense, first)
     rows, columns = (slice(at, at + size) for at, size in zip(offset[-2:], local[-2:]))
+    if rows_alone:
+        rows = slice(0, count)
     weight.fill(take(base.form, codes, rows, columns))

@@ -10,8 +10,9 @@ compiled with its recomputation, without the last matmul, whose result no gradie
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megalith.config import RunConfig
 from megalith.config.rules.expert_rules import expert_data_parallel_size, is_static, ranks_of_a_token
@@ -51,6 +52,9 @@ GATHERED = 5  # time of attention with cp_comm_type all_gather, relative to caus
 EXPERTS = 0.62  # rate of a grouped GEMM relative to a dense one
 EVEN = 0.85  # the same for experts of equal size, a batched matmul
 OPERATORS = {"layer": 180, "half": 390, "experts": 440, "eager": 450}  # launched per layer in both passes
+# Bytes per weight to decode a quantized base, at the bandwidth of elementwise kernels: nf4 is fitted to QLoRA's row in
+# RESULTS.md, the others are the bytes that are read and written.
+DECODING = {"nf4": 10.3, "mxfp4": 2.5, "fp8": 3.0, "int8": 3.0}
 GATHERING, REDUCING = (
     12,
     13,
@@ -397,7 +401,9 @@ class Passes:
 
         FP8 casts that happen once per step are divided over its micro-batches; recomputation does not repeat them.
         """
-        here = self.meta.in_layers([number])
+        here = Counter(self.meta.in_layers([number]))
+        if self.config.lora.has_quantized_base:
+            self._decode(number, here, (there, back, again))
         if self._dtype(number)[0] == "fp8" and (share := self._cast_once()):
             matrices = sum(
                 rows * columns for rows, columns, experts, *_ in self.meta.matmuls(number) if not experts
@@ -419,6 +425,15 @@ class Passes:
             back["elementwise"] += (0 if self.frozen else SUMMING) * local_weights / self.streams
         else:
             self._sharded(local_weights, there, back)
+
+    def _decode(self, number: int, here: Counter[str], passes: Iterable[Counter[str]]) -> None:
+        """Add the decoding of a layer's weights in codes to each pass, and take them out of the counts of weights."""
+        shapes = self.meta.base_matrices(number)
+        for work in passes:
+            form = self.config.lora.quantize_base
+            work["elementwise"] += sum(DECODING[form] * math.prod(shape) for shape in shapes) / self.streams
+        for shape in shapes:
+            here["experts" if len(shape) == 3 else "attention"] -= math.prod(shape)
 
     def _experts_whole(self) -> bool:
         return expert_data_parallel_size(self.parallel, self.world) == 1

@@ -13,14 +13,19 @@ import megalith
 from megalith.bridge.adapter_folder import merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
-from megalith.bridge.quantize_base import CodedBase
+from megalith.bridge.quantize_base import CodedBase, _fill
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.generation.sync import engine_for, sync
+from megalith.models.coded_weight import CodedWeight
 from megalith.ops.weight_codes import NF4, decode, dynamic_map, encode
 from megalith.parallel.coded_base import coded_weights
 from megalith.parity.job import start
+from megalith.planner.counts import MetaModel
 from megalith.planner.layout import build_layout
+from megalith.planner.rates import rates_of
+from megalith.planner.step_time import step_time
+from megalith.training.build import prepare
 
 IDS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
 QKV = "layers.0.self_attention.linear_qkv.weight"
@@ -138,6 +143,28 @@ def test_an_engine_receives_the_decoded_base_once_and_then_the_adapters_alone(
     engine.load((name, torch.zeros(shard.shape)) for name, shard in engine.shards.items())
     sync(engine, model)  # other weights were loaded in between
     assert torch.equal(engine.shards[QKV].values, decoded)
+
+
+@pytest.mark.parametrize(("form", "rows"), [("int8", 128), ("mxfp4", 128), ("nf4", 256), ("fp8", 256)])
+def test_a_rank_reads_only_the_rows_of_its_shard_if_they_are_coded_alone(
+    base: Path, tmp_path: Path, monkeypatch, form: str, rows: int
+) -> None:
+    coded, counts = CodedBase(config(base, tmp_path / "run", form)), []
+    read = coded.read
+    monkeypatch.setattr(coded, "read", lambda *args: counts.append(args[2]) or read(*args))
+    weight = CodedWeight(form, (256, 128), (128, 128), (128, 0), torch.float32)
+    _fill(weight, coded, QKV)
+    assert counts == [rows]
+    assert torch.equal(weight.all_rows(), coded.full(QKV)[128:])
+
+
+def test_the_plan_adds_the_time_of_decoding(base: Path, tmp_path: Path) -> None:
+    seconds = {}
+    for form in ("none", "int8", "nf4"):
+        run = prepare(config(base, tmp_path / "run", form, **{"train.precision": "bf16"}), 1).config
+        meta = MetaModel(run.model, run.lora)
+        seconds[form] = step_time(run, meta, 1, rates_of("H200"), 8).parts["elementwise"]
+    assert seconds["none"] < seconds["nf4"] and seconds["int8"] < seconds["nf4"]
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8", "nf4", "mxfp4"])

@@ -121,6 +121,26 @@ def test_adapters_go_from_peft_to_a_run_and_back_bitwise_and_compute_the_same(
         assert close(merged(IDS), theirs) and close(megalith.load(tmp_path / "hf")(IDS), theirs)
 
 
+def test_qwen3_next_differs_less_than_with_weights_that_differ_by_rounding(hf_folder, tmp_path: Path) -> None:
+    """Its delta nets amplify rounding: weights moved by 1e-7 change the base's logits by 1.3e-6 to 1.5e-6 (four seeds),
+    and those with these adapters by 4.3e-6; in other families the base's change by 3e-7 to 8e-7. The distance to PEFT's
+    class, 9.3e-7, is within that."""
+    name = list(TARGETS)[-1]
+    reference = random_reference(CASES[name][0]())
+    tensors = random_adapters(reference, TARGETS[name], rank=3, experts=True)
+    given = save(tensors, tmp_path / "given", 5.0, target_modules=TARGETS[name])
+    theirs = their_logits(name, given)
+    merge(given, tmp_path / "merged", base=str(hf_folder(name)), show_progress=False)
+    adapt(reference, given)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(1 + 1e-7 * torch.randn(parameter.shape, generator=generator))
+        moved = (reference(IDS).logits - theirs).abs().max() / theirs.abs().max()
+        ours = (megalith.load(tmp_path / "merged")(IDS) - theirs).abs().max() / theirs.abs().max()
+    assert ours <= moved <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
