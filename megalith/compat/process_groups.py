@@ -27,8 +27,9 @@ def process_groups() -> list[ProcessGroup]:
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of a process group's future collectives."""
-    distributed_c10d._set_pg_timeout(timeout, group)
+    """Set the timeout of a process group's future collectives. torch 2.14 made the function public."""
+    public = getattr(distributed_c10d, "set_timeout", None)
+    (public or distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def set_nccl_timeout(options: Any, timeout: timedelta) -> None:
