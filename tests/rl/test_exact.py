@@ -208,6 +208,7 @@ def pretraining(folder, micro: int, **sections) -> RunConfig:
         ),
         rl=dict(prompts=None, reward_funcs=None, num_generations=8, max_completion_length=256),
         checkpoint=dict(save_at_end=False),
+        optim=dict(lr=1e-3),  # 1e-2 multiplies rounding by about 20 in each step
         **sections,
     )  # fmt: skip
 
