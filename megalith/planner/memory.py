@@ -109,7 +109,12 @@ class StageMemory:
         self.fsdp, self.shards = is_sharded and copies > 1, shard_size(parallel, world_size)
         self.expert_fsdp = is_sharded and expert_data_parallel_size(parallel, world_size) > 1
         self.expert_shards = expert_shard_size(parallel, world_size)
-        self.accumulates = accumulates
+        self.sums = 1
+        """Gradients that a rank holds: with train.batch_invariant one per level of the tree that adds its rows'."""
+        if config.train.batch_invariant and not is_sharded and parallel.pipeline_model_parallel_size == 1:
+            rows = max((config.train.global_batch_size or 1) // copies, 1)
+            self.sums += math.ceil(math.log2(rows))
+        self.accumulates = accumulates or self.sums > 1
 
         self.meta = meta
         self.chunks, self.head = len(chunks), any(chunk.head for chunk in chunks)
@@ -185,7 +190,7 @@ class StageMemory:
                 models * stored + self.coded + MASTER_BYTES * (self.adapters + self.initial) / self.shards
             ),
             compute_copy=copies,
-            gradients=gradients if self.accumulates else max(gradients - freed, 0),
+            gradients=gradients * self.sums if self.accumulates else max(gradients - freed, 0),
             optimizer=int(moments * (1 - offloaded)),
             activations=activations,
             loss=loss,

@@ -56,6 +56,21 @@ def test_fp32_keeps_no_second_copy_and_sgd_one_moment():
     assert memory.total - memory.activations - memory.loss == 12 * total(LARGE)
 
 
+def test_batch_invariant_training_holds_a_gradient_per_level_of_its_tree():
+    model = LARGE | dict(hidden_dropout=0.0, attention_dropout=0.0)
+    invariant = dict(batch_invariant=True, precision="fp32")
+    for batch, devices, micro_batches, gradients in ((1, 1, 1, 1), (8, 1, 1, 4), (2, 4, 3, 4), (2, 1, 4, 4)):
+        memory = expected(model, batch, 64, devices, micro_batches, train=invariant)
+        if gradients > 1:
+            assert memory.gradients == gradients * 4 * total(model)
+        assert expected(model, batch, 64, devices, 2, train=dict(precision="fp32")).gradients == 4 * total(
+            model
+        )
+    sharded = dict(data_parallel_sharding_strategy="optim_grads")
+    memory = expected(model, 2, 64, 4, 2, train=invariant, parallel=sharded)
+    assert memory.gradients < 4 * total(model)
+
+
 # Widths a token that a layer keeps, counted from the tensors that it saves: docs/parallelism/memory.md.
 GPT = MetaModel(ModelConfig(**ONE_LAYER))
 LLAMA = MetaModel(ModelConfig(**ONE_LAYER, ffn_hidden_size=192, swiglu=True, position_embedding_type="rope"))
