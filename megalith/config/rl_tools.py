@@ -62,6 +62,10 @@ class ToolSettings(Section):
     """Processes per rank for tools. Each instance of an environment has its own process. 0: call them in the
     trainer's process, without a time limit."""
 
+    overlap_tools: Annotated[bool, RequiresSetting("tools_or_environment"), Decides.SAMPLES] = False
+    """Sample turns while the tools of other completions run. Which turns share a batch then depends on timing, which
+    changes log-probabilities by rounding unless rl.exact is on. Otherwise all completions take turns together."""
+
     tool_call_format: Annotated[str, RequiresSetting("tools_environment_or_agent"), Decides.SAMPLES] = "auto"
     """Format of the policy's tool calls: hermes (Hermes, Qwen), llama3_json, qwen3_coder, glm45, harmony (gpt-oss),
     response_template (the tokenizer's, parsed by transformers), or path.py:function. auto: derived from the tokenizer

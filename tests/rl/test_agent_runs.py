@@ -252,6 +252,21 @@ def refused_after(count: int, complete):
     return answer
 
 
+@pytest.mark.parametrize("layout", [None, "tp2-sp"])
+def test_tools_that_overlap_with_sampling_give_the_same_turns(pool, folder, ones, layout):
+    """The runs' other settings are those of the run in which all completions take turns together."""
+    parallel = {} if layout is None else LAYOUTS[layout].parallel
+    config = configuration(folder, "tools", f"overlap-{layout}", parallel)
+    config = config.with_settings({"rl.overlap_tools": True, "rl.tool_workers": 2 * (layout is None)})
+    if layout is None:
+        found = agent_outcomes([config])
+    else:
+        found = [outcomes[0] for outcomes in pool.run(agent_outcomes, [config], size=2)]
+    for one in found:
+        assert relative_error(one["norms"], ones["tools"]["norms"]) < BOUND
+    assert rollouts_of(folder / f"overlap-{layout}") == rollouts_of(folder / "tools-one")
+
+
 AHEAD = 2
 
 

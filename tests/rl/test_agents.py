@@ -5,6 +5,7 @@ import json
 import os
 import time
 from itertools import groupby
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -13,9 +14,12 @@ from tool_policy import FORGETFUL, TEMPLATE, add, call, rollouts, tokenizer_in
 from megalith.config.rl import RlConfig
 from megalith.data.chat.call_formats import ParseContext, ToolCall, call_format, hermes, llama3_json
 from megalith.data.chat.tagged_calls import glm45, qwen3_coder
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError, TrainingError
+from megalith.generation.requests import Sampling
+from megalith.rl.agents.overlapped_turns import sample_overlapped
 from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.agents.tool_functions import answer_text, tool_schema
+from megalith.rl.agents.trajectory import Trajectory
 
 ANSWERED = "<tool_response>"
 TRLS = {  # TRL 1.16.0's _tool_call_loop on this template and these turns: segments, hashes of prompt and completion ids
@@ -334,6 +338,66 @@ def test_harmonys_channels_are_read():
         assert call.name == "f" and reason in call.error
     assert parse("plain text", context).message["content"] == "plain text"
     assert parse("<|channel|>final<|message|>cut", context).message["content"] == "cut"
+
+
+class HeldLive:
+    """A live engine whose second request is answered when the first one's tools run."""
+
+    def __init__(self, fails: bool = False):
+        self.fails, self.requests, self.tools_run, self.is_over = fails, [], Event(), Event()
+
+    def submit(self, requests, on_tokens) -> None:
+        self.requests += requests
+        number, callback = len(self.requests), on_tokens[0]
+
+        def answer() -> None:
+            if number == 2:
+                assert self.tools_run.wait(20)
+            callback([number, 1], [-0.5, -0.25], "stop")
+
+        Thread(target=answer).start()
+
+    def run(self) -> None:
+        if self.fails:
+            raise TrainingError("the server has died")
+        assert self.is_over.wait(20)
+
+    def close(self) -> None:
+        self.is_over.set()
+
+
+def test_a_turn_is_sampled_while_the_tools_of_another_completion_run():
+    trajectories = [Trajectory(n, n, 0, n, [5, 6]) for n in range(2)]
+    live, batches = HeldLive(), []
+
+    def advance(waiting) -> None:
+        batches.append([one.slot for one in waiting])
+        live.tools_run.set()
+        for one in waiting:
+            if one.turns == 2:
+                one.end()
+            else:
+                one.add([7])
+
+    sampling = Sampling(max_new_tokens=9, temperature=0.7, seed=3)
+    sample_overlapped(live, trajectories, sampling, 4, lambda one: 10 * one.slot + one.turns, advance)
+    assert batches[0] == [0] and [slot for batch in batches for slot in batch].count(1) == 2
+    assert [one.segments for one in trajectories] == [[2, 1, 2], [2, 1, 2]]
+    assert all(one.versions == [4] * 5 and one.has_ended for one in trajectories)
+    assert {(tuple(each.prompt), each.max_new_tokens, each.key) for each in live.requests} == {
+        ((5, 6), 9, 0), ((5, 6), 9, 10), ((5, 6, 1, 1, 7), 6, 1), ((5, 6, 2, 1, 7), 6, 11),
+    }  # fmt: skip
+
+
+def test_errors_of_tools_and_of_the_engine_end_overlapped_sampling():
+    def advance(waiting) -> None:
+        raise DataError("the template cannot continue")
+
+    sampling = Sampling(max_new_tokens=9)
+    with pytest.raises(DataError, match="cannot continue"):
+        sample_overlapped(HeldLive(), [Trajectory(0, 0, 0, 0, [5])], sampling, 0, lambda one: 0, advance)
+    with pytest.raises(TrainingError, match="has died"):
+        sample_overlapped(HeldLive(True), [Trajectory(0, 0, 0, 0, [5])], sampling, 0, lambda one: 0, advance)
 
 
 def test_answers_are_text():

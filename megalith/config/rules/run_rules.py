@@ -395,6 +395,11 @@ def _check_router_replay(config: RunConfig) -> None:
         raise ConfigError(
             f"rl.router_replay is {rl.router_replay}, but the model has no experts (model.num_experts); leave it out"
         )
+    if rl.overlap_tools:
+        raise ConfigError(
+            f"rl.router_replay is {rl.router_replay} and rl.overlap_tools is on, but turns that are sampled meanwhile "
+            "return no routes; leave out one"
+        )
     if rl.agent:
         raise ConfigError(
             f"rl.router_replay is {rl.router_replay} and rl.agent is set, but the requests of an agent return no "
@@ -419,6 +424,11 @@ def _check_prompts(config: RunConfig) -> None:
             "completions a reward"
         )
     check_rollout_speculation(rl, config.model)
+    if rl.overlap_tools and rl.is_colocated:
+        raise ConfigError(
+            "rl.overlap_tools is on and rl.engine is vllm without rl.engine_url, but vLLM in the trainer's processes "
+            "takes no requests while it samples; name a server by rl.engine_url, or turn rl.overlap_tools off"
+        )
     if rl.agent and rl.tools_or_environment:
         raise ConfigError(
             f"rl.agent is {rl.agent!r}, which runs its own tools and environments; leave out rl.tools and "

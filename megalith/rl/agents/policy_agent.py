@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from threading import current_thread, main_thread
 from typing import Any
 
 from megalith.config.rl import RlConfig
@@ -28,8 +29,9 @@ from megalith.data.chat.chat_template import template_of
 from megalith.data.chat.conversations import template_arguments
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
-from megalith.generation.requests import Completion, Sampling
+from megalith.generation.requests import MAX_GENERATIONS, Completion, Sampling
 from megalith.rl.agents.environments import EnvironmentHost, EnvironmentKind, Factory
+from megalith.rl.agents.overlapped_turns import sample_overlapped
 from megalith.rl.agents.tool_functions import Schema, load_tools, tool_schema
 from megalith.rl.agents.tool_pool import Answer, ToolPool
 from megalith.rl.agents.trajectory import Message, Trajectory
@@ -178,7 +180,13 @@ class PolicyAgent:
         logged: LoggedMetrics = {}
         with timed("tools"):
             self._start(trajectories, is_first, share, max_prompt_tokens)
-        while waiting := [one for one in trajectories if not one.has_ended]:
+        if self._rl.overlap_tools:
+            with timed("generation"):
+                self._sample_overlapped(
+                    engine, trajectories, sampling, request_key, logged, is_first=is_first
+                )
+        waiting = [one for one in trajectories if not one.has_ended]
+        while waiting and not self._rl.overlap_tools:
             with timed("generation"):
                 completions = self._generate(
                     engine, trajectories, waiting, sampling, num_generations, request_key
@@ -187,12 +195,40 @@ class PolicyAgent:
                     one.sample(completion)
             with timed("tools"):
                 self._advance(waiting, sampling, is_first, share, logged)
+            waiting = [one for one in trajectories if not one.has_ended]
         if not is_first:
             return [], {}
         with timed("tools"):
             self._read_rewards(trajectories)
         self._log(trajectories, logged)
         return trajectories, logged
+
+    def _sample_overlapped(
+        self,
+        engine: Any,
+        trajectories: Sequence[Trajectory],
+        sampling: Sampling,
+        request_key: RequestKey,
+        logged: LoggedMetrics,
+        is_first: bool,
+    ) -> None:
+        """Sample all turns by a live engine, while tools run. The keys are those of `_generate`."""
+        live = engine.live_engine(sampling)
+        if not is_first:
+            live.follow()
+            return
+        if current_thread() is main_thread():  # otherwise the processes were prepared there
+            self.prepare(len(trajectories))
+
+        def key(one: Trajectory) -> int:
+            if self.environment is None and not one.turns:
+                return one.position * MAX_GENERATIONS + one.generation
+            return request_key(one.position, one.generation, len(one.ids)) * MAX_GENERATIONS
+
+        def advance(waiting: Sequence[Trajectory]) -> None:
+            self._append(waiting, self._next_ids(waiting, sampling.max_new_tokens, logged))
+
+        sample_overlapped(live, trajectories, sampling, engine.version, key, advance)
 
     def _generate(
         self,
@@ -307,13 +343,22 @@ class PolicyAgent:
     ) -> None:
         """Run the calls of the sampled turns. Append results and the template's text, or end the trajectories."""
 
-        def act() -> list[Any]:
-            turns = [self._parsed(one) for one in waiting]
-            uses_steps = self.environment is not None and self.environment.steps
-            added = self._step(waiting) if uses_steps else self._answer(waiting, turns, logged)
-            return [self._added_ids(one, added[one.slot], sampling.max_new_tokens) for one in waiting]
+        act = lambda: self._next_ids(waiting, sampling.max_new_tokens, logged)  # noqa: E731
+        self._append(waiting, self._on_first(act, is_first, share))
 
-        for one, ids in zip(waiting, self._on_first(act, is_first, share), strict=True):
+    def _next_ids(
+        self, waiting: Sequence[Trajectory], max_tokens: int, logged: LoggedMetrics
+    ) -> list[list[int] | bool]:
+        """Run the calls of the sampled turns and return what follows each, as `_added_ids` does."""
+        turns = [self._parsed(one) for one in waiting]
+        uses_steps = self.environment is not None and self.environment.steps
+        added = self._step(waiting) if uses_steps else self._answer(waiting, turns, logged)
+        return [self._added_ids(one, added[one.slot], max_tokens) for one in waiting]
+
+    @staticmethod
+    def _append(waiting: Sequence[Trajectory], added: Sequence[list[int] | bool]) -> None:
+        """Append the results of `_next_ids`, or end the trajectories."""
+        for one, ids in zip(waiting, added, strict=True):
             if one.has_ended:
                 continue
             if isinstance(ids, bool):
