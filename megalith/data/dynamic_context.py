@@ -28,6 +28,7 @@ from megalith.config.rules.dynamic_context_rules import context_degrees
 
 LEVELS = 16
 """Number of lengths that rows are padded to, as fractions of the longest. Few lengths mean few compiled shapes."""
+WORST = np.iinfo(np.int64).max
 SHORTER = 1.05
 """Ratio by which a larger group must shorten a pass."""
 LIMITS = (4, 2, 1)
@@ -233,7 +234,7 @@ def _best_group(passes: _Passes, degree: int, cost: int, room: int) -> tuple[int
     if not usable.any():
         return None
     later = passes.costs.reshape(shape)[..., 0] + cost - passes.costs.max(1, keepdims=True)
-    best = int(np.where(usable, later, np.iinfo(np.int64).max).argmin())
+    best = int(np.where(usable, later, WORST).argmin())
     number, block = divmod(best, usable.shape[1])
     return number, block * degree
 

@@ -5,10 +5,12 @@ import math
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from models.reference import CASES, random_reference
+from torch import nn
 
 from megalith.config import RunConfig
 from megalith.config.rules.auto_settings import Machine, resolve_auto
@@ -237,6 +239,32 @@ def test_a_run_resumes_bitwise_and_in_a_static_layout(pool, tree: dict, tmp_path
     ):
         assert counts == other_counts
         assert (loss, norm) == pytest.approx((other_loss, other_norm), rel=1e-5)
+
+
+def losses_of(config: RunConfig) -> list[float]:
+    """Train with layers that are traced as for a GPU, but run without Inductor, which takes minutes."""
+    compile_module = nn.Module.compile
+
+    def trace(module, *args, **options):
+        compile_module(module, backend="aot_eager", fullgraph=options.get("fullgraph", False))
+
+    with mock.patch.object(nn.Module, "compile", trace):
+        run = start(config)
+        with run.data.train_loader(0, 0, run.device) as batches:
+            losses = [run.train_step(batches).loss.item() for _ in range(run.total_steps)]
+    torch._dynamo.reset()
+    return losses
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["p2p", "a2a"])
+def test_compiled_layers_follow_the_groups(pool, tree: dict, kind: str):
+    parallel = DYNAMIC | {"max_seqlen_per_dp_cp_rank": 40, "cp_comm_type": kind}
+    eager, compiled = (
+        pool.run(losses_of, config_of(tree, parallel=parallel, runtime={"compile": value}), size=2)[0]
+        for value in (False, True)
+    )
+    assert compiled == pytest.approx(eager, rel=1e-6)
 
 
 @pytest.mark.parametrize(
