@@ -18,10 +18,16 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
+from bridge.peft_formula import adapt
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 PATIENCE = timedelta(seconds=120)
+
+
+def vllm_fields(body):
+    """The fields of both systems' requests: lora_name and, to load, lora_path."""
+    return {name.removeprefix("lora_"): value for name, value in body.items()}
 
 
 class Refusal(Exception):
@@ -59,6 +65,7 @@ class StandIn:
         self.model.load_state_dict(self._first)
         self.received: dict[str, torch.Tensor] = {}
         self.version, self.paused, self.updating, self.group = None, False, False, None
+        self.adapted: dict[str, torch.nn.Module] = {}  # by the name of the adapter
 
     def _listen(self, port):
         stand_in = self
@@ -134,8 +141,9 @@ class StandIn:
             raise Refusal(words)
 
     @torch.no_grad()
-    def sample(self, prompt, count, tokens, temperature, stop, seed):
+    def sample(self, prompt, count, tokens, temperature, stop, seed, adapter=None):
         """Ids and processed log-probabilities of `count` completions."""
+        model = self.model if adapter is None else self.adapted[adapter]
         self.need(not self.paused, "generation is paused")
         noise = torch.Generator().manual_seed(seed)
         rows = torch.tensor([prompt] * count)
@@ -143,7 +151,7 @@ class StandIn:
         going = [True] * count
         with self._lock:
             for _ in range(tokens):
-                logits = self.model(rows).logits[:, -1].float() / temperature
+                logits = model(rows).logits[:, -1].float() / temperature
                 logprobs = logits.log_softmax(-1)
                 new = torch.multinomial(logprobs.exp(), 1, generator=noise)
                 for row, (ids, values) in enumerate(found):
@@ -180,6 +188,17 @@ class StandIn:
             own[name].copy_(tensor)
             self.received[name] = tensor
 
+    def load_adapter(self, name, path):
+        """On the base; a name is taken once."""
+        self.need(name not in self.adapted, f"the adapter {name} is already loaded")
+        model = deepcopy(self.model)
+        adapt(model, Path(path))
+        self.adapted[name] = model
+
+    def unload_adapter(self, name):
+        self.need(name in self.adapted, f"the adapter {name} is not loaded")
+        del self.adapted[name]
+
     def broadcast_into(self, names, dtypes, shapes):
         self.need(self.group is not None, "weight transfer is not initialized")
         self.need(not any("torch." in name for name in dtypes), "dtypes are bare names")
@@ -205,7 +224,12 @@ class VllmStandIn(StandIn):
     def routes(self):
         found = {
             ("GET", "/health"): lambda body, query: {},
-            ("GET", "/v1/models"): lambda body, query: {"object": "list", "data": [{"id": "policy"}]},
+            ("GET", "/v1/models"): lambda body, query: {
+                "object": "list",
+                "data": [{"id": name} for name in ("policy", *self.adapted)],
+            },
+            ("POST", "/v1/load_lora_adapter"): lambda body, query: self.load_adapter(**vllm_fields(body)),
+            ("POST", "/v1/unload_lora_adapter"): lambda body, query: self.unload_adapter(**vllm_fields(body)),
             ("GET", "/server_info"): self.info,
             ("GET", "/get_world_size"): lambda body, query: {"world_size": self.workers},
             ("POST", "/v1/completions"): self.complete,
@@ -292,9 +316,12 @@ class VllmStandIn(StandIn):
         if "prompt_logprobs" in body:
             return self.prompt_logprobs(body)
         self.bodies.append(body)
-        self.need(body["model"] == "policy" and isinstance(body["prompt"][0], int), "model and prompt")
+        self.need(body["model"] in ("policy", *self.adapted), f"The model `{body['model']}` does not exist.")
+        self.need(isinstance(body["prompt"][0], int), "prompt")
+        adapter = None if body["model"] == "policy" else body["model"]
         found = self.sample(
-            body["prompt"], body["n"], body["max_tokens"], body["temperature"], body["stop_token_ids"], body["seed"]
+            body["prompt"], body["n"], body["max_tokens"], body["temperature"], body["stop_token_ids"], body["seed"],
+            adapter,
         )  # fmt: skip
         choices = []
         for index, (ids, logprobs) in enumerate(found):
@@ -341,6 +368,12 @@ class SglangStandIn(StandIn):
             ("POST", "/init_weights_update_group"): lambda body, query: self.init(**body) or done,
             ("POST", "/update_weights_from_distributed"): lambda body, query: self.update(**body) or done,
             ("POST", "/update_weights_from_disk"): lambda body, query: self.disk(**body) or done,
+            ("POST", "/load_lora_adapter"): lambda body, query: (
+                self.load_adapter(**vllm_fields(body)) or done
+            ),
+            ("POST", "/unload_lora_adapter"): lambda body, query: (
+                self.unload_adapter(**vllm_fields(body)) or done
+            ),
         }
 
     def init(self, master_address, master_port, rank_offset, world_size, group_name, backend):
@@ -377,8 +410,16 @@ class SglangStandIn(StandIn):
             return self.input_logprobs(body)
         how = body["sampling_params"]
         stop = how["stop_token_ids"]
+        adapter = body.get("lora_path")
+        self.need(adapter is None or adapter in self.adapted, f"the adapter {adapter} is not loaded")
         found = self.sample(
-            body["input_ids"], how["n"], how["max_new_tokens"], how["temperature"], stop, len(self.bodies)
+            body["input_ids"],
+            how["n"],
+            how["max_new_tokens"],
+            how["temperature"],
+            stop,
+            len(self.bodies),
+            adapter,
         )
         answers = []
         for ids, logprobs in found:

@@ -315,12 +315,13 @@ class RlConfig(ToolSettings, OtherModels, SpeculationSettings, ReferenceSync):
     to the host. 2: KV cache and weights. 0: none."""
 
     weight_sync_method: Annotated[
-        Literal["nccl", "gloo", "checkpoint", "ipc"],
+        Literal["nccl", "gloo", "checkpoint", "ipc", "lora"],
         RequiresSetting("engine", "vllm", "sglang"),
         Decides.NOTHING,
     ] = "nccl"
     """Transfer of weights to a server: broadcast between GPUs (nccl) or through the hosts (gloo), a folder
-    that both see (checkpoint), or shared memory of one GPU (ipc)."""
+    that both see (checkpoint), shared memory of one GPU (ipc), or a folder with the adapters alone, which the server
+    loads on its own base (lora)."""
 
     weight_sync_timeout: Annotated[
         PositiveFloat, RequiresSetting("engine", "vllm", "sglang"), Decides.NOTHING

@@ -13,12 +13,13 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 import torch
-from default_cases import by_default
+from default_cases import by_default, in_full
 from engine_stand_ins import KINDS, PATIENCE, served
 from safetensors.torch import load_file
 from small_policy import VOCAB, configuration, metrics, write_prompts
 from test_loop import run_of
 
+import megalith
 from megalith.bridge.adapter_folder import merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import family_for
@@ -639,6 +640,93 @@ def test_a_server_gets_the_weights_with_their_adapters_merged(tmp_path):
     began = load_file(export_hf(policy, tmp_path / "first", show_progress=False).path / "model.safetensors")
     assert all(torch.equal(server.received[name], tensor) for name, tensor in expected.items())
     assert sum(not torch.equal(began[name], tensor) for name, tensor in expected.items()) >= 10
+
+
+@pytest.mark.parametrize("kind", ["vllm 0.24", "sglang", in_full("vllm 0.29")])
+def test_a_server_loads_the_adapters_alone_on_its_base(tmp_path, kind):
+    train_grpo(configuration(tmp_path, train=dict(train_iters=1)))
+    policy, moved = str(tmp_path / "run"), []
+    base = load_file(export_hf(policy, tmp_path / "base", show_progress=False).path / "model.safetensors")
+    with served(kind, model_tree(tmp_path)) as server:
+        server.load(base.items())
+        server.received.clear()
+        lora = dict(rank=4, alpha=8.0, targets=["linear_qkv", "linear_fc1", "linear_fc2"])
+        train = dict(train_iters=3, output_dir=str(tmp_path / "lora"))
+        rl = settings(server, weight_sync_method="lora")
+        sections = dict(
+            lora=lora, train=train, model=dict(init_from=policy), checkpoint=dict(save_interval=1)
+        )
+        train_grpo(configuration(tmp_path, rl=rl, **sections))
+        assert not server.received and not server.paused  # no weight was sent
+        (name,) = server.adapted  # earlier ones are unloaded
+        assert (
+            [folder.name for folder in (tmp_path / "lora/engine_adapters").iterdir()]
+            == [name]
+            == ["megalith-2"]
+        )
+        ids = torch.tensor([[1, 2, 3, 4]])
+        merge(tmp_path / "lora/checkpoints/step_00000002", tmp_path / "merged", show_progress=False)
+        with torch.no_grad():
+            theirs = server.adapted[name](ids).logits
+            ours = megalith.load(tmp_path / "merged")(ids)
+            moved = (theirs - server.model(ids).logits).abs().max() / theirs.abs().max()
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max() < moved
+        field = "lora_path" if kind == "sglang" else "model"
+        assert {body[field] for body in server.bodies} == {f"megalith-{version}" for version in range(3)}
+    steps = metrics(tmp_path / "lora")
+    assert len(steps) == 3 and all(step["drift_canary"] < 1.0001 for step in steps)
+
+
+def adapters_in_layout(folder: str, policy: str, parallel: dict, url: str) -> int:
+    """Updates a server from a layout of two ranks."""
+    rl = dict(engine="vllm", engine_url=url, weight_sync_method="lora")
+    sections = dict(rl=rl, parallel=parallel, lora=dict(rank=2), model=dict(init_from=policy))
+    run = run_of(configuration(Path(folder), **sections), len(parallel) + 1)
+    engine = engine_of(run, [])
+    sent = engine.update(0).bytes
+    run.task.close()
+    return sent
+
+
+def test_every_layout_writes_the_adapters_of_one_process_and_nothing_else(pool, tmp_path):
+    train_grpo(configuration(tmp_path, train=dict(train_iters=1)))
+    policy, folder, found = str(tmp_path / "run"), tmp_path / "run/engine_adapters/megalith-0", {}
+    with served("vllm 0.24", model_tree(tmp_path)) as server:
+        for name in ("one", "tp2", "dp2"):
+            parallel = {} if name == "one" else LAYOUTS[name][0]
+            arguments = str(tmp_path), policy, parallel, server.url
+            if name == "one":
+                sent = adapters_in_layout(*arguments)
+            else:
+                sent, other = pool.run(adapters_in_layout, *arguments, size=2)
+                assert other == 0
+            found[name] = load_file(folder / "adapter_model.safetensors")
+            assert sent == sum(tensor.nbytes for tensor in found[name].values()) > 0
+            assert found[name].keys() == found["one"].keys()
+            assert all(torch.equal(found["one"][key], tensor) for key, tensor in found[name].items())
+
+
+def test_adapters_that_a_server_cannot_load_are_sent_merged_and_a_base_without_them_is_refused(
+    tmp_path, caplog
+):
+    train_grpo(configuration(tmp_path, train=dict(train_iters=1)))
+    policy = str(tmp_path / "run")
+    with served("vllm 0.24", model_tree(tmp_path)) as server:
+        lora = dict(rank=4, targets=["linear_fc2"], use_dora=True)
+        rl, train = (
+            settings(server, weight_sync_method="lora"),
+            dict(train_iters=1, output_dir=str(tmp_path / "lora")),
+        )
+        train_grpo(configuration(tmp_path, rl=rl, lora=lora, train=train, model=dict(init_from=policy)))
+        assert server.received and not server.adapted
+        with pytest.raises(ConfigError, match="weight_sync_method is lora, but the run trains no adapters"):
+            train_grpo(configuration(tmp_path, rl=rl))
+        lora = dict(rank=4, targets=["linear_fc2"])
+        server.plant["/v1/load_lora_adapter"] = lambda handler, body: (404, {"detail": "Not Found"})
+        train["output_dir"] = str(tmp_path / "other")
+        with pytest.raises(TrainingError, match="start it with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
+            train_grpo(configuration(tmp_path, rl=rl, lora=lora, train=train, model=dict(init_from=policy)))
+        assert not server.paused
 
 
 def test_a_deadline_covers_headers_that_trickle():

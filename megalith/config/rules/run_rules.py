@@ -483,8 +483,22 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.weight_sync_method is ipc, but rl.engine is {rl.engine}: only vLLM takes handles of GPU memory; "
             "choose nccl, gloo or checkpoint"
         )
-    if rl.weight_sync_delta and (rl.is_colocated or rl.weight_sync_method == "checkpoint"):
-        where = "vLLM in the trainer's processes" if rl.is_colocated else "weight_sync_method checkpoint"
+    if rl.weight_sync_method == "lora" and (
+        rl.is_colocated or (config.lora.rank is None and config.lora.load is None)
+    ):
+        reason = (
+            "vLLM samples in the trainer's processes" if rl.is_colocated else "the run trains no adapters"
+        )
+        raise ConfigError(
+            f"rl.weight_sync_method is lora, but {reason}; choose another method, or set "
+            f"{'rl.engine_url' if rl.is_colocated else 'lora.rank'}"
+        )
+    if rl.weight_sync_delta and (rl.is_colocated or rl.weight_sync_method in ("checkpoint", "lora")):
+        where = (
+            "vLLM in the trainer's processes"
+            if rl.is_colocated
+            else f"weight_sync_method {rl.weight_sync_method}"
+        )
         raise ConfigError(
             f"rl.weight_sync_delta is on, but {where} loads complete weights; turn it off, or use a server with nccl, "
             "gloo or ipc"

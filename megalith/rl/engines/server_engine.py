@@ -8,7 +8,8 @@ Each rank that scores completions sends its share of the prompts, one request pe
     and the broadcast in another ─▶ finish, resume
 
 within rl.weight_sync_timeout. After a failure the servers get a request to resume, and the group is abandoned. With
-`checkpoint`, rank 0 writes a folder that the servers read; with `ipc`, requests carry memory handles.
+`checkpoint`, rank 0 writes a folder that the servers read; with `lora`, a folder with the adapters, which they load on
+their own base; with `ipc`, requests carry memory handles.
 
 If a server dies or refuses a request during an update, the engine waits for it and sends everything again in a new
 group. If a server is lost while sampling, or has unexpected weights, ServerLost is raised, and `WeightSync` repeats the
@@ -18,6 +19,7 @@ update.
 from __future__ import annotations
 
 import secrets
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +69,8 @@ class EngineServer(ABC):
         self.http = JsonServer(url, self.name)
         self.facts: dict[str, Any] = {}
         """Result of `check`, on every rank; empty if it must be checked again."""
+        self.adapter: str | None = None
+        """Name of the loaded adapter that samples, with weight_sync_method lora."""
 
     @abstractmethod
     def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
@@ -126,6 +130,14 @@ class EngineServer(ABC):
         """Have the server read the weights of a folder, between pausing and resuming."""
 
     @abstractmethod
+    def load_adapter(self, path: Path, name: str, deadline: Deadline) -> None:
+        """Have the server load the adapter of a folder under a new name, and forget `adapter`.
+
+        Servers refuse a second adapter of a name, and key cached prefixes by adapter: so each version has its own
+        name.
+        """
+
+    @abstractmethod
     def give_up(self, deadline: Deadline) -> None:
         """Restore a usable state after a failure."""
 
@@ -158,6 +170,7 @@ class ServerEngine:
                 "work only on one machine, and are pickled; choose nccl, gloo or checkpoint"
             )
         self._stream: WeightStream | None = None
+        self._has_logged_obstacle = False
         self._sent: SentWeights | None = None
         if isinstance(self.settings, RlConfig) and self.settings.weight_sync_delta:
             self._sent = SentWeights()
@@ -299,7 +312,9 @@ class ServerEngine:
 
     def _send(self, version: int, deadline: Deadline) -> int:
         """Send all buckets and return their bytes. Raise ServerLost on every rank if another attempt may succeed."""
-        transfer_class = {"checkpoint": _FolderTransfer, "ipc": _HandleTransfer}.get(
+        if self.settings.weight_sync_method == "lora" and self._sends_adapters():
+            return self._send_adapters(version, deadline)
+        transfer_class = {"checkpoint": _FolderTransfer, "lora": _FolderTransfer, "ipc": _HandleTransfer}.get(
             self.settings.weight_sync_method, _GroupTransfer
         )
         transfer, sent = transfer_class(self, version, deadline), 0
@@ -320,6 +335,39 @@ class ServerEngine:
                 self._sent.forget()
             transfer.abandon()
             raise
+        return sent
+
+    def _sends_adapters(self) -> bool:
+        """Return whether the servers can load the adapters. Logs once why not, if they cannot."""
+        obstacle = self._stream.lora_obstacle
+        if obstacle is not None and not self._has_logged_obstacle:
+            self._run.log(
+                f"rl.weight_sync_method lora: {obstacle}, so merged weights are sent, as by checkpoint"
+            )
+            self._has_logged_obstacle = True
+        return obstacle is None
+
+    def _send_adapters(self, version: int, deadline: Deadline) -> int:
+        """Have the servers load the adapters, and return their bytes."""
+        name = f"megalith-{version}"
+        folder = (Path(self._run.output) / "engine_adapters" / name).absolute()
+        sent = self._stream.write_adapters(folder)
+
+        def load() -> None:
+            run_concurrently(
+                [lambda one=one: one.load_adapter(folder, name, deadline) for one in self.servers]
+            )
+            for other in folder.parent.iterdir():
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+
+        try:
+            self._on_rank_0(load, lambda error: isinstance(error, ServerLost) and not deadline.is_over)
+        except BaseException:
+            _give_up(self)
+            raise
+        for server in self.servers:
+            server.adapter = name
         return sent
 
     def _sent_unit(self, transfer: _GroupTransfer, sent: int) -> int:

@@ -8,6 +8,7 @@ sampled it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ class SglangServer(EngineServer):
             "stop_token_ids": list(sampling.stop), "skip_special_tokens": False, "no_stop_trim": True,
         }  # fmt: skip
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "stream": False}
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
         if self.route_bytes:
             body["return_routed_experts"] = True
         answers = self.http.post("/generate", body, deadline, self.completion_bytes(prompt, sampling, count))
@@ -85,7 +88,7 @@ class SglangServer(EngineServer):
             # output_ids may lack the stop token, which was sampled too.
             if not isinstance(ids, list) or (sampled[: len(ids)] == ids and len(sampled) - len(ids) <= 1):
                 ids = sampled
-        version = at_path(meta, "weight_version")
+        version = at_path(meta, "weight_version") if self.adapter is None else None  # that of the base
         return Answer(
             ids,
             logprobs,
@@ -95,6 +98,8 @@ class SglangServer(EngineServer):
         )
 
     def weight_version(self, deadline: Deadline) -> str | None:
+        if self.adapter is not None:  # a server without the adapter refuses requests that name it
+            return None
         version = at_path(self._newest(("/model_info", "/get_model_info"), deadline), "weight_version")
         return None if version is None else str(version)
 
@@ -146,6 +151,25 @@ class SglangServer(EngineServer):
         self._post("/pause_generation", {"mode": "abort"}, deadline)
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
         self._post("/update_weights_from_disk", body, deadline)
+        self._post("/continue_generation", {}, deadline)
+
+    def load_adapter(self, path: Path, name: str, deadline: Deadline) -> None:
+        self._post("/pause_generation", {"mode": "abort"}, deadline)
+        for old in {name, self.adapter or name}:
+            with suppress(RequestRefused):  # it is not loaded
+                self.http.post("/unload_lora_adapter", {"lora_name": old}, deadline)
+        body = {"lora_name": name, "lora_path": str(path)}
+        try:
+            answer = self.http.post("/load_lora_adapter", body, deadline)
+        except RequestRefused as error:
+            raise TrainingError(
+                f"{error}; SGLang needs --enable-lora, --max-lora-rank and --lora-target-modules"
+            ) from None
+        if at_path(answer, "success") is False:
+            raise TrainingError(
+                f"{self.http} cannot load the adapters: {at_path(answer, 'error_message')!s:.300}; SGLang needs "
+                "--enable-lora, --max-lora-rank and --lora-target-modules"
+            )
         self._post("/continue_generation", {}, deadline)
 
     def give_up(self, deadline: Deadline) -> None:

@@ -9,6 +9,7 @@ neither is sent. The server names the version of its weights from 0.27 on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,16 @@ class VllmServer(EngineServer):
     def _require_backend(self, info: Any, method: str) -> None:
         """Raise TrainingError if the weight transfer backend in the server settings `info` is not `method`.
 
-        Any backend supports `checkpoint`. Settings without a backend are accepted for nccl and ipc, which vLLM has
-        itself; plugins register others.
+        Any backend supports `checkpoint` and `lora`. Settings without a backend are accepted for nccl and ipc, which
+        vLLM has itself; plugins register others.
         """
         configs = _values(info, "weight_transfer_config")
         backends = {backend for one in configs if isinstance(backend := at_path(one, "backend"), str)}
-        if method == "checkpoint" or backends == {method} or (not backends and method in ("nccl", "ipc")):
+        if (
+            method in ("checkpoint", "lora")
+            or backends == {method}
+            or (not backends and method in ("nccl", "ipc"))
+        ):
             return
         names = f"{' and '.join(sorted(backends)):.60}" if backends else "none"
         raise TrainingError(
@@ -107,8 +112,8 @@ class VllmServer(EngineServer):
     ) -> list[Answer]:
         # The server takes omitted parameters from the model's generation_config.json.
         body = {
-            "model": self.facts["model"], "prompt": list(prompt), "n": count, "seed": seed, "stream": False,
-            "echo": False, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
+            "model": self.adapter or self.facts["model"], "prompt": list(prompt), "n": count, "seed": seed,
+            "stream": False, "echo": False, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": 1.0,
             "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": list(sampling.stop),
             "ignore_eos": True, "add_special_tokens": False, "skip_special_tokens": False, "logprobs": 0,
@@ -142,6 +147,10 @@ class VllmServer(EngineServer):
         ]
 
     def weight_version(self, deadline: Deadline) -> str | None:
+        if self.adapter is not None:
+            models = at_path(self.http.get("/v1/models", deadline), "data")
+            names = [at_path(one, "id") for one in models] if isinstance(models, list) else []
+            return self.adapter.rpartition("-")[2] if self.adapter in names else "without the adapter"
         if not self.facts["version"]:
             return None
         return str(at_path(self.http.get("/weight_info", deadline), "weight_version"))
@@ -196,6 +205,22 @@ class VllmServer(EngineServer):
         self._request_dev_mode("POST", "/collective_rpc", body, deadline)
         if self.facts["version"]:
             self._request_dev_mode("POST", "/update_weight_version", {"new_version": str(version)}, deadline)
+        self._resume(deadline)
+
+    def load_adapter(self, path: Path, name: str, deadline: Deadline) -> None:
+        self._request_dev_mode("POST", "/pause?mode=wait", None, deadline)
+        for old in {name, self.adapter or name}:
+            with suppress(RequestRefused):  # it is not loaded
+                self.http.post("/v1/unload_lora_adapter", {"lora_name": old}, deadline)
+        try:
+            self.http.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, deadline)
+        except RequestRefused as error:
+            if error.status not in (404, 405):
+                raise
+            raise TrainingError(
+                f"{self.http} has no /v1/load_lora_adapter; start it with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+                f"{START} --enable-lora --max-lora-rank R"
+            ) from None
         self._resume(deadline)
 
     def _resume(self, deadline: Deadline) -> None:

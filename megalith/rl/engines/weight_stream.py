@@ -7,6 +7,7 @@ whole model.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from megalith.bridge.exporter import FolderWriter, export_dtype, export_family
 from megalith.bridge.family import Group, build_on_meta
 from megalith.bridge.folder import is_model_folder
 from megalith.bridge.origin import read_origin
+from megalith.bridge.peft.peft_writer import save_peft
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.config import RunConfig
 from megalith.generation.engine_model import named_shards
-from megalith.models.adapters import ADAPTER, adapters
+from megalith.models.adapters import ADAPTER, GroupedAdapter, adapters
 from megalith.parallel.coded_base import coded_shards
 from megalith.parallel.gather import GlobalTensor, global_tensors
 from megalith.parallel.parallel_model import ParallelModel
@@ -67,6 +69,7 @@ class WeightStream:
         self.family, _ = export_family(model.config, read_origin(folder))
         self.config, self.world, self.dtype = model.config, model.mesh.world, export_dtype(config.train)
         self._model, self._groups = model, self.family.groups(model.config)
+        self._lora, self._init_from = config.lora, init_from
         adapted = build_on_meta(model.config, config.lora)
         self._adapters = {f"{name}.weight": (name + ADAPTER, adapter) for name, adapter in adapters(adapted)}
 
@@ -123,6 +126,36 @@ class WeightStream:
         for kind, parameter in merged.named_parameters():
             parameter.copy_(values[kind])
         return merged.merged(tensor)
+
+    @property
+    def lora_obstacle(self) -> str | None:
+        """The reason why servers cannot load the run's adapters on their own base; None if they can."""
+        lora = self._lora
+        if lora.use_dora:
+            return "lora.use_dora changes the base too"
+        if any(isinstance(adapter, GroupedAdapter) for _, adapter in self._adapters.values()):
+            return "servers do not load adapters of experts in PEFT's format"
+        return None
+
+    @torch.no_grad()
+    def write_adapters(self, folder: Path) -> int:
+        """Write the adapters in PEFT's format, in the run's compute dtype, on rank 0. Every rank calls it.
+
+        Returns:
+            Bytes of the adapters on rank 0, 0 on other ranks.
+        """
+        tensors, values = self._tensors(), {}
+        for prefix, adapter in self._adapters.values():
+            for kind, _ in adapter.named_parameters():
+                full = tensors[prefix + kind].gather("cpu")
+                if full is not None:
+                    values[prefix + kind] = full.to(self.dtype)
+        if self.world.rank:
+            return 0
+        shutil.rmtree(folder, ignore_errors=True)
+        args = folder, self.family, self._model.config, self._lora, values.__getitem__
+        save_peft(*args, self._init_from)
+        return sum(value.nbytes for value in values.values())
 
     def _convert(self, group: Group, full_tensor: Tensor) -> list[Tensor]:
         # Exports lack the padding rows of an embedding.
