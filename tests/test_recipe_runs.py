@@ -139,8 +139,9 @@ def run_small(recipe: Recipe, layout: Callable[[int], int], output: str) -> list
             write_model(MODELS[preset], preset)
     tree = small_job(recipe, layout)
     tree["train"]["output_dir"] = output
-    sizes = [tree["parallel"].get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline")]
-    processes = math.prod(sizes) * tree["parallel"].get("context_parallel_size", 1)
+    size = lambda name: tree["parallel"].get(f"{name}_parallel_size", 1)  # noqa: E731
+    replicas = size("tensor_model") * size("context")
+    processes = size("pipeline_model") * max(replicas, size("expert_model"))
     if layout(2) > 1:
         processes = max(processes, min(recipe.gpus, 2))
     Path("run.yaml").write_text(yaml.safe_dump(tree))
