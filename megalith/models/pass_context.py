@@ -20,7 +20,7 @@ class PassLayout:
     micro_batches: int = 1  # parts of the micro-batch that run interleaved, each sharded separately
     cp_size: int = 1  # context parallelism: number of shards of each sequence
     full_sequence: bool = False  # every context-parallel rank has full sequences: generation
-    core: Callable[..., Tensor] | None = None  # attention core of this pass; None: that of the layer
+    core: Callable[..., Tensor] | None = None  # attention of this pass, which the layers' cores take as `run`
 
 
 def one_device(

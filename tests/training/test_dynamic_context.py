@@ -37,6 +37,18 @@ LAYOUTS = {
     "dp4": {"max_seqlen_per_dp_cp_rank": 24, "cp_comm_type": "p2p"},
     "dp4 zero3": {"max_seqlen_per_dp_cp_rank": 24, "cp_comm_type": "a2a", **ZERO3},
     "dp2 cp2 at least 2": {"context_parallel_size": 2, "min_dynamic_context_parallel_size": 2},
+    "dp2 cp2 core_attn": {
+        "context_parallel_size": 2,
+        "cp_comm_type": "p2p",
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    },
+    "dp4 saved attention": {
+        "max_seqlen_per_dp_cp_rank": 24,
+        "cp_comm_type": "a2a",
+        "recompute_granularity": "full",
+        "recompute_saves_attention": True,
+    },
     "dp2 tp2 sp": {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,

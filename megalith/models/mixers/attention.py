@@ -70,7 +70,9 @@ class Attention(Runnable):
             context: mask, documents, dropout keys, cache.
         """
         uses_dropout = self.dropout > 0 and context.dropout is not None
-        core = attention if context.layout.full_sequence else context.layout.core or self.core
+        core = attention if context.layout.full_sequence else self.core
+        if context.layout.core is not None:
+            core = partial(core, run=context.layout.core)
         value = context.without_padding(value)
         causal = context.causal and query.shape[1] > 1
         if self.record_logits is not None and self.training:

@@ -103,9 +103,21 @@ def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_com
         groups: axes by size. `TokenInputs.cp_size` selects the axis of a pass.
         cp_comm_type: how keys and values, or heads, are exchanged.
     """
-    cores = {size: context_core(axis, cp_comm_type) for size, axis in groups.items() if size > 1}
+    cores = {
+        size: attention if size == 1 else context_core(axis, cp_comm_type) for size, axis in groups.items()
+    }
+    for layer in layers_of(model).values():
+        for mixer in layer.mixers:
+            plug(mixer, "core", _pass_core)
     for stack in stacks_of(model):
         plug(stack, "pass_layout", partial(_dynamic_layout, stack.pass_layout, cores))
+
+
+def _pass_core(
+    query: Tensor, key: Tensor, value: Tensor, *, run: Callable[..., Tensor], **settings
+) -> Tensor:
+    """Compute attention by the core of the pass. Recomputation wraps this function, whatever the pass."""
+    return run(query, key, value, **settings)
 
 
 def _dynamic_layout(
@@ -120,7 +132,7 @@ def _dynamic_layout(
     """Return the layout of a pass over rows that `cp_size` ranks share. Without position ids, such as in generation,
     every rank has full sequences."""
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
-    if not has_position_ids or cp_size in (None, 1):
+    if not has_position_ids or cp_size is None:
         return replace(layout, full_sequence=True)
     return replace(layout, cp_size=cp_size, core=cores[cp_size])
 
