@@ -118,6 +118,7 @@ def decode_attention(
     is as above. `window` and `softcap` are 0 for none.
     """
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+    positions = positions.contiguous()  # a column of several tokens' positions is not
     (rows, heads, size), groups = query.shape, key.shape[1]
     width, in_group, columns = triton.next_power_of_2(size), heads // groups, groups * size
     strides = cache.stride()[:3]
