@@ -17,7 +17,6 @@ router and the rows' destinations are in the graph (`MoE.plan`), the experts are
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -189,7 +188,8 @@ class MoE(Runnable):
         if context.adapters is None:
             return plan
         tokens_per_sequence = len(routing.weights) // context.batch
-        return plan._replace(adapters=context.adapters.repeat_interleave(tokens_per_sequence))
+        adapters = context.adapters.repeat_interleave(tokens_per_sequence)
+        return ExpertRows(*plan[:-1], adapters)  # torch 2.11's compiler does not support _replace here
 
     # Parts that benefit are compiled separately. torch.compiler.disable would import the compiler, which takes seconds.
     @disable_tracing
@@ -272,11 +272,12 @@ class Dispatch:
             sizes = (plan.size,) * len(plan.counts)
         elif not plan.complete and not plan.bounded:
             sizes = tuple(plan.counts.tolist())
-        groups = RowGroups(plan.counts, sizes, plan.bounded)
-        rows, row_weights, order = self.take(x, plan, None if sizes is None else sum(sizes), groups.end)
+        count, adapters = None if sizes is None else sum(sizes), None
         if plan.adapters is not None:
-            tokens = (plan.pair[: len(rows)] // plan.row.shape[1]).clamp(max=len(x) - 1)  # of padding: any
-            groups = replace(groups, adapters=plan.adapters[tokens])
+            tokens = (plan.pair[:count] // plan.row.shape[1]).clamp(max=len(x) - 1)  # of padding: any
+            adapters = plan.adapters[tokens]
+        groups = RowGroups(plan.counts, sizes, plan.bounded, adapters)
+        rows, row_weights, order = self.take(x, plan, count, groups.end)
         rows = experts(rows, row_weights, groups)
         return sum_rows(rows, order, self.fusion, self.in_order)
 
