@@ -204,12 +204,13 @@ def turns(engine: Engine) -> list[tuple[list[int], list[float]]]:
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reused_keys_and_values_change_no_bit_of_batch_invariant_engines(dtype, graphs):
-    """Idle rows are written to by the steps of a graph, after which their prefixes are used."""
+    """Idle rows are written to by the steps of a graph, after which their prefixes are used. Five rows do not keep the
+    prefixes of twelve sequences."""
     model, _ = trained_model(device="cuda")
-    sizes = dict(max_rows=5, max_tokens=160, dtype=dtype, batch_invariant=True, graphs=graphs)
-    expected = turns(engine_for(model, **sizes, prefix_reuse=False))
-    for budget in (0, 2**24):
-        engine = engine_for(model, **sizes, prefix_cache_bytes=budget)
+    sizes = dict(max_tokens=160, dtype=dtype, batch_invariant=True, graphs=graphs)
+    expected = turns(engine_for(model, **sizes, max_rows=5, prefix_reuse=False))
+    for rows, budget in ((12, 0), (5, 2**24)):
+        engine = engine_for(model, **sizes, max_rows=rows, prefix_cache_bytes=budget)
         assert turns(engine) == expected and engine.reused_tokens > 0
 
 
