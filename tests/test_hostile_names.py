@@ -109,7 +109,7 @@ def test_generate(capsys, monkeypatch):
     tokenizer = build_tokenizer("ByteTokenizer")
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=257, encoder_layers=0))
     monkeypatch.setattr(
-        megalith.training.loading, "load_with_tokenizer", lambda path, device, **options: (model, tokenizer)
+        megalith.training.loading, "load_with_tokenizer", lambda *args, **options: (model, tokenizer)
     )
     done = Completion(0, 0, tokenizer.encode("]52;c;cm0=\x07two\nlines"), [], truncated=True)
     monkeypatch.setattr(megalith.generation.sampling, "complete", lambda *args, **options: [done])

@@ -17,6 +17,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -100,7 +101,7 @@ def library_seconds(folder: Path, workers: int) -> Seconds:
 
 def preprocess_seconds(folder: Path, workers: int) -> Seconds:
     tokenizer = tokenizer_of(folder)
-    before = os.times()
+    before = processor_seconds()
     summary = preprocess(
         [folder / "text.jsonl"],
         folder / "out",
@@ -110,12 +111,11 @@ def preprocess_seconds(folder: Path, workers: int) -> Seconds:
         overwrite=True,
         show_progress=False,
     )
-    processor = sum(after - start for after, start in zip(os.times()[:4], before[:4]))  # and the children's
-    return Seconds(summary.seconds, processor)
+    return Seconds(summary.seconds, processor_seconds() - before)
 
 
 def document_seconds(folder: Path, workers: int) -> Seconds:
-    before, start = os.times(), time.perf_counter()
+    before, start = processor_seconds(), time.perf_counter()
     with (
         IndexedWriter(folder / "megatron", np.dtype(np.uint16), overwrite=True) as writer,
         multiprocessing.Pool(workers, start_worker, (folder,)) as pool,
@@ -125,8 +125,13 @@ def document_seconds(folder: Path, workers: int) -> Seconds:
             writer.add_documents(np.array(ids, np.uint16), np.array([len(ids)]))
         pool.close()
         pool.join()
-    processor = sum(after - start for after, start in zip(os.times()[:4], before[:4]))
-    return Seconds(time.perf_counter() - start, processor)
+    return Seconds(time.perf_counter() - start, processor_seconds() - before)
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process and of its ended children, to the microsecond."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 ALONE = {"library": library_seconds, "preprocess": preprocess_seconds, "document": document_seconds}

@@ -66,6 +66,7 @@ EXTRAS = {
     "accelerate": (("accelerate", "transformers"), "Accelerate's scripts"),
     "math": (("math_verify",), "the reward math_verify"),
     "evaluate": (("lm_eval",), "benchmarks by `megalith evaluate --tasks`"),
+    "grammar": (("llguidance",), "JSON schemas in generation"),
     "log": (("tensorboard", "wandb"), "TensorBoard and Weights & Biases"),
     "remote": (("fsspec", "s3fs", "gcsfs"), "checkpoints and data in object stores"),
 }

@@ -83,6 +83,8 @@ def sampled_blocks(
 ) -> Tensor:
     """Return statistics of blocks of logits for sampling; see ops.gumbel.sampled_blocks."""
     rows, width = logits.shape
+    keys = keys.contiguous()
+    least = None if least is None else least.contiguous()  # top_k's is a column
     blocks = triton.cdiv(width, SAMPLED)
     out = torch.empty(rows, blocks, 5, dtype=torch.float32, device=logits.device)
     _sample[(rows, blocks)](
