@@ -111,7 +111,10 @@ def grpo(args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: 
 def lora(
     args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: int, quantizes: bool = False
 ) -> dict[str, Any]:
-    config = model_run(args.workload, [each for each in args.set if each.startswith("model.")])
+    settings = [each for each in args.set if each.startswith("model.")]
+    if WORKLOADS[args.workload]["model"].get("moe_router_force_load_balancing"):  # no published model has it
+        settings.append("model.moe_router_force_load_balancing=false")
+    config = model_run(args.workload, settings)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not (folder / "base").exists():
         base = build_hugging_face(config.model, device, torch.bfloat16)
@@ -121,6 +124,8 @@ def lora(
     settings, args.set = args.set, [each for each in args.set if not each.startswith("model.")]
     try:
         model = {**dict.fromkeys(WORKLOADS[args.workload]["model"]), "init_from": str(folder / "base")}
+        if "moe_router_force_load_balancing" in model:
+            model["moe_router_force_load_balancing"] = False
         sections = {"model": model, "lora": {"rank": 16, "alpha": 32}}
         if quantizes:
             sections["lora"]["quantize_base"] = args.quantize_base

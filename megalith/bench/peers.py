@@ -221,8 +221,17 @@ def peft(run: RunConfig, device: str, patched: bool = False) -> Peer:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(build_hugging_face(run.model, device, torch.bfloat16), adapters)
+    targets = {"target_modules": "all-linear"}
+    if run.model.num_experts:  # parameters in transformers, which all-linear leaves out
+        targets = {
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        }
+    adapters = LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM", **targets)
+    settings = run.model.model_copy(
+        update={"moe_router_force_load_balancing": False}
+    )  # transformers has none
+    model = get_peft_model(build_hugging_face(settings, device, torch.bfloat16), adapters)
     if not patched:
         return under_autocast(loss_by_logits(model), device), model
 
