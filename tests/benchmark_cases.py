@@ -258,6 +258,23 @@ def test_fine_tuning_is_measured(bench):
         assert ratio in text
 
 
+@pytest.mark.full
+def test_adapters_on_experts_are_measured(bench):
+    sizes = (
+        "num_layers=1",
+        "hidden_size=32",
+        "num_attention_heads=2",
+        "num_query_groups=1",
+        "kv_channels=16",
+    )
+    sizes += ("num_experts=4", "moe_ffn_hidden_size=16", "moe_router_topk=2", "vocab_size=128")
+    words = ("--runs", "lora", "--steps", 3, "--warmup", 1, "--batch", 2, "--micro", 1, "--set")
+    text = bench(
+        "finetune", "qwen3-30b-a3b", *words, *(f"model.{size}" for size in sizes), "data.seq_length=32"
+    )
+    assert "failed" not in text and "qwen3-30b-a3b lora" in text, text
+
+
 def test_dynamic_context_parallelism_is_compared_with_the_layout_that_it_replaces(bench):
     sizes = ("--seq-length", 256, "--median", 30, "--batch", 4, "--steps", 3, "--warmup", 1)
     small = (f"model.{name}" for name in ("num_layers=1", "hidden_size=32", "ffn_hidden_size=32"))
