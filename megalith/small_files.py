@@ -81,7 +81,12 @@ def resolve_regular(path: Path, folder: Path) -> Path:
 
 def _open_regular(path: Path, name: Path) -> BinaryIO:
     """Open a file without waiting for a pipe's writer. Raises RefusedFile where it is not regular."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # Python 3.13 does not raise in `resolve`
+            raise _circle(name) from None
+        raise
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")
@@ -91,12 +96,16 @@ def _open_regular(path: Path, name: Path) -> BinaryIO:
     raise RefusedFile(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(name))
 
 
+def _circle(path: Path) -> RefusedFile:
+    return RefusedFile(errno.ELOOP, "its symbolic links lead in a circle", str(path))
+
+
 def resolve_inside(path: Path, folder: Path) -> Path:
     """Return the file that `path` leads to. Raises OSError if it is outside of `folder`."""
     try:
         real, root = path.resolve(), folder.resolve()
     except RuntimeError:  # Python 3.11 and 3.12 for links in a circle
-        raise RefusedFile(errno.ELOOP, "its symbolic links lead in a circle", str(path)) from None
+        raise _circle(path) from None
     if real.is_relative_to(root) or any(real.is_relative_to(blobs) for blobs in _hub_blobs(root)):
         return real
     raise RefusedFile(
