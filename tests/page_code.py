@@ -68,7 +68,7 @@ def small_tokenizer(folder: str) -> None:
     from megalith.cli.main import main
 
     Path("text.jsonl").write_text("".join(json.dumps({"text": f"def main(): {n}"}) + "\n" for n in range(50)))
-    assert main(f"tokenizer train --input text.jsonl --vocab-size 300 --output {folder}".split()) == 0
+    assert main(f"tokenizer train --input text.jsonl --vocab-size 300 --output {folder} --overwrite".split()) == 0
 
 
 def small_model(folder: str, kind: str = "Llama", **sizes: int) -> None:
