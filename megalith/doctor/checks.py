@@ -42,7 +42,7 @@ def worst_status(checks: Sequence[Check]) -> str:
 
 
 SUPPORTED = {
-    "Python": ((3, 11), (3, 13)),
+    "Python": ((3, 11), (3, 14)),
     "torch": ((2, 11), (2, 13)),
 }
 """Oldest supported version and newest tested version."""

@@ -247,7 +247,7 @@ def test_remains_of_other_kinds_are_left_alone(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize("refusal", [errno.EIO, errno.ESTALE, errno.EACCES])
-@pytest.mark.parametrize(("owner", "call"), [(Path, "stat"), (manifest, "read_small_file")])
+@pytest.mark.parametrize(("owner", "call"), [(Path, "lstat"), (manifest, "read_small_file")])
 def test_a_step_whose_manifest_cannot_be_read_for_a_moment_is_neither_deleted_nor_counted(
     tiny_run, tmp_path, monkeypatch, owner, call, refusal
 ):
