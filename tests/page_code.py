@@ -5,6 +5,7 @@ run says why; its names are still imported.
 """
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,9 +58,10 @@ def small_run_file(path: str, **sections: dict) -> None:
 
 
 def small_run(folder: str, **sections: dict) -> None:
-    """A trained run in `folder`."""
+    """A trained run in `folder`, in place of an earlier command's."""
     import megalith
 
+    shutil.rmtree(folder, ignore_errors=True)
     small_run_file("small.yaml", train={"output_dir": folder}, **sections)
     megalith.train(megalith.RunConfig.load("small.yaml", ["--train.train_iters", "2"]))
 
@@ -68,7 +70,10 @@ def small_tokenizer(folder: str) -> None:
     from megalith.cli.main import main
 
     Path("text.jsonl").write_text("".join(json.dumps({"text": f"def main(): {n}"}) + "\n" for n in range(50)))
-    assert main(f"tokenizer train --input text.jsonl --vocab-size 300 --output {folder} --overwrite".split()) == 0
+    assert (
+        main(f"tokenizer train --input text.jsonl --vocab-size 300 --output {folder} --overwrite".split())
+        == 0
+    )
 
 
 def small_model(folder: str, kind: str = "Llama", **sizes: int) -> None:
