@@ -152,8 +152,8 @@ class PrefixReuse:
     def _refresh(self) -> None:
         """Add the tokens that the rows' sequences have got since the last call."""
         for holder in self._rows:
-            if holder.sequence is not None and (more := holder.sequence.length - 1 - len(holder.tokens)) > 0:
-                holder.tokens += _prefilled(holder.sequence)[-more:]
+            if holder.sequence is not None and holder.sequence.length - 1 > len(holder.tokens):
+                holder.tokens += _prefilled(holder.sequence, len(holder.tokens))
                 self._add(holder, holder.tokens)
                 if holder.sequence.ended:
                     holder.sequence = None
@@ -215,9 +215,10 @@ class PrefixReuse:
         self._add(kept, kept.tokens)
 
 
-def _prefilled(sequence: RowSequence) -> list[int]:
-    """Return the tokens whose keys and values a row holds: all but the last one."""
-    return tokens_of_adapter([*sequence.prompt, *sequence.ids][:-1], sequence.adapter)
+def _prefilled(sequence: RowSequence, first: int = 0) -> list[int]:
+    """Return the tokens from `first` on whose keys and values a row holds: all but the last one."""
+    prompt, sampled = sequence.prompt[first:], sequence.ids[max(first - len(sequence.prompt), 0) :]
+    return tokens_of_adapter([*prompt, *sampled][:-1], sequence.adapter)
 
 
 def tokens_of_adapter(tokens: list[int], adapter: int) -> list[int]:

@@ -172,14 +172,16 @@ class RunningBatch:
         for row, sequence in enumerate(window.owners):
             if sequence is None or sequence.ended:
                 continue
-            indices = [at for at, token in enumerate(ids[row]) if token >= 0]
-            if not indices:
+            new, its_logprobs, indices = ids[row], logprobs[row], range(len(ids[row]))
+            if -1 in new:
+                indices = [at for at, token in enumerate(new) if token >= 0]
+                new, its_logprobs = ([values[at] for at in indices] for values in (new, its_logprobs))
+            if not new:
                 continue
-            new, its_logprobs = ([values[row][at] for at in indices] for values in (ids, logprobs))
             count = sequence.append(new, its_logprobs)
             sequence.versions += [window.version] * count
             if window.routes is not None:
-                sequence.routes.append(window.routes[indices[:count], row].numpy())
+                sequence.routes.append(window.routes[list(indices[:count]), row].numpy())
             added.append((sequence, new[:count]))
             if len(sequence.ids) >= sequence.pause_at or sequence.ended:
                 if self._owners[row] is sequence:
