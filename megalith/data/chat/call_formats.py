@@ -48,6 +48,18 @@ class ParsedTurn:
     """{role, content, …} for the chat template and the rewards."""
     calls: list[ToolCall] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, content: str, calls: list[ToolCall], others: Message | None = None) -> ParsedTurn:
+        """Return the assistant's turn with this content; its message has the calls that are valid, and `others`."""
+        message: Message = {"role": "assistant", "content": content, **(others or {})}
+        valid = [call for call in calls if call.error is None]
+        if valid:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in valid
+            ]
+        return cls(message, calls)
+
 
 @dataclass(frozen=True)
 class ParseContext:
@@ -71,21 +83,21 @@ def hermes(text: str, context: ParseContext) -> ParsedTurn:
     answer = text.rfind(THINK_END) + len(THINK_END) if THINK_END in text else 0
     begin = text.find("<tool_call>", answer)
     if begin < 0:
-        return _turn(text, [])
+        return ParsedTurn.of(text, [])
     calls = []
     for match in re.finditer(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", text[begin:], re.DOTALL):
         if match[2]:
             calls.append(_json_call(match[1], ("arguments",)))
         else:
             calls.append(_malformed("it has no closing </tool_call>", "arguments"))
-    return _turn(text[:begin].rstrip(), calls)
+    return ParsedTurn.of(text[:begin].rstrip(), calls)
 
 
 def llama3_json(text: str, context: ParseContext) -> ParsedTurn:
     """Parse a turn that consists of JSON objects with `name` and `parameters`."""
     rest = text.strip().removeprefix("<|python_tag|>").lstrip()
     if not rest.startswith("{"):
-        return _turn(text, [])
+        return ParsedTurn.of(text, [])
     calls, decoder = [], json.JSONDecoder()
     while rest:
         try:
@@ -95,7 +107,7 @@ def llama3_json(text: str, context: ParseContext) -> ParsedTurn:
             break
         calls.append(_json_call(rest[:end], ("parameters", "arguments")))
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return _turn("", calls)
+    return ParsedTurn.of("", calls)
 
 
 def response_template(text: str, context: ParseContext) -> ParsedTurn:
@@ -106,13 +118,13 @@ def response_template(text: str, context: ParseContext) -> ParsedTurn:
             text + context.eos, context.response_template, prefix=context.prefix, tools=list(context.tools)
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        return _turn(text, [_malformed(f"it cannot be parsed ({error})", "arguments")])
+        return ParsedTurn.of(text, [_malformed(f"it cannot be parsed ({error})", "arguments")])
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call) if isinstance(call, dict) else {}
         calls.append(_object_call(function, ("arguments",)))
     others = {name: value for name, value in message.items() if name != "tool_calls"}
-    return _turn(others.pop("content", None) or "", calls, others)
+    return ParsedTurn.of(others.pop("content", None) or "", calls, others)
 
 
 def _transformers_parser() -> Callable[..., Message]:
@@ -124,17 +136,6 @@ def _transformers_parser() -> Callable[..., Message]:
             f"failed ({error}); pip install 'megalith[hf]', or choose hermes or llama3_json"
         ) from None
     return parse_response
-
-
-def _turn(content: str, calls: list[ToolCall], others: Message | None = None) -> ParsedTurn:
-    message: Message = {"role": "assistant", "content": content, **(others or {})}
-    valid = [call for call in calls if call.error is None]
-    if valid:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in valid
-        ]
-    return ParsedTurn(message, calls)
 
 
 def _malformed(reason: str, key: str, name: str = "invalid") -> ToolCall:

@@ -39,19 +39,13 @@ def harmony(text: str, context: ParseContext) -> ParsedTurn:
             thinking.append(body)
         else:
             content.append(body)
-    message: dict = {"role": "assistant", "content": "\n".join(content)}
+    text, others = "\n".join(content), {}
     if thinking:
-        message["thinking"] = message["reasoning_content"] = "\n".join(thinking)
-    valid = [call for call in calls if call.error is None]
-    if valid:
-        if thinking:  # gpt-oss's template takes one of them beside calls
-            message["thinking"] = "\n".join([*thinking, *content])
-            message["content"] = ""
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in valid
-        ]
-    return ParsedTurn(message, calls)
+        others["thinking"] = others["reasoning_content"] = "\n".join(thinking)
+        if any(call.error is None for call in calls):  # gpt-oss's template takes one of them beside calls
+            others["thinking"] = "\n".join([*thinking, *content])
+            text = ""
+    return ParsedTurn.of(text, calls, others)
 
 
 def _call(name: str, body: str) -> ToolCall:

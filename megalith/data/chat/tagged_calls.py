@@ -64,14 +64,7 @@ def _parsed(text: str, context: ParseContext, read: Reader, example: str) -> Par
             types = _types(name, context)
             values = {key.strip(): _value(value, types.get(key.strip())) for key, value in arguments}
             calls.append(ToolCall(name, values))
-    message: dict[str, Any] = {"role": "assistant", "content": text[:begin].rstrip()}
-    valid = [call for call in calls if call.error is None]
-    if valid:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in valid
-        ]
-    return ParsedTurn(message, calls)
+    return ParsedTurn.of(text[:begin].rstrip(), calls)
 
 
 def _types(name: str, context: ParseContext) -> dict[str, Any]:
