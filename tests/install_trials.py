@@ -86,7 +86,7 @@ SERVES: dict[
     "accelerate": (
         "megalith accelerate launch --cpu --num_processes 1 {root}/tests/dialects/accelerate_script.py env out",
     ),
-    "math": ("from megalith.rl.rewards import reward_function\nreward_function('math_verify')",),
+    "math": ("from megalith.rl.rewards.rewards import reward_function\nreward_function('math_verify')",),
     "evaluate": ("import lm_eval\nimport megalith.training.task_harness",),
     "docs": ("mkdocs build --strict --config-file {root}/site/mkdocs.yml --site-dir {folder}/site",),
     "test": ("pytest {root}/tests/test_public_surface.py -n 0",),

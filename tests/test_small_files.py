@@ -27,7 +27,7 @@ from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import DataError, MegalithError
 from megalith.report.metrics import read_records
 from megalith.report.page import write_report
-from megalith.rl.rollouts import decompress_zstd
+from megalith.rl.rollouts.rollouts import decompress_zstd
 from megalith.small_files import LARGEST, read_bounded, read_small_file
 
 SECRET = "PRIVATE KEY of the user"

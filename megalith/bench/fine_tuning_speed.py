@@ -25,7 +25,7 @@ import torch
 from megalith.bench.peers import build_hugging_face, model_run
 from megalith.bench.training_speed import PEERS, measure, measure_peer, show
 from megalith.bench.workloads import WORKLOADS
-from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
+from megalith.rl.rollouts.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
 
 MEDIAN, SIGMA, LONGEST, SEED = 350, 0.9, 4096, 1234
 GROUP, PROMPT = 8, 64  # completions, tokens

@@ -34,9 +34,9 @@ from megalith.parity.job import start
 from megalith.rl.distill import DistillationTask
 from megalith.rl.dpo import PreferenceTask
 from megalith.rl.kto import KtoTask
-from megalith.rl.model_rewards import RewardModel
-from megalith.rl.prompts import Prompt
-from megalith.rl.scored_text import ScoredText
+from megalith.rl.rewards.model_rewards import RewardModel
+from megalith.rl.rewards.scored_text import ScoredText
+from megalith.rl.rollouts.prompts import Prompt
 from megalith.training.run_state import Run, Task
 
 SEED = 1234

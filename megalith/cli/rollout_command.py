@@ -29,10 +29,10 @@ from megalith.progress import Progress
 from megalith.report.summary import print_summary
 from megalith.rl.engines.rollout_engine import engine_sizes
 from megalith.rl.grpo import open_agent
-from megalith.rl.prompts import Prompt, held_out_prompts, open_prompts, run_prompts
-from megalith.rl.rewards import Rewards
-from megalith.rl.rollout_metrics import absent_message, absent_rewards, prefill_metrics
-from megalith.rl.rollouts import Rollouts, save_rollouts
+from megalith.rl.rewards.rewards import Rewards
+from megalith.rl.rollouts.prompts import Prompt, held_out_prompts, open_prompts, run_prompts
+from megalith.rl.rollouts.rollout_metrics import absent_message, absent_rewards, prefill_metrics
+from megalith.rl.rollouts.rollouts import Rollouts, save_rollouts
 from megalith.rl.sampling.scored_groups import GroupRecord, sample_groups
 from megalith.tables import format_bytes
 from megalith.training.build import COMPUTE_DTYPES, prepare

@@ -71,10 +71,10 @@ CALL_FORMATS: dict[str, str] = {  # rl.tool_call_format
     "response_template": "megalith.data.chat.call_formats:response_template",
 }
 ENVIRONMENTS: dict[str, str] = {  # rl.environment, as NAME:ID
-    "skyrl_gym": "megalith.rl.agents.skyrl_gym:make_environment",
-    "reasoning_gym": "megalith.rl.agents.reasoning_gym:make_environment",
-    "textarena": "megalith.rl.agents.textarena:make_environment",
-    "openenv": "megalith.rl.agents.openenv:make_environment",
+    "skyrl_gym": "megalith.rl.environments.skyrl_gym:make_environment",
+    "reasoning_gym": "megalith.rl.environments.reasoning_gym:make_environment",
+    "textarena": "megalith.rl.environments.textarena:make_environment",
+    "openenv": "megalith.rl.environments.openenv:make_environment",
 }
 
 

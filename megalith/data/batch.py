@@ -68,8 +68,8 @@ class Batch:
     They do not count in the balance of experts. None: only `padding`.
     """
     routes: Tensor | None = field(default=None, kw_only=True)
-    """int16 [batch, seq, layers with experts, topk], the experts that routers replay (rl/routes.py); negative where
-    routers choose. None: routers choose everywhere.
+    """int16 [batch, seq, layers with experts, topk], the experts that routers replay (rl/rollouts/routes.py); negative
+    where routers choose. None: routers choose everywhere.
     """
 
     cp_size: int | None = field(default=None, kw_only=True)

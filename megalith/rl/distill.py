@@ -39,9 +39,9 @@ from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.model_spec import LOSSES
 from megalith.planner.layout import with_auto
 from megalith.report.report import TokenCounts
-from megalith.rl.on_policy import StudentSamples
-from megalith.rl.reference import StepData
-from megalith.rl.summed_loss import SummedLoss
+from megalith.rl.auxiliary_models.reference import StepData
+from megalith.rl.objectives.summed_loss import SummedLoss
+from megalith.rl.sampling.on_policy import StudentSamples
 from megalith.rl.teachers.model_teacher import AdapterFreeTeacher, ModelTeacher
 from megalith.rl.teachers.served_teacher import ServedTeacher
 from megalith.rl.teachers.several_teachers import SeveralTeachers

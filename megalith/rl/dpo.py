@@ -18,8 +18,10 @@ from torch import Tensor
 from megalith.comm.collectives import all_reduce_no_grad, gather_json
 from megalith.config import RunConfig, require_run_config
 from megalith.errors import ConfigError, DataError
-from megalith.rl.answer_batch import answer_fields
-from megalith.rl.preference_loss import (
+from megalith.rl.auxiliary_models.reference import LogProbs, StepData
+from megalith.rl.auxiliary_models.synced_reference import ReferenceTask
+from megalith.rl.objectives.answer_batch import answer_fields
+from megalith.rl.objectives.preference_loss import (
     SHARP,
     PreferenceBatch,
     PreferenceLoss,
@@ -28,8 +30,6 @@ from megalith.rl.preference_loss import (
     rank_values,
 )
 from megalith.rl.preference_losses.ranked_losses import match_ranks
-from megalith.rl.reference import LogProbs, StepData
-from megalith.rl.synced_reference import ReferenceTask
 from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult, train
 

@@ -23,22 +23,22 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.parallel.shards import LocalShard
 from megalith.report.metrics import ExpertStepMetrics
-from megalith.rl.adaptive_entropy import EntropyController
 from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
-from megalith.rl.critic import Critic, CriticRolloutData
-from megalith.rl.drift import LargestDrift, drift_error, largest_drift_of_step, no_comparable_token
-from megalith.rl.model_rewards import model_names, reward_model_config
-from megalith.rl.objective import PolicyLoss
-from megalith.rl.prompts import held_out_prompts, policy_vocab_size, run_prompts
-from megalith.rl.reference import LogProbs
-from megalith.rl.rewards import Rewards, reward_function
-from megalith.rl.rollout_data import RolloutData
-from megalith.rl.rollout_reader import RolloutFiles
-from megalith.rl.rollout_source import FileRollouts, RolloutSource
+from megalith.rl.auxiliary_models.critic import Critic, CriticRolloutData
+from megalith.rl.auxiliary_models.reference import LogProbs
+from megalith.rl.auxiliary_models.synced_reference import ReferenceTask
+from megalith.rl.objectives.adaptive_entropy import EntropyController
+from megalith.rl.objectives.policy_loss import PolicyLoss
+from megalith.rl.rewards.model_rewards import model_names, reward_model_config
+from megalith.rl.rewards.rewards import Rewards, reward_function
+from megalith.rl.rollouts.prompts import held_out_prompts, policy_vocab_size, run_prompts
+from megalith.rl.rollouts.rollout_data import RolloutData
+from megalith.rl.rollouts.rollout_reader import RolloutFiles
+from megalith.rl.rollouts.rollout_source import FileRollouts, RolloutSource
+from megalith.rl.sampling.drift import LargestDrift, drift_error, largest_drift_of_step, no_comparable_token
 from megalith.rl.sampling.live_rollouts import LiveRollouts
 from megalith.rl.sampling.scored_groups import prefixed
-from megalith.rl.synced_reference import ReferenceTask
 from megalith.rl.teachers.model_teacher import teacher_config
 from megalith.rl.teachers.teacher_advantages import TeacherAdvantages
 from megalith.training.run_state import Run

@@ -27,11 +27,11 @@ from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig, require_run_config
 from megalith.config.preferences import KtoConfig
 from megalith.errors import ConfigError
-from megalith.rl.answer_batch import AnswerBatch, answer_fields
-from megalith.rl.reference import LogProbs, StepData
-from megalith.rl.sequences import Sequences
-from megalith.rl.summed_loss import SummedLoss
-from megalith.rl.synced_reference import ReferenceTask
+from megalith.rl.auxiliary_models.reference import LogProbs, StepData
+from megalith.rl.auxiliary_models.synced_reference import ReferenceTask
+from megalith.rl.objectives.answer_batch import AnswerBatch, answer_fields
+from megalith.rl.objectives.sequences import Sequences
+from megalith.rl.objectives.summed_loss import SummedLoss
 from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult, train
 

@@ -15,8 +15,8 @@ import torch
 
 from megalith.config import RunConfig, require_run_config
 from megalith.errors import ConfigError
-from megalith.rl.answer_batch import AnswerBatch, answer_fields, count_tokens
-from megalith.rl.reward_loss import reward_loss
+from megalith.rl.objectives.answer_batch import AnswerBatch, answer_fields, count_tokens
+from megalith.rl.objectives.reward_loss import reward_loss
 from megalith.training.run_datasets import Data
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train

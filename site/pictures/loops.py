@@ -11,9 +11,9 @@ from megalith.models.linear import Linear
 from megalith.ops.fp8.recipes import CurrentScaling, Fp8Gemm
 from megalith.ops.gemm import Operand
 from megalith.parallel.seams import plug
-from megalith.rl.advantages import compute_advantages
-from megalith.rl.prompts import Prompt
+from megalith.rl.advantages.advantages import compute_advantages
 from megalith.rl.reward_functions.arithmetic import arithmetic
+from megalith.rl.rollouts.prompts import Prompt
 from pictures.svg import Picture
 
 FORMATS = {

@@ -21,7 +21,7 @@ from torch._inductor import compile_fx
 from megalith.checkpoint import memory_snapshots, saver
 from megalith.checkpoint.memory_snapshots import MemorySnapshots
 from megalith.launch import in_process, rank_replacement
-from megalith.rl.rewards import Rewards
+from megalith.rl.rewards.rewards import Rewards
 from megalith.rl.sampling.rollout_sampler import RolloutSampler
 from megalith.rl.sampling.weight_sync import WeightSync
 from megalith.training import trainer

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from megalith.config import RunConfig
-from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
+from megalith.rl.rollouts.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
 
 VOCAB, SEQ, GROUPS, EACH = 61, 32, 4, 4
 MODEL = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, vocab_size=VOCAB,

@@ -6,7 +6,7 @@ import pytest
 from rollout_files import configuration
 from test_grpo_layouts import run_of
 
-from megalith.rl.adaptive_entropy import EntropyController
+from megalith.rl.objectives.adaptive_entropy import EntropyController
 
 ADAPTIVE = dict(use_adaptive_entropy=True, entropy_coef=0.01, entropy_coef_delta=0.02, entropy_coef_max=0.04,
                 entropy_target=1.0)  # fmt: skip

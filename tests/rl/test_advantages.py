@@ -5,7 +5,7 @@ import pytest
 
 from megalith.config import RlConfig, RunConfig
 from megalith.errors import ConfigError
-from megalith.rl.advantages import compute_advantages, overlong_penalty
+from megalith.rl.advantages.advantages import compute_advantages, overlong_penalty
 
 NAN = float("nan")
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [0.0, NAN, 3.0, 6.0]])[..., None]

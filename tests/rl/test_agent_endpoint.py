@@ -15,11 +15,11 @@ from tool_policy import FORGETFUL, TEMPLATE, call, shared_template, tokenizer_in
 from megalith.config.rl import RlConfig
 from megalith.errors import DataError
 from megalith.generation.requests import Sampling
-from megalith.rl import prompts as run_prompts
 from megalith.rl.agents import endpoint_agent as agents
 from megalith.rl.agents.endpoint_agent import EndpointAgent
-from megalith.rl.prompts import open_prompts
-from megalith.rl.rewards import Rewards
+from megalith.rl.rewards.rewards import Rewards
+from megalith.rl.rollouts import prompts as run_prompts
+from megalith.rl.rollouts.prompts import open_prompts
 from megalith.rl.sampling.scored_groups import GroupRecord, sample_groups
 
 

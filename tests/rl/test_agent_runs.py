@@ -18,7 +18,7 @@ from megalith.errors import ConfigError, TrainingError
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import BOUND, relative_error
 from megalith.rl.grpo import train_grpo
-from megalith.rl.rollout_reader import load_rollouts
+from megalith.rl.rollouts.rollout_reader import load_rollouts
 from megalith.training.build import prepare
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

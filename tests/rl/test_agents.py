@@ -18,8 +18,8 @@ from megalith.errors import ConfigError, DataError, TrainingError
 from megalith.generation.requests import Sampling
 from megalith.rl.agents.overlapped_turns import sample_overlapped
 from megalith.rl.agents.policy_agent import PolicyAgent
-from megalith.rl.agents.tool_functions import answer_text, tool_schema
 from megalith.rl.agents.trajectory import Trajectory
+from megalith.rl.tools.tool_functions import answer_text, tool_schema
 
 ANSWERED = "<tool_response>"
 TRLS = {  # TRL 1.16.0's _tool_call_loop on this template and these turns: segments, hashes of prompt and completion ids

@@ -16,7 +16,7 @@ from megalith.bridge.exporter import export_hf
 from megalith.errors import ConfigError, TrainingError
 from megalith.rl.engines import weight_stream
 from megalith.rl.grpo import train_grpo
-from megalith.rl.rollout_reader import load_rollouts
+from megalith.rl.rollouts.rollout_reader import load_rollouts
 
 STEPS = 3
 SYNC = ["wake_up weights", "reload_weights", "wake_up kv_cache", "reset_prefix_cache"]

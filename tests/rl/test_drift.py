@@ -9,9 +9,9 @@ from small_policy import configuration, metrics
 
 from megalith.errors import TrainingError
 from megalith.generation.engine import Engine
-from megalith.rl.drift import CANARY_KEY, mean_ratio
 from megalith.rl.engines import rollout_engine
 from megalith.rl.grpo import train_grpo
+from megalith.rl.sampling.drift import CANARY_KEY, mean_ratio
 
 QKV = "layers.1.self_attention.linear_qkv.weight"
 

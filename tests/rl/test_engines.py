@@ -30,7 +30,7 @@ from megalith.rl.engines import engine_of, json_http, server_engine, weight_stre
 from megalith.rl.engines.deadline import Deadline
 from megalith.rl.engines.weight_stream import WeightStream
 from megalith.rl.grpo import PolicyTask, train_grpo
-from megalith.rl.rollout_reader import load_rollouts
+from megalith.rl.rollouts.rollout_reader import load_rollouts
 from megalith.rl.sampling.scored_groups import decode_queue
 from megalith.training.build import prepare
 from megalith.training.run_state import Run

@@ -19,8 +19,8 @@ from megalith.generation.sync import engine_for
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.job import start
 from megalith.rl.grpo import train_grpo
-from megalith.rl.rollout_data import Sample, make_batch, pack_rows
-from megalith.rl.rollouts import RatedCompletion
+from megalith.rl.rollouts.rollout_data import Sample, make_batch, pack_rows
+from megalith.rl.rollouts.rollouts import RatedCompletion
 from megalith.training.build import build_model
 from megalith.training.trainer import train
 

@@ -13,10 +13,10 @@ from megalith.config import RlConfig
 from megalith.config.extensions import ADVANTAGE_ESTIMATORS, LOSSES, REWARDS
 from megalith.errors import ConfigError, DataError
 from megalith.rl import GrpoLoss
-from megalith.rl.advantages import compute_advantages, load_estimator
+from megalith.rl.advantages.advantages import compute_advantages, load_estimator
 from megalith.rl.grpo import train_grpo
 from megalith.rl.losses.grpo_loss import load_loss
-from megalith.rl.rewards import reward_function
+from megalith.rl.rewards.rewards import reward_function
 
 PAGE = Path(__file__).parents[2] / "docs" / "grpo_objective.md"
 

@@ -25,9 +25,9 @@ from megalith.report.report import Report
 from megalith.rl import GRPOTrainer
 from megalith.rl.engines.rollout_engine import engine_sizes
 from megalith.rl.grpo import PolicyTask, train_grpo
-from megalith.rl.prompts import run_prompts
-from megalith.rl.rewards import Rewards
-from megalith.rl.rollout_reader import load_rollouts
+from megalith.rl.rewards.rewards import Rewards
+from megalith.rl.rollouts.prompts import run_prompts
+from megalith.rl.rollouts.rollout_reader import load_rollouts
 from megalith.rl.sampling.live_rollouts import LiveRollouts
 from megalith.rl.sampling.rollout_sampler import RolloutSampler
 from megalith.training.build import prepare

@@ -23,10 +23,10 @@ from megalith.errors import ConfigError, TrainingError
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.check import LAYOUTS
 from megalith.rl import train_grpo
-from megalith.rl.model_rewards import RewardModel, reward_model_config
-from megalith.rl.prompts import Prompt
-from megalith.rl.scored_text import ScoredText
-from megalith.rl.served_reward_model import ServedRewardModel
+from megalith.rl.rewards.model_rewards import RewardModel, reward_model_config
+from megalith.rl.rewards.scored_text import ScoredText
+from megalith.rl.rewards.served_reward_model import ServedRewardModel
+from megalith.rl.rollouts.prompts import Prompt
 from megalith.training.build import prepare
 
 IDS = [[(3 * k + i) % 15 for i in range(2 + k % 5)] for k in range(7)]

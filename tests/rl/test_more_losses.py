@@ -14,7 +14,7 @@ from megalith.config import RunConfig
 from megalith.config.rules.notes import idle_notes
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
-from megalith.rl.objective import PolicyLoss, RolloutBatch
+from megalith.rl.objectives.policy_loss import PolicyLoss, RolloutBatch
 
 
 def sapo(batch: Padded, positive: float = 1.0, negative: float = 1.05) -> Tensor:

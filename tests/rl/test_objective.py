@@ -10,10 +10,10 @@ import torch
 from megalith.config import DpoConfig, RlConfig, RunConfig
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
-from megalith.rl.drift import mean_ratio
-from megalith.rl.objective import PolicyLoss, RolloutBatch, divisor, mismatch_weights
-from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss
-from megalith.rl.sequences import Sequences
+from megalith.rl.objectives.policy_loss import PolicyLoss, RolloutBatch, divisor, mismatch_weights
+from megalith.rl.objectives.preference_loss import PreferenceBatch, PreferenceLoss
+from megalith.rl.objectives.sequences import Sequences
+from megalith.rl.sampling.drift import mean_ratio
 
 SEQ, TOKENS = 7, (5, 1, 3, 0)  # tokens in the loss of each sequence: the last has none
 

@@ -15,8 +15,8 @@ from megalith.config import RlConfig
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
 from megalith.rl.grpo import train_grpo
-from megalith.rl.objective import PolicyLoss, RolloutBatch
-from megalith.rl.online_pairs import preferred, with_pairs
+from megalith.rl.objectives.online_pairs import preferred, with_pairs
+from megalith.rl.objectives.policy_loss import PolicyLoss, RolloutBatch
 
 LENGTHS = torch.tensor([5, 3, 2, 6])
 REWARDS = np.array([[0.2, 0.9], [0.5, 0.5]])

@@ -13,8 +13,8 @@ from test_grpo_layouts import assert_same, outcome, outcomes
 from megalith.comm.collectives import Axis
 from megalith.parity.check import LAYOUTS
 from megalith.rl import train_grpo
-from megalith.rl.gae import ValueLoss, gae, with_gae
-from megalith.rl.objective import RolloutBatch
+from megalith.rl.advantages.gae import ValueLoss, gae, with_gae
+from megalith.rl.objectives.policy_loss import RolloutBatch
 
 
 def verl_gae(rewards, values, mask, gamma, lam):

@@ -11,7 +11,7 @@ from megalith.config import DpoConfig, RunConfig
 from megalith.config.extensions import PREFERENCE_LOSSES
 from megalith.config.rules.run_rules import check_preference_losses
 from megalith.errors import ConfigError
-from megalith.rl.preference_loss import (
+from megalith.rl.objectives.preference_loss import (
     SHARP,
     PreferenceBatch,
     PreferenceLoss,

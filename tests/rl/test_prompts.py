@@ -12,7 +12,7 @@ from megalith.config.rl import RlConfig
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.plain import ByteTokenizer
 from megalith.errors import DataError
-from megalith.rl.prompts import open_prompts
+from megalith.rl.rollouts.prompts import open_prompts
 
 TEMPLATE = (
     "{{ tools[0] if tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -10,9 +10,9 @@ from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
-from megalith.rl.advantages import total_rewards
-from megalith.rl.objective import RolloutBatch
-from megalith.rl.reward_kl import BatchRewards, with_reward_kl
+from megalith.rl.advantages.advantages import total_rewards
+from megalith.rl.advantages.reward_kl import BatchRewards, with_reward_kl
+from megalith.rl.objectives.policy_loss import RolloutBatch
 
 GROUPS, EACH, TOKENS = 2, 3, 4
 

@@ -14,8 +14,8 @@ import pytest
 
 from megalith.errors import ConfigError, DataError
 from megalith.launch.signals import StopSignals
-from megalith.rl.prompts import Prompt
-from megalith.rl.rewards import Rewards, reward_function
+from megalith.rl.rewards.rewards import Rewards, reward_function
+from megalith.rl.rollouts.prompts import Prompt
 
 
 def prompt(text="p", messages=None, **columns) -> Prompt:
@@ -296,7 +296,7 @@ def test_a_reward_may_start_processes_and_they_end_with_it(tmp_path):
 @pytest.mark.full
 def test_workers_end_with_a_program_that_does_not_close_them(tmp_path):
     program = (
-        "from megalith.rl.rewards import Rewards; from megalith.rl.prompts import Prompt\n"
+        "from megalith.rl.rewards.rewards import Rewards; from megalith.rl.rollouts.prompts import Prompt\n"
         "judge = Rewards([lambda completions, **columns: [0.0]], [Prompt(0, [1], 'p')], max_tokens=1, workers=2)\n"
         "judge([(0, ['a'], [[1]])])\n"
     )

@@ -36,14 +36,14 @@ from megalith.models.transformer import Stack
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import relative_error
 from megalith.rl.agents.trajectory import Trajectory
-from megalith.rl.critic import Critic
+from megalith.rl.auxiliary_models.critic import Critic
 from megalith.rl.engines.server_engine import ServerEngine
 from megalith.rl.engines.sglang_server import SglangServer
 from megalith.rl.engines.vllm_server import VllmServer
 from megalith.rl.grpo import open_rollouts, train_grpo
-from megalith.rl.rollout_reader import load_rollouts
-from megalith.rl.rollouts import Rollouts, save_rollouts
-from megalith.rl.routes import decode_routes, encode_routes, server_routes
+from megalith.rl.rollouts.rollout_reader import load_rollouts
+from megalith.rl.rollouts.rollouts import Rollouts, save_rollouts
+from megalith.rl.rollouts.routes import decode_routes, encode_routes, server_routes
 from megalith.rl.sampling import scored_groups
 from megalith.rl.sampling.scored_groups import Sampled
 from megalith.rl.teachers.teacher_advantages import TeacherAdvantages

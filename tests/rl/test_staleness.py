@@ -15,7 +15,7 @@ from test_loop import run_of
 import megalith
 from megalith.parity.differences import BOUND
 from megalith.rl.grpo import train_grpo
-from megalith.rl.rollout_reader import load_rollouts
+from megalith.rl.rollouts.rollout_reader import load_rollouts
 from megalith.training.resume import load_run
 
 AHEAD, STEPS, LONGEST = 3, 8, 8  # pieces of 3, 3 and 2 tokens

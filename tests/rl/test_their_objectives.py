@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
-from megalith.rl.objective import PolicyLoss, RolloutBatch
-from megalith.rl.rollout_correction import correct_batches
+from megalith.rl.objectives.policy_loss import PolicyLoss, RolloutBatch
+from megalith.rl.objectives.rollout_correction import correct_batches
 
 LENGTHS, TOKENS = (7, 3, 5, 4), 7
 MASKED = 3  # this sequence has no token in the loss

@@ -12,9 +12,9 @@ from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
-from megalith.rl import token_selection
-from megalith.rl.objective import entropy_weight
-from megalith.rl.token_selection import select_tokens
+from megalith.rl.objectives import token_selection
+from megalith.rl.objectives.policy_loss import entropy_weight
+from megalith.rl.objectives.token_selection import select_tokens
 
 
 def covariances(batch: Padded) -> Tensor:
@@ -145,7 +145,7 @@ def test_a_batch_without_its_selection_is_refused():
     for settings in (dict(loss_type="kl_cov"), dict(top_entropy_quantile=0.5)):
         batch = Padded()
         loss, rows, packed = packed_batch(batch, PLAIN | settings)
-        with pytest.raises(ConfigError, match=r"call megalith\.rl\.token_selection"):
+        with pytest.raises(ConfigError, match=r"call megalith\.rl\.select_tokens"):
             loss(packed(batch.logprobs), packed(batch.entropy), rows)
 
 

@@ -16,8 +16,8 @@ from megalith.config import RunConfig
 from megalith.errors import ConfigError, DataError
 from megalith.rl import GRPOTrainer
 from megalith.rl.grpo import train_grpo
-from megalith.rl.rollout_reader import load_rollouts
-from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
+from megalith.rl.rollouts.rollout_reader import load_rollouts
+from megalith.rl.rollouts.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
 
 VOCAB, SEQ = 272, 96
 LLAMA = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

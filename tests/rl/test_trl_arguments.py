@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from megalith.errors import ConfigError
 from megalith.rl.from_trl.grpo_arguments import NOT_RLOO
 from megalith.rl.from_trl.grpo_settings import no_effect_notes, settings_of
-from megalith.rl.grpo_trainer import GRPOTrainer, RLOOTrainer, lora_settings
+from megalith.rl.from_trl.grpo_trainer import GRPOTrainer, RLOOTrainer, lora_settings
 
 OF_TRL = dict(
     learning_rate=1e-6, logging_steps=10, gradient_checkpointing=True, model_init_kwargs=None,

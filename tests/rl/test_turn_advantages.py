@@ -5,10 +5,10 @@ import pytest
 from tool_policy import rollouts
 
 from megalith.config.rl import RlConfig
-from megalith.rl.rollout_metrics import batch_advantages, batch_token_advantages
-from megalith.rl.rollout_reader import RolloutFiles, load_rollouts
-from megalith.rl.rollouts import Rollouts, save_rollouts
-from megalith.rl.turn_advantages import turn_returns
+from megalith.rl.advantages.turn_advantages import turn_returns
+from megalith.rl.rollouts.rollout_metrics import batch_advantages, batch_token_advantages
+from megalith.rl.rollouts.rollout_reader import RolloutFiles, load_rollouts
+from megalith.rl.rollouts.rollouts import Rollouts, save_rollouts
 
 GAMMA, WEIGHTS = 0.5, [2.0, 3.0]
 

@@ -12,11 +12,11 @@ from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megalith.data.tokenizers.tokenizer import TokenizerPaths
 from megalith.generation.requests import Completion, Sampling
-from megalith.rl import prompts as run_prompts
 from megalith.rl.agents import policy_agent as agents
 from megalith.rl.agents.policy_agent import PolicyAgent
-from megalith.rl.prompts import open_prompts
-from megalith.rl.rewards import Rewards
+from megalith.rl.rewards.rewards import Rewards
+from megalith.rl.rollouts import prompts as run_prompts
+from megalith.rl.rollouts.prompts import open_prompts
 from megalith.rl.sampling.scored_groups import FIRST_KEY, GroupRecord, sample_groups
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]

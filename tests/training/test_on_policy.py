@@ -21,7 +21,7 @@ from megalith.errors import ConfigError, TrainingError
 from megalith.parity.differences import compare
 from megalith.parity.job import start
 from megalith.rl.distill import DistillationTask
-from megalith.rl.on_policy import prompt_length, replace_rows
+from megalith.rl.sampling.on_policy import prompt_length, replace_rows
 from megalith.rl.teachers.several_teachers import owner_of
 from megalith.training.build import prepare
 

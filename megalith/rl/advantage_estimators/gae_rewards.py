@@ -1,6 +1,6 @@
 """PPO with a critic (Schulman et al. 2017): this estimator returns the rewards, which the critic turns into advantages.
 
-advantage  by generalized advantage estimation over the tokens (rl/gae.py)
+advantage  by generalized advantage estimation over the tokens (rl/advantages/gae.py)
 """
 
 from __future__ import annotations

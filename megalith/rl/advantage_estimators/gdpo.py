@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from megalith.config.rl import RlConfig
-from megalith.rl.advantages import batch_std, group_centered, group_std, weighted_sum
+from megalith.rl.advantages.advantages import batch_std, group_centered, group_std, weighted_sum
 
 
 def gdpo(rl: RlConfig, rewards: np.ndarray, *, reward_kinds: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from megalith.config.rl import RlConfig
-from megalith.rl.advantages import group_centered
+from megalith.rl.advantages.advantages import group_centered
 
 
 def gpg(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megalith.config.rl import RlConfig
 from megalith.rl.advantage_estimators.rloo import rloo
-from megalith.rl.advantages import ZERO_STD, group_centered, reward_scale
+from megalith.rl.advantages.advantages import ZERO_STD, group_centered, reward_scale
 
 
 def group_relative(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from megalith.config.rl import RlConfig
-from megalith.rl.advantages import reward_scale
+from megalith.rl.advantages.advantages import reward_scale
 
 
 def grpo_passk(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from megalith.config.rl import RlConfig
-from megalith.rl.advantages import group_centered
+from megalith.rl.advantages.advantages import group_centered
 
 VARIANCE_EPSILON = 1e-8
 

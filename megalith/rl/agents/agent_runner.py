@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megalith.rl.agents.agent_client import make_client
-from megalith.rl.agents.tool_functions import answer_text
-from megalith.rl.reward_workers import RewardWorker, run_jobs
+from megalith.rl.rewards.reward_workers import RewardWorker, run_jobs
+from megalith.rl.tools.tool_functions import answer_text
 
 Agent = Callable[[Any, Mapping[str, Any]], Any]
 Result = dict[str, Any]

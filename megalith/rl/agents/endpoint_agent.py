@@ -29,7 +29,7 @@ from megalith.rl.agents.agent_runner import Agent, AgentRunner, Result
 from megalith.rl.agents.agent_session import AgentSession, RequestKey, SessionRules
 from megalith.rl.agents.trajectory import Trajectory
 from megalith.rl.agents.turn_template import TurnTemplate
-from megalith.rl.prompts import Prompt
+from megalith.rl.rollouts.prompts import Prompt
 from megalith.serve.chat_format import ChatFormat
 from megalith.serve.http_server import HttpServer, Limits
 from megalith.serve.openai_service import Access, OpenAiService

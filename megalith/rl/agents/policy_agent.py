@@ -30,13 +30,13 @@ from megalith.data.chat.conversations import template_arguments
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.generation.requests import MAX_GENERATIONS, Completion, Sampling
-from megalith.rl.agents.environments import EnvironmentHost, EnvironmentKind, Factory
 from megalith.rl.agents.overlapped_turns import sample_overlapped
-from megalith.rl.agents.tool_functions import Schema, load_tools, tool_schema
-from megalith.rl.agents.tool_pool import Answer, ToolPool
 from megalith.rl.agents.trajectory import Message, Trajectory
 from megalith.rl.agents.turn_template import TurnTemplate
-from megalith.rl.prompts import Prompt
+from megalith.rl.environments.environments import EnvironmentHost, EnvironmentKind, Factory
+from megalith.rl.rollouts.prompts import Prompt
+from megalith.rl.tools.tool_functions import Schema, load_tools, tool_schema
+from megalith.rl.tools.tool_pool import Answer, ToolPool
 
 LoggedMetrics = dict[str, list[float]]
 Share = Callable[[Any], Any]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalith.generation.requests import Completion
-from megalith.rl.routes import EncodedRoutes, new_routes
-from megalith.rl.segments import append_segment
+from megalith.rl.rollouts.routes import EncodedRoutes, new_routes
+from megalith.rl.rollouts.segments import append_segment
 
 Message = dict[str, Any]
 

@@ -7,7 +7,7 @@ from megalith.rl.engines.rollout_engine import OwnEngine, RolloutEngine
 from megalith.rl.engines.server_engine import ServerEngine
 from megalith.rl.engines.sglang_server import SglangServer
 from megalith.rl.engines.vllm_server import VllmServer
-from megalith.rl.prompts import Prompt
+from megalith.rl.rollouts.prompts import Prompt
 from megalith.training.run_state import Run
 
 SERVERS = {"vllm": VllmServer, "sglang": SglangServer}

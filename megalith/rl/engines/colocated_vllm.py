@@ -32,7 +32,7 @@ from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
 from megalith.rl.engines.rollout_engine import Answer, engine_sizes, request_samplings, request_seed
 from megalith.rl.engines.weight_stream import WeightStream
-from megalith.rl.prompts import Prompt
+from megalith.rl.rollouts.prompts import Prompt
 from megalith.training.run_state import Run
 
 NAME = "vLLM in the trainer's processes"

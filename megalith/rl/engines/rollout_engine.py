@@ -23,7 +23,7 @@ from megalith.generation.requests import Completion, Sampling
 from megalith.generation.speculation import DraftMetrics, Speculation
 from megalith.generation.stop_strings import StopStrings
 from megalith.generation.sync import SyncReport, engine_for, sync
-from megalith.rl.prompts import Prompt, max_sequence_tokens, policy_vocab_size
+from megalith.rl.rollouts.prompts import Prompt, max_sequence_tokens, policy_vocab_size
 from megalith.training.open_speculation import open_speculation
 from megalith.training.run_state import Run
 
@@ -88,7 +88,7 @@ class Answer:
     logprobs: Any
     truncated: bool
     version: str | None = None  # the engine's name of its weights; None: unknown
-    routes: Sequence[Any] = ()  # fields of the response with the experts of consecutive tokens (rl/routes.py)
+    routes: Sequence[Any] = ()  # the response's experts of consecutive tokens (rl/rollouts/routes.py)
 
     def completion(
         self, name: str, number: int, generation: int, sampling: Sampling, vocab_size: int, version: int

@@ -47,8 +47,8 @@ from megalith.rl.engines.sent_weights import SentWeights
 from megalith.rl.engines.server_requests import ServerRequests
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup, memory_handles
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
-from megalith.rl.prompts import max_sequence_tokens
-from megalith.rl.routes import route_bytes, server_routes
+from megalith.rl.rollouts.prompts import max_sequence_tokens
+from megalith.rl.rollouts.routes import route_bytes, server_routes
 from megalith.training.run_state import Run
 
 CLEANUP_SECONDS = 5.0  # per request after a failure

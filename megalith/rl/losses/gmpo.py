@@ -10,7 +10,7 @@ from torch import Tensor
 from megalith.config.rl import RlConfig
 from megalith.rl.losses.grpo_sequence_mean import Grpo
 from megalith.rl.losses.sequence_loss import SequenceLoss
-from megalith.rl.sequences import Sequences
+from megalith.rl.objectives.sequences import Sequences
 
 MIN_WEIGHT = 1e-10  # added to mismatch weights before the logarithm, as in verl
 

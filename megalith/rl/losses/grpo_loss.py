@@ -12,7 +12,7 @@ from megalith.config.extensions import LOSSES
 from megalith.config.load_extension import load_extension
 from megalith.config.rl import RlConfig
 from megalith.errors import ConfigError
-from megalith.rl.sequences import Sequences
+from megalith.rl.objectives.sequences import Sequences
 
 
 class GrpoLoss:

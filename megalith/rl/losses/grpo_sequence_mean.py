@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalith.config.rl import RlConfig
 from megalith.rl.losses.grpo_loss import GrpoLoss, count_sequences
-from megalith.rl.sequences import Sequences
+from megalith.rl.objectives.sequences import Sequences
 
 
 class Grpo(GrpoLoss):

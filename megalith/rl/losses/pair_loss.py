@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from megalith.config.rl import RlConfig
 from megalith.rl.losses.grpo_loss import GrpoLoss
-from megalith.rl.sequences import Sequences
+from megalith.rl.objectives.sequences import Sequences
 
 
 class PairLoss(GrpoLoss):

@@ -8,7 +8,7 @@ from torch import Tensor
 from megalith.config.rl import RlConfig
 from megalith.rl.losses.grpo_sequence_mean import Grpo
 from megalith.rl.losses.sequence_loss import SequenceLoss
-from megalith.rl.sequences import Sequences
+from megalith.rl.objectives.sequences import Sequences
 
 
 class RlooLoss(SequenceLoss, Grpo):

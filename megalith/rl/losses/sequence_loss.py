@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megalith.config.rl import RlConfig
 from megalith.rl.losses.grpo_loss import GrpoLoss
-from megalith.rl.sequences import Sequences
+from megalith.rl.objectives.sequences import Sequences
 
 
 class SequenceLoss(GrpoLoss):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.config.rl import RlConfig
 from megalith.rl.losses.sequence_loss import SequenceLoss
-from megalith.rl.sequences import Sequences
+from megalith.rl.objectives.sequences import Sequences
 
 MIN_LOG_RATIO, MAX_LOG_RATIO = math.log(1e-8), 20.0  # of a sequence; TRL's clamps
 MIN_LAMBDA = 1e-4

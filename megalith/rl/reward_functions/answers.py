@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from megalith.rl.prompts import Prompt
+from megalith.rl.rollouts.prompts import Prompt
 
 MINUS = "\N{MINUS SIGN}"  # typeset, unlike the hyphen of a keyboard
 SIGN = rf"(?:(?<![\w)\]}}])[-{MINUS}])?"  # a minus after a number, a name or a bracket subtracts

@@ -7,8 +7,8 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 
-from megalith.rl.prompts import Prompt
 from megalith.rl.reward_functions.answers import column
+from megalith.rl.rollouts.prompts import Prompt
 
 FORMULA_CHARACTERS = 1000  # limit of countdown's formula, plus as many per number
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}

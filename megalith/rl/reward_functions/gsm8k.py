@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from numbers import Real
 
-from megalith.rl.prompts import Prompt
 from megalith.rl.reward_functions.answers import answer_of, parse_number, true_answer
+from megalith.rl.rollouts.prompts import Prompt
 
 
 def gsm8k(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalith.rl.prompts import Prompt
+from megalith.rl.rollouts.prompts import Prompt
 
 
 def length(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:

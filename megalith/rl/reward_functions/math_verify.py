@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from threading import current_thread, main_thread
 
 from megalith.errors import ConfigError, install_line
-from megalith.rl.prompts import Prompt
 from megalith.rl.reward_functions.answers import true_answer
+from megalith.rl.rollouts.prompts import Prompt
 
 VERIFY_CHARACTERS, VERIFY_SECONDS = 4096, 2  # end of the text; limit for each of math-verify's two parts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megalith.rl.prompts import Prompt
 from megalith.rl.reward_functions.answers import ITEM, parse_number
+from megalith.rl.rollouts.prompts import Prompt
 
 
 def sort(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megalith.rl.prompts import Prompt
+from megalith.rl.rollouts.prompts import Prompt
 
 
 def tagged(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:

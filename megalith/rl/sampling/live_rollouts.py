@@ -19,10 +19,10 @@ from megalith.report.line_writer import LineWriter
 from megalith.report.metrics import finite, truncate_after_step
 from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
-from megalith.rl.prompts import Prompt, Prompts, policy_vocab_size
-from megalith.rl.rewards import Rewards
-from megalith.rl.rollout_reader import load_rollouts
-from megalith.rl.rollouts import PromptGroup, Rollouts, encode_rollouts, save_rollouts
+from megalith.rl.rewards.rewards import Rewards
+from megalith.rl.rollouts.prompts import Prompt, Prompts, policy_vocab_size
+from megalith.rl.rollouts.rollout_reader import load_rollouts
+from megalith.rl.rollouts.rollouts import PromptGroup, Rollouts, encode_rollouts, save_rollouts
 from megalith.rl.sampling.phase_timer import PhaseTimer
 from megalith.rl.sampling.rollout_queue import RolloutQueue
 from megalith.rl.sampling.rollout_sampler import CONSUMED, LOGGED, RolloutSampler

@@ -18,7 +18,7 @@ from typing import Any
 from megalith.generation.requests import Sampling
 from megalith.rl.engines.deadline import InThread
 from megalith.rl.engines.rollout_engine import run_sampling
-from megalith.rl.prompts import Prompts
+from megalith.rl.rollouts.prompts import Prompts
 from megalith.rl.sampling.phase_timer import PhaseTimer
 from megalith.rl.sampling.rollout_sampler import RolloutSampler
 from megalith.rl.sampling.scored_groups import GroupRecord, QueuedBatch, decode_queue, encode_queue

@@ -19,15 +19,16 @@ import numpy as np
 from megalith.comm.collectives import gather_json
 from megalith.generation.requests import Sampling
 from megalith.generation.speculation import DraftMetrics
-from megalith.rl.advantages import ZERO_STD
+from megalith.rl.advantages.advantages import ZERO_STD
 from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.engines.rollout_engine import run_sampling
-from megalith.rl.model_rewards import ModelRewards
-from megalith.rl.prompts import Prompt, Prompts, max_sequence_tokens
-from megalith.rl.rewards import Rewards
-from megalith.rl.rollout_metrics import batch_advantages, prefill_metrics
-from megalith.rl.rollouts import PromptGroup
+from megalith.rl.rewards.model_rewards import ModelRewards
+from megalith.rl.rewards.rewards import Rewards
+from megalith.rl.rewards.scored_text import ScoredText
+from megalith.rl.rollouts.prompts import Prompt, Prompts, max_sequence_tokens
+from megalith.rl.rollouts.rollout_metrics import batch_advantages, prefill_metrics
+from megalith.rl.rollouts.rollouts import PromptGroup
 from megalith.rl.sampling.phase_timer import PhaseTimer
 from megalith.rl.sampling.scored_groups import (
     HELD_OUT_KEY,
@@ -37,7 +38,6 @@ from megalith.rl.sampling.scored_groups import (
     sample_groups,
 )
 from megalith.rl.sampling.weight_sync import WeightSync
-from megalith.rl.scored_text import ScoredText
 from megalith.training.run_state import Run
 
 CONSUMED = "prompts"  # counter of a checkpoint

@@ -22,15 +22,15 @@ import zstandard
 from megalith.config.rl import RlConfig
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.generation.requests import Completion, Sampling
-from megalith.rl.advantages import total_rewards
+from megalith.rl.advantages.advantages import total_rewards
 from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent, Share
 from megalith.rl.agents.trajectory import Trajectory
-from megalith.rl.prompts import Prompt
-from megalith.rl.rewards import Rewards, Turns
-from megalith.rl.rollouts import PromptGroup, RatedCompletion, decompress_zstd
-from megalith.rl.routes import EncodedRoutes, join_routes, new_routes
-from megalith.rl.segments import sampled_mask
+from megalith.rl.rewards.rewards import Rewards, Turns
+from megalith.rl.rollouts.prompts import Prompt
+from megalith.rl.rollouts.rollouts import PromptGroup, RatedCompletion, decompress_zstd
+from megalith.rl.rollouts.routes import EncodedRoutes, join_routes, new_routes
+from megalith.rl.rollouts.segments import sampled_mask
 
 # Sampling keys, all different: positions of a run < held-out prompts < continued completions < canary (drift.py).
 HELD_OUT_KEY = 2**44

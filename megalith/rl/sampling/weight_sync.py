@@ -15,13 +15,13 @@ import numpy as np
 from megalith.comm.collectives import gather_json
 from megalith.errors import DataError, TrainingError
 from megalith.generation.sync import SyncReport
-from megalith.rl.drift import Canary, CanarySample
 from megalith.rl.engines import engine_of
 from megalith.rl.engines.colocated_vllm import imported_vllm
 from megalith.rl.engines.json_http import ServerLost
 from megalith.rl.engines.rollout_engine import RolloutEngine, run_sampling
-from megalith.rl.prompts import Prompt
-from megalith.rl.routes import join_routes, new_routes
+from megalith.rl.rollouts.prompts import Prompt
+from megalith.rl.rollouts.routes import join_routes, new_routes
+from megalith.rl.sampling.drift import Canary, CanarySample
 from megalith.rl.sampling.phase_timer import PhaseTimer
 from megalith.training.run_state import Run
 

@@ -22,8 +22,8 @@ from megalith.ops.distillation_loss import linear_top_logprobs
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.planner.counts import count_parameters
-from megalith.rl.frozen_model import frozen_config, load_frozen
-from megalith.rl.reference import without_adapters
+from megalith.rl.auxiliary_models.frozen_model import frozen_config, load_frozen
+from megalith.rl.auxiliary_models.reference import without_adapters
 from megalith.rl.teachers.teacher import Prediction
 from megalith.training.run_state import Run
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megalith.comm.collectives import all_reduce_no_grad, any_rank
 from megalith.config.distillation import WITHOUT_ADAPTERS, is_served
-from megalith.rl.frozen_model import load_frozen
-from megalith.rl.objective import RolloutBatch, without_routes
-from megalith.rl.reference import LogProbs, adapter_free_logprobs
+from megalith.rl.auxiliary_models.frozen_model import load_frozen
+from megalith.rl.auxiliary_models.reference import LogProbs, adapter_free_logprobs
+from megalith.rl.objectives.policy_loss import RolloutBatch, without_routes
 from megalith.rl.teachers.model_teacher import teacher_config
 from megalith.rl.teachers.served_teacher import ServedTeacher
 from megalith.training.run_state import Run

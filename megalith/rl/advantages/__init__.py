@@ -1,0 +1,1 @@
+"""Advantages of completions and of their tokens, from rewards."""

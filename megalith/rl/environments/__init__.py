@@ -1,0 +1,1 @@
+"""Environments by name (`rl.environment`), one file each, listed in config/extensions.py."""

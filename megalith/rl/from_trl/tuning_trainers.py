@@ -1,0 +1,205 @@
+"""SFTTrainer, DPOTrainer, ORPOTrainer, KTOTrainer, RewardTrainer and GKDTrainer with TRL's signatures.
+
+    from megalith.rl import DPOTrainer
+    DPOTrainer(model="models/Qwen2.5-0.5B", args={"max_steps": 100, …}, train_dataset=records).train()
+
+`args` is a dict, TRL's config object, or an object with its attributes (from_trl/). An argument that differs from its
+default becomes a setting, is ignored with a printed reason, or raises an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megalith.bridge.load import with_init_from
+from megalith.config import RunConfig
+from megalith.errors import ConfigError
+from megalith.io import atomic_path
+from megalith.launch.launcher import this_process
+from megalith.rl.distill import require_teacher, train_distilled
+from megalith.rl.dpo import train_dpo
+from megalith.rl.from_trl.grpo_trainer import UNSUPPORTED, lora_settings
+from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
+from megalith.rl.kto import train_kto
+from megalith.rl.reward_model import train_reward
+from megalith.training.trainer import TrainingResult, train
+
+
+class _TuningTrainer:
+    """Trains the model in `model`, a Hugging Face folder or a Megalith run, on `train_dataset`."""
+
+    section: ClassVar[str]
+    """The method's name in from_trl/tuning_settings.py."""
+    run: ClassVar[Callable[[RunConfig], TrainingResult]]
+
+    def __init__(
+        self,
+        model: str | Path,
+        args: Mapping[str, Any] | object | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        peft_config: Mapping[str, Any] | object | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **others: Any,
+    ):
+        """Build the run configuration.
+
+        Args:
+            model: folder of the weights.
+            args: TRL's config object or a dict of its fields.
+            train_dataset: records, such as a Hugging Face dataset.
+            eval_dataset: records for evaluation, at the end and by `eval_strategy`.
+            peft_config: PEFT's LoraConfig or a dict of its fields.
+            settings: Megalith settings, such as {"parallel.tensor_model_parallel_size": 2}.
+            others: further arguments of TRL's class.
+
+        Raises:
+            ConfigError: for `others` and unsupported values of the arguments.
+        """
+        name = type(self).__name__
+        unsupported = [key for key, value in others.items() if value not in (None, (None, None))]
+        if unsupported:
+            raise ConfigError(
+                f"{name} takes no {unsupported[0]}{UNSUPPORTED.get(unsupported[0], '; omit it')}"
+            )
+        if not isinstance(model, str | Path):
+            raise ConfigError(
+                f"model is a {type(model).__name__}; pass the folder of its weights, because the layout is chosen when "
+                "they are loaded"
+            )
+        if train_dataset is None:
+            raise ConfigError(
+                f"train_dataset is not set, but {name} trains on it; pass a Dataset or a list of records"
+            )
+        records = [self._record(record) for record in train_dataset]
+        translated = tuning_settings(self.section, args, len(records), this_process().world_size)
+        translated |= {**lora_settings(peft_config), **(settings or {})}
+        output = Path(translated["train.output_dir"])
+        translated["data.train_data_path"] = str(_write_records(records, output))
+        if eval_dataset is not None:
+            held_out = map(self._record, eval_dataset)
+            translated["data.valid_data_path"] = str(_write_records(held_out, output))
+        tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
+        for path, value in translated.items():
+            section, _, key = path.partition(".")
+            tree.setdefault(section, {})[key] = value
+        config = RunConfig.from_tree(tree)
+        if "data.seq_length" not in (settings or {}):
+            config = _limit_to_positions(config)
+        self.config = config.with_notes(no_effect_notes(self.section, args))
+
+    @staticmethod
+    def _record(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a record in the form that the data reads."""
+        return record
+
+    def train(self) -> TrainingResult:
+        """Train to the end and return the result. Raises like `megalith.train`."""
+        return type(self).run(self.config)
+
+
+class SFTTrainer(_TuningTrainer):
+    """Fine-tunes on conversations, or on prompts with completions (`megalith sft`)."""
+
+    section, run = "sft", staticmethod(train)
+
+
+class DPOTrainer(_TuningTrainer):
+    """Trains on pairs of a chosen and a rejected answer (`megalith dpo`)."""
+
+    section, run = "dpo", staticmethod(train_dpo)
+
+
+class ORPOTrainer(_TuningTrainer):
+    """Trains on pairs without a reference model (`megalith dpo` with `dpo.loss_type: orpo`).
+
+    The likelihood is that of the answer, as in the paper. TRL's class includes the prompt.
+    """
+
+    section, run = "orpo", staticmethod(train_dpo)
+
+
+class KTOTrainer(_TuningTrainer):
+    """Trains on answers that are marked as desirable or undesirable (`megalith kto`)."""
+
+    section, run = "kto", staticmethod(train_kto)
+
+
+class RewardTrainer(_TuningTrainer):
+    """Trains a reward model on pairs (`megalith reward`)."""
+
+    section, run = "reward", staticmethod(train_reward)
+
+
+class GKDTrainer(_TuningTrainer):
+    """Distills a teacher into the model, in part on answers that the model samples itself (`megalith distill`)."""
+
+    section, run = "gkd", staticmethod(train_distilled)
+
+    def __init__(
+        self,
+        model: str | Path,
+        teacher_model: str | Path | None = None,
+        args: Mapping[str, Any] | object | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        **others: Any,
+    ):
+        """Build the run configuration.
+
+        Args:
+            model: folder of the student's weights.
+            teacher_model: folder of the teacher's weights. Default: args.teacher_model_name_or_path.
+            args: TRL's GKDConfig or a dict of its fields.
+            train_dataset: records with `messages`, or with `prompt` and `completion`.
+            eval_dataset: records for evaluation, at the end and by `eval_strategy`.
+            settings: Megalith settings, such as {"parallel.tensor_model_parallel_size": 2}.
+            others: peft_config, and further arguments of TRL's GKDTrainer.
+
+        Raises:
+            ConfigError: if there is no teacher, and as for the other trainers.
+        """
+        if teacher_model is not None and not isinstance(teacher_model, str | Path):
+            raise ConfigError(
+                f"teacher_model is a {type(teacher_model).__name__}; pass the folder of its weights, because the "
+                "layout is chosen when they are loaded"
+            )
+        named = {} if teacher_model is None else {"distill.teacher": str(teacher_model)}
+        settings = named | dict(settings or {})
+        super().__init__(model, args, train_dataset, eval_dataset, settings=settings, **others)
+        require_teacher(self.config)
+
+    @staticmethod
+    def _record(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a record whose last message is the completion, as TRL's DataCollatorForChatML reads it."""
+        messages = record.get("messages")
+        if not messages or "prompt" in record:
+            return record
+        return {"prompt": messages[:-1], "completion": messages[-1:]}
+
+
+def _write_records(records: Iterable[Mapping[str, Any]], output: Path) -> Path:
+    """Write records to a file that is named by its content, and return it. Every process may call it."""
+    text = "".join(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in records)
+    folder = output / "records"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    if not path.exists():
+        with atomic_path(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    return path
+
+
+def _limit_to_positions(config: RunConfig) -> RunConfig:
+    """Return `config` with rows no longer than the model's maximum number of positions."""
+    positions = with_init_from(config).model.max_position_embeddings
+    if positions is None or config.data.seq_length <= positions:
+        return config
+    return config.with_settings({"data.seq_length": positions})

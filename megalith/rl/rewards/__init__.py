@@ -1,0 +1,1 @@
+"""Rewards of completions: functions, reward models and their processes."""

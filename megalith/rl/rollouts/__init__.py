@@ -1,0 +1,1 @@
+"""Prompts and rollouts: files, batches and metrics."""
