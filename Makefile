@@ -26,6 +26,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TRITON := 3.8.0
 READY := $(VENV)/ready
 RUN := runs/quickstart
 SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -44,15 +45,16 @@ $(READY): pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --require-hashes --no-deps --requirement requirements.lock
+	test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2> /dev/null || $(BIN)/pip install --quiet --no-deps triton==$(TRITON)
 	$(BIN)/pip install --quiet --no-deps --editable .
 	touch $@
 
 # Versions and hashes of everything that `make setup` installs after torch, for Python 3.11 and newer. torch and its own
-# dependencies are left out: their builds differ between CPUs and GPUs.
+# dependencies, Triton among them, are left out: their builds differ between CPUs and GPUs.
 lock:
 	$(PYTHON) -m venv build/uv
 	build/uv/bin/pip install --quiet uv
-	echo torch > build/uv/excluded.txt
+	printf 'torch\ntriton\n' > build/uv/excluded.txt
 	build/uv/bin/uv pip compile --quiet --upgrade --generate-hashes --universal --python-version 3.11 --extra test \
 	    --excludes build/uv/excluded.txt --constraint constraints.txt --no-annotate --no-header \
 	    --output-file requirements.lock pyproject.toml

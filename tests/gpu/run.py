@@ -50,7 +50,8 @@ def stages(gpus: Sequence[str], workers: int) -> list[list[Job]]:
     """Return the jobs for these GPUs. Those of a stage run at the same time, the stages one after the other.
 
     Tests that measure time come first, each job of them on two GPUs that nothing else uses. `workers` is the number of
-    processes per GPU that share the tests of one GPU.
+    processes per GPU that share the tests of one GPU. Tests of several GPUs get fewer processes: with 3 per pair and 2
+    for all four, 10 tests took 215 s; with 7 and 5, in which collectives wait for the GPUs' turns, 11 took 432 s.
     """
     folder = str(FOLDER)
     singles = [[gpu] for gpu in gpus]
@@ -63,8 +64,8 @@ def stages(gpus: Sequence[str], workers: int) -> list[list[Job]]:
     if len(pairs) == 1:
         several = Job("two_gpus", (folder, "-m", "(two_gpus or four_gpus) and not quiet"), pairs, 6)
         return [[measured], [compared], [several, one_gpu]]
-    two_gpus = Job("two_gpus", (folder, "-m", "two_gpus and not four_gpus and not quiet"), pairs, 7)
-    four_gpus = Job("four_gpus", (folder, "-m", "four_gpus and not quiet"), [gpus[:4]], 5)
+    two_gpus = Job("two_gpus", (folder, "-m", "two_gpus and not four_gpus and not quiet"), pairs, 3)
+    four_gpus = Job("four_gpus", (folder, "-m", "four_gpus and not quiet"), [gpus[:4]], 2)
     return [[measured, compared], [four_gpus, two_gpus, one_gpu]]
 
 

@@ -3,7 +3,7 @@
 In compiled code on a GPU, some functions of ops/ use them for their backward pass. A kernel that computes the gradient
 of a linear layer's output also sums it over tokens, which is the gradient of the layer's bias. The layer then gets its
 bias detached, and the following function takes the bias and returns its gradient. Elsewhere PyTorch's operators compute
-the same. Triton is part of PyTorch's GPU builds.
+the same. Triton is part of PyTorch's GPU builds; its interpreter runs the kernels on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 _package = find_spec("triton")
-# A folder of that name would be a namespace package, without an origin.
-AVAILABLE = _package is not None and _package.origin is not None
+# A folder of that name would be a namespace package, without an origin. Importing Triton takes a second.
+AVAILABLE = _package is not None and _package.origin is not None and torch.backends.cuda.is_built()
 SLOPE, CUBIC = 2 * sqrt(2 / pi), 0.044715  # constants of GELU's tanh approximation
 MIN_WIDTH, MAX_WIDTH = 256, 8192  # of norms: a program holds complete rows in registers
 
