@@ -441,9 +441,10 @@ def _describes(family: Family, tree: Tree, model: ModelConfig) -> bool:
 
 def _generation(tokenizer: Tokenizer | None) -> dict[str, Any]:
     end = tokenizer.eod if tokenizer else None
-    return {"_from_model_config": True} | (
-        {"bos_token_id": end, "eos_token_id": end} if end is not None else {}
-    )
+    if end is None:
+        return {"_from_model_config": True}
+    ends = list(tokenizer.stop_ids)
+    return {"_from_model_config": True, "bos_token_id": end, "eos_token_id": ends if len(ends) > 1 else end}
 
 
 def _write_tokenizer(writer: FolderWriter, origin: Origin, tokenizer: Tokenizer | None) -> list[str]:

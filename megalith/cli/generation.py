@@ -145,7 +145,7 @@ def run_generate(args: Arguments) -> int:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
-        stop=() if tokenizer.eod is None else (tokenizer.eod,),
+        stop=tokenizer.stop_ids,
         vocab_size=tokenizer.vocab_size,
     )
     sampling = with_logits_options(sampling, args, tokenizer)
@@ -302,7 +302,7 @@ class TokenPrinter:
         self._show()
 
     def __call__(self, prompt: int, generation: int, token: int) -> None:
-        if token != self._tokenizer.eod:
+        if token not in self._tokenizer.stop_ids:
             self._ids.append(token)
             self._show()
 

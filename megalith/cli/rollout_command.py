@@ -82,9 +82,8 @@ def _rollout(args: Arguments) -> dict[str, float]:
     rewards = Rewards(rl.rewards, prompts, max_tokens=longest, environment=reward_name)
     if agent is not None:
         agent.open(prompts)
-    stop = () if tokenizer.eod is None else (tokenizer.eod,)
     drawn = longest, args.temperature, args.top_k, args.top_p
-    sampling = Sampling(*drawn, seed=args.seed, stop=stop, vocab_size=tokenizer.vocab_size)
+    sampling = Sampling(*drawn, seed=args.seed, stop=tokenizer.stop_ids, vocab_size=tokenizer.vocab_size)
     sampling = with_logits_options(sampling, args, tokenizer)
     if args.output and not sampling.processing.is_off:
         raise ConfigError(

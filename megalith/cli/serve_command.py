@@ -106,7 +106,7 @@ def run_serve(args: Arguments) -> int:
             f"--max-length is {args.max_length}, but the model has {positions} positions; lower it"
         )
     sizes["speculation"] = speculation_of(args, tokenizer)
-    stop = () if tokenizer.eod is None else (tokenizer.eod,)
+    stop = tokenizer.stop_ids
     grammars = GrammarCompiler(tokenizer)
     adapters = _Adapters(args, model)
     if is_alone:

@@ -38,7 +38,6 @@ class ChatFormat:
             ConfigError: if a format that is named cannot be used.
         """
         self._tokenizer, self._template = tokenizer, template
-        self._eos = "" if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
         self._response_template = tokenizer_response_template(tokenizer)
         self._parse: CallFormat | None = None
         try:
@@ -95,12 +94,22 @@ class ChatFormat:
         """Return a marker in a grammar: as a token if it is a special one, otherwise as text."""
         return text if self._tokenizer.token_id(text) in self._tokenizer.special_ids else f'"{text}"'
 
-    def parse(self, text: str, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> ParsedTurn:
-        """Return the message of a turn. A turn with a malformed call is text without calls."""
+    def parse(
+        self, text: str, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]
+    ) -> ParsedTurn:
+        """Return the message of a turn. A turn with a malformed call is text without calls.
+
+        Args:
+            text: of the turn, without the token that ends it.
+            ids: tokens of the turn.
+            prompt_ids: tokens before it.
+            tools: JSON schemas of the tools.
+        """
         plain = ParsedTurn({"role": "assistant", "content": text})
         if not tools or self._parse is None:
             return plain
         prefix = self._tokenizer.decode(prompt_ids) if self._response_template else ""
-        context = ParseContext(prefix, tools, self._eos, self._response_template)
+        end = self._tokenizer.decode([i for i in ids[-1:] if i in self._tokenizer.stop_ids])
+        context = ParseContext(prefix, tools, end, self._response_template)
         turn = self._parse(text, context)
         return plain if any(call.error is not None for call in turn.calls) else turn

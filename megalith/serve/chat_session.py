@@ -42,9 +42,8 @@ class ChatSession:
                 "the model has no chat template; train it with `megalith sft`, which stores the template of "
                 "sft.chat_template_path, or continue texts with `megalith generate`"
             )
-        stop = () if tokenizer.eod is None else (tokenizer.eod,)
         sampling = sampling or Sampling(max_new_tokens=256, temperature=0.7)
-        self._sampling = replace(sampling, stop=stop, vocab_size=tokenizer.vocab_size)
+        self._sampling = replace(sampling, stop=tokenizer.stop_ids, vocab_size=tokenizer.vocab_size)
         self._model, self._tokenizer, self._format = model, tokenizer, ChatFormat(tokenizer, template)
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 

@@ -313,7 +313,8 @@ class _Choices:
     ):
         self._live, self._chat, self._conversation = live, chat, conversation
         self._request, self._prompts = request, prompts
-        stop = request.stop, request.stop_token_ids
+        ends = frozenset() if request.ignore_eos else frozenset(tokenizer.stop_ids)
+        stop = request.stop, request.stop_token_ids | ends
         count = len(prompts) * request.n
         self.choices = [ChoiceText(tokenizer, *stop, not request.ignore_eos) for _ in range(count)]
         self.turns: list[ParsedTurn | None] = [None] * count
@@ -387,5 +388,5 @@ class _Choices:
     def _end(self, index: int) -> None:
         choice, prompt = self.choices[index], self._prompts[index // self._request.n]
         if self._chat is not None and self._request.is_chat:
-            self.turns[index] = self._chat.parse(choice.text, prompt.ids, self._request.tools)
+            self.turns[index] = self._chat.parse(choice.text, choice.ids, prompt.ids, self._request.tools)
         self._conversation.end_choice(prompt, choice, self.turns[index])

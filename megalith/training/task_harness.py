@@ -321,7 +321,7 @@ class HarnessModel(TemplateLM):
             temperature=float(kwargs.get("temperature", 1.0)) if samples else 0.0,
             top_k=int(kwargs.get("top_k", 0)),
             top_p=float(kwargs.get("top_p", 1.0)),
-            stop=() if self.tokenizer.eod is None else (self.tokenizer.eod,),
+            stop=self.tokenizer.stop_ids,
             vocab_size=self.tokenizer.vocab_size,
             stop_strings=StopStrings(self.tokenizer, texts),
         )

@@ -87,7 +87,8 @@ def add(a: int, b: int) -> int:
 
 
 class ScriptedEngine:
-    """Answers each request with the text that `script(text, generation)` returns, and an end of sequence."""
+    """Answers each request with the text that `script(text, generation)` returns, and an end of sequence if it has
+    none."""
 
     shared = False
 
@@ -105,9 +106,10 @@ class ScriptedEngine:
                 answer = self.script(self.tokenizer.decode(prompt), generation)
                 ids = answer if isinstance(answer, list) else self.tokenizer.encode(answer)
                 limit = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens[number]
-                ids = [*ids, self.tokenizer.eod][:limit]
+                ends = self.tokenizer.stop_ids
+                ids = (ids if ids and ids[-1] in ends else [*ids, self.tokenizer.eod])[:limit]
                 logprobs = [-0.01 * (n + 1) for n in range(len(ids))]
-                truncated = ids[-1] != self.tokenizer.eod
+                truncated = ids[-1] not in ends
                 made.append(Completion(number, generation, ids, logprobs, truncated, (3,)))
         return made
 
@@ -132,10 +134,11 @@ def rollouts(
     template: str = TEMPLATE,
     rewards: Sequence[str | Callable] = ("arithmetic",),
     max_tokens: int = 400,
+    tokenizer: HuggingFaceTokenizer | None = None,
     **rl,
 ):
     """Return the scored groups, what is logged, and the tokenizer."""
-    tokenizer = tokenizer_in(folder / "tokenizer", template)
+    tokenizer = tokenizer or tokenizer_in(folder / "tokenizer", template)
     settings = {"tools": ["tools"] if tools else None} | {
         "environment": "environment_factory" if environment else None
     }
@@ -157,7 +160,7 @@ def rollouts(
         pieces, logged = sample_groups(
             ScriptedEngine(tokenizer, script, generations), opened.prompts, scored, tokenizer,
             [GroupRecord(n, n) for n in range(len(opened.prompts))],
-            Sampling(max_tokens, stop=(tokenizer.eod,)), generations, agent=agent, max_prompt_tokens=4000,
+            Sampling(max_tokens, stop=tokenizer.stop_ids), generations, agent=agent, max_prompt_tokens=4000,
         )  # fmt: skip
     finally:
         agent.close()

@@ -70,7 +70,7 @@ class ParseContext:
     tools: Sequence[dict[str, Any]] = ()
     """JSON schemas of the tools."""
     eos: str = ""
-    """Text of the end-of-sequence token, which the turn's text lacks."""
+    """Text of the token that ends the turn, which the turn's text lacks."""
     response_template: Any = None
     """The tokenizer's response template."""
 

@@ -178,6 +178,18 @@ class HuggingFaceTokenizer(RustTokenizer):
         """Return only the normalized tokenizer.json: side files do not change ids."""
         return json.dumps(read_json(self.files[MODEL], MODEL), sort_keys=True).encode()
 
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`eod`, then the other eos_token_id of generation_config.json, as in vLLM; without that file, of config.json.
+
+        gpt-oss ends with <|return|>, <|endoftext|> or <|call|>, for example, and Llama 3.1 with <|eot_id|>, <|eom_id|>
+        or <|end_of_text|>.
+        """
+        ids = self._side_table(GENERATION if GENERATION in self.files else MODEL_CONFIG).get("eos_token_id")
+        named = ids if isinstance(ids, list) else [ids]
+        valid = [i for i in named if type(i) is int and 0 <= i < self.vocab_size]
+        return tuple(dict.fromkeys([*super().stop_ids, *valid]))
+
     def _find_eod(self) -> int | None:
         tables = {name: self._side_table(name) for name in SIDE_FILES if name.endswith(".json")}
         for name in (CONFIG, SPECIAL_TOKENS):

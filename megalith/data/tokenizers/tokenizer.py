@@ -142,6 +142,11 @@ class Tokenizer(ABC):
         """Ids of special tokens, such as the ends of texts and turns, as far as this kind knows them."""
         return frozenset() if self.eod is None else frozenset({self.eod})
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a generated text: `eod`, and further ones that the tokenizer's files name."""
+        return () if self.eod is None else (self.eod,)
+
     def pieces(self) -> list[str]:
         """Return the spelling of each vocabulary entry, by id. Raise ConfigError for kinds without one."""
         raise ConfigError(

@@ -155,7 +155,9 @@ class AgentSession:
         if branch is not None:
             earlier = len(branch.messages)
             try:
-                added, is_rewritten = template.added_ids(branch.messages, messages[earlier:], arguments)
+                added, is_rewritten = template.added_ids(
+                    branch.messages, messages[earlier:], arguments, branch.last_turn[-1]
+                )
                 branch.is_rewritten |= is_rewritten
                 conversation = [*branch.messages, *messages[earlier:]]
                 return self._session_prompt([*branch.request, *added], branch, added, conversation, arguments)
@@ -170,7 +172,7 @@ class AgentSession:
         earlier = branch.messages
         return (
             branch.prompt_messages > 0
-            and branch.last_turn[-1:] == [self._rules.tokenizer.eod]
+            and branch.ends_with(self._rules.tokenizer.stop_ids)
             and len(messages) > len(earlier)
             and self._arguments[id(branch)] == arguments
             and all(_comparable(one) == _comparable(other) for one, other in zip(earlier, messages))

@@ -367,9 +367,8 @@ class PolicyAgent:
                 one.add(ids)
 
     def turn_text(self, ids: Sequence[int]) -> str:
-        """Return the text of a sampled turn, without its end of sequence."""
-        eod = self._tokenizer.eod
-        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] == eod else ids)
+        """Return the text of a sampled turn, without the token that ends it."""
+        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._tokenizer.stop_ids else ids)
 
     def _parsed(self, one: Trajectory) -> ParsedTurn:
         """Parse the turn that was just sampled and append its message."""
@@ -379,7 +378,8 @@ class PolicyAgent:
             prefix = (
                 self._tokenizer.decode(one.request[: -len(one.last_turn)]) if self._response_template else ""
             )
-            context = ParseContext(prefix, self.schemas, self._template.eos, self._response_template)
+            end = self._tokenizer.decode(one.last_turn[-1:])
+            context = ParseContext(prefix, self.schemas, end, self._response_template)
             turn = self._parse(text, context)
         one.messages.append(turn.message)
         return turn
@@ -471,7 +471,9 @@ class PolicyAgent:
             return one.is_truncated
         if added is None:
             return False
-        ids, is_rewritten = self._template.added_ids(one.messages, added, self._arguments(one))
+        ids, is_rewritten = self._template.added_ids(
+            one.messages, added, self._arguments(one), one.last_turn[-1]
+        )
         one.is_rewritten |= is_rewritten
         if len(one.ids) + len(ids) >= max_tokens:
             return True

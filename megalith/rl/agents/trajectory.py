@@ -73,6 +73,10 @@ class Trajectory:
         if completion.truncated:
             self.end(is_truncated=True)
 
+    def ends_with(self, stop_ids: Sequence[int]) -> bool:
+        """Return True if the last turn ends with one of these ids."""
+        return bool(self.last_turn) and self.last_turn[-1] in stop_ids
+
     def add(self, ids: Sequence[int]) -> None:
         """Append tokens that the model did not sample."""
         self.ids += ids

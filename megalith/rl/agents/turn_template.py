@@ -1,6 +1,6 @@
 """Tokens that the chat template adds between two turns of the policy.
 
-A sampled turn ends with the end-of-sequence token. What follows it, up to the start of the next turn, is the
+A sampled turn ends with an id of the tokenizer's `stop_ids`. What follows it, up to the start of the next turn, is the
 difference of two renderings:
 
     before   render(messages … assistant)                                        ends with …<eos> and maybe a newline
@@ -9,12 +9,14 @@ difference of two renderings:
 `after` must start with `before` up to its last <eos>; the rest is added as tokens of its own. Sampled tokens are never
 rendered and tokenized again, so they cannot change. A template that renders earlier turns differently once others
 follow (one that drops their reasoning) fails this check. The added messages are then rendered after a short
-conversation of one question and one turn, and their text begins after as many <eos> as that conversation has. The
-policy keeps its turns as sampled, and the trajectory is counted.
+conversation of one question and one turn, and their text begins after as many <eos> as that conversation has, or after
+the token that follows the turn's text (gpt-oss ends an earlier turn with <|end|>). The policy keeps its turns as
+sampled, and the trajectory is counted.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,13 +32,15 @@ class TurnTemplate:
     """Renders prompts, and the tokens between turns."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
-        """Check that the template ends a turn with the tokenizer's end of sequence.
+        """Check that the template ends a turn with a token that ends a sampled one.
 
         Raises:
             ConfigError: if it does not.
         """
         self._tokenizer, self._template = tokenizer, template
-        self.eos = "" if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
+        texts = {tokenizer.decode([one]): one for one in tokenizer.stop_ids}
+        self._ends = {text: one for text, one in texts.items() if text}
+        self._end = re.compile("|".join(map(re.escape, self._ends)) or r"(?!)")
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}]
         try:
             text = template.render(messages)
@@ -44,11 +48,12 @@ class TurnTemplate:
             raise ConfigError(
                 f"{error}; rollouts of several turns need a template for conversations"
             ) from None
-        if not self.eos or self.eos not in text.rpartition(SENTINEL)[2]:
+        if not self._end.search(text.rpartition(SENTINEL)[2]):
             raise ConfigError(
                 f"the chat template does not end the assistant's turn with the tokenizer's end of sequence "
-                f"({self.eos or 'it has none'}), so turns cannot be told apart from sampled tokens; set eos_token in "
-                "tokenizer_config.json to the token that ends a turn"
+                f"({', '.join(self._ends) or 'it has none'}), so turns cannot be told apart from sampled tokens; set "
+                "eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to the token that ends "
+                "a turn"
             )
 
     def prompt_ids(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> list[int]:
@@ -57,7 +62,11 @@ class TurnTemplate:
         return self._ids(text)
 
     def added_ids(
-        self, messages: Sequence[Message], added: Sequence[Message], arguments: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        added: Sequence[Message],
+        arguments: Mapping[str, Any],
+        sampled_end: int | None = None,
     ) -> tuple[list[int], bool]:
         """Return the tokens between a turn and the next one.
 
@@ -65,6 +74,7 @@ class TurnTemplate:
             messages: conversation up to the turn that the policy has sampled.
             added: messages after it: tool answers, or an environment's observation.
             arguments: further arguments of the template, such as tools.
+            sampled_end: last id of that turn. Default: the one that the template ends it with.
 
         Returns:
             The tokens, and True if the template would render the earlier conversation differently.
@@ -73,7 +83,8 @@ class TurnTemplate:
             ConfigError: if the template cannot render `added` after a turn.
         """
         try:
-            return self._difference(messages, added, arguments), False
+            end, ids = self._difference(messages, added, arguments)
+            return ids, sampled_end not in (None, end)
         except ValueError:
             pass
         names = [one["name"] for one in added if "name" in one]
@@ -81,7 +92,7 @@ class TurnTemplate:
         turn: Message = {"role": "assistant", "content": "" if calls else SENTINEL}
         alone = [{"role": "user", "content": "?"}, turn | ({"tool_calls": calls} if calls else {})]
         try:
-            return self._difference(alone, added, {}, by_count=True), True
+            return self._difference(alone, added, {}, is_alone=True)[1], True
         except ValueError as error:
             roles = ", ".join(str(one["role"]) for one in added)
             raise ConfigError(
@@ -94,26 +105,41 @@ class TurnTemplate:
         messages: Sequence[Message],
         added: Sequence[Message],
         arguments: Mapping[str, Any],
-        by_count: bool = False,
-    ) -> list[int]:
-        """Return the tokens of the text that follows the last end of sequence of `messages`.
+        is_alone: bool = False,
+    ) -> tuple[int, list[int]]:
+        """Return the token that ends `messages`, and those of the text that follows it.
 
-        With `by_count`, the text before it may differ between the two renderings.
+        With `is_alone`, the text before it may differ between the two renderings.
         """
         before = self._template.render(list(messages), **arguments)
         after = self._template.render([*messages, *added], add_generation_prompt=True, **arguments)
-        end = before.rfind(self.eos) + len(self.eos)
-        if by_count:
-            turns = after.split(self.eos, before.count(self.eos))
-            end = len(after) - len(turns[-1])
-            if len(turns) <= before.count(self.eos):
-                raise ValueError(f"it renders fewer {self.eos} if other messages follow")
-        elif self.eos not in before or not after.startswith(before[:end]):
+        ends = [*self._end.finditer(before)]
+        if not ends:
+            raise ValueError("it does not end the turn")
+        marker, rest = ends[-1][0], after[ends[-1].end() :]
+        end_id = self._ends[marker]
+        if is_alone:
+            end_id, marker, rest = self._after_turns(after, len(ends))
+        elif not after.startswith(before[: ends[-1].end()]):
             raise ValueError("it renders earlier turns differently if others follow")
-        ids = self._ids(self.eos + after[end:])
-        if ids[:1] != [self._tokenizer.eod]:
-            raise ValueError(f"the tokenizer joins {self.eos} with the text after it")
-        return ids[1:]
+        ids = self._ids(marker + rest)
+        if ids[:1] != [end_id]:
+            raise ValueError(f"the tokenizer joins {marker} with the text after it")
+        return end_id, ids[1:]
+
+    def _after_turns(self, text: str, turns: int) -> tuple[int, str, str]:
+        """Return the token that ends the first `turns` turns of a conversation, as id and text, and the text after
+        it."""
+        ends = [*self._end.finditer(text)]
+        if len(ends) >= turns:
+            end = ends[turns - 1]
+            return self._ends[end[0]], end[0], text[end.end() :]
+        rest = text.partition(SENTINEL)[2]
+        for one in self._tokenizer.special_ids:
+            marker = self._tokenizer.decode([one])
+            if marker and rest.startswith(marker):
+                return one, marker, rest[len(marker) :]
+        raise ValueError(f"it renders fewer {', '.join(self._ends)} if other messages follow")
 
     def _ids(self, text: str) -> list[int]:
         ids = self._tokenizer.encode_marked([text], [[(0, len(text))]])[0]

@@ -164,7 +164,7 @@ def run_sampling(run: Run, max_new_tokens: int) -> Sampling:
         max_new_tokens=max_new_tokens,
         temperature=run.config.rl.temperature,
         seed=run.config.train.seed,
-        stop=() if tokenizer.eod is None else (tokenizer.eod,),
+        stop=tokenizer.stop_ids,
         vocab_size=policy_vocab_size(run.config, tokenizer),
         stop_strings=StopStrings(tokenizer, texts) if (texts := run.config.rl.stop_texts) else None,
     )

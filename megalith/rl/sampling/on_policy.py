@@ -134,12 +134,11 @@ class StudentSamples:
 
     def _sampling(self) -> Sampling:
         run = self._run
-        eod = None if run.tokenizer is None else run.tokenizer.eod
         return Sampling(
             max_new_tokens=self._distill.max_completion_length,
             temperature=self._distill.sampling_temperature,
             seed=run.config.train.seed,
-            stop=() if eod is None else (eod,),
+            stop=() if run.tokenizer is None else run.tokenizer.stop_ids,
             vocab_size=policy_vocab_size(run.config, run.tokenizer),
         )
 
