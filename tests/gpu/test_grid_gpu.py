@@ -4,6 +4,9 @@ Each case trains six steps; its losses and gradient norms are those of one GPU w
 measured: it is how far one GPU in bf16 is from one GPU in fp32 for the same model and data.
 """
 
+import fcntl
+import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -224,18 +227,39 @@ def pool():
     pool.close()
 
 
-def on_one_gpu(pool: Pool, model: str, names: Sequence[str], size: int) -> dict[str, Curve]:
-    """Train the references on one GPU: the model in fp32 and bf16, and in bf16 with the sections of these cases."""
+@pytest.fixture(scope="session")
+def references(tmp_path_factory) -> Path:
+    """Folder of the curves of one GPU, which the workers of pytest-xdist share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
+
+
+def on_one_gpu(
+    pool: Pool, references: Path, model: str, names: Sequence[str], size: int
+) -> dict[str, Sequence[list[float]]]:
+    """Return the curves of one GPU: the model in fp32 and bf16, and in bf16 with the sections of these cases.
+
+    Curves that no test has needed yet are trained, and kept in `references`.
+    """
     sections = [{}, *(CASES[model, size][name][1] for name in names)]
     cases = {repr(each): (config_of(model, {}, each),) for each in sections}
     cases["fp32"] = (config_of(model, {}, {"train": dict(precision="fp32")}),)
-    return {name: ranks[0] for name, ranks in pool.run_cases(losses_and_norms, cases, size=1).items()}
+    path = references / f"{model}.json"
+    with open(references / f"{model}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        curves = json.loads(path.read_text()) if path.exists() else {}
+        missing = {name: case for name, case in cases.items() if name not in curves}
+        if missing:
+            trained = pool.run_cases(losses_and_norms, missing, size=1)
+            curves |= {name: ranks[0] for name, ranks in trained.items()}
+            path.write_text(json.dumps(curves))
+    return curves
 
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(("model", "size", "names"), groups())
-def test_layouts_give_the_losses_of_one_gpu(pool, model, size, names):
-    alone, wrong = on_one_gpu(pool, model, names, size), {}
+def test_layouts_give_the_losses_of_one_gpu(pool, references, model, size, names):
+    alone, wrong = on_one_gpu(pool, references, model, names, size), {}
     loss_noise, norm_noise = (relative_error(*pair) for pair in zip(alone[repr({})], alone["fp32"]))
     layouts = {name: CASES[model, size][name] for name in names}
     cases = {name: (config_of(model, parallel, sections),) for name, (parallel, sections) in layouts.items()}
@@ -250,12 +274,12 @@ def test_layouts_give_the_losses_of_one_gpu(pool, model, size, names):
 
 
 @pytest.mark.parametrize(("model", "first", "second", "size"), SAVED)
-def test_a_run_goes_on_in_another_layout(pool, tmp_path: Path, model, first, second, size):
+def test_a_run_goes_on_in_another_layout(pool, references, tmp_path: Path, model, first, second, size):
     saved = {"checkpoint": dict(load=str(tmp_path))}
     half = config_of(model, first, saved, str(tmp_path), exit_interval=STEPS // 2)
     rest = config_of(model, second, saved, str(tmp_path))
     losses = pool.run(train_to_end, half, size=size)[0] + pool.run(train_to_end, rest, size=size)[0]
-    alone = on_one_gpu(pool, model, (), size)
+    alone = on_one_gpu(pool, references, model, (), size)
     noise = relative_error(alone[repr({})][0], alone["fp32"][0])
     assert relative_error(losses, alone[repr({})][0]) <= max(LOSS_BOUND, 2 * noise)
 
