@@ -18,9 +18,10 @@ from typing import Any
 
 from megalith.config import RunConfig, require_run_config
 from megalith.config.rules.auto_settings import resolve_auto
+from megalith.config.rules.fp8_rules import check_fp8
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size
-from megalith.config.rules.run_rules import check_fp8, check_training
+from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.pipeline.pipeline_rules import check_layout

@@ -12,8 +12,8 @@ from megalith.bridge.adapter_folder import with_lora_load
 from megalith.bridge.families import family_for
 from megalith.bridge.load import tokenizer_folder, with_foreign_load, with_init_from
 from megalith.config import DataConfig, RunConfig
+from megalith.config.rules.fine_tuning_rules import check_epochs
 from megalith.config.rules.notes import idle_notes
-from megalith.config.rules.run_rules import check_epochs
 from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import BoundaryRules
 from megalith.data.blend import build_datasets

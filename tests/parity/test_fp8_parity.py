@@ -26,7 +26,7 @@ from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.state import load_amaxes
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
-from megalith.config.rules.run_rules import check_fp8
+from megalith.config.rules.fp8_rules import check_fp8
 from megalith.errors import CheckpointError, ConfigError
 from megalith.ops.fp8.codes import E4M3, quantize
 from megalith.ops.fp8.recipes import AmaxTable

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalith.config import RunConfig
 from megalith.config.rules.notes import idle_notes
-from megalith.config.rules.run_rules import check_rollouts
+from megalith.config.rules.rollout_rules import check_rollouts
 from megalith.errors import ConfigError
 from megalith.rl.objectives.policy_loss import PolicyLoss, RolloutBatch
 

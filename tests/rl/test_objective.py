@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalith.config import DpoConfig, RlConfig, RunConfig
-from megalith.config.rules.run_rules import check_rollouts
+from megalith.config.rules.rollout_rules import check_rollouts
 from megalith.errors import ConfigError
 from megalith.rl.objectives.policy_loss import PolicyLoss, RolloutBatch, divisor, mismatch_weights
 from megalith.rl.objectives.preference_loss import PreferenceBatch, PreferenceLoss

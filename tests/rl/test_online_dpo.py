@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from megalith.comm.collectives import Axis
 from megalith.config import RlConfig
-from megalith.config.rules.run_rules import check_rollouts
+from megalith.config.rules.rollout_rules import check_rollouts
 from megalith.errors import ConfigError
 from megalith.rl.grpo import train_grpo
 from megalith.rl.objectives.online_pairs import preferred, with_pairs

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalith.config import DpoConfig, RunConfig
 from megalith.config.extensions import PREFERENCE_LOSSES
-from megalith.config.rules.run_rules import check_preference_losses
+from megalith.config.rules.fine_tuning_rules import check_preference_losses
 from megalith.errors import ConfigError
 from megalith.rl.objectives.preference_loss import (
     SHARP,

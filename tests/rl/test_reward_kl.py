@@ -8,7 +8,7 @@ import torch
 
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
-from megalith.config.rules.run_rules import check_rollouts
+from megalith.config.rules.rollout_rules import check_rollouts
 from megalith.errors import ConfigError
 from megalith.rl.advantages.advantages import total_rewards
 from megalith.rl.advantages.reward_kl import BatchRewards, with_reward_kl

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
-from megalith.config.rules.run_rules import check_rollouts
+from megalith.config.rules.rollout_rules import check_rollouts
 from megalith.errors import ConfigError
 from megalith.rl.objectives import token_selection
 from megalith.rl.objectives.policy_loss import entropy_weight

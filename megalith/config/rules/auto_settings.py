@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalith.config.rules.dynamic_context_rules import context_degrees
+from megalith.config.rules.fp8_rules import check_fp8
 from megalith.config.rules.parallel_rules import check_overlap, check_saved_attention
-from megalith.config.rules.run_rules import check_fp8
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 

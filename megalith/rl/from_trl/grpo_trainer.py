@@ -17,7 +17,7 @@ from megalith.bridge.load import with_init_from
 from megalith.bridge.peft.peft_names import ONLY
 from megalith.config import RunConfig
 from megalith.config.rl_tools import FACTORY
-from megalith.config.rules.run_rules import check_rollouts
+from megalith.config.rules.rollout_rules import check_rollouts
 from megalith.errors import ConfigError
 from megalith.launch.launcher import this_process
 from megalith.rl.from_trl.arguments import read_arguments

@@ -1,0 +1,66 @@
+"""Rules of LoRA adapters that involve other sections."""
+
+from __future__ import annotations
+
+from megalith.config.lora import EXPERTS, QKV, WHOLE
+from megalith.config.rules.parallel_rules import divisors
+from megalith.config.run import RunConfig
+from megalith.errors import ConfigError
+
+
+def check_adapters(config: RunConfig) -> None:
+    lora, model = config.lora, config.model
+    lora.check_requirements("lora")
+    if lora.rank is None:
+        return
+    parts = lora.parts(model)
+    experts = [site for site in parts if site.startswith(EXPERTS)]
+    if experts and lora.dropout:
+        raise ConfigError(
+            f"lora.dropout {lora.dropout} with adapters on experts is not supported, as in PEFT: set it to 0, or name "
+            "targets other than the experts, such as linear_qkv and linear_proj"
+        )
+    if lora.use_dora and (experts or lora.dropout):
+        raise ConfigError(
+            "lora.use_dora with "
+            f"{'adapters on experts' if experts else f'lora.dropout {lora.dropout}'} is not supported; "
+            f"{'name other targets' if experts else 'set dropout to 0'}, or turn use_dora off"
+        )
+    if lora.decomposes_base and (experts or lora.has_quantized_base):
+        raise ConfigError(
+            f"lora.init_lora_weights is {lora.init_lora_weights}, which is not supported "
+            + (
+                "on experts, as in PEFT; name other targets, or leave it out"
+                if experts
+                else f"with lora.quantize_base {lora.quantize_base}, because the base that PiSSA and OLoRA leave would "
+                "have to be quantized; leave one of the two out"
+            )
+        )
+    if lora.has_quantized_base and config.train.fp8_format is not None:
+        raise ConfigError(
+            f"lora.quantize_base is {lora.quantize_base} and train.fp8_format {config.train.fp8_format}, but matmuls "
+            "of a quantized base are in train.precision; set one of the two"
+        )
+    stack = max(model.num_layers - model.encoder_layers, model.encoder_layers)
+    if beyond := [number for number in lora.layers_to_transform or () if number >= stack]:
+        raise ConfigError(
+            f"lora.layers_to_transform has {beyond[0]}, but the layers are numbered from 0 to {stack - 1}; correct it"
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
+        raise ConfigError(
+            f"lora.rank {lora.rank} freezes the model, but model.moe_router_enable_expert_bias moves the experts' "
+            "biases; set model.moe_router_bias_update_rate to 0"
+        )
+    if config.checkpoint.export_hf:
+        raise ConfigError(
+            f"checkpoint.export_hf writes a full model, but with lora.rank {lora.rank} a run only has adapters; turn "
+            "it off, and merge or export them afterwards with megalith lora"
+        )
+    size = config.parallel.tensor_model_parallel_size
+    if parts.get(QKV) == (WHOLE,) and model.query_groups % size:
+        raise ConfigError(
+            f"lora.targets {', '.join(lora.targets)} has one adapter for all rows of linear_qkv, but "
+            f"parallel.tensor_model_parallel_size {size} does not divide model.num_query_groups {model.query_groups}; "
+            "name linear_qkv, which has one each for queries, keys and values, or choose a tensor size among "
+            f"{divisors(model.query_groups)}"
+        )
