@@ -2,12 +2,14 @@
 
 from megalith.config.data import DataConfig
 from megalith.config.dense import RopeScaling
+from megalith.config.fine_tuning import ChatConfig, SftConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.rl import ChatConfig, DpoConfig, RlConfig, SftConfig
+from megalith.config.preferences import DpoConfig
+from megalith.config.rl import RlConfig
 from megalith.config.run import RunConfig, require_run_config
 from megalith.config.train import TrainConfig
 

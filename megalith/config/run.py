@@ -25,14 +25,15 @@ from megalith.config.aliases import (
 from megalith.config.base import Section, as_config_error
 from megalith.config.data import DataConfig
 from megalith.config.distillation import DistillConfig
+from megalith.config.fine_tuning import ChatConfig, SftConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig, ParamGroup
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.preferences import KtoConfig, RewardConfig
+from megalith.config.preferences import DpoConfig, KtoConfig, RewardConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rl import ChatConfig, DpoConfig, RlConfig, SftConfig
+from megalith.config.rl import RlConfig
 from megalith.config.train import TrainConfig
 from megalith.config.yaml_loader import parse_yaml
 from megalith.errors import ConfigError, did_you_mean, nearest_of

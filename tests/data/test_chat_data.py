@@ -14,7 +14,8 @@ from bos_tokenizer import bos_tokenizer
 from default_cases import by_default
 
 from megalith.config.data import DataConfig
-from megalith.config.rl import DpoConfig, SftConfig
+from megalith.config.fine_tuning import SftConfig
+from megalith.config.preferences import DpoConfig
 from megalith.data.best_fit import best_fit_decreasing
 from megalith.data.chat import samples as sample_files
 from megalith.data.chat.chat_dataset import ChatDataset, make_chat_batch, open_chat_data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rl import OF_MARGINS, REFERENCE_FREE, SORTED, DpoConfig
+from megalith.config.preferences import OF_MARGINS, REFERENCE_FREE, SORTED, DpoConfig
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megalith.config.data import DataConfig
-from megalith.config.rl import ChatConfig
+from megalith.config.fine_tuning import ChatConfig
 from megalith.data.batch import Batch, document_ends
 from megalith.data.best_fit import best_fit_decreasing
 from megalith.data.chat.chat_files import chat_files

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megalith.config.fine_tuning import ChatConfig
 from megalith.config.preferences import RewardConfig
-from megalith.config.rl import ChatConfig
 from megalith.data.chat.conversations import (
     ParsedSequence,
     Record,

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from megalith.config.base import Decides
-from megalith.config.rl import ChatConfig, SftConfig
+from megalith.config.fine_tuning import ChatConfig, SftConfig
 from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import ParsedSequence, Text, Tokens
 from megalith.data.chat.sample_forms import SAMPLE_FORMS, MarkedText, token_values

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.config.extensions import PREFERENCE_LOSSES
 from megalith.config.load_extension import load_extension
-from megalith.config.rl import DpoConfig
+from megalith.config.preferences import DpoConfig
 from megalith.rl.objectives.answer_batch import AnswerBatch
 from megalith.rl.objectives.sequences import Sequences
 from megalith.rl.objectives.summed_loss import SummedLoss

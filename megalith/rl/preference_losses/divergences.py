@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megalith.config.rl import DpoConfig
+from megalith.config.preferences import DpoConfig
 
 LARGEST_EXPONENT = 80.0  # exp of it is finite in float32
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megalith.config.rl import DpoConfig
+from megalith.config.preferences import DpoConfig
 from megalith.rl.preference_losses.answer_pairs import AnswerPairs
 
 

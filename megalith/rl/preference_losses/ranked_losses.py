@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalith.config.rl import DpoConfig
+from megalith.config.preferences import DpoConfig
 from megalith.rl.preference_losses.answer_pairs import AnswerPairs
 from megalith.rl.preference_losses.margin_losses import smoothed
 
