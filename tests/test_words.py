@@ -318,9 +318,7 @@ def test_settings_on_the_documentations_command_lines_are_taken():
 
 
 def test_messages_that_troubleshooting_explains_are_ones_that_are_printed():
-    table = (
-        text_of(ROOT / "docs" / "troubleshooting.md").partition("## By message")[2].partition("guides'")[0]
-    )
+    table = text_of(ROOT / "docs" / "troubleshooting.md").partition("## By message")[2].partition("\n## ")[0]
     told = [part.strip(" `;:") for part in re.findall(r"^\| `([^|]*)` \|", table, re.MULTILINE)]
     pieces = {
         piece.strip() for one in told for piece in re.split(r"…|/config.json|`, `|\(\d+\)|\(…\)|[;:]", one)
