@@ -1,37 +1,34 @@
-"""Loss curves of every optimized path beside the plain path's: `python -m benchmarks.curves --layout tp2+sp pp2`.
+"""Compare loss curves of optimized paths with the plain path: `python -m benchmarks.curves --layout tp2+sp pp2`.
 
-A small GPT-2 trains on real text from one seed and the same samples, with dropout, once for each path:
+A small GPT-2 with dropout trains on real text, with one seed and the same samples, once per path:
 
-    plain       bf16, layers as they stand in the code: nothing compiled, no recomputation, one GPU
-    fp32        the plain path in fp32: how far the rounding of bf16 itself carries a run
-    split       the plain path in micro-batches of half the size: the same sums in another order
-    compiled    on a CPU too
-    recomputing, recomputing-layers, recomputing-modules    compiled, within an activation_memory_budget of 0.5; with
-                layers, or norms and activation functions, computed again inside of their graphs
-    fp16, and each `--layout` of train.py, compiled on a GPU
-    recomputed  the plain path with every layer computed again in the backward pass
-    bf16-gradients  on two GPUs, under FSDP2, gradients sent in bf16 and added up in fp32
+    plain       bf16 on one GPU, not compiled, without recomputation
+    fp32        the plain path in fp32: shows the effect of bf16 rounding
+    split       the plain path with half the micro-batch size: the same sums in another order
+    compiled    compiled layers, on a CPU too
+    recomputing, recomputing-layers, recomputing-modules    compiled, with an activation_memory_budget of 0.5; with
+                layers, or norms and activation functions, recomputed inside their graphs
+    fp16, and each `--layout` of `megalith bench`, compiled on a GPU
+    recomputed  the plain path with every layer recomputed in the backward pass
+    bf16-gradients  on two GPUs with FSDP2: gradients sent in bf16 and added in fp32
     moments-bf16, moments-fp8   the plain path with Adam's moments in fewer bytes
-    looped, unfused     with `--experts`, gated ones: the plain path with a GEMM for each expert in place of a grouped
-                one; with their rows' steps as they stand in the code, not as kernels
-    fp8-delayed, …  compiled, with matmuls in FP8; these, plain, fp32 and split from several seeds
+    looped, unfused     with `--experts`: the plain path with one GEMM per expert instead of a grouped GEMM; without
+                the fused kernels for the experts' rows
+    fp8-delayed, …  compiled, with matmuls in FP8; these paths, plain, fp32 and split run with several seeds
 
-bf16 rounds every activation, and a run amplifies the smallest difference, so two right paths part too. How far is
-measured, not guessed: the spread is the larger mean difference of `fp32` and `split` from `plain`. A path is
-one run with the plain one when its losses differ from the plain path's by no more than twice the spread in the
-mean (each is at most the spread away from what both round), and by no more than four times in any window of ten
-steps. Exit code 1 tells that one is not.
+Training amplifies the smallest difference, so correct paths drift apart too. The spread measures how far: it is the
+larger of the mean differences of `fp32` and `split` from `plain`. A path passes if its losses differ from those of the
+plain path by at most twice the spread in the mean, and by at most four times the spread in any window of ten steps. The
+exit code is 1 if a path fails.
 
-FP8 rounds sixteen times as coarsely as bf16, and right arithmetic goes further from plain than bf16's spread. One seed
-decides nothing: whether a run passes a spike of the loss a little earlier is worth more than any rounding. So FP8 and
-the yardsticks are averaged over seeds, of weights, samples and dropout: the mean difference is told in multiples of the
-larger of `fp32`'s and `split`'s, and judged is what is left when noise averages out. The shift is a run's mean signed
-difference from plain in the second half of its steps; its mean over the seeds, give or take twice its standard error,
-has to lie within 0.25 % of the loss, which is what DeepSeek-V3 reports of its recipe. Where noise is too large for
-that, more seeds or steps are needed. With `--seeds` every path is judged so, as large models with experts have to be,
-which routing carries further in ten steps than four times the spread, `split` too.
+FP8 rounds sixteen times as coarsely as bf16, so correct FP8 differs by more than the spread, and a single seed shows
+only noise. FP8 paths are therefore averaged over seeds of weights, samples and dropout. The shift is a run's mean
+signed difference from plain in the second half of its steps. A path passes if |mean shift| + 2 · standard error over
+the seeds is at most 0.25 % of the loss, the difference that DeepSeek-V3 reports for its recipe. If it fails because of
+the noise, use more seeds or steps. `--seeds` applies this criterion to every path. Large models with experts need it,
+because routing can move even `split` by more than four times the spread.
 
-Runs go side by side, as many on each GPU as `--at-once` says.
+Runs start at the same time, `--at-once` of them on each GPU.
 """
 
 from __future__ import annotations

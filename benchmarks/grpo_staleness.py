@@ -1,15 +1,15 @@
-"""Generation on one GPU and training on another, on policy and batches ahead, beside both on each: speed and reward.
+"""Speed and reward of GRPO with batches ahead, compared with on-policy training.
 
     python -m benchmarks.grpo_staleness                                     # two GPUs; 100M parameters, 100 steps a run
     python -m benchmarks.grpo_staleness --small --steps 8 --tuning 60       # two CPU processes, gloo: whether it runs
     python -m benchmarks.grpo_staleness --small --least 0.2 --ahead 0 1     # a server that takes time and no core
 
-Each run is `megalith grpo` from the same fine-tuned policy on the sums of examples/grpo. In `split` a server of our own
-engine (engine_server.py) has the second GPU and the trainer the first, so only the order of their work differs between
-`--ahead` 0 and more; `colocated` has our engine beside the trainer on both GPUs. Seconds are medians of the steps after
-the first five, rewards means of ten steps. A line of JSON, and on standard error each run's as it ends; the bar is one
-batch ahead at 1.25 × the steps on policy in the same split, with a mean reward of the last ten steps no more than 0.05
-below.
+Each run is `megalith grpo` from the same fine-tuned policy on the sums of examples/grpo. In `split`, a server of
+Megalith's engine (engine_server.py) has the second GPU and the trainer the first, and `--ahead` is the number of
+batches ahead. In `colocated`, trainer and engine share both GPUs. Seconds are medians of the steps after the first
+five, rewards are means of ten steps. Prints one line of JSON, and each run's on standard error when it ends. The run
+with one batch ahead passes if its steps are at least 1.25 × as fast as on-policy steps in the same split, with a mean
+reward of the last ten steps at most 0.05 lower.
 """
 
 from __future__ import annotations

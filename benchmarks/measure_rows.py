@@ -1,9 +1,10 @@
-"""Measures rows of measured_rows.py, each as a run of `megalith train`, beside what the planner expects of it.
+"""Measure rows of measured_rows.py, each as a run of `megalith train`, and print the planner's estimates with them.
 
-    python -m benchmarks.measure_rows --missing             # those of docs/tradeoffs.md without figures that fit here
+    python -m benchmarks.measure_rows --missing             # rows of docs/tradeoffs.md without figures that fit here
     python -m benchmarks.measure_rows --rows "PP2 in two chunks" packed --steps 12 --warmup 4
 
-`--seconds`: no row is begun that may end later. A line of JSON a row, as it ends; `--results` appends it to a file.
+Prints one line of JSON per row when it ends; `--results` appends it to a file. With `--seconds`, no row starts that
+may end later.
 """
 
 from __future__ import annotations

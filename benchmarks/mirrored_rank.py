@@ -1,18 +1,17 @@
-"""One rank's step of a layout on one GPU: `python -m benchmarks.mirrored_rank qwen3-30b-a3b --layout ep2`.
+"""Measure one rank's step of a layout on one GPU: `python -m benchmarks.mirrored_rank qwen3-30b-a3b --layout ep2`.
 
-The run is rank 0's own of `megalith train` in the layout, in one process. Its collectives are a process group's whose
-other ranks mirror this one: an all-gather gives copies of one's own, a sum is as if all ranks were alike, an all-to-all
-brings from each rank what a rank with the same data would send. Each is made by copies on the device, on the stream
-that asked for it. So kernels, launches and what the host waits for are those of the true rank, and so is its memory,
-ZeRO's shards included; what is missing is the wire, what overlaps it, and waiting for others. Losses mean nothing: each
-rank's shard of a weight is a copy of the first's.
+Runs rank 0 of `megalith train` in the layout, in one process. The other ranks are simulated as copies of rank 0: an
+all-gather returns copies of the rank's own shard, a sum adds equal values, and an all-to-all returns what a rank with
+the same data would send. The copies are made on the device, on the stream of the collective. Kernels, launches, host
+waits and memory (with ZeRO's shards) are therefore those of the real rank. Network transfers, their overlap, and
+waiting for other ranks are missing. Losses are meaningless.
 
-`--variant` lays ways of the experts' dispatch beside each other: `read`, an all-to-all whose sizes the host reads;
-`static`, one in buffers as large as any routing needs; `allgather`, static too; `allgather-read`. Of the last step
-under the profiler it prints what `megalith bench` does; idle is the time that the device waits for the host.
+`--variant` compares dispatchers of experts: `read`, an all-to-all whose sizes the host reads; `static`, an all-to-all
+with buffers of fixed size; `allgather`, with buffers of fixed size; and `allgather-read`. For the last step, under the
+profiler, it prints the same breakdown as `megalith bench`. Idle is the time in which the device waits for the host.
 
-A rank that mirrors this one numbers its rows as this one does, so of the rows that `read` finds only the first half are
-told apart: the rest are made copies of row 0, by one more kernel.
+With `read`, a mirrored rank numbers its rows like rank 0, so only the first half of the received rows can be told
+apart. One more kernel replaces the other half by copies of row 0.
 """
 
 from __future__ import annotations

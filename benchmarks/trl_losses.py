@@ -1,10 +1,10 @@
-"""SFT, preferences and reward models beside TRL's own trainers: the same tiny Llama, tokenizer and records.
+"""Compare SFT, preference training and reward models with TRL's trainers: same tiny Llama, tokenizer and records.
 
-    python -m benchmarks.trl_objective --make /tmp/trl     # makes an environment there, of this one and TRL, once
-    /tmp/trl/bin/python -m benchmarks.trl_losses           # compares; a line for each case
+    python -m benchmarks.trl_objective --make /tmp/trl     # once: an environment with this one's packages and TRL
+    /tmp/trl/bin/python -m benchmarks.trl_losses           # compares; one line per case
 
-Compared are each sample's token ids and which of them are learned, to the token; the loss of the batch, within 1e-5;
-and every gradient, within 1e-4, relative, in fp32 on a CPU.
+Compares the token ids of each sample and which of them are in the loss, exactly; the loss of the batch, to 1e-5; and
+every gradient, relative to 1e-4, in fp32 on a CPU.
 """
 
 from __future__ import annotations
