@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megalith.dialects.megatron.derive import TOKENIZERS
+from megalith.dialects.megatron.derive.data_flags import TOKENIZERS
 from megalith.errors import ConfigError, printable
 
 # Options that do not affect the output: distribution of the work, and logging.

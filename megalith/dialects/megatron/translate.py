@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megalith.config import RunConfig
-from megalith.dialects.megatron.derive import is_empty
+from megalith.dialects.megatron.derive.checkpoint_flags import is_empty
 from megalith.dialects.megatron.flag_kinds import Derives, NoEffect, ParsedFlags, Refused, Sets
 from megalith.dialects.megatron.flag_table import FLAGS, MODELOPT, NOT, OLDER
 from megalith.errors import ConfigError, MegalithError

@@ -18,21 +18,14 @@ update.
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Event, Thread
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
-from megalith.bridge.folder import CONFIG
 from megalith.comm.collectives import gather_json
 from megalith.config import RlConfig
 from megalith.config.distillation import DistillConfig
@@ -40,106 +33,28 @@ from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
 from megalith.launch.network import address_towards, is_loopback
+from megalith.rl.engines.concurrent_calls import run_concurrently
 from megalith.rl.engines.deadline import Deadline, InThread
-from megalith.rl.engines.json_http import TOKEN_BYTES, JsonServer, RequestRefused, ServerLost
+from megalith.rl.engines.engine_server import EngineServer
+from megalith.rl.engines.json_http import RequestRefused, ServerLost
 from megalith.rl.engines.rollout_engine import Answer, request_samplings, request_seed
 from megalith.rl.engines.sent_weights import SentWeights
 from megalith.rl.engines.server_requests import ServerRequests
-from megalith.rl.engines.transfer_group import Background, BroadcastGroup, memory_handles
-from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
+from megalith.rl.engines.transfer_group import Background, BroadcastGroup
+from megalith.rl.engines.weight_stream import WeightStream
+from megalith.rl.engines.weight_transfers import (
+    CLEANUP_SECONDS,
+    FolderTransfer,
+    GroupTransfer,
+    HandleTransfer,
+    give_up_update,
+)
 from megalith.rl.rollouts.prompts import max_sequence_tokens
 from megalith.rl.rollouts.routes import route_bytes, server_routes
 from megalith.training.run_state import Run
 
-CLEANUP_SECONDS = 5.0  # per request after a failure
 MAX_REQUESTS = 256  # concurrent requests per rank
 MAX_UPDATE_ATTEMPTS = 3
-T = TypeVar("T")
-
-
-class EngineServer(ABC):
-    """A server and its protocol. All methods raise TrainingError on failure."""
-
-    name: str
-    health_path = "/health"
-    route_bytes = 0
-    """Bytes of a token's routes in a response, at most. 0: routes are not requested."""
-
-    def __init__(self, url: str):
-        self.http = JsonServer(url, self.name)
-        self.facts: dict[str, Any] = {}
-        """Result of `check`, on every rank; empty if it must be checked again."""
-        self.adapter: str | None = None
-        """Name of the loaded adapter that samples, with weight_sync_method lora."""
-
-    @abstractmethod
-    def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
-        """Inspect a running server and return its facts as JSON values: `workers`, and what other methods need.
-
-        Raises:
-            TrainingError: if its log-probabilities are not processed, or it does not support rl.weight_sync_method.
-        """
-
-    @abstractmethod
-    def complete(
-        self, prompt: Sequence[int], sampling: Sampling, count: int, seed: int, deadline: Deadline
-    ) -> list[Answer]:
-        """Return `count` completions of a prompt."""
-
-    def completion_bytes(self, prompt: Sequence[int], sampling: Sampling, count: int) -> int:
-        """Return the maximum size of `count` completions in a response."""
-        tokens = count * sampling.max_new_tokens
-        return tokens * TOKEN_BYTES + (count * len(prompt) + tokens) * self.route_bytes
-
-    @abstractmethod
-    def weight_version(self, deadline: Deadline) -> str | None:
-        """Return the server's name for its current weights; None if it has none."""
-
-    @abstractmethod
-    def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
-        """Return the meeting point for `join`, and a function that creates rank 0's side of the group."""
-
-    def group_name(self) -> str:
-        """Return a new name, because a server may have kept an earlier group."""
-        return f"megalith_{secrets.token_hex(4)}"
-
-    @abstractmethod
-    def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
-        """Have the workers join the group as ranks from `first_rank` on."""
-
-    @abstractmethod
-    def begin(self, deadline: Deadline) -> None:
-        """Pause generation and prepare for buckets."""
-
-    def open_memory(self, deadline: Deadline) -> None:
-        """Have the workers accept tensors by memory handles. Raise ConfigError if they cannot."""
-        raise ConfigError(f"rl.weight_sync_method is ipc, which {self.name} does not support; choose another")
-
-    @abstractmethod
-    def receive(
-        self, bucket: WeightBucket, version: int, deadline: Deadline, handles: str | None = None
-    ) -> None:
-        """Have the workers take a bucket, by broadcast or from `handles`. Return when they have it."""
-
-    @abstractmethod
-    def finish(self, version: int, deadline: Deadline) -> None:
-        """End the update: drop caches computed with older weights, and resume."""
-
-    @abstractmethod
-    def load_folder(self, path: Path, version: int, deadline: Deadline) -> None:
-        """Have the server read the weights of a folder, between pausing and resuming."""
-
-    @abstractmethod
-    def load_adapter(self, path: Path, name: str, deadline: Deadline) -> None:
-        """Have the server load the adapter of a folder under a new name, and forget `adapter`.
-
-        Servers refuse a second adapter of a name, and key cached prefixes by adapter: so each version has its own
-        name.
-        """
-
-    @abstractmethod
-    def give_up(self, deadline: Deadline) -> None:
-        """Restore a usable state after a failure."""
 
 
 class ServerEngine:
@@ -314,8 +229,8 @@ class ServerEngine:
         """Send all buckets and return their bytes. Raise ServerLost on every rank if another attempt may succeed."""
         if self.settings.weight_sync_method == "lora" and self._sends_adapters():
             return self._send_adapters(version, deadline)
-        transfer_class = {"checkpoint": _FolderTransfer, "lora": _FolderTransfer, "ipc": _HandleTransfer}.get(
-            self.settings.weight_sync_method, _GroupTransfer
+        transfer_class = {"checkpoint": FolderTransfer, "lora": FolderTransfer, "ipc": HandleTransfer}.get(
+            self.settings.weight_sync_method, GroupTransfer
         )
         transfer, sent = transfer_class(self, version, deadline), 0
         can_retry = lambda error: isinstance(error, ServerLost | RequestRefused) and not deadline.is_over  # noqa: E731
@@ -364,13 +279,13 @@ class ServerEngine:
         try:
             self._on_rank_0(load, lambda error: isinstance(error, ServerLost) and not deadline.is_over)
         except BaseException:
-            _give_up(self)
+            give_up_update(self)
             raise
         for server in self.servers:
             server.adapter = name
         return sent
 
-    def _sent_unit(self, transfer: _GroupTransfer, sent: int) -> int:
+    def _sent_unit(self, transfer: GroupTransfer, sent: int) -> int:
         """Send the smallest unit if nothing else was sent, and return its bytes."""
         unit, self._sent.smallest = self._sent.smallest, None
         if sent:
@@ -451,102 +366,6 @@ class ServerEngine:
         self._group = None
 
 
-class _GroupTransfer:
-    """An update by broadcast, as rank 0 performs it. `device` is that of the sent tensors."""
-
-    def __init__(self, engine: ServerEngine, version: int, deadline: Deadline):
-        self._engine, self._version, self._deadline = engine, version, deadline
-        on_gpu = engine.settings.weight_sync_method in ("nccl", "ipc")
-        self.device = engine._run.device if on_gpu else torch.device("cpu")
-
-    def begin(self) -> None:
-        self._group = self._engine.group(self._deadline)
-        run_concurrently([lambda one=one: one.begin(self._deadline) for one in self._engine.servers])
-
-    def take(self, bucket: WeightBucket) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the thread uses another stream
-        act = lambda: self._group.broadcast(bucket.tensors)  # noqa: E731
-        sent = Background(act, "the broadcast of weights", self.device)
-        servers = self._engine.servers
-        run_concurrently(
-            [lambda one=one: one.receive(bucket, self._version, self._deadline) for one in servers]
-        )
-        sent.result(self._deadline)
-
-    def finish(self) -> None:
-        run_concurrently(
-            [lambda one=one: one.finish(self._version, self._deadline) for one in self._engine.servers]
-        )
-
-    def abandon(self) -> None:
-        _give_up(self._engine)
-
-
-class _HandleTransfer(_GroupTransfer):
-    """An update through memory of rank 0's GPU, which the servers' workers on the same GPU open and copy from."""
-
-    def begin(self) -> None:
-        for server in self._engine.servers:
-            if not server.facts.get("opens_memory"):
-                server.open_memory(self._deadline)
-                server.facts["opens_memory"] = True
-        run_concurrently([lambda one=one: one.begin(self._deadline) for one in self._engine.servers])
-
-    def take(self, bucket: WeightBucket) -> None:
-        servers = self._engine.servers
-        handles = [memory_handles(bucket.tensors) for _ in servers]
-        torch.cuda.synchronize(self.device)  # all writes are done before another process reads
-        run_concurrently(
-            [
-                lambda one=one, handle=handle: one.receive(bucket, self._version, self._deadline, handle)
-                for one, handle in zip(servers, handles)
-            ]
-        )
-
-
-class _FolderTransfer:
-    """An update through a folder that trainer and servers share, OUTPUT/engine_weights."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, engine: ServerEngine, version: int, deadline: Deadline):
-        self._engine, self._version, self._deadline = engine, version, deadline
-        self._folder = (Path(engine._run.output) / "engine_weights").absolute()
-        self._stack = ExitStack()
-
-    def begin(self) -> None:
-        self._writer = self._engine._stream.folder(self._folder)
-        self._stack.enter_context(self._writer)
-
-    def take(self, bucket: WeightBucket) -> None:
-        for name, tensor in zip(bucket.names, bucket.tensors):
-            self._writer.write(name, tensor)
-
-    def finish(self) -> None:
-        self._writer.write_json(CONFIG, self._engine._stream.config_json)
-        self._stack.close()
-        servers = self._engine.servers
-        run_concurrently(
-            [lambda one=one: one.load_folder(self._folder, self._version, self._deadline) for one in servers]
-        )
-
-    def abandon(self) -> None:
-        error = TrainingError("the update failed")
-        with suppress(MegalithError, OSError):
-            self._stack.__exit__(type(error), error, None)
-        _give_up(self._engine)
-
-
-def _give_up(engine: ServerEngine) -> None:
-    engine.forget()
-    if engine._world.rank:
-        return
-    for server in engine.servers:
-        with suppress(MegalithError):
-            server.give_up(Deadline(CLEANUP_SECONDS, "weight sync"))
-
-
 @contextmanager
 def _detect_loss(server: EngineServer) -> Iterator[None]:
     """Turn a server's refusal into ServerLost if the server has ended since: vLLM answers 500 when its engine dies."""
@@ -556,32 +375,3 @@ def _detect_loss(server: EngineServer) -> Iterator[None]:
         if error.status >= 500:
             server.http.get(server.health_path, Deadline(CLEANUP_SECONDS, "generation"))
         raise
-
-
-def run_concurrently(acts: Sequence[Callable[[], T]], max_concurrent: int | None = None) -> list[T]:
-    """Call all functions in daemon threads, `max_concurrent` at a time, and return the results in order.
-
-    Raises the first error without waiting for the other calls.
-    """
-    if len(acts) == 1:
-        return [acts[0]()]
-    results: dict[int, T] = {}
-    pending, outcomes, failed = enumerate(acts), SimpleQueue(), Event()
-
-    def work() -> None:
-        try:
-            while not failed.is_set() and (item := next(pending, None)) is not None:
-                results[item[0]] = item[1]()
-            outcomes.put(None)
-        except Exception as error:
-            failed.set()
-            outcomes.put(error)
-
-    threads = [Thread(target=work, daemon=True) for _ in range(min(max_concurrent or len(acts), len(acts)))]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        error = outcomes.get()
-        if error is not None:
-            raise error
-    return [results[number] for number in range(len(acts))]

@@ -18,9 +18,9 @@ from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Sampling
 from megalith.launch.tcp_store import serve_store
 from megalith.rl.engines.deadline import Deadline
+from megalith.rl.engines.engine_server import EngineServer
 from megalith.rl.engines.json_http import RequestRefused
 from megalith.rl.engines.rollout_engine import Answer
-from megalith.rl.engines.server_engine import EngineServer
 from megalith.rl.engines.transfer_group import TorchGroup, VllmNcclGroup, free_port
 from megalith.rl.engines.weight_stream import WeightBucket
 

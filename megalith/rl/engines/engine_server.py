@@ -1,0 +1,101 @@
+"""The interface of a server that samples: its requests and the steps of a weight update."""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import ConfigError
+from megalith.generation.requests import Sampling
+from megalith.rl.engines.deadline import Deadline
+from megalith.rl.engines.json_http import TOKEN_BYTES, JsonServer
+from megalith.rl.engines.rollout_engine import Answer
+from megalith.rl.engines.weight_stream import WeightBucket
+
+
+class EngineServer(ABC):
+    """A server and its protocol. All methods raise TrainingError on failure."""
+
+    name: str
+    health_path = "/health"
+    route_bytes = 0
+    """Bytes of a token's routes in a response, at most. 0: routes are not requested."""
+
+    def __init__(self, url: str):
+        self.http = JsonServer(url, self.name)
+        self.facts: dict[str, Any] = {}
+        """Result of `check`, on every rank; empty if it must be checked again."""
+        self.adapter: str | None = None
+        """Name of the loaded adapter that samples, with weight_sync_method lora."""
+
+    @abstractmethod
+    def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
+        """Inspect a running server and return its facts as JSON values: `workers`, and what other methods need.
+
+        Raises:
+            TrainingError: if its log-probabilities are not processed, or it does not support rl.weight_sync_method.
+        """
+
+    @abstractmethod
+    def complete(
+        self, prompt: Sequence[int], sampling: Sampling, count: int, seed: int, deadline: Deadline
+    ) -> list[Answer]:
+        """Return `count` completions of a prompt."""
+
+    def completion_bytes(self, prompt: Sequence[int], sampling: Sampling, count: int) -> int:
+        """Return the maximum size of `count` completions in a response."""
+        tokens = count * sampling.max_new_tokens
+        return tokens * TOKEN_BYTES + (count * len(prompt) + tokens) * self.route_bytes
+
+    @abstractmethod
+    def weight_version(self, deadline: Deadline) -> str | None:
+        """Return the server's name for its current weights; None if it has none."""
+
+    @abstractmethod
+    def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
+        """Return the meeting point for `join`, and a function that creates rank 0's side of the group."""
+
+    def group_name(self) -> str:
+        """Return a new name, because a server may have kept an earlier group."""
+        return f"megalith_{secrets.token_hex(4)}"
+
+    @abstractmethod
+    def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
+        """Have the workers join the group as ranks from `first_rank` on."""
+
+    @abstractmethod
+    def begin(self, deadline: Deadline) -> None:
+        """Pause generation and prepare for buckets."""
+
+    def open_memory(self, deadline: Deadline) -> None:
+        """Have the workers accept tensors by memory handles. Raise ConfigError if they cannot."""
+        raise ConfigError(f"rl.weight_sync_method is ipc, which {self.name} does not support; choose another")
+
+    @abstractmethod
+    def receive(
+        self, bucket: WeightBucket, version: int, deadline: Deadline, handles: str | None = None
+    ) -> None:
+        """Have the workers take a bucket, by broadcast or from `handles`. Return when they have it."""
+
+    @abstractmethod
+    def finish(self, version: int, deadline: Deadline) -> None:
+        """End the update: drop caches computed with older weights, and resume."""
+
+    @abstractmethod
+    def load_folder(self, path: Path, version: int, deadline: Deadline) -> None:
+        """Have the server read the weights of a folder, between pausing and resuming."""
+
+    @abstractmethod
+    def load_adapter(self, path: Path, name: str, deadline: Deadline) -> None:
+        """Have the server load the adapter of a folder under a new name, and forget `adapter`.
+
+        Servers refuse a second adapter of a name, and key cached prefixes by adapter: so each version has its own
+        name.
+        """
+
+    @abstractmethod
+    def give_up(self, deadline: Deadline) -> None:
+        """Restore a usable state after a failure."""
