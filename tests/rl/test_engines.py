@@ -26,7 +26,7 @@ from megalith.bridge.families import family_for
 from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Sampling
 from megalith.parallel.mesh import build_mesh
-from megalith.rl.engines import engine_of, json_http, server_engine, weight_stream
+from megalith.rl.engines import engine_of, json_http, weight_stream, weight_transfers
 from megalith.rl.engines.deadline import Deadline
 from megalith.rl.engines.weight_stream import WeightStream
 from megalith.rl.grpo import PolicyTask, train_grpo
@@ -543,7 +543,7 @@ def test_by_ipc_a_server_is_told_where_each_tensor_lies(run, tmp_path, monkeypat
     def handles(tensors):
         return base64.b64encode(pickle.dumps([{"GPU-0": tensor.tolist()} for tensor in tensors])).decode()
 
-    monkeypatch.setattr(server_engine, "memory_handles", handles)
+    monkeypatch.setattr(weight_transfers, "memory_handles", handles)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with served(kind, model_tree(tmp_path)) as server:
         server.transfer = {"backend": "ipc"}

@@ -2,14 +2,12 @@
 handles.
 
 Each rank that scores completions sends its share of the prompts, one request per prompt, to the servers in turn. Rank
-0 sends the weights, and every rank raises its errors. An update is
+0 sends the weights (weight_transfers.py), and every rank raises its errors. An update is
 
     wait for the servers ─▶ create the group, once ─▶ pause, begin ─▶ for each bucket: the request in the main thread
     and the broadcast in another ─▶ finish, resume
 
-within rl.weight_sync_timeout. After a failure the servers get a request to resume, and the group is abandoned. With
-`checkpoint`, rank 0 writes a folder that the servers read; with `lora`, a folder with the adapters, which they load on
-their own base; with `ipc`, requests carry memory handles.
+within rl.weight_sync_timeout. After a failure the servers get a request to resume, and the group is abandoned.
 
 If a server dies or refuses a request during an update, the engine waits for it and sends everything again in a new
 group. If a server is lost while sampling, or has unexpected weights, ServerLost is raised, and `WeightSync` repeats the

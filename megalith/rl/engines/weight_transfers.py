@@ -1,4 +1,8 @@
-"""Ways to send the weights of an update to servers: a broadcast group, memory handles, or a folder."""
+"""Ways to send the weights of an update to servers (`rl.weight_sync_method`).
+
+nccl and gloo broadcast them in a group. With `checkpoint`, rank 0 writes a folder that the servers read; with `ipc`,
+requests carry memory handles. `lora` writes a folder with the adapters, which the servers load on their own base.
+"""
 
 from __future__ import annotations
 
