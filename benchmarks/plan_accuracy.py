@@ -25,7 +25,8 @@ from benchmarks.published_rows import (
 from megalith.config.rules.auto_settings import Machine, resolve_auto
 from megalith.planner import passes, step_time
 from megalith.planner.candidates import NO_GEMM, PARALLEL, SHARDS
-from megalith.planner.counts import MetaModel, flops_per_token
+from megalith.planner.counts import MetaModel
+from megalith.planner.flops import flops_per_token
 from megalith.planner.layout import build_layout
 from megalith.planner.plan_result import PlannedLayout
 from megalith.planner.rates import rates_of

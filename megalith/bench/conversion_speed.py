@@ -122,8 +122,8 @@ def make_source(folder: Path, size: float, dtype: str, settings: Sequence[str]) 
     """Write the folder, one tensor at a time."""
     import torch
 
-    from megalith.bridge.exporter import FolderWriter
     from megalith.bridge.families.llama import LLAMA
+    from megalith.bridge.folder_writer import FolderWriter
 
     kind, model = getattr(torch, dtype), model_of(size, dtype, settings)
     groups = LLAMA.groups(model)

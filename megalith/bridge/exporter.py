@@ -1,23 +1,16 @@
-"""`megalith export-hf`: convert a checkpoint to a folder that transformers loads, one tensor at a time.
-
-Names, dtypes and shapes are known in advance, so each shard's header is written first and tensors follow in any order.
-The folder is written as `NAME.partial`, synced and renamed, so that it is either complete or absent.
-"""
+"""`megalith export-hf`: convert a checkpoint to a folder that transformers loads, one tensor at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family, Group
@@ -26,13 +19,12 @@ from megalith.bridge.folder import (
     DTYPE_NAMES,
     GENERATION,
     is_model_folder,
-    path_exists,
     read_folder_file,
 )
+from megalith.bridge.folder_writer import SHARD_BYTES, FolderWriter
 from megalith.bridge.importer import PRECISIONS
 from megalith.bridge.load import config_of
 from megalith.bridge.origin import Origin, read_origin, saved_tokenizer
-from megalith.bridge.partial import partial_folder
 from megalith.bridge.quantized import (
     SUFFIX,
     Form,
@@ -47,142 +39,12 @@ from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.bridge.wrapper import WrapperFolder
 from megalith.checkpoint import Checkpoint, open_existing
 from megalith.checkpoint.averaged_checkpoint import with_average
-from megalith.checkpoint.files import Layout, RandomAccessWriter, byte_count
 from megalith.config import ModelConfig, TrainConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
-from megalith.io import sync_folder, write_file
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 from megalith.remote import StorePath, open_location
-
-SHARD_BYTES = 5 * 10**9  # as in transformers
-
-
-class FolderWriter:
-    """Context manager that writes a Hugging Face folder. It appears at `path` at the end, if there was no error."""
-
-    def __init__(
-        self,
-        path: str | Path,
-        tensors: Layout,
-        shard_bytes: int = SHARD_BYTES,
-        replace: bool = False,
-    ):
-        """Plan the shards.
-
-        Args:
-            path: folder or URL to write.
-            tensors: dtype and shape of each tensor, in the order of the shards.
-            shard_bytes: maximum size of a shard.
-            replace: replace an existing folder.
-
-        Raises:
-            CheckpointError: `path` exists and `replace` is false.
-        """
-        self.path = open_location(path)
-        self._partial_folder = partial_folder(self.path)
-        self.partial = self._partial_folder.path
-        self._tensors = dict(tensors)
-        self._shards = _plan_shards(self._tensors, shard_bytes)
-        self._weight_map = {name: file for file, names in self._shards.items() for name in names}
-        self._files: dict[str, RandomAccessWriter] = {}  # open files by name
-        if path_exists(self.path) and not replace:
-            raise CheckpointError(f"{self.path} already exists; remove it, or choose another path")
-
-    def __enter__(self) -> FolderWriter:
-        try:
-            self._partial_folder.begin()
-            for file, names in self._shards.items():
-                self._files[file] = RandomAccessWriter(
-                    self.partial / file, {name: self._tensors[name] for name in names}
-                )
-        except OSError as error:
-            self._abandon()
-            raise self._write_error(error) from error
-        return self
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor."""
-        dtype, shape = self._tensors[name]
-        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
-        try:
-            self._files[self._weight_map[name]].put(name, tensor)
-        except OSError as error:
-            raise self._write_error(error) from error
-
-    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a JSON file."""
-        self._write_small(name, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
-
-    def copy(self, file: Path) -> None:
-        """Copy a small file."""
-        self._write_small(file.name, read_folder_file(file))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            try:
-                self._finish()
-                return
-            except BaseException as failure:
-                self._abandon()
-                if isinstance(failure, OSError):
-                    raise self._write_error(failure) from failure
-                raise
-        self._abandon()
-
-    def _finish(self) -> None:
-        if len(self._shards) > 1:
-            total = sum(byte_count(shape, dtype) for dtype, shape in self._tensors.values())
-            self.write_json(
-                "model.safetensors.index.json",
-                {"metadata": {"total_size": total}, "weight_map": self._weight_map},
-            )
-        for file in self._files.values():
-            file.sync()
-        self._close()
-        sync_folder(self.partial)
-        self._partial_folder.commit()
-
-    def _write_small(self, name: str, content: bytes) -> None:
-        try:
-            write_file(self.partial / name, content)
-        except OSError as error:
-            raise self._write_error(error) from error
-
-    def _abandon(self) -> None:
-        self._close()
-        self._partial_folder.abandon()
-
-    def _close(self) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
-
-    def _write_error(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path} could not be written: {error.strerror or error}; nothing of it is left: free disk space, or "
-            "choose another path"
-        )
-
-
-def _plan_shards(tensors: Layout, shard_bytes: int) -> dict[str, list[str]]:
-    """Return file names with their tensors: one file, or several of at most `shard_bytes` (or one large tensor)."""
-    shards: list[list[str]] = [[]]
-    shard_size = 0
-    for name, (dtype, shape) in tensors.items():
-        size = byte_count(shape, dtype)
-        if shard_size and shard_size + size > shard_bytes:
-            shards.append([])
-            shard_size = 0
-        shards[-1].append(name)
-        shard_size += size
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    count = len(shards)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(shards, 1)}
-
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -34,7 +34,8 @@ from megalith.parallel.pipeline.schedules import Kind, Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, shortened_schedule
 from megalith.planner.candidates import CHEAP, PARALLEL, RECOMPUTED, SHARDS
-from megalith.planner.counts import MetaModel, flops_per_token, layers_of
+from megalith.planner.counts import MetaModel, layers_of
+from megalith.planner.flops import flops_per_token
 from megalith.planner.memory import MemoryEstimate, StageMemory
 from megalith.planner.traffic import Transfer, transfers
 

@@ -40,7 +40,8 @@ from megalith.parallel.fp8_linears import layers_cast_once, saves_weight_codes, 
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.roles import role_of
-from megalith.planner.counts import INITIAL, MetaModel, layers_of, token_fraction
+from megalith.planner.counts import INITIAL, MetaModel, layers_of
+from megalith.planner.flops import token_fraction
 
 MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients

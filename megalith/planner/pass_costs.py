@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from megalith.config import RunConfig
 from megalith.data.dynamic_context import PassCosts
-from megalith.planner.counts import flops_per_token
+from megalith.planner.flops import flops_per_token
 
 FLOPS_PER_BYTE = 2000
 OVERHEAD_TOKENS = 256

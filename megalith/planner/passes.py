@@ -22,7 +22,8 @@ from megalith.ops.chunks import CHUNK
 from megalith.parallel.fp8_linears import casts_weights_once, saves_weight_codes, uses_fp8
 from megalith.parallel.memory.recompute import can_recompute_in_graph, skips_last_layer
 from megalith.parallel.pipeline.stages import Stage, virtual_size
-from megalith.planner.counts import MetaModel, layers_of, token_fraction
+from megalith.planner.counts import MetaModel, layers_of
+from megalith.planner.flops import token_fraction
 from megalith.planner.memory import (
     COMPUTE_BYTES,
     GRADIENT_BYTES,

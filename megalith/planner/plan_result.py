@@ -10,7 +10,7 @@ from megalith.config import RunConfig
 from megalith.config.rules.parallel_rules import data_parallel_size
 from megalith.parallel.pipeline.stages import virtual_size
 from megalith.planner.candidates import PARALLEL, SEARCHED_DEFAULTS
-from megalith.planner.counts import Throughput
+from megalith.planner.flops import Throughput
 from megalith.planner.memory import MemoryEstimate
 from megalith.planner.rates import Rates
 from megalith.planner.step_time import StepTime

@@ -39,7 +39,8 @@ from megalith.planner.candidates import (
     candidates,
     least_batch,
 )
-from megalith.planner.counts import MetaModel, flops_per_token, layers_of, throughput
+from megalith.planner.counts import MetaModel, layers_of
+from megalith.planner.flops import flops_per_token, throughput
 from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
 from megalith.planner.memory import MemoryEstimate, StageMemory, saved_activations
 from megalith.planner.plan_result import PlannedLayout, PlanResult

@@ -15,7 +15,8 @@ from megalith.config import ParallelConfig, RunConfig
 from megalith.config.rules.expert_rules import is_static
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.parallel.pipeline.stages import Stage
-from megalith.planner.counts import MetaModel, layers_of, token_fraction
+from megalith.planner.counts import MetaModel, layers_of
+from megalith.planner.flops import token_fraction
 from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES
 
 FP32 = 4

@@ -67,7 +67,7 @@ class StepMetrics:
     step_time_ms: float
     tokens_per_second_per_device: float | None
     tflops_per_device: float | None
-    """In the causal convention (see planner/counts.py)."""
+    """In the causal convention (see planner/flops.py)."""
     mfu: float | None
     """0 to 1; None if the device's peak is unknown."""
     max_memory_gb: float | None

@@ -22,7 +22,7 @@ from megalith.io import replace_file
 from megalith.launch.lock import config_errors
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline
-from megalith.planner.counts import flops_per_token, throughput
+from megalith.planner.flops import flops_per_token, throughput
 from megalith.planner.layout import Layout, build_layout
 from megalith.planner.layout_text import layout_text
 from megalith.planner.topology import gather_rank_locations, topology_notes

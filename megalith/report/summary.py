@@ -20,7 +20,8 @@ import megalith
 from megalith.config import RunConfig
 from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import DeviceInfo
-from megalith.planner.counts import MetaModel, ParameterCounts, count_parameters, flops_per_token
+from megalith.planner.counts import MetaModel, ParameterCounts, count_parameters
+from megalith.planner.flops import flops_per_token
 from megalith.planner.layout import Layout
 from megalith.tables import format_bytes, format_si, render
 

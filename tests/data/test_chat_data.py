@@ -17,11 +17,12 @@ from megalith.config.data import DataConfig
 from megalith.config.fine_tuning import SftConfig
 from megalith.config.preferences import DpoConfig
 from megalith.data.best_fit import best_fit_decreasing
-from megalith.data.chat import samples as sample_files
+from megalith.data.chat import sample_cache
 from megalith.data.chat.chat_dataset import ChatDataset, make_chat_batch, open_chat_data
 from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import Chat
-from megalith.data.chat.samples import EQUAL, Samples, cached_samples, read_samples
+from megalith.data.chat.sample_cache import cached_samples
+from megalith.data.chat.samples import EQUAL, Samples, read_samples
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import ConfigError, DataError
@@ -433,7 +434,7 @@ def test_samples_are_read_once_and_mapped_until_files_settings_or_template_chang
         reads.append(1)
         return plain(*wanted, **how)
 
-    monkeypatch.setattr(sample_files, "read_samples", counted)
+    monkeypatch.setattr(sample_cache, "read_samples", counted)
     tokenizer, file = tokenizer_with(folder, PLAIN), Path("chat.jsonl")
     own = read(tokenizer, FORMS["messages"], {"messages": []}, FORMS["parts"], skip_bad_samples=True)
 

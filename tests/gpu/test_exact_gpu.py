@@ -16,7 +16,7 @@ from megalith.ops.batch_invariant.matmul import matmul
 from megalith.ops.batch_invariant.token_logprobs import statistics
 from megalith.ops.documents import padding_attention_mask
 from megalith.parallel.mesh import build_mesh
-from megalith.rl.rollouts.rollout_data import Sample, make_batch, pack_rows
+from megalith.rl.rollouts.rollout_rows import Sample, make_batch, pack_rows
 from megalith.rl.rollouts.rollouts import RatedCompletion
 from megalith.training.build import build_model
 from megalith.training.trainer import train

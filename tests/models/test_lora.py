@@ -11,7 +11,8 @@ from megalith.models.init import initialize
 from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.optim import build_optimizer
-from megalith.planner.counts import count_parameters, flops_per_token
+from megalith.planner.counts import count_parameters
+from megalith.planner.flops import flops_per_token
 
 SMALL = dict(vocab_size=101, max_position_embeddings=64)
 MODELS = {

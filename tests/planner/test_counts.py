@@ -12,7 +12,8 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.model_types import make_model
 from megalith.parallel.pipeline.stages import assign_layers, split_stages
-from megalith.planner.counts import MetaModel, count_parameters, flops_per_token, layers_of, throughput
+from megalith.planner.counts import MetaModel, count_parameters, layers_of
+from megalith.planner.flops import flops_per_token, throughput
 
 
 def _preset(name, **fields):

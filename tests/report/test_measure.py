@@ -8,7 +8,7 @@ from torch.autograd import DeviceType
 
 from megalith.config import LogConfig, RunConfig
 from megalith.parallel.pipeline.executor import PASS
-from megalith.planner.counts import flops_per_token
+from megalith.planner.flops import flops_per_token
 from megalith.report.layout_report import step_to_measure
 from megalith.report.measured_step import (
     MARK,

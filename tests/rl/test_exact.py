@@ -19,7 +19,7 @@ from megalith.generation.sync import engine_for
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.job import start
 from megalith.rl.grpo import train_grpo
-from megalith.rl.rollouts.rollout_data import Sample, make_batch, pack_rows
+from megalith.rl.rollouts.rollout_rows import Sample, make_batch, pack_rows
 from megalith.rl.rollouts.rollouts import RatedCompletion
 from megalith.training.build import build_model
 from megalith.training.trainer import train

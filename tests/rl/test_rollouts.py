@@ -16,8 +16,9 @@ from megalith.errors import ConfigError, DataError
 from megalith.report.metrics import read_records
 from megalith.rl.grpo import open_rollouts, train_grpo
 from megalith.rl.rollouts import rollout_reader as rollout_files
-from megalith.rl.rollouts.rollout_data import RolloutData, Sample, make_batch, pack_rows
+from megalith.rl.rollouts.rollout_data import RolloutData
 from megalith.rl.rollouts.rollout_reader import RolloutFiles, load_rollouts
+from megalith.rl.rollouts.rollout_rows import Sample, make_batch, pack_rows
 from megalith.rl.rollouts.rollout_source import FileRollouts
 from megalith.rl.rollouts.rollouts import save_rollouts
 from megalith.rl.sampling.drift import largest_drift_of_step

@@ -21,7 +21,8 @@ from megalith.config.fine_tuning import ChatConfig
 from megalith.data.batch import Batch, document_ends
 from megalith.data.best_fit import best_fit_decreasing
 from megalith.data.chat.chat_files import chat_files
-from megalith.data.chat.samples import Samples, cached_samples
+from megalith.data.chat.sample_cache import cached_samples
+from megalith.data.chat.samples import Samples
 from megalith.data.dataset import SPLITS, parse_split, split_ranges
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError

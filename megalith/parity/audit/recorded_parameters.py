@@ -17,11 +17,8 @@ from torch import Tensor
 
 from megalith.bridge.family import Family
 from megalith.bridge.match import Match, match
-from megalith.bridge.megatron.megatron_importer import (
-    EMBEDDING,
-    JoinedTensor,
-    MegatronSource,
-)
+from megalith.bridge.megatron.legacy_reader import JoinedTensor
+from megalith.bridge.megatron.megatron_importer import EMBEDDING, MegatronSource
 from megalith.bridge.megatron.megatron_names import LAYER, layer_of, plain_name, shard_of, tp_split
 from megalith.bridge.megatron.table import GPT
 from megalith.bridge.rows import gate_up, interleaved_qkv, same, stacked

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.bridge.exporter import FolderWriter, export_dtype, export_family
+from megalith.bridge.exporter import export_dtype, export_family
 from megalith.bridge.family import Group, build_on_meta
 from megalith.bridge.folder import is_model_folder
+from megalith.bridge.folder_writer import FolderWriter
 from megalith.bridge.origin import read_origin
 from megalith.bridge.peft.peft_writer import save_peft
 from megalith.bridge.transfer import Scratch, to_theirs

@@ -24,7 +24,7 @@ from megalith.errors import TrainingError
 from megalith.rl.engines.rollout_engine import WeightPair
 from megalith.rl.objectives.policy_loss import RolloutBatch
 from megalith.rl.rollouts.prompts import policy_vocab_size
-from megalith.rl.rollouts.rollout_data import Sample, has_rollout_logprobs, make_batch
+from megalith.rl.rollouts.rollout_rows import Sample, has_rollout_logprobs, make_batch
 from megalith.rl.rollouts.rollouts import RatedCompletion
 from megalith.training.run_state import Run
 
