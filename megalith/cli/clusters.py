@@ -288,7 +288,8 @@ def _check(
     """
     from megalith.planner.counts import count_parameters
     from megalith.planner.fit import require_fit, warnings_without_device
-    from megalith.planner.layout import build_layout, with_auto
+    from megalith.planner.layout import build_layout
+    from megalith.planner.memory_choices import with_auto
     from megalith.planner.rates import rates_of
     from megalith.training.build import prepare
 

@@ -69,7 +69,7 @@ COMMANDS: dict[str, Command] = {
     "lora merge": Command("write base + adapters as a checkpoint",
                           "conversion:run_lora_merge", "conversion:add_lora_merge_arguments"),
     "pipeline show": Command("draw the timeline of a schedule, with its bubble",
-                             "planning:run_pipeline_show", "planning:add_pipeline_show"),
+                             "pipeline_command:run_pipeline_show", "pipeline_command:add_pipeline_show"),
     "parity": Command("compare a small run in many layouts with one process",
                       "parity_command:run_parity", "training:add_parity_arguments"),
     "audit": Command("rerun recorded steps of any system's job, and name what departs",

@@ -13,15 +13,7 @@ from typing import Any
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError
 
-from megalith.config.aliases import (
-    ALIASES,
-    Rename,
-    apply_aliases,
-    extension_error,
-    format_error,
-    hint_of_other_name,
-    remove_overridden,
-)
+from megalith.config.aliases import ALIASES, Rename, apply_aliases, remove_overridden
 from megalith.config.base import Section, as_config_error
 from megalith.config.data import DataConfig
 from megalith.config.distillation import DistillConfig
@@ -29,6 +21,7 @@ from megalith.config.fine_tuning import ChatConfig, SftConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig, ParamGroup
+from megalith.config.other_systems import extension_error, format_error, hint_of_other_name
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.preferences import DpoConfig, KtoConfig, RewardConfig

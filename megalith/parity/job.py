@@ -27,7 +27,7 @@ from megalith.optim.moments import Moment
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import LocalShard
-from megalith.planner.layout import with_auto
+from megalith.planner.memory_choices import with_auto
 from megalith.report.report import PendingStep
 from megalith.training.build import prepare, vocabulary_rows
 from megalith.training.process import detect_machine, prepare_process

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
-from megalith.planner.layout import Layout, build_layout, with_auto
+from megalith.planner.layout import Layout, build_layout
 from megalith.planner.memory import MemoryEstimate
+from megalith.planner.memory_choices import with_auto
 from megalith.planner.rates import Rates, rates_of
 from megalith.planner.search import usable_bytes
 

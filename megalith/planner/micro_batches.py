@@ -8,7 +8,8 @@ from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
 from megalith.planner.counts import MetaModel
-from megalith.planner.layout import USABLE, fullest, with_auto
+from megalith.planner.layout import fullest
+from megalith.planner.memory_choices import USABLE, with_auto
 
 MAX_TOKENS = 32_768  # per micro-batch and GPU, as in the GPT-2-large benchmarks
 

@@ -24,14 +24,9 @@ from megalith.parallel.memory.recompute import can_recompute_in_graph, skips_las
 from megalith.parallel.pipeline.stages import Stage, virtual_size
 from megalith.planner.counts import MetaModel, layers_of
 from megalith.planner.flops import token_fraction
-from megalith.planner.memory import (
-    COMPUTE_BYTES,
-    GRADIENT_BYTES,
-    budget_savings,
-    makes_mask,
-    saved_activations,
-)
+from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
+from megalith.planner.saved_activations import budget_savings, makes_mask, saved_activations
 from megalith.planner.traffic import context_bytes, expert_bytes
 
 # Fitted to the rows of benchmarks/RESULTS.md that benchmarks/measured_rows.py marks for it.

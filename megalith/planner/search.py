@@ -41,10 +41,12 @@ from megalith.planner.candidates import (
 )
 from megalith.planner.counts import MetaModel, layers_of
 from megalith.planner.flops import flops_per_token, throughput
-from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
-from megalith.planner.memory import MemoryEstimate, StageMemory, saved_activations
+from megalith.planner.layout import StageLayout, stage_layout
+from megalith.planner.memory import MemoryEstimate, StageMemory
+from megalith.planner.memory_choices import USABLE, with_auto
 from megalith.planner.plan_result import PlannedLayout, PlanResult
 from megalith.planner.rates import Rates, check_precision, peak_flops, rates_of
+from megalith.planner.saved_activations import saved_activations
 from megalith.planner.step_time import step_time
 from megalith.progress import Progress
 

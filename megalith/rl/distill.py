@@ -37,7 +37,7 @@ from megalith.ops.distillation_loss import (
 )
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.model_spec import LOSSES
-from megalith.planner.layout import with_auto
+from megalith.planner.memory_choices import with_auto
 from megalith.report.report import TokenCounts
 from megalith.rl.auxiliary_models.reference import StepData
 from megalith.rl.objectives.summed_loss import SummedLoss

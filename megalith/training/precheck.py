@@ -42,8 +42,9 @@ from megalith.parallel.apply import apply
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.planner.fit import memory_warnings, require_fit
-from megalith.planner.layout import Layout, build_layout, with_auto
+from megalith.planner.layout import Layout, build_layout
 from megalith.planner.layout_text import layout_text
+from megalith.planner.memory_choices import with_auto
 from megalith.planner.micro_batches import micro_batch_notes
 from megalith.planner.rates import Rates, check_precision
 from megalith.remote import size_of

@@ -38,7 +38,7 @@ from megalith.generation.sync import engine_for
 from megalith.launch.launcher import end_distributed, init_distributed, this_process
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.planner.layout import with_auto
+from megalith.planner.memory_choices import with_auto
 from megalith.training.build import build_model, prepare, vocabulary_rows
 from megalith.training.process import detect_machine, prepare_process
 

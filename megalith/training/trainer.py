@@ -46,7 +46,8 @@ from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.fit import memory_warnings
-from megalith.planner.layout import build_layout, with_auto
+from megalith.planner.layout import build_layout
+from megalith.planner.memory_choices import with_auto
 from megalith.planner.micro_batches import micro_batch_notes
 from megalith.remote import StorePath
 from megalith.report.clock import StartupTimer

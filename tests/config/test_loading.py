@@ -8,7 +8,7 @@ import yaml
 from default_cases import by_default
 
 from megalith.config import RunConfig
-from megalith.config.aliases import OTHER_FORMATS, OTHER_NAMES
+from megalith.config.other_systems import OTHER_FORMATS, OTHER_NAMES
 from megalith.config.presets import PRESETS
 from megalith.config.run import known_keys
 from megalith.errors import ConfigError

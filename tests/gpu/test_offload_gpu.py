@@ -20,7 +20,7 @@ from megalith.parallel.memory.activation_offload import (
 )
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.planner.counts import MetaModel
-from megalith.planner.memory import saved_activations
+from megalith.planner.saved_activations import saved_activations
 
 LATE = 2_000_000  # cycles: about a millisecond
 OPTIMIZERS = {

@@ -27,7 +27,7 @@ from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.job import start
 from megalith.planner.counts import MetaModel
-from megalith.planner.memory import saved_activations
+from megalith.planner.saved_activations import saved_activations
 
 VOCAB = 61
 MODES = {

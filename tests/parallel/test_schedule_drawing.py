@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megalith.cli.planning import add_pipeline_show, run_pipeline_show
+from megalith.cli.pipeline_command import add_pipeline_show, run_pipeline_show
 from megalith.errors import ConfigError, DataError
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate

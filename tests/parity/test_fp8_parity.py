@@ -37,7 +37,7 @@ from megalith.parallel.step_casts import step_cast_tensors
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import start, state_by_name
-from megalith.planner.layout import with_cached_weights
+from megalith.planner.memory_choices import with_cached_weights
 from megalith.training.build import build_meta_model
 
 RECIPES = "delayed", "tensorwise", "blockwise"

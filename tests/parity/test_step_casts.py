@@ -11,7 +11,8 @@ from megalith.models import moe
 from megalith.models.moe import GroupedLinear
 from megalith.parallel.step_casts import step_cast_tensors
 from megalith.parity.job import start, state_by_name
-from megalith.planner.layout import fullest, with_auto
+from megalith.planner.layout import fullest
+from megalith.planner.memory_choices import with_auto
 
 RECOMPUTED = {
     "parallel.recompute_granularity": "full",

@@ -9,16 +9,9 @@ from megalith.config.rules.auto_settings import Machine
 from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline.schedules import build_schedule, in_flight_bound
 from megalith.parallel.pipeline.timeline import read_timeline
-from megalith.planner.layout import (
-    alternative,
-    build_layout,
-    fullest,
-    max_in_flight,
-    with_recomputation,
-    with_static_dispatch,
-    with_unsharded_layers,
-)
+from megalith.planner.layout import alternative, build_layout, fullest, max_in_flight
 from megalith.planner.layout_text import layout_text
+from megalith.planner.memory_choices import with_recomputation, with_static_dispatch, with_unsharded_layers
 from megalith.planner.micro_batches import micro_batch_notes
 
 FIELD = "parallel.fsdp_unsharded_layers"

@@ -8,7 +8,7 @@ from megalith.config.presets import PRESETS
 from megalith.ops.cross_entropy import loss_chunk_tokens
 from megalith.planner.counts import MetaModel, count_parameters
 from megalith.planner.layout import build_layout
-from megalith.planner.memory import saved_activations
+from megalith.planner.saved_activations import saved_activations
 
 ONE_LAYER = dict(
     num_layers=10, hidden_size=64, num_attention_heads=4, vocab_size=100, max_position_embeddings=1024

@@ -33,7 +33,8 @@ from megalith.planner import search as search_module
 from megalith.planner.calibrate import calibrate
 from megalith.planner.counts import MetaModel
 from megalith.planner.goodput import SIZES, Costs, best_interval, goodput, training_share
-from megalith.planner.layout import build_layout, fullest, with_auto
+from megalith.planner.layout import build_layout, fullest
+from megalith.planner.memory_choices import with_auto
 from megalith.planner.rates import rates_of, read_rates
 from megalith.planner.search import plan, planned, preset_config
 from megalith.planner.step_time import step_time

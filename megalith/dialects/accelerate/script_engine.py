@@ -65,7 +65,7 @@ from megalith.models.inputs import TokenInputs
 from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.planner.layout import with_auto
+from megalith.planner.memory_choices import with_auto
 from megalith.training.build import build_model, resolve_config, vocabulary_rows
 from megalith.training.process import detect_machine, prepare_process
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from megalith.config.aliases import extension_error, format_error
+from megalith.config.other_systems import extension_error, format_error
 from megalith.config.yaml_loader import parse_yaml
 from megalith.errors import ConfigError
 

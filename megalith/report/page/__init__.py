@@ -6,44 +6,45 @@ any other source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import megalith
 from megalith.io import replace_file
 from megalith.progress import Progress
-from megalith.report.charts import downsample, loss_limits, smoothed
-from megalith.report.page.svg_charts import (
-    COLOURS,
-    Curve,
-    Html,
-    Mark,
-    chart,
-    heat_map,
-    preformatted,
-    stacked_bars,
-    table,
-    text,
-    timeline,
+from megalith.report.page.metric_charts import (
+    FP8,
+    REWARDS,
+    constant_metrics,
+    constant_value,
+    fp8_chart,
+    is_policy,
+    last_reward,
+    lead_chart,
+    metric_chart,
+    step_tokens,
 )
-from megalith.report.page.transcripts import completions_html
-from megalith.report.pipeline_drawing import LEGEND
+from megalith.report.page.run_tables import (
+    completions_section,
+    each_run,
+    events_section,
+    expert_load,
+    measured_step,
+    memory_parts,
+    pipeline_timeline,
+    settings_table,
+    starts_section,
+)
+from megalith.report.page.svg_charts import COLOURS, table, text
 from megalith.report.run_files import RunFiles, metric_points, open_runs, to_float
-from megalith.tables import format_bytes, format_si
+from megalith.tables import format_si
 
-MAX_POINTS = 1000  # of a curve
 MAX_CHARTS = 60  # of metrics without a title below
-MAX_ROWS = 200  # of a table
-MAX_TOKEN_POINTS = 200  # of the map from steps to tokens
-MAX_RANKS = 64
-STEP_PARTS = ("compute", "communication", "bubble", "idle")
 
-REWARDS = "Rewards and completions"  # leads the page of a policy
 # Section → (key of metrics.jsonl, title) of its charts.
 CHARTS = {
     "Training": (
@@ -90,12 +91,6 @@ CHARTS = {
 }
 LEADS = {REWARDS: ("rewards_mean",), "Training": ("loss",)}  # wide charts of a section, above the others
 WITHOUT_CHART = {"step", "loss", "consumed_samples", "skipped", "nan_iterations"}
-FP8 = {
-    "fp8_overflow": "FP8: largest share of overflow of a linear",
-    "fp8_underflow": "FP8: largest share of underflow of a linear",
-    "fp8_amax": "FP8: largest amax of a linear",
-}
-OPERAND_STYLES = {"input": "line", "weight": "dashed", "gradient": "dots"}
 
 
 def write_report(folders: Sequence[str], output: str | Path) -> Path:
@@ -128,7 +123,7 @@ def render_page(runs: Sequence[RunFiles]) -> str:
             sections += [(heading, body)] * bool(body)
             progress.add()
     links = "".join(f'<a href="#{_anchor(heading)}">{heading}</a>' for heading, _ in sections)
-    tokens = [_tokens(run) for run in runs]
+    tokens = [step_tokens(run) for run in runs]
     toggles = "".join(
         f'<button type="button" class="key c{n % COLOURS}" data-toggle="{n}"{tokens[n]} aria-pressed="true">'
         f"{text(run.name)}</button>"
@@ -163,24 +158,6 @@ def _controls(has_tokens: bool) -> str:
     )
 
 
-def _tokens(run: RunFiles) -> str:
-    """Return an attribute with the tokens after some steps, `step tokens step tokens …`; "" if they are unknown.
-
-    Tokens are samples times `data.seq_length`, so a policy's run, whose completions vary in length, has none.
-    """
-    length, samples = run.settings.get("data.seq_length", ""), run.curve("consumed_samples")
-    if not length.isdecimal() or len(length) > 9 or not len(samples) or _is_policy(run):
-        return ""
-    points = downsample(samples, MAX_TOKEN_POINTS)
-    values = " ".join(f"{step:g} {count * int(length):.10g}" for step, count in points)
-    return f' data-tokens="0 0 {values}"'
-
-
-def _is_policy(run: RunFiles) -> bool:
-    """Return whether the run was trained with rewards."""
-    return len(metric_points(run.steps[-1:], "rewards_mean")) > 0
-
-
 def _anchor(heading: str) -> str:
     return heading.lower().replace(" ", "-")
 
@@ -189,45 +166,33 @@ def _sections(runs: Sequence[RunFiles]) -> Iterator[tuple[str, str]]:
     """Yield (heading, HTML) of each section. The HTML is empty if there is nothing to show."""
     yield "Summary", _summary(runs)
     titled = {key for charts in CHARTS.values() for key, _ in charts}
-    order = sorted(CHARTS, key=lambda heading: heading != REWARDS) if any(map(_is_policy, runs)) else CHARTS
+    order = sorted(CHARTS, key=lambda heading: heading != REWARDS) if any(map(is_policy, runs)) else CHARTS
     for heading in order:
         charts = CHARTS[heading]
-        constant = [(key, title) for key, title in charts if _constant(runs, key) == 0]
-        lead = {key: _lead(runs, key) for key in LEADS.get(heading, ())}
+        constant = [(key, title) for key, title in charts if constant_value(runs, key) == 0]
+        lead = {key: lead_chart(runs, key) for key in LEADS.get(heading, ())}
         drawn = [
-            _chart(runs, key, title)
+            metric_chart(runs, key, title)
             for key, title in charts
             if (key, title) not in constant and key not in lead
         ]
         drawn = [*lead.values(), *drawn]
-        extra = _constants(runs, constant)
-        extra += _expert_load(runs) if heading == "Experts" else ""
-        extra += _completions(runs) if heading == REWARDS else ""
+        extra = constant_metrics(runs, constant)
+        extra += expert_load(runs) if heading == "Experts" else ""
+        extra += completions_section(runs) if heading == REWARDS else ""
         yield heading, _grid(drawn) + extra
-    yield "FP8", _grid(_fp8(runs, metric, title) for metric, title in FP8.items())
+    yield "FP8", _grid(fp8_chart(runs, metric, title) for metric, title in FP8.items())
     others = dict.fromkeys(key for run in runs for record in run.steps[-1:] for key in record)
     others = [key for key in others if key not in titled | WITHOUT_CHART and not key.startswith(tuple(FP8))]
-    constant = [key for key in others if _constant(runs, key) is not None]
-    drawn = _grid(_chart(runs, key, key) for key in others[:MAX_CHARTS] if key not in constant)
-    yield "Further figures", drawn + _constants(runs, [(key, key) for key in constant[:MAX_CHARTS]])
-    yield "Memory by part", _each(runs, _memory)
-    yield "A step by rank", _each(runs, _measured)
-    yield "Pipeline", _each(runs, _timeline)
-    yield "Settings", _settings(runs)
-    yield "Machine and starts", _each(runs, _starts)
-    yield "Events", _each(runs, _events)
-
-
-def _constant(runs: Sequence[RunFiles], key: str) -> float | None:
-    """Return the value of a metric that is the same in all steps; None if it varies or has fewer than two values."""
-    values = np.concatenate([run.curve(key)[:, 1] for run in runs])
-    return values[0] if len(values) > 1 and (values == values[0]).all() else None
-
-
-def _constants(runs: Sequence[RunFiles], charts: Sequence[tuple[str, str]]) -> str:
-    """Return a sentence that replaces the charts of constant metrics."""
-    values = ", ".join(f"{title} {_constant(runs, key):g}" for key, title in charts)
-    return f"<p>At every step: {text(values, 5000)}.</p>" if values else ""
+    constant = [key for key in others if constant_value(runs, key) is not None]
+    drawn = _grid(metric_chart(runs, key, key) for key in others[:MAX_CHARTS] if key not in constant)
+    yield "Further figures", drawn + constant_metrics(runs, [(key, key) for key in constant[:MAX_CHARTS]])
+    yield "Memory by part", each_run(runs, memory_parts)
+    yield "A step by rank", each_run(runs, measured_step)
+    yield "Pipeline", each_run(runs, pipeline_timeline)
+    yield "Settings", settings_table(runs)
+    yield "Machine and starts", each_run(runs, starts_section)
+    yield "Events", each_run(runs, events_section)
 
 
 def _grid(drawn: Iterable[str]) -> str:
@@ -235,16 +200,8 @@ def _grid(drawn: Iterable[str]) -> str:
     return f'<div class="charts">{charts}</div>' if charts else ""
 
 
-def _each(runs: Sequence[RunFiles], draw: Callable[[RunFiles], str]) -> str:
-    """Return `draw` of each run, under the run's name if there are several."""
-    shown = [(run.name, content) for run in runs if (content := draw(run))]
-    if len(runs) == 1:
-        return "".join(content for _, content in shown)
-    return "".join(f"<h3>{text(name)}</h3>{content}" for name, content in shown)
-
-
 def _summary(runs: Sequence[RunFiles]) -> str:
-    has_rewards = any(map(_is_policy, runs))
+    has_rewards = any(map(is_policy, runs))
     headings = (
         "run",
         "steps",
@@ -278,7 +235,7 @@ def _summary_row(run: RunFiles, has_rewards: bool) -> tuple[str, ...]:
     return (
         run.name,
         str(run.steps[-1]["step"]),
-        *[_reward(run)] * has_rewards,
+        *[last_reward(run)] * has_rewards,
         f"{losses[-1][1]:.4f}" if len(losses) else "–",
         f"{checks[-1][1]:.4f}, least {checks[:, 1].min():.4f}" if len(checks) else "–",
         format_si(speed.mean()) if len(speed) else "–",
@@ -288,210 +245,3 @@ def _summary_row(run: RunFiles, has_rewards: bool) -> tuple[str, ...]:
         f"{run.curve('skipped')[:, 1].sum():.0f}",
         f"{run.curve('nan_iterations')[:, 1].sum():.0f}",
     )
-
-
-def _reward(run: RunFiles) -> str:
-    """Return the mean reward over the last tenth of the steps."""
-    rewards = run.curve("rewards_mean")[:, 1]
-    return f"{rewards[-max(1, len(rewards) // 10) :].mean():.4f}" if len(rewards) else "–"
-
-
-def _policies(runs: Sequence[RunFiles]) -> list[int]:
-    return [n for n, run in enumerate(runs) if _is_policy(run)]
-
-
-def _lead(runs: Sequence[RunFiles], key: str) -> str:
-    return _losses(runs) if key == "loss" else _smoothed("mean reward", key, runs, _policies(runs))
-
-
-def _losses(runs: Sequence[RunFiles]) -> str:
-    """Return the loss charts. GRPO runs, whose loss is about 0, have their own chart if there are other runs too."""
-    policies = _policies(runs)
-    others = [n for n in range(len(runs)) if n not in policies]
-    if not policies:
-        return _smoothed("loss", "loss", runs, others)
-    policy_loss = _smoothed("policy loss", "loss", runs, policies)
-    return (_smoothed("loss", "loss", runs, others) if others else "") + policy_loss
-
-
-def _smoothed(title: str, key: str, runs: Sequence[RunFiles], which: Sequence[int]) -> str:
-    """Return a wide chart of a metric at each step, smoothed and in evaluations, with the events of these runs."""
-    raw = {n: runs[n].curve(key) for n in which}
-    smooth = {n: smoothed(raw[n], MAX_POINTS // 2) for n in which}
-    checks = {n: metric_points(runs[n].evaluations, f"validation_{key}") for n in which}
-    curves = []
-    for n in which:
-        curves.append(Curve(f"{runs[n].name}, each step", downsample(raw[n], MAX_POINTS), n, "faint"))
-        curves.append(Curve(runs[n].name, smooth[n], n))
-        curves.append(Curve(f"{runs[n].name}, validation", downsample(checks[n], MAX_POINTS), n, "dots"))
-    marks = [mark for n in which for mark in _marks(runs[n], n)]
-    limits = None  # rewards and a policy's loss have no trend from large to small
-    if title == "loss":
-        limits = loss_limits(*(list(each.values()) for each in (raw, smooth, checks)))
-    return chart(title, [c for c in curves if c.points], limits=limits, marks=marks, wide=True)
-
-
-def _marks(run: RunFiles, colour: int) -> Iterator[Mark]:
-    """Yield marks for events that have a step, bad steps, and starts after the first."""
-    for event in run.events:
-        if (step := to_float(event.get("step"))) is not None:
-            yield Mark(step, f"{run.name}, step {step:g}: {event.get('event')}", colour)
-    for step in run.nonzero_steps("nan_iterations"):
-        yield Mark(step, f"{run.name}, step {step:.0f}: loss lost", colour)
-    for start in run.starts[1:]:
-        if (step := to_float(start.get("step"))) is not None:
-            yield Mark(step, f"{run.name}, started again after step {step:g}", colour)
-
-
-def _chart(runs: Sequence[RunFiles], key: str, title: str) -> str:
-    curves = [Curve(run.name, downsample(run.curve(key), MAX_POINTS), n) for n, run in enumerate(runs)]
-    for n, run in enumerate(runs):
-        validation = downsample(metric_points(run.evaluations, f"validation_{key}"), MAX_POINTS)
-        curves.append(Curve(f"{run.name}, validation", validation, n, "dots"))
-    values = {y for curve in curves for _, y in curve.points}
-    if key == "global_batch_size" and len(values) < 2:
-        return ""
-    return chart(title, [curve for curve in curves if curve.points])
-
-
-def _fp8(runs: Sequence[RunFiles], metric: str, title: str) -> str:
-    """Return a chart of the largest value over all linears, for each kind of operand."""
-    curves = []
-    for n, run in enumerate(runs):
-        for kind, style in OPERAND_STYLES.items():
-            pairs = [(to_float(record["step"]), _largest(record, metric, kind)) for record in run.fp8_steps]
-            points = np.array([(x, y) for x, y in pairs if x is not None and y is not None])
-            curves.append(Curve(f"{run.name}, {kind}", downsample(points, MAX_POINTS), n, style))
-    return chart(title, [curve for curve in curves if curve.points])
-
-
-def _largest(record: dict[str, Any], metric: str, kind: str) -> float | None:
-    values = [
-        to_float(v) for key, v in record.items() if key.startswith(f"{metric}/") and key.endswith(f".{kind}")
-    ]
-    return max((v for v in values if v is not None), default=None)
-
-
-def _expert_load(runs: Sequence[RunFiles]) -> str:
-    return _each(runs, _load_of)
-
-
-def _load_of(run: RunFiles) -> str:
-    rows = [(f"layer {layer}", loads) for layer, loads in run.expert_load]
-    title = f"tokens of each expert / mean, step {(run.experts or {}).get('step')} (right: the busiest)"
-    return heat_map(title, rows[:MAX_ROWS])
-
-
-def _memory(run: RunFiles) -> str:
-    """Return the expected memory of each stage by part, and the measured peak of each rank."""
-    stages = run.starts[-1].get("stages") if run.starts else None
-    expected = []
-    for stage in stages[:MAX_RANKS] if isinstance(stages, list) else ():
-        if isinstance(stage, dict):
-            parts = _sizes(stage.get("bytes"))
-            expected.append((f"stage {stage.get('stage')}", parts, format_bytes(sum(parts.values()))))
-    peaks = [to_float(record.get("peak")) or 0.0 for record in run.measured_ranks[:MAX_RANKS]]
-    measured = [(f"rank {rank}", {"peak": peak}, format_bytes(peak)) for rank, peak in enumerate(peaks)]
-    return stacked_bars("expected on a device of each pipeline stage, by use", expected) + stacked_bars(
-        "peak of each rank at a measured step (on a CPU: of the process, including libraries)", measured
-    )
-
-
-def _sizes(content: Any) -> dict[str, float]:
-    """Return the numbers of a JSON object that are 0 or more."""
-    items = content.items() if isinstance(content, dict) else ()
-    return {str(name): value for name, each in items if (value := to_float(each)) is not None and value >= 0}
-
-
-def _measured(run: RunFiles) -> str:
-    rows = []
-    for rank, record in enumerate(run.measured_ranks[:MAX_RANKS]):
-        times = _sizes({name: record.get(name) for name in STEP_PARTS})
-        rows.append((f"rank {rank}", times, f"{sum(times.values()):.1f} ms"))
-    return stacked_bars("where the time of a measured step went", rows)
-
-
-def _timeline(run: RunFiles) -> str:
-    if run.timeline is None or not run.timeline.total:
-        return ""
-    kinds = list(LEGEND)
-    rows = [
-        [
-            (
-                kinds.index(span.action.kind),
-                span.start,
-                span.end,
-                f"{LEGEND[span.action.kind]}, micro-batch {span.action.micro_batch}, chunk {span.action.chunk}: "
-                f"{span.end - span.start:.2f} ms",
-            )
-            for span in spans_of_rank
-        ]
-        for spans_of_rank in run.timeline.spans[:MAX_RANKS]
-    ]
-    title = (
-        f"a measured step, {run.timeline.total:.1f} ms; the gaps are its bubble, {run.timeline.bubble:.1%}"
-    )
-    return timeline(title, rows, list(LEGEND.values()))
-
-
-def _completions(runs: Sequence[RunFiles]) -> str:
-    return _each(runs, completions_html)
-
-
-def _settings(runs: Sequence[RunFiles]) -> str:
-    """Return a table of the settings that differ between the runs, and one of all settings."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    rows = [(key, *(run.settings.get(key, "") for run in runs)) for key in keys]
-    if not rows:
-        return ""
-    headings = ("setting", *(run.name for run in runs))
-    differ = [row for row in rows if len(set(row[1:])) > 1]
-    shown = table(headings, differ) if differ else "<p>Every setting is the same.</p>"
-    everything = f"<details><summary>all settings</summary>{table(headings, rows)}</details>"
-    return (shown if len(runs) > 1 else "") + everything
-
-
-def _starts(run: RunFiles) -> str:
-    if not run.starts:
-        return ""
-    rows = [
-        (
-            start.get("time"),
-            start.get("step"),
-            _pairs(start.get("layout")),
-            _hosts(start),
-            _pairs(start.get("versions")),
-        )
-        for start in run.starts[-MAX_ROWS:]
-    ]
-    summary = run.starts[-1].get("summary")
-    items = summary.items() if isinstance(summary, dict) else ()
-    facts = table(
-        ("of the last start", ""), [(name, Html(preformatted(value, 2000))) for name, value in items]
-    )
-    return table(("started", "after step", "layout", "ranks and hosts", "versions"), rows) + facts
-
-
-def _pairs(content: Any) -> str:
-    return (
-        ", ".join(f"{name} {value}" for name, value in content.items()) if isinstance(content, dict) else ""
-    )
-
-
-def _hosts(start: dict[str, Any]) -> str:
-    hosts = start.get("hosts")
-    named = ", ".join(map(str, hosts[:8])) if isinstance(hosts, list) else ""
-    return f"{start.get('ranks')} on {named}"
-
-
-def _events(run: RunFiles) -> str:
-    rows = [(e.get("time"), e.get("step"), e.get("event"), e.get("text")) for e in run.events[-MAX_ROWS:]]
-    skipped = [f"{step:.0f}" for step in run.nonzero_steps("skipped")]
-    facts = []
-    if run.saved_steps:
-        facts.append(f"stored checkpoints: steps {', '.join(map(str, run.saved_steps[-40:]))}")
-    if skipped:
-        more = f" and {len(skipped) - 40} before" if len(skipped) > 40 else ""
-        facts.append(f"updates skipped: {len(skipped)}, steps {', '.join(skipped[-40:])}{more}")
-    paragraphs = "".join(f"<p>{text(fact, 1000)}</p>" for fact in facts)
-    return paragraphs + (table(("time", "step", "event", "what"), rows) if rows else "")
