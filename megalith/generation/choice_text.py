@@ -46,6 +46,14 @@ class ChoiceText:
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], reason: str | None) -> None:
         """Append ids. Those after a stop are dropped; then `reason` is stop."""
+        if self.reason is None and not self._stop and self._silent.isdisjoint(ids):
+            self.ids += ids
+            self.logprobs += logprobs
+            self._shown += ids
+            if ids:
+                self._decode(reason is not None)
+            self.reason = reason
+            return
         for at, (token, logprob) in enumerate(zip(ids, logprobs)):
             if self.reason is not None:
                 break

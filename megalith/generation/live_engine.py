@@ -11,6 +11,7 @@ its request's seed and key, not on the other requests, their order or the layout
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from megalith.errors import ConfigError, MegalithError
 from megalith.generation.engine import Engine
 from megalith.generation.grammar import GrammarCompiler
 from megalith.generation.logits_processing import OFF, LogitsProcessing
-from megalith.generation.requests import RowSequence, Sampling, check_prompt, noise_keys
+from megalith.generation.requests import RowSequence, Sampling, check_prompt, noise_key
 from megalith.generation.running_batch import KvCache, RunningBatch
 
 HEARTBEAT = 20.0  # seconds after which idle ranks exchange a message, so that no collective times out
@@ -239,8 +240,9 @@ class LiveEngine:
             inbox, self._inbox = self._inbox, _Inbox()
             self._futures = [future for _, _, future in inbox.adapters]
             cancelled = set(inbox.cancelled)
+            load = Counter(ticket.replica for ticket in self._tickets.values())
             added = [
-                self._assigned(*entry) for entry in inbox.added if entry[0] not in cancelled
+                self._assigned(load, *entry) for entry in inbox.added if entry[0] not in cancelled
             ]  # fmt: skip
         for number in cancelled:
             self._tickets.pop(number, None)
@@ -248,14 +250,14 @@ class LiveEngine:
         commands = {"added": added, "cancelled": sorted(cancelled), "adapters": adapters, "is_over": False}
         return commands if inbox.weights is None else commands | {"weights": inbox.weights}
 
-    def _assigned(self, number: int, prompt: int, request: LiveRequest, on_tokens: OnTokens) -> list[Any]:
-        """Assign a request to the replica with the fewest open ones, and return its JSON values."""
-        load = [0] * self._replicas
-        for ticket in self._tickets.values():
-            load[ticket.replica] += 1
-        replica = load.index(min(load))
+    def _assigned(
+        self, load: Counter[int], number: int, prompt: int, request: LiveRequest, on_tokens: OnTokens
+    ) -> list[Any]:
+        """Assign a request to the replica with the fewest open ones by `load`, and return its JSON values."""
+        replica = min(range(self._replicas), key=lambda one: load[one])
+        load[replica] += 1
         self._tickets[number] = _Ticket(on_tokens, replica, request.adapter)
-        (noise,) = noise_keys(request.seed, [request.key])
+        noise = noise_key(request.seed, request.key)
         limit, ids = request.max_new_tokens, list(map(int, request.prompt))
         processing = None if request.processing is OFF else request.processing.to_json()
         return [

@@ -138,15 +138,16 @@ class RowSequence:
 
     @property
     def ended(self) -> bool:
-        has_failed = any(mask.has_failed for mask in self.masks)
-        return len(self.ids) >= self.limit or self.stopped or self.is_cancelled or has_failed
+        if len(self.ids) >= self.limit or self.is_cancelled or self.stopped:
+            return True
+        return bool(self.masks) and any(mask.has_failed for mask in self.masks)
 
     @property
     def stopped(self) -> bool:
         """True if a stop id, a stop string or the end of its grammar ended it."""
-        return (
-            self.ends_with_stop_id or self.found_stop_string or any(mask.is_finished for mask in self.masks)
-        )
+        if self.ends_with_stop_id or self.found_stop_string:
+            return True
+        return bool(self.masks) and any(mask.is_finished for mask in self.masks)
 
     @property
     def ends_with_stop_id(self) -> bool:
@@ -226,6 +227,21 @@ def noise_keys(seed: int, stream_keys: Sequence[int]) -> list[int]:
     """Return the keys of the sampling noise of completions with these stream keys."""
     samples = torch.tensor(stream_keys, dtype=torch.int64)  # may be empty on a replica
     return token_keys(seed, samples, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
+
+
+def noise_key(seed: int, stream_key: int) -> int:
+    """Return the only one of `noise_keys(seed, [stream_key])`, without tensors, whose operations take longer."""
+    low, high = stream_key & 0xFFFFFFFF, stream_key >> 32 & 0xFFFFFFFF
+    sample = _mix(low ^ _mix(high ^ (seed * 0x9E3779B1 & 0xFFFFFFFF)))
+    key = _mix(sample ^ _mix(0x632BE5AB))
+    return key - (1 << 32) if key >= 1 << 31 else key
+
+
+def _mix(h: int) -> int:
+    """Apply Murmur3's finalizer to 32 bits."""
+    h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return h ^ h >> 16
 
 
 def check_keys(keys: Sequence[int], prompts: int, num_generations: int) -> None:

@@ -20,6 +20,9 @@ from megalith.serve.http_server import HttpError
 MAX_DEPTH = 64  # nested lists and objects of a request
 MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 16, 1024, 1024
 MIN_TEMPERATURE = 1e-3  # below, sampling is greedy
+CONTAINERS = (dict, list)
+SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]|\x00")
+"""Bytes without which a body has no half of a surrogate pair; UTF-16 and UTF-32 have zeros."""
 
 Message = dict[str, Any]
 
@@ -89,12 +92,23 @@ def read_json(body: bytes) -> dict[str, Any]:
         level = [
             each
             for one in level
-            if isinstance(one, dict | list)
             for each in (one.values() if isinstance(one, dict) else one)
+            if isinstance(each, CONTAINERS)
         ]
         if not level:
+            _check_unicode(body, value)
             return value
     raise HttpError(400, f"the body has more than {MAX_DEPTH} levels of nested lists and objects; send fewer")
+
+
+def _check_unicode(body: bytes, value: Any) -> None:
+    """Raise HttpError if a text of a body has half of a surrogate pair."""
+    if SURROGATE.search(body) is None:
+        return
+    try:
+        unicode_text(json.dumps(value, ensure_ascii=False))
+    except ValueError as error:
+        raise HttpError(400, f"the request is not Unicode text: {error}") from None
 
 
 def _is_int(value: Any) -> bool:
@@ -119,7 +133,7 @@ def _is_stop(value: Any) -> bool:
 
 
 def _is_id_list(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_int, value))
+    return isinstance(value, list) and {int}.issuperset(map(type, value))
 
 
 def _is_bias(value: Any) -> bool:
@@ -239,10 +253,6 @@ def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
     needed = "messages" if is_chat else "prompt"
     if needed not in values:
         raise HttpError(400, f"{needed} is absent; add it")
-    try:
-        unicode_text(json.dumps(values, ensure_ascii=False))
-    except ValueError as error:
-        raise HttpError(400, f"the request is not Unicode text: {error}") from None
     temperature = float(values.get("temperature", 1.0))
     texts = {name: values.get(name, ()) for name in ("stop", "bad_words")}
     texts = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in texts.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
 import uuid
 from collections.abc import Sequence
@@ -28,7 +29,11 @@ class ResponseWriter:
         kind, prefix = ("chat.completion", "chatcmpl-") if request.is_chat else ("text_completion", "cmpl-")
         self._kind = kind
         self._chunk_head: str | None = None
-        self._head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
+        self._head = {
+            "id": prefix + f"{random.getrandbits(128):032x}",
+            "created": int(time.time()),
+            "model": model,
+        }
 
     def usage(self, choices: Sequence[ChoiceText]) -> dict[str, int]:
         """Return the numbers of tokens."""

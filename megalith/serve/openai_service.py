@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import secrets
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,6 +64,7 @@ class PlainConversation:
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat | None, grammars: GrammarCompiler):
         self._tokenizer, self._chat, self._grammars = tokenizer, chat, grammars
+        self._random = random.Random()  # of seeds; a system call for each would wait for the engine's thread
 
     def open_prompts(self, request: CompletionRequest) -> list[PlainPrompt]:
         """Return the tokens of each prompt."""
@@ -97,7 +98,7 @@ class PlainConversation:
         self, request: CompletionRequest, prompt: PlainPrompt, choice: int, limit: int
     ) -> LiveRequest:
         """Return the request. Its samples depend on the request's seed and the number of the choice."""
-        seed = secrets.randbits(64) if request.seed is None else request.seed
+        seed = self._random.getrandbits(64) if request.seed is None else request.seed
         key = (seed >> 32) % (MAX_KEYS // MAX_GENERATIONS) * MAX_GENERATIONS + choice % MAX_GENERATIONS
         sampling = request.temperature, request.top_k, request.top_p, request.min_p
         return LiveRequest(

@@ -28,13 +28,14 @@ from megalith.generation.engine import Engine
 from megalith.generation.grammar import GrammarCompiler
 from megalith.generation.live_engine import LiveEngine
 from megalith.generation.logits_processing import LogitsProcessing, bad_word_ids
-from megalith.generation.requests import Sampling
+from megalith.generation.requests import Sampling, noise_key, noise_keys
 from megalith.models.init import initialize
 from megalith.models.model_types import make_model
 from megalith.serve.chat_format import ChatFormat
 from megalith.serve.chat_session import ChatSession
 from megalith.serve.event_relay import EventRelay
-from megalith.serve.http_server import HttpServer, Limits
+from megalith.serve.http_server import HttpError, HttpServer, Limits
+from megalith.serve.openai_requests import read_json
 from megalith.serve.openai_service import Access, OpenAiService
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -498,3 +499,20 @@ def test_events_of_a_thread_reach_their_mailboxes_in_order_with_few_wake_ups():
 
     found, wakeups = asyncio.run(main())
     assert found == [list(range(first, 900, 3)) for first in range(3)] and wakeups == 1
+
+
+def test_bodies_with_half_of_a_surrogate_pair_are_refused_in_any_encoding():
+    for body in (b'{"a": "\\uD800"}', b'{"a": "\xed\xa0\x80"}', '{"a": "\\ud800"}'.encode("utf-16")):
+        with pytest.raises(HttpError, match="surrogate"):
+            read_json(body)
+    for text in ("🙂", "한", "\u0000"):
+        for body in (json.dumps({"a": text}).encode(), json.dumps({"a": text}, ensure_ascii=False).encode()):
+            assert read_json(body) == {"a": text}
+    assert read_json(json.dumps({"a": "🙂"}).encode("utf-32")) == {"a": "🙂"}
+
+
+def test_the_key_of_one_request_is_that_of_a_batch():
+    rng = random.Random(0)
+    for _ in range(300):
+        seed, key = rng.getrandbits(32), rng.getrandbits(rng.choice([4, 31, 33, 63]))
+        assert [noise_key(seed, key)] == noise_keys(seed, [key])

@@ -125,8 +125,11 @@ class RustTokenizer(Tokenizer):
         return self._tokenizer.token_to_id(token)
 
     def decode(self, ids: Iterable[int]) -> str:
-        with _no_panic():
+        try:  # without _no_panic, which takes longer than a short text
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        except BaseException as error:
+            with _no_panic():
+                raise error
 
 
 class HuggingFaceTokenizer(RustTokenizer):
