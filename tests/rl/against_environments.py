@@ -1,8 +1,8 @@
-"""Environments of reasoning-gym, TextArena and OpenEnv through rl.environment, as the libraries ship them.
+"""Environments of skyrl-gym, reasoning-gym, TextArena and OpenEnv through rl.environment, as the libraries ship them.
 
     python tests/rl/against_environments.py ENVIRONMENT
 
-makes the virtual environment where it is not there yet, with the three libraries from the package index, and answers
+makes the virtual environment where it is not there yet, with the four libraries from the package index, and answers
 their tasks by scripts that know the answer: every reward is the best. No part of any suite; no task needs a download.
 OpenEnv's package has its server and no environment, so a small one is served here.
 """
@@ -18,7 +18,7 @@ from threading import Thread
 from test_agents import turn_number
 from tool_policy import rollouts
 
-LIBRARIES = ("reasoning-gym", "textarena", "openenv-core")
+LIBRARIES = ("skyrl-gym", "reasoning-gym", "textarena", "openenv-core")
 DATASETS = ("basic_arithmetic", "leg_counting", "spell_backward", "number_sorting", "countdown")
 
 
@@ -34,8 +34,32 @@ def main() -> None:
     (packages,) = folder.glob("lib/python*/site-packages")
     sys.path.append(str(packages))  # after our own, which it does not replace
     with tempfile.TemporaryDirectory() as temporary:
-        for act in (tasks_of_reasoning_gym, a_game_of_textarena, a_server_of_openenv):
+        for act in (gsm8k_of_skyrl_gym, tasks_of_reasoning_gym, a_game_of_textarena, a_server_of_openenv):
             act(Path(temporary) / act.__name__)
+
+
+def gsm8k_of_skyrl_gym(folder: Path) -> None:
+    """`gsm8k_multi_turn` rewards each step: 0.2 / max_turns for a well-formed wrong answer, 1 for the right one."""
+    rows = [
+        {"prompt": f"{n} + 3?", "reward_spec": {"ground_truth": str(n + 3)}, "extra_info": {"max_turns": 3}}
+        for n in range(3)
+    ]
+
+    def second_try(text: str, generation: int) -> str:
+        number = int(re.search(r"(\d) \+ 3", text)[1])
+        is_second = "tentative numeric answer" in text
+        return f"It is\n#### {number + 3 if is_second and generation == 0 else 99}"
+
+    groups, logged, _ = rollouts(
+        folder, second_try, environment="skyrl_gym:gsm8k_multi_turn", tools=None, rewards=[], prompts=rows,
+        generations=2, max_tokens=2000, tool_workers=2,
+    )  # fmt: skip
+    right, wrong = zip(*([float(one.rewards[0]) for one in group.completions] for group in groups))
+    third = 0.2 / 3
+    assert all(abs(one - (third + 1)) < 1e-6 for one in right), right
+    assert all(abs(one - 3 * third) < 1e-6 for one in wrong), wrong
+    assert logged["turns"] == [2.0, 3.0] * 3, logged["turns"]
+    print(f"skyrl_gym:gsm8k_multi_turn: rewards {right} and {wrong}")
 
 
 def tasks_of_reasoning_gym(folder: Path) -> None:
