@@ -16,7 +16,7 @@ from typing import Any, Protocol, get_args
 
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.base import Decides
-from megalith.config.dense import RopeScaling
+from megalith.config.rope_scaling import RopeScaling
 from megalith.errors import ConfigError
 
 MSCALES = ("mscale", "mscale_all_dim")  # YaRN of DeepSeek only

@@ -97,8 +97,9 @@ def _layout_options(parser: Parser) -> None:
 
 
 def run_layouts(args: Arguments) -> int:
+    from megalith.planner.longest_sequence import longest_sequence
     from megalith.planner.plan_text import plan_json, plan_text
-    from megalith.planner.search import longest_sequence, plan
+    from megalith.planner.search import plan
 
     _refuse_nonsense(args, "top")
     config, rates = _job(args)
@@ -281,7 +282,7 @@ def _config(args: Arguments, gpus: int):
     from megalith.config.presets import PRESETS
     from megalith.config.rules.model_rules import check_model
     from megalith.config.run import nearest_file, parse_overrides
-    from megalith.planner.search import preset_config, with_batch
+    from megalith.planner.planned_runs import preset_config, with_batch
 
     seq, batch = (getattr(args, name, None) for name in ("seq_length", "global_batch_size"))
     is_file = (

@@ -35,8 +35,9 @@ from megalith.planner.counts import MetaModel
 from megalith.planner.goodput import SIZES, Costs, best_interval, goodput, training_share
 from megalith.planner.layout import build_layout, fullest
 from megalith.planner.memory_choices import with_auto
+from megalith.planner.planned_runs import preset_config
 from megalith.planner.rates import rates_of, read_rates
-from megalith.planner.search import plan, planned, preset_config
+from megalith.planner.search import plan, planned
 from megalith.planner.step_time import step_time
 from megalith.tables import format_amount, memory_unit
 from megalith.training.precheck import build_ranks, dry_run

@@ -12,7 +12,7 @@ from typing import Any
 
 from megalith.bridge.settings import Tree
 from megalith.config import ModelConfig
-from megalith.config.dense import RopeScaling
+from megalith.config.rope_scaling import RopeScaling
 from megalith.errors import ConfigError
 
 KINDS = ("learned_absolute", "rope", "yarn")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from megalith.config.dense import RopeScaling
 from megalith.config.hybrid import PATTERN_LAYERS
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
+from megalith.config.rope_scaling import RopeScaling
 from megalith.config.rules.expert_rules import check_experts
 from megalith.errors import ConfigError
 

@@ -7,8 +7,7 @@ the function is called on the last pipeline stage, which has the losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +17,19 @@ from torch import Tensor, nn
 from megalith.data.batch import Batch
 from megalith.data.masked_lm import BertBatch
 from megalith.data.pairs import T5Batch
+from megalith.dialects.accelerate.batch_masks import (
+    document_ids_of,
+)
+from megalith.dialects.accelerate.custom_step import CustomStep, split_batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import token_multiple
 from megalith.dialects.accelerate.replica_loader import IGNORED
-from megalith.dialects.accelerate.script_batches import document_ends_of, is_right_padded, next_token_batch
+from megalith.dialects.accelerate.script_batches import is_right_padded, next_token_batch
 from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.errors import ConfigError
 from megalith.models.encoders.bert import BertMicroBatchMean, order_loss
 from megalith.models.loss import Loss, MicroBatchMean
-from megalith.models.transformer import PADDING
 from megalith.ops.cross_entropy import NO_LABEL
-from megalith.ops.documents import document_ids
 
 
 class AbstractTrainStep:
@@ -163,7 +164,7 @@ class EncoderStep:
 
     def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
         """Split this replica's samples. Raises ConfigError without labels, and for padding before tokens."""
-        parts = _split_batch(batch, count)
+        parts = split_batch(batch, count)
         return [self._batch(*self._handler.get_batch(iter([part]))) for part in parts], BertMicroBatchMean()
 
     def _batch(
@@ -258,7 +259,7 @@ class EncoderDecoderStep:
 
     def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
         """Split this replica's samples. Raises ConfigError for a batch without labels."""
-        parts = _split_batch(batch, count)
+        parts = split_batch(batch, count)
         return [self._batch(*self._handler.get_batch(iter([part]))) for part in parts], MicroBatchMean()
 
     def _batch(
@@ -291,151 +292,6 @@ class EncoderDecoderStep:
 
     def _pad_sequence(self, x: Tensor) -> Tensor:
         return nn.functional.pad(x, (0, -x.shape[1] % self._multiple))
-
-
-@dataclass
-class CustomBatch(Batch):
-    """A micro-batch with its index in the step, which selects its loss function."""
-
-    index: Tensor = None  # int64 [1]
-
-
-class CustomStep:
-    """Micro-batches and loss of a call with a custom train step."""
-
-    def __init__(self, handler: Any):
-        self._handler = handler
-
-    def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
-        """Split this replica's samples. Raises ConfigError for an unsupported mask."""
-        micro_batches, functions = [], []
-        for index, part in enumerate(_split_batch(batch, count)):
-            call = ModelCallRecorder()
-            output, function = self._handler.forward_step(iter([part]), call)
-            if output is not call.output:
-                raise ConfigError(
-                    "the forward step has changed the model's output before returning it; do that in the function that "
-                    "it returns, which gets the per-token losses"
-                )
-            micro_batches.append(call.batch(index))
-            functions.append(function)
-        return micro_batches, CustomLoss(functions, micro_batches[0].input_ids.shape[1])
-
-
-def _split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
-    """Split the tensors of a batch into `count` parts. Raises ConfigError if they do not divide evenly."""
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
-    rows = len(next(iter(tensors.values())))
-    if rows % count:
-        raise ConfigError(
-            f"a train step has {rows} samples, which num_micro_batches {count} does not divide; set drop_last in the "
-            "dataloader"
-        )
-    size = rows // count
-    return [
-        {name: value[index * size : (index + 1) * size] for name, value in tensors.items()}
-        for index in range(count)
-    ]
-
-
-class CustomLoss(Loss):
-    """The mean over the step's micro-batches of the script's loss function."""
-
-    def __init__(self, functions: Sequence[Callable[[Tensor], Any]], seq: int):
-        """Store `functions`, one per micro-batch, and `seq`, the sequence length without padding for parallelism."""
-        self._functions, self._seq = functions, seq
-
-    def denominator(self, batch: Batch) -> float:
-        return 1.0
-
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: CustomBatch) -> Tensor:
-        """Call the script's function with the losses, the negative of logprobs [batch, seq]."""
-        function = self._functions[int(batch.index[0])]
-        result = function(-logprobs[:, : self._seq])
-        return (result[0] if isinstance(result, tuple) else result).float()
-
-
-class ModelCallRecorder:
-    """Placeholder for the model in a forward step; records the arguments of its call."""
-
-    def __init__(self) -> None:
-        self.output = torch.empty(0)
-
-    def __call__(self, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Any = None,
-                 labels: Tensor | None = None, **others: Any) -> Tensor:  # fmt: skip
-        if labels is None:
-            raise ConfigError("the forward step called the model without labels; pass the tokens to predict")
-        self._input_ids, self._labels = input_ids, labels
-        self._position_ids, self._mask = position_ids, attention_mask
-        return self.output
-
-    def batch(self, index: int) -> CustomBatch:
-        """Return the recorded call as micro-batch `index` of the step."""
-        tokens = self._input_ids
-        positions = self._position_ids
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return CustomBatch(
-            input_ids=tokens,
-            labels=self._labels.clamp(min=0),
-            loss_mask=(self._labels >= 0).float(),
-            position_ids=positions.contiguous(),
-            document_ends=document_ends_from_mask(self._mask, tokens),
-            sample_numbers=torch.arange(len(tokens)),
-            padding=padding_from_ids(self._mask),
-            index=torch.tensor([index]),
-        )
-
-
-def document_ids_of(batch: Batch) -> Tensor | None:
-    """Return document ids, int32 [batch, seq], negative for padding that predicts; None if there is one document.
-
-    Raises ConfigError for padding between tokens.
-    """
-    ends, padding = batch.document_ends, batch.padding
-    if ends is None and padding is not None:
-        raise ConfigError(
-            "attention_mask has zeros between the tokens of a sample, or the padding at its end has labels other than "
-            "−100, which custom train steps do not support; pad at the beginning or the end, with labels of −100"
-        )
-    if ends is None:
-        return None
-    ids = document_ids(ends, batch.input_ids.shape[1])
-    return ids if padding is None else ids.masked_fill(padding, PADDING)
-
-
-def padding_from_ids(mask: Tensor | None) -> Tensor | None:
-    """Return the padding, bool [batch, seq], of document ids from `document_ids_of`, or None."""
-    if mask is None or mask.dim() != 2 or not bool((mask < 0).any()):
-        return None
-    return mask < 0
-
-
-def document_ends_from_mask(mask: Any, tokens: Tensor) -> Tensor | None:
-    """Return a Batch's document ends from an attention mask.
-
-    Args:
-        mask: Megatron's mask, bool [batch or 1, 1, seq, seq], True where attention is disabled; or document ids, int
-            [batch, seq]; or None.
-        tokens: int64 [batch, seq].
-
-    Raises:
-        ConfigError: the mask is neither causal nor block-diagonal causal.
-    """
-    if mask is None or mask.dim() == 2:
-        return None if mask is None else document_ends_of(mask)
-    seq = tokens.shape[1]
-    hidden = mask.bool()[:, 0]  # [batch or 1, seq, seq]
-    first = (~hidden).to(torch.int32).argmax(-1)  # first token that each token attends to
-    positions = torch.arange(seq, device=mask.device)
-    causal = (positions > positions[:, None])[None] | (positions < first[..., None])
-    if hidden.shape[-2:] != (seq, seq) or not bool((hidden == causal).all()):
-        raise ConfigError(
-            "the attention mask of the script's batch function is neither causal nor causal within consecutive "
-            "documents, and other masks are not supported; return None for a causal mask"
-        )
-    starts = (first == positions).to(torch.int32)
-    return document_ends_of(starts.cumsum(1, dtype=torch.int32).expand_as(tokens))
 
 
 def build_train_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megalith.config.dense import RopeScaling
+from megalith.config.rope_scaling import RopeScaling
 from megalith.dialects.megatron.derive.layer_lists import layer_list
 
 if TYPE_CHECKING:
