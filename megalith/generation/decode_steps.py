@@ -1,0 +1,226 @@
+"""Decoding: steps that sample the next token of every row of the engine, in windows.
+
+A step's inputs and outputs stay on the device, so that it is a CUDA graph and the host never waits for it: the host
+launches a window of steps and meanwhile reads the results of the previous window. With speculation (speculation.py), a
+step also verifies drafts of the next tokens and returns up to that many more.
+
+Samples depend only on the weights and on (seed, key of the prompt, generation, index in the completion), not on rows,
+order, batch, layout or drafts (ops/gumbel.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalith.generation.logits_state import NO_PARTS, UsedParts
+from megalith.generation.requests import (
+    Sampling,
+)
+from megalith.generation.speculation import (
+    DecodeRows,
+    accepted_tokens,
+)
+from megalith.generation.static_cache import (
+    Decode,
+)
+from megalith.ops.attention_core import visible_positions
+from megalith.ops.batch_invariant.token_logprobs import token_logprobs
+from megalith.ops.cross_entropy import linear_logits
+from megalith.ops.dropout import mix
+from megalith.ops.gumbel import sample, sample_rows
+
+
+class DecodeSteps:
+    """Decode steps of the engine, whose cache, stack and state of the rows they use."""
+
+    def run_window(
+        self,
+        sampling: Sampling,
+        rows: int,
+        longest: int,
+        steps: int | None = None,
+        used: UsedParts = NO_PARTS,
+    ) -> tuple[Tensor, Tensor, Tensor | None, torch.cuda.Event | None]:
+        """Launch a window of steps and the copy of their samples to the host. Does not wait on a GPU.
+
+        Args:
+            sampling: settings of the samples.
+            rows: rows that are in use, from the first. A GPU runs all rows.
+            longest: maximum length of their sequences.
+            steps: number of steps, at most the engine's window. Default: the engine's window.
+            used: parts of logits processing that the rows need.
+
+        Returns:
+            Ids, int64 [tokens, rows], -1 where a row got none; log-probabilities, float32 [tokens, rows]; the experts
+            of the tokens before these, int16 [tokens, rows, layers with experts, topk], None if not recorded; the end
+            of the copy. A step has one token per row, and one more for each draft.
+        """
+        steps = self.window if steps is None else steps
+        if self._graphed:
+            graph = self._graph(sampling, used)
+            for _ in range(steps):
+                graph.replay()
+        else:
+            for _ in range(steps):
+                self._decode_step(sampling, rows, longest, used)
+                longest = min(longest + len(self._offsets), self.max_tokens)
+        tokens = steps * len(self._offsets)
+        ids, logprobs, routes = (
+            None if x is None else x[:tokens, :rows].to("cpu", non_blocking=True, copy=x is self._routes)
+            for x in (self._ids, self._logprobs, self._routes)
+        )
+        if steps < self.window:
+            self._tick.copy_(self._offsets)
+        copied = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        return ids, logprobs, routes, copied
+
+    def _graph(self, sampling: Sampling, used: UsedParts = NO_PARTS) -> torch.cuda.CUDAGraph:
+        """Return the step as a CUDA graph for these settings, captured after warm-up. Rows in use keep their state."""
+        key = (*self._sampling_key(sampling), used)
+        if key not in self._graphs:
+            if not sampling.by_row and not any(other[:-1] == key[:-1] for other in self._graphs):
+                self._graphs.clear()
+            self._logits_state.allocate(used)
+            changed = [self._state, self._tick, self._draft_counts, *self._logits_state.tensors]
+            changed += [] if self._states is None else self._states.parts
+            kept = [tensor.clone() for tensor in changed]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    self._decode_step(sampling, self.max_rows, self.max_tokens, used)
+                    for tensor, value in zip(changed, kept):
+                        tensor.copy_(value)
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._decode_step(sampling, self.max_rows, self.max_tokens, used)
+            self._graphs[key] = graph
+        return self._graphs[key]
+
+    def _sampling_key(self, sampling: Sampling) -> tuple:
+        return (
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self._vocabulary(sampling),
+            sampling.by_row,
+        )  # fmt: skip
+
+    def _vocabulary(self, sampling: Sampling) -> int:
+        return min(sampling.vocab_size or self.config.vocab_size, self.config.vocab_size)
+
+    def next_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        longest: int,
+        routes: Tensor | None = None,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits after each token, [rows * tokens, this rank's entries].
+
+        Args:
+            tokens: int64 [rows, tokens], of the first rows: the newest token and the ones after it.
+            positions: int64 [rows, tokens].
+            longest: maximum length of the sequences up to the newest token.
+            routes: see `_hidden`.
+            adapters: see `_hidden`.
+        """
+        rows = len(tokens)
+        by_token = enumerate(positions.unbind(1))
+        seen = [(at, visible_positions(at, longest + ahead)) for ahead, at in by_token]
+        states = self._states and self._states.first(rows)
+        cache = Decode(self._cache[:, :, :rows], self._cached_layers, seen, states, self._attend_cached)
+        if self.config.learns_positions:  # drafts may follow the last position
+            positions = positions.clamp(max=self.config.max_position_embeddings - 1)
+        hidden = self._hidden(tokens, positions, cache, routes=routes, adapters=adapters).flatten(0, 1)
+        head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
+        return linear_logits(self.model.head_input(hidden), *head, math=self._head_math)
+
+    def sampling_keys(self, noise: Tensor, index: Tensor) -> Tensor:
+        """Return the keys of the noise, int32, of rows with key `noise` at these indices of their completions."""
+        return mix(noise.to(torch.int32) ^ self._position_keys[index])
+
+    def sample_logits(
+        self,
+        logits: Tensor,
+        keys: Tensor,
+        sampling: Sampling,
+        settings: Tensor | None,
+        raw_logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a token and its log-probability for each row of logits (ops.gumbel).
+
+        Args:
+            logits: [rows, this rank's entries].
+            keys: int32 [rows], from `sampling_keys`.
+            sampling: settings of all rows.
+            settings: float32 [4, rows], settings of each row (`sample_rows`). None: those of `sampling`.
+            raw_logits: logits before processing, for batch-invariant log-probabilities. Default: `logits`.
+        """
+        first = self.tp.rank * self._entries
+        shard = dict(vocab_size=self._vocabulary(sampling), axis=self.tp, first=first)
+        if settings is not None:
+            ids, logprobs = sample_rows(logits, keys, settings, bool(sampling.top_k), **shard)
+        else:
+            filters = dict(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+            ids, logprobs = sample(logits, keys, sampling.temperature, **filters, **shard)
+        if self._batch_invariant:
+            temperature = sampling.temperature if settings is None else settings[0, :, None]
+            raw_logits = logits if raw_logits is None else raw_logits
+            logprobs = self._exact_logprobs(raw_logits, ids, temperature, shard["vocab_size"])
+        return ids, logprobs
+
+    def _decode_step(self, sampling: Sampling, rows: int, longest: int, used: UsedParts = NO_PARTS) -> None:
+        """Generate one token in each of the first `rows` rows that is active, and one more per accepted draft."""
+        token, position, count, limit, noise, alive, stops, adapters = self._state[:, :rows]
+        settings = self._row_settings[:, :rows] if sampling.by_row else None
+        tokens, width, drafts = token[:, None], len(self._offsets), None
+        if self._drafter is not None:
+            drafts = self._drafter.propose(
+                DecodeRows(token, position, count, noise, alive, settings, longest), sampling
+            )
+            tokens = torch.cat([tokens, drafts.clamp(0, self.config.vocab_size - 1)], 1)
+        routes = self._route_memory(rows * width)
+        # idle rows write to their first position only, so that another sequence can begin with the rest
+        positions = position[:, None] + self._offsets * alive[:, None]
+        raw_logits = self.next_logits(tokens, positions, longest, routes, adapters)
+        logits = self._logits_state.process_drafted(raw_logits, drafts, used) if any(used) else raw_logits
+        index = count[:, None] + self._offsets
+        if settings is not None and width > 1:
+            settings = settings.repeat_interleave(width, 1)
+        keys = self.sampling_keys(noise[:, None], index).flatten()
+        ids, logprobs = self.sample_logits(logits, keys, sampling, settings, raw_logits)
+        ids, active = ids.view(rows, width), alive.bool()
+        last, added, is_new = ids[:, 0], alive, active[:, None]
+        if drafts is not None:
+            self._drafter.add(position, ids)
+            ends = self._stops[ids] & stops.bool()[:, None]
+            added = torch.minimum(accepted_tokens(ids, drafts, ends), limit - count) * alive
+            if used.masks:  # those after the first sample are not known
+                added = added.clamp(max=1)
+            last = ids.gather(1, (added - 1).clamp(min=0)[:, None])[:, 0]
+            is_new = self._offsets < added[:, None]
+            drafted = ((drafts >= 0).sum(1) * alive).sum()
+            self._draft_counts.add_(torch.stack([alive.sum(), drafted, (added - alive).sum()]))
+        self._logits_state.count(ids, is_new, used)
+        self._ids[:, :rows].index_copy_(0, self._tick, torch.where(is_new, ids, -1).T)
+        self._logprobs[:, :rows].index_copy_(0, self._tick, logprobs.view(rows, width).T)
+        if routes is not None:
+            by_token = routes.transpose(0, 1).unflatten(0, (rows, width)).transpose(0, 1)
+            self._routes[:, :rows].index_copy_(0, self._tick, by_token)
+        self._tick.add_(width).remainder_(len(self._ids))
+        count.add_(added)
+        position.add_(added)
+        alive.copy_(active & ~(self._stops[last] & stops.bool()) & (count < limit))
+        token.copy_(last)
+        position.mul_(alive)  # idle rows attend to one key
+
+    @staticmethod
+    def _exact_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, vocab_size: int) -> Tensor:
+        """Return the log-probabilities that the trainer's loss has, float32 [rows]; greedy ones at temperature 1."""
+        if isinstance(temperature, Tensor):
+            temperature = torch.where(temperature == 0, 1.0, temperature)
+        elif temperature == 0:
+            temperature = 1.0
+        return token_logprobs(logits, ids, temperature, vocab_size)
