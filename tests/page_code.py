@@ -148,9 +148,10 @@ engine = engine_for(model, max_rows=2, max_tokens=32)
 """
 PYTHON: dict[str, tuple[Block, ...]] = {
     "docs/agents.md": (
-        Block(), Block(), Block(), Block(not_run="tests/rl/against_verifiers.py runs it with the package"),
+        *(Block(), Block(), Block()),
+        Block(not_run="tests/rl/against_verifiers.py runs it with the package"),
         Block(not_run="tests/rl/test_trajectories.py trains with them"),
-    ),  # fmt: skip
+    ),
     "README.md": (
         Block(
             'small_run_file("gpt2.yaml")\nimport torch\ninput_ids = torch.arange(8)[None]', (('"100"', '"2"'),)
