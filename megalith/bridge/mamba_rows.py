@@ -135,8 +135,9 @@ class ExpandedHeads:
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         expand, hidden = hf_config.get("expand", 2), hf_config["hidden_size"]
-        width = hf_config.get(self._heads, 128) * hf_config.get(self._size, 64)
-        if expand * hidden != width:
+        sizes = hf_config.get(self._heads, 128), hf_config.get(self._size, 64)
+        width = None if None in sizes else sizes[0] * sizes[1]
+        if expand is None or width is None or expand * hidden != width:
             raise ConfigError(
                 f"config.json has expand {expand} and hidden_size {hidden}, whose product is not the heads' width "
                 f"{width}; correct them"

@@ -123,7 +123,7 @@ class Fuzzed:
     def defaults(self) -> dict[str, Any]:
         """Every key that transformers reads of such a configuration, with its value here."""
         with _read_keys() as read:
-            config = self.config_class(**copy.deepcopy(self.tree))
+            config = self._config(self.tree)
             self._run(self._build(self.tree))
         tree = json.loads(config.to_json_string(use_diff=False)) | self.tree
         keys = [
@@ -189,8 +189,14 @@ class Fuzzed:
         except Exception:
             return None
 
+    def _config(self, tree: dict[str, Any]) -> transformers.PreTrainedConfig:
+        decoded = transformers.PreTrainedConfig._decode_special_floats(
+            copy.deepcopy(tree)
+        )  # infinite numbers
+        return self.config_class(**decoded)
+
     def _build(self, tree: dict[str, Any]) -> nn.Module:
-        config = self.config_class(**copy.deepcopy(tree))
+        config = self._config(tree)
         config.dtype = torch.float32
         return self.kind._from_config(config, attn_implementation="eager").eval()
 

@@ -84,6 +84,25 @@ class NemotronExperts:
         return tree
 
 
+class UnlimitedSteps:
+    """Check that step sizes have no limits of their own.
+
+    transformers takes `time_step_min` for the smallest step size and ignores `time_step_limit`; other implementations
+    read the latter.
+    """
+
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        if StepLimit().read(hf_config):
+            raise ConfigError(
+                f"config.json has time_step_limit {hf_config['time_step_limit']}, which transformers ignores in this "
+                "family; only [0, Infinity] is supported"
+            )
+        return RequiredKeys(time_step_min=0.001).read(hf_config)
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {}
+
+
 # fmt: off
 MIXER = "backbone.layers.{layer}.mixer."
 NEMOTRON_H = Family(
@@ -147,7 +166,7 @@ NEMOTRON_H = Family(
         Field("mamba_conv_bias", "use_conv_bias", default=True),
         Field("mamba_proj_bias", "use_bias", default=False),
         Field("mamba_out_bias", "use_bias", default=False),
-        StepLimit(),
+        UnlimitedSteps(),
         NemotronExperts(),
         FixedSettings(normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0,
                       position_embedding_type="none"),
@@ -157,6 +176,7 @@ NEMOTRON_H = Family(
     tied="lm_head.weight",
     aliases={"layer_types": "layers_block_type", "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel",
              "mamba_conv_bias": "use_conv_bias", "mamba_dt_limit": "time_step_limit",
+             "mamba_dt_min": "time_step_min",
              "num_local_experts": "n_routed_experts"},
     ignored=(*IGNORED, r"^mtp\."),
     prefix="backbone.",
