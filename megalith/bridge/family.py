@@ -48,6 +48,8 @@ COUNTS = (
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_expand", "expand",
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "state_size", "conv_kernel", "conv_L_cache",
     "block_ff_dim", "block_multiple_of", "moe_shared_expert_intermediate_size",
+    "intermediate_size_mlp", "attention_chunk_size", "floor_scale", "interleave_moe_layer_step",
+    "moe_num_experts", "moe_k", "moe_layer_start_index", "moe_layer_interval",
     "d_model", "d_kv", "d_ff", "num_heads", "relative_attention_num_buckets", "relative_attention_max_distance",
 )
 NUMBERS = (
@@ -58,7 +60,7 @@ NUMBERS = (
     "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier",
     "ssm_out_multiplier", "block_ffn_dim_multiplier",
 )
-FROM_ZERO = ("mscale", "mscale_all_dim", "attn_pdrop")
+FROM_ZERO = ("mscale", "mscale_all_dim", "attn_pdrop", "attn_scale", "llama_4_scaling_beta", "moe_norm_min")
 NAMES = (
     "hybrid_override_pattern", "model_type", "rope_type", "type", "topk_method", "feed_forward_proj", "dense_act_fn",
 )
@@ -66,7 +68,7 @@ OBJECTS = (  # checked recursively
     "rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "attn_config",
 )
 LISTS = {
-    "architectures": str, "layer_types": str, "mlp_only_layers": int, "no_rope_layers": int,
+    "architectures": str, "layer_types": str, "mlp_only_layers": int, "moe_layers": int, "no_rope_layers": int,
     "short_factor": float, "long_factor": float, "mlp_layer_types": str, "attention_layers": str,
     "layer_rope_theta": float, "attn_layer_indices": int, "full_attn_idxs": int, "layers_block_type": str,
     "ssm_multipliers": float, "mlp_multipliers": float,
@@ -321,6 +323,7 @@ class Group:
         shapes = []
         for source in range(len(self.rule.names)):
             rows = sum(run.count for run in self.runs if run.source == source)
-            shapes.append((*stack, *columns, rows) if self.rule.transposed else (*stack, rows, *columns))
+            shape = (*stack, *columns, rows) if self.rule.transposed else (*stack, rows, *columns)
+            shapes.append((1, *shape) if self.rule.is_row else shape)
         experts = [None] if self.experts is None else range(self.experts)
         return {name: shape for expert in experts for name, shape in zip(self.names(expert), shapes)}

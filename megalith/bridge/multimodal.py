@@ -16,12 +16,31 @@ WRAPPERS = {
     "AriaForConditionalGeneration": "aria_text",
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "InternVLForConditionalGeneration": "qwen2",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
+QWEN2_VL = {
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768,
+    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "vocab_size": 152064,
+}  # fmt: skip
+# Language models that compute as another family's on text: their model_type → that family's, and their defaults.
+ON_TEXT = {
+    "qwen2_vl_text": ("qwen2", QWEN2_VL),
+    "qwen2_5_vl_text": ("qwen2", QWEN2_VL),
+    "qwen3_vl_text": ("qwen3", {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5}),
+}
+# Positions in time, height and width (M-RoPE), which are equal on text.
+MROPE = ("mrope_section", "mrope_interleaved")
 TOP_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")  # what the wrapper decides
-LEFT_OUT = ("vision_tower.", "multi_modal_projector.", "image_newline")
+LEFT_OUT = ("vision_tower.", "vision_model.", "visual.", "mtp.", "multi_modal_projector.", "image_newline")
 T = TypeVar("T")
 
 
@@ -44,7 +63,19 @@ def language_config(config: dict[str, Any]) -> dict[str, Any]:
         )
     top = {key: config[key] for key in TOP_KEYS if config.get(key) is not None}
     without = {key: value for key, value in text.items() if key != "architectures"}
-    return {"model_type": WRAPPERS[wrapper], **without, **top}
+    return _on_text({"model_type": WRAPPERS[wrapper], **without, **top})
+
+
+def _on_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the family that computes the same on text."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        if isinstance(rope, dict) and any(name in rope for name in MROPE):
+            kept = {name: value for name, value in rope.items() if name not in MROPE}
+            kinds = {name: "default" for name in ("type", "rope_type") if kept.get(name) == "mrope"}
+            config = {**config, key: {**kept, **kinds}}
+    family, defaults = ON_TEXT.get(config["model_type"], (None, {}))
+    return config if family is None else {**defaults, **config, "model_type": family}
 
 
 def language_name(name: str) -> str | None:

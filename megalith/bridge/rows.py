@@ -54,6 +54,7 @@ class Rule:
     order: Callable[[ModelConfig, int], list[RowRun]]
     transposed: bool = False  # Hugging Face has [columns, rows]
     stacked: bool = False  # Hugging Face has one tensor for all experts, with experts as first dimension
+    is_row: bool = False  # Hugging Face has a vector as a matrix of one row
 
     def runs(self, model: ModelConfig, rows: int) -> list[RowRun]:
         """Return the runs that make up `rows` rows of Megalith's tensor."""
@@ -69,6 +70,11 @@ def same(name: str) -> Rule:
 def transposed(name: str) -> Rule:
     """Return the rule of a matrix stored as [in, out] (GPT-2's Conv1D)."""
     return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)], transposed=True)
+
+
+def row_vector(name: str) -> Rule:
+    """Return the rule of a vector stored as [1, size]."""
+    return replace(same(name), is_row=True)
 
 
 def stacked(rule: Rule, transposed: bool = False) -> Rule:

@@ -19,7 +19,7 @@ OPERATORS: Mapping[str, str] = {
     "delta attention with a gate per channel (KDA)": "bailing_hybrid kimi_linear",
     "sparse attention with an indexer (DSA)": "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa "
     "hy_v4 minimax_m3_vl_text",
-    "attention scores scaled by position": "beam llama4 llama4_text ministral3",
+    "residual streams scaled by the number of their branches": "beam",
     "QK norms after RoPE": "hunyuan_v1_dense hunyuan_v1_moe",
     "norms without weights": "nanochat olmo",
     "norms inside attention and MLP": "bitnet",
@@ -30,7 +30,6 @@ OPERATORS: Mapping[str, str] = {
     "looped layers": "hrm_text",
     "attention with its own mixture of experts": "jetmoe",
     "SparseMixer routing": "phimoe",
-    "an expert bias with softmax scores": "ernie4_5_moe",
     "an expert bias on router logits": "kolibri1",
     "experts in parallel with attention": "cohere2_moe",
     "experts that do nothing, and two attentions per layer": "longcat_flash",

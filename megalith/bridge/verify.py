@@ -164,6 +164,8 @@ def _their_logits(matched: Match, ids: Tensor) -> Tensor | None:
         return None
     with no_progress_bars():
         model = kind.from_pretrained(matched.source.path, dtype=torch.float32, attn_implementation="eager")
+    if name == "Llama4ForConditionalGeneration":
+        model = model.language_model  # transformers 5.24 fails in the whole model without an image
     decoder_inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     return model.eval()(ids, **decoder_inputs)[0]
 

@@ -13,6 +13,7 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 ROTARY = RequiresSetting("position_embedding_type", "rope")
 ROTARY_ONLY = RequiresSetting("position_embedding_type", "rope", strict=True)
 WINDOWED = RequiresSetting("window_size", strict=True)
+SCALED_QUERIES = RequiresSetting("query_scaling_beta", strict=True)
 LATENT = RequiresSetting("multi_latent_attention", True)
 BERT_ONLY = RequiresSetting("model_type", "bert", strict=True)
 T5_ONLY = RequiresSetting("model_type", "t5", strict=True)
@@ -118,6 +119,15 @@ class DenseModel(Section):
     )
     """Layers without the window: every N-th layer, or a list with 0 for layers without and 1 for layers with a window.
     Default: none."""
+
+    attention_chunk_size: Annotated[
+        PositiveInt | None,
+        ROTARY_ONLY,
+        RequiresSetting("window_size", None, strict=True),
+        RequiresSetting("multi_latent_attention", False, strict=True),
+    ] = None
+    """Length of the chunks that a document is divided into. In layers with RoPE, a token attends only to tokens of its
+    chunk (Llama 4). Default: no chunks."""
 
     embedding_layernorm: bool = False
     """Add a norm between the embedding and the layers (BLOOM)."""
@@ -232,6 +242,23 @@ class DenseModel(Section):
 
     qk_l2_norm: Annotated[bool, RequiresSetting("qk_layernorm", False, strict=True)] = False
     """Divide queries and keys by the root mean square of their head, without a weight (Llama 4)."""
+
+    qk_l2_norm_rope_only: Annotated[bool, RequiresSetting("qk_l2_norm", True, strict=True), ROTARY_ONLY] = (
+        False
+    )
+    """Apply qk_l2_norm only in layers with RoPE (Llama 4)."""
+
+    query_scaling_beta: Annotated[
+        PositiveFloat | None, RequiresSetting("multi_latent_attention", False, strict=True)
+    ] = None
+    """Multiply queries by 1 + beta · ln(1 + ⌊position / query_scaling_length⌋), so that attention to long sequences
+    stays sharp (Ministral 3). Default: no factor."""
+
+    query_scaling_length: Annotated[PositiveInt, SCALED_QUERIES] = 8192
+    """Number of tokens up to which the factor of query_scaling_beta is 1."""
+
+    query_scaling_layers: Annotated[Literal["all", "no_rope"], SCALED_QUERIES] = "all"
+    """Layers with query_scaling_beta. `no_rope`: those without RoPE, where positions count from 1 (Llama 4)."""
 
     query_pre_attn_scalar: Annotated[PositiveInt | None, Resolved("attention_divisor")] = None
     """Number whose square root divides attention scores. Default: the size of a head."""
@@ -461,6 +488,20 @@ class DenseModel(Section):
         """Return True if layer number `layer` (from 0) applies RoPE."""
         without = self.layers_without_rope
         return without is None or not without[min(layer, self.num_layers - 1)]
+
+    def attention_chunk(self, layer: int) -> int | None:
+        """Return attention_chunk_size if layer number `layer` (from 0) has it, else None."""
+        return self.attention_chunk_size if self.uses_rope(layer) else None
+
+    def reach(self, layer: int, seq_length: int) -> int:
+        """Return the number of tokens in the window or the chunk of layer `layer`, at most `seq_length`."""
+        return min(self.window(layer) or self.attention_chunk(layer) or seq_length, seq_length)
+
+    def scales_queries(self, layer: int) -> bool:
+        """Return True if layer number `layer` (from 0) multiplies queries by query_scaling_beta's factor."""
+        if self.query_scaling_beta is None:
+            return False
+        return self.query_scaling_layers == "all" or not self.uses_rope(layer)
 
     @property
     def windows(self) -> list[int | None]:

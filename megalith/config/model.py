@@ -51,6 +51,9 @@ class ModelConfig(HybridModel):
     moe_router_topk_scaling_factor: Annotated[PositiveFloat | None, Resolved("expert_weight_factor")] = None
     """Factor on the weights of the chosen experts."""
 
+    moe_apply_probs_on_input: bool = False
+    """Multiply the input of an expert by its weight instead of its output (Llama 4). Requires moe_router_topk 1."""
+
     add_router_bias: bool = False
     """Add a trained bias to the router (gpt-oss)."""
 
@@ -60,11 +63,9 @@ class ModelConfig(HybridModel):
     moe_router_group_topk: PositiveInt | None = None
     """Number of groups that a token may choose experts from."""
 
-    moe_router_enable_expert_bias: Annotated[
-        bool, RequiresSetting("moe_router_score_function", "sigmoid", strict=True)
-    ] = False
+    moe_router_enable_expert_bias: bool = False
     """Balance experts without a loss: add a bias to the scores for selection only and update it after each step
-    (DeepSeek-V3)."""
+    (DeepSeek-V3; with softmax scores ERNIE 4.5)."""
 
     moe_router_bias_update_rate: Annotated[NonNegativeFloat, Decides.UPDATES] = 1e-3
     """Change of the expert bias per step, towards experts with fewer tokens than the mean; 0 freezes it."""

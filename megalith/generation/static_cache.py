@@ -24,6 +24,7 @@ from megalith.models.transformer import Transformer, layers_of
 from megalith.ops import delta_rule, state_space
 from megalith.ops.attention_core import cached_attention, continued_attention
 from megalith.ops.causal_conv import causal_conv
+from megalith.ops.documents import chunk_ends
 
 
 def empty_cache(
@@ -150,9 +151,22 @@ class Prefill:
         """Return False for padding at the end, bool [sequences, seq, 1], for x [sequences, seq, ...]."""
         return (torch.arange(x.shape[1], device=x.device) < self.lengths[:, None])[..., None]
 
-    def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
+    def attend(
+        self,
+        core: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        chunk: int | None = None,
+        **how,
+    ) -> Tensor:
         for cached, new in zip(self.keys_values, (key, value)):
             cached[:, : new.shape[1]].index_copy_(0, self.rows, new[self.prompts])
+        batch, seq = query.shape[:2]
+        if chunk is not None and seq > chunk:
+            ends = torch.full((batch, 1), seq, dtype=torch.int32, device=query.device)
+            how["documents"] = chunk_ends(ends, chunk, seq)
         return core(query, key, value, **how)
 
 
@@ -179,7 +193,8 @@ class ContinuedPrefill:
         for cached, new in zip(self.keys_values, (key, value)):
             cached.flatten(0, 1).index_copy_(0, self.slots, new.flatten(0, 1)[self.tokens])
         keys, values = self.keys_values[:, self.rows, : self.longest]
-        how = {name: how[name] for name in ("window", "softcap", "scale", "sink")}
+        names = ("window", "softcap", "scale", "sink", "chunk")
+        how = {name: how[name] for name in names if name in how}
         return self.attend_continued(query, keys, values, self.positions, **how)
 
 
@@ -215,7 +230,8 @@ class Decode:
         return out
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
-        how = {name: how[name] for name in ("window", "softcap", "scale", "sink", "alibi", "first_head")}
+        names = ("window", "softcap", "scale", "sink", "alibi", "first_head", "chunk")
+        how = {name: how[name] for name in names if name in how}
         outputs = []
         for n, (positions, visible) in enumerate(self.tokens):
             new = (x[:, n : n + 1] for x in (query, key, value))

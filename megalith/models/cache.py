@@ -14,8 +14,20 @@ class Cache(Protocol):
     def at_layer(self, number: int) -> Cache:
         """Return the cache of one layer."""
 
-    def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
-        """Store the new keys and values, and return `core`'s attention over the cached and the new ones."""
+    def attend(
+        self,
+        core: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        chunk: int | None = None,
+        **how,
+    ) -> Tensor:
+        """Store the new keys and values, and return `core`'s attention over the cached and the new ones.
+
+        `chunk` is the length of the chunks that attention stays within; None: no chunks.
+        """
 
     def convolve(self, x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ops.causal_conv.causal_conv of x after the layer's last tokens, and store x's last tokens."""

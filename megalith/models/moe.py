@@ -127,6 +127,7 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[config.mlp_activation]
         self.fusion = config.moe_permute_fusion
         self.cut = config.activation_func_clamp_value, config.glu_linear_offset
+        self.weighs_input = config.moe_apply_probs_on_input
         width = config.expert_size * (2 if self.gated else 1)
         self.linear_fc1 = GroupedLinear(config, config.hidden_size, width, device)
         self.linear_fc2 = GroupedLinear(config, config.expert_size, config.hidden_size, device)
@@ -150,11 +151,13 @@ class Experts(nn.Module):
 
         Args:
             x: [rows, hidden], sorted by expert.
-            weights: float32 [rows, 1], multiply the output.
+            weights: float32 [rows, 1], multiply the output, or the input with moe_apply_probs_on_input.
             groups: number of rows per expert.
             matrices: result of `prepare_weights`; None: call it here.
         """
         fc1, fc2 = self.prepare_weights(self.cast(x.dtype)) if matrices is None else matrices
+        if self.weighs_input:
+            x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
         x = self.linear_fc1(x, fc1, groups)  # [rows, expert size], or [rows, 2 · expert size]
         x = weighted_activation(x, weights, self.activation, self.gated, self.fusion, *self.cut, groups.end)
         return self.linear_fc2(x, fc2, groups, weights)

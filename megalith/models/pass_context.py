@@ -64,6 +64,8 @@ class Context:
     bias: Tensor | None = None
     """float32 [1, heads, queries, keys], added to the scores of self-attention: relative positions."""
     documents: Tensor | None = None  # int32 [batch, documents] of full sequences (ops/documents.py)
+    chunk_mask: Tensor | None = None  # `mask` and `documents` of layers whose attention stays within chunks
+    chunk_documents: Tensor | None = None
     padding: Tensor | None = None  # bool [batch, seq] of the local tokens, as in Batch
     dropout: DropoutKeys | None = None  # None: no dropout
     layers: Tensor | None = None  # int32 [num_layers], numbers of the layers, with dropout

@@ -77,10 +77,10 @@ def _scaled(config: ModelConfig, length: int, device: torch.device) -> tuple[Ten
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide slow pairs by factor, keep fast ones, and blend between them."""
+    """Divide slow pairs by factor, keep fast ones, and blend between them; Llama 4 has no pairs between them."""
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    fast = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    fast = ((rotations - low) / (high - low)).clamp(0.0, 1.0) if low < high else (rotations >= low).float()
     return frequencies * (fast + (1 - fast) / scaling.factor)
 
 

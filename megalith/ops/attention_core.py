@@ -346,6 +346,7 @@ def cached_attention(
     sink: Tensor | None = None,
     alibi: int | None = None,  # as in `attention`
     first_head: int = 0,
+    chunk: int | None = None,  # length of the chunks that attention stays within; not with a window
 ) -> Tensor:
     """Add the key and value of one new token per row to the cache, and return its attention over the cache.
 
@@ -354,7 +355,8 @@ def cached_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cuda and kernels.AVAILABLE and sink is None and alibi is None:
         new = (x[:, 0] for x in (query, key, value))
-        return decode_attention(*new, cache, positions, window or 0, softcap or 0.0, scale)[:, None]
+        out = decode_attention(*new, cache, positions, window or 0, softcap or 0.0, scale, chunk or 0)
+        return out[:, None]
     rows, room = cache.shape[1:3]
     new = torch.arange(0, rows * room, room, device=positions.device) + positions
     for cached, x in zip(cache, (key, value)):
@@ -364,6 +366,9 @@ def cached_attention(
     if window is not None:
         keys = torch.arange(visible.shape[1], device=positions.device)
         visible = visible & (keys > positions[:, None] - window)
+    if chunk is not None:
+        keys = torch.arange(visible.shape[1], device=positions.device)
+        visible = visible & (keys // chunk == positions[:, None] // chunk)
     # The query heads of a group become queries: [rows, in group, groups, head_dim].
     groups = query[:, 0].unflatten(1, (key.shape[2], -1)).transpose(1, 2)
     mask = visible[:, None, None].expand(-1, 1, groups.shape[1], -1)
@@ -394,6 +399,7 @@ def continued_attention(
     softcap: float | None,
     scale: float | None,
     sink: Tensor | None = None,
+    chunk: int | None = None,  # as in `cached_attention`
 ) -> Tensor:
     """Return the attention of new tokens. The keys of earlier tokens come before theirs.
 
@@ -403,6 +409,8 @@ def continued_attention(
     visible = keys <= positions[..., None]
     if window is not None:
         visible &= keys > positions[..., None] - window
+    if chunk is not None:
+        visible &= keys // chunk == positions[..., None] // chunk
     seen = dict(mask=visible[:, None], softcap=softcap, scale=scale, sink=sink)
     return attention(query, key, value, causal=False, **seen)
 

@@ -41,6 +41,19 @@ def document_ids(ends: Tensor, seq: int) -> Tensor:
     return torch.searchsorted(ends.contiguous(), positions.contiguous(), right=True, out_int32=True)
 
 
+def chunk_ends(ends: Tensor, size: int, length: int) -> Tensor:
+    """Return the ends of documents divided into chunks, int32 [batch, documents · chunks].
+
+    Args:
+        ends: ends of the documents, int32 [batch, documents].
+        size: length of a chunk, counted from the start of its document.
+        length: length of a sequence.
+    """
+    starts = torch.nn.functional.pad(ends[:, :-1], (1, 0))
+    steps = torch.arange(1, -(-length // size) + 1, dtype=ends.dtype, device=ends.device) * size
+    return torch.minimum(starts[..., None] + steps, ends[..., None]).flatten(1)
+
+
 def same_document_mask(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
     """Return a mask of pairs with equal numbers, bool [batch, 1, queries, keys], from int [batch, queries] and [batch,
     keys]."""

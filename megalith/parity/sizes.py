@@ -149,6 +149,8 @@ SIZES: dict[str, ParitySize | None] = {  # None: the default
     "model.rope_scaling":                        _rope_scaling,
     "model.window_size":                         lambda value, _: value and [min(value[0], WINDOW), 0],
     "model.window_attn_skip_freq":               _layer_pattern,
+    "model.attention_chunk_size":                _if_set(WINDOW),
+    "model.query_scaling_length":                _at_most(WINDOW),
     "model.q_lora_rank":                         _if_set(10),
     "model.kv_lora_rank":                        _fixed(12),
     "model.qk_head_dim":                         _fixed(6),

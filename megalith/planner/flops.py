@@ -131,8 +131,11 @@ def _keys(model: ModelConfig, layer: int, seq_length: int) -> int:
     """Return the keys per query of a layer, before the causal mask hides half of them.
 
     With a causal mask, a window of w < S keys leaves w·S − w²/2 pairs of S²/2. Twice that divided by S is returned.
+    Chunks of w keys leave w·S/2 pairs.
     """
-    seen = min(model.window(layer) or seq_length, seq_length)
+    seen = model.reach(layer, seq_length)
+    if model.attention_chunk(layer) is not None:
+        return seen
     return 2 * seen - seen**2 // seq_length
 
 

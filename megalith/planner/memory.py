@@ -261,7 +261,7 @@ class StageMemory:
             return self._relative_positions()
         if not makes_mask(self.config):
             return 0
-        windowed = sum((window or seq) < seq for window in model.windows)
+        windowed = sum(model.reach(layer, seq) < seq for layer in range(model.num_layers))
         exchanged = self.context == 1 or self.parallel.resolved_cp_comm_type == "a2a"
         scores = (sequences if documents else 1) * (seq if exchanged else seq // self.context) ** 2
         repeated = 0

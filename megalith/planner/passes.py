@@ -295,10 +295,12 @@ class Passes:
         self._recurrence(number, there, back)
         if not model.has_attention(number):
             return
-        window = min(model.window(number) or seq, seq)
+        window = model.reach(number, seq)
         heads = model.num_attention_heads / self.tensor
         values = model.v_head_dim if model.multi_latent_attention else model.head_dim
         keys = (2 * window - window**2 / seq) / 2 if model.causal else seq  # per query
+        if model.attention_chunk(number) is not None:
+            keys = window / 2
         biased = BIASED if model.position_embedding_type == "relative" else 1
         if 0 < model.encoder_layers <= number:  # the preceding decoder tokens and all encoder tokens
             keys = biased * self.config.data.decoder_length / 2 + seq

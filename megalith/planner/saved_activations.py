@@ -46,7 +46,7 @@ def makes_mask(config: RunConfig) -> bool:
     fp32 = config.train.precision == "fp32"
     if not fp32 and not model.attention_dropout:
         return False
-    windowed = model.window_size is not None and any((window or seq) < seq for window in model.windows)
+    windowed = any(model.reach(layer, seq) < seq for layer in range(model.num_layers))
     return (windowed or config.separates_documents) if exchanged or fp32 else windowed
 
 

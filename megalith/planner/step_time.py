@@ -108,7 +108,9 @@ def caution(config: RunConfig) -> str:
     model, seq = config.model, config.data.seq_length
     if model.linear_attention_layers:
         return "the delta rule of linear attention was not measured: its time is estimated from the bytes that it moves"
-    apart = config.separates_documents or any((window or seq) < seq for window in model.windows)
+    apart = config.separates_documents or any(
+        model.reach(layer, seq) < seq for layer in range(model.num_layers)
+    )
     if not apart or model.head_dim in FLASH_DIMS:
         return ""
     measured = " and ".join(map(str, FLASH_DIMS))

@@ -68,6 +68,13 @@ TEXT = dict(vocab_size=151, hidden_size=64, intermediate_size=112, num_hidden_la
             num_key_value_heads=2, max_position_embeddings=256)  # fmt: skip
 VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
               patch_size=14)  # fmt: skip
+QWEN_VISION = dict(hidden_size=32, intermediate_size=32, num_heads=2, depth=1, out_hidden_size=64, patch_size=14,
+                   deepstack_visual_indexes=[0])  # fmt: skip
+MROPE = dict(rope_type="default", rope_theta=5e3, mrope_section=[2, 3, 3])
+DELTA_NETS = dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+                  linear_value_head_dim=24, layer_types=["linear_attention", "full_attention", "linear_attention"],
+                  rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25,
+                                       mrope_section=[2, 1, 1], mrope_interleaved=True))  # fmt: skip
 WRAPPERS = {
     "Gemma3": dict(
         text_config=dict(TEXT, head_dim=24, query_pre_attn_scalar=20, sliding_window=11, pad_token_id=0),
@@ -88,6 +95,29 @@ WRAPPERS = {
         text_config=dict(TEXT, moe_num_experts=4, pad_token_id=0),
         vision_config=dict(VISION, model_type="idefics3_vision"), projector_patch_to_query_dict={4: 2},
     ),
+    "Llama4": dict(
+        text_config=dict(TEXT, intermediate_size_mlp=80, num_local_experts=4, interleave_moe_layer_step=2,
+                         attention_chunk_size=9, floor_scale=7, no_rope_layer_interval=2, pad_token_id=None),
+        vision_config=dict(VISION, vision_output_dim=32, projector_input_dim=32, projector_output_dim=32),
+    ),
+    "Mistral3, Ministral 3": dict(
+        text_config=dict(TEXT, model_type="ministral3", sliding_window=None, pad_token_id=None, rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+            mscale_all_dim=1.0, llama_4_scaling_beta=0.1)),
+        vision_config=dict(VISION, model_type="pixtral", head_dim=16),
+    ),
+    "Qwen2VL": dict(text_config=dict(TEXT, rope_parameters=MROPE), vision_config=QWEN_VISION),
+    "Qwen2_5_VL": dict(text_config=dict(TEXT, rope_parameters=MROPE), vision_config=QWEN_VISION),
+    "Qwen3VL": dict(
+        text_config=dict(TEXT, head_dim=24, rope_parameters=dict(MROPE, mrope_interleaved=True)),
+        vision_config=QWEN_VISION,
+    ),
+    "Qwen3_5": dict(text_config=dict(TEXT, **DELTA_NETS), vision_config=QWEN_VISION),
+    "Qwen3_5Moe": dict(
+        text_config=dict(TEXT, **DELTA_NETS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                         shared_expert_intermediate_size=32),
+        vision_config=QWEN_VISION,
+    ),
     "Mistral3": dict(
         text_config=dict(TEXT, model_type="mistral", sliding_window=None),
         vision_config=dict(VISION, model_type="pixtral", head_dim=16),
@@ -95,18 +125,22 @@ WRAPPERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", by_default(WRAPPERS, "Gemma3", "Llava", "Mistral3"))
+@pytest.mark.parametrize("name", by_default(WRAPPERS, "Gemma3", "Llava", "Llama4"))
 def test_a_multimodal_model_gives_its_language_model(name: str, tmp_path: Path) -> None:
-    config = getattr(transformers, f"{name}Config")(**WRAPPERS[name])
-    reference = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(
+    kind = name.partition(",")[0]
+    config = getattr(transformers, f"{kind}Config")(**WRAPPERS[name])
+    reference = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(
         config, attn_implementation="eager"
     )
     random_parameters(reference).save_pretrained(tmp_path / "hf")
     with pytest.warns(UserWarning, match="only the language model of this .*; the vision tower"):
         import_hf(tmp_path / "hf", tmp_path / "run", show_progress=False)
     ids = torch.randint(1, 151, (2, 48), generator=torch.Generator().manual_seed(3))
+    theirs = (
+        reference.language_model if kind == "Llama4" else reference
+    )  # transformers 5.24's wrapper needs an image
     with torch.no_grad():
-        expected, found = reference(ids).logits, megalith.load(tmp_path / "run").eval()(ids)
+        expected, found = theirs(ids).logits, megalith.load(tmp_path / "run").eval()(ids)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     out = export_hf(tmp_path / "run", tmp_path / "out", show_progress=False).path
     with torch.no_grad():
@@ -139,3 +173,26 @@ def test_a_language_model_is_written_only_into_its_own_multimodal_model(hf_folde
         CheckpointError, match=r"another language model than the checkpoint: model\.layers\.2\."
     ):
         export_hf(tmp_path / "run", tmp_path / "out", multimodal=tmp_path / "hf", show_progress=False)
+
+
+def test_layers_of_llama4_follow_their_intervals() -> None:
+    sizes = dict(num_hidden_layers=6, interleave_moe_layer_step=3, no_rope_layer_interval=2)
+    theirs = transformers.Llama4TextConfig(**sizes)
+    keys = ("moe_layers", "no_rope_layers", "layer_types")
+    tree = {key: value for key, value in theirs.to_dict().items() if key not in keys}
+    model = FAMILIES["Llama4ForCausalLM"].read_config(tree)
+    assert model.expert_layers == theirs.moe_layers
+    assert [int(model.uses_rope(n)) for n in range(6)] == theirs.no_rope_layers
+    chunked = [kind == "chunked_attention" for kind in theirs.layer_types]
+    assert [model.attention_chunk(n) is not None for n in range(6)] == chunked
+    with pytest.raises(ConfigError, match="here the layers with RoPE have chunked_attention and the others"):
+        FAMILIES["Llama4ForCausalLM"].read_config(tree | {"layer_types": theirs.layer_types[::-1]})
+
+
+def test_ministral3_needs_both_keys_of_its_scaling() -> None:
+    tree = transformers.Ministral3Config().to_dict()
+    del tree["rope_parameters"]["llama_4_scaling_beta"]
+    with pytest.raises(
+        ConfigError, match="llama_4_scaling_beta None and original_max_position_embeddings 16384"
+    ):
+        FAMILIES["Ministral3ForCausalLM"].read_config(tree)

@@ -47,17 +47,19 @@ FAMILIES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "heads", "groups", "size", "window", "softcap"),
+    ("rows", "heads", "groups", "size", "window", "softcap", "chunk"),
     [
-        (64, 12, 2, 128, None, None),
-        (3, 28, 4, 128, None, None),
-        (600, 8, 8, 64, None, None),
-        (5, 6, 1, 80, 33, None),
-        (7, 4, 2, 256, None, 20.0),
-        (130, 16, 1, 192, 100, 5.0),
+        (64, 12, 2, 128, None, None, None),
+        (3, 28, 4, 128, None, None, None),
+        (600, 8, 8, 64, None, None, None),
+        (5, 6, 1, 80, 33, None, None),
+        (7, 4, 2, 256, None, 20.0, None),
+        (130, 16, 1, 192, 100, 5.0, None),
+        (130, 40, 8, 128, None, None, 128),
+        (9, 8, 2, 64, None, 5.0, 33),
     ],
 )
-def test_decode_attention_equals_the_plain_one(rows, heads, groups, size, window, softcap, dtype):
+def test_decode_attention_equals_the_plain_one(rows, heads, groups, size, window, softcap, chunk, dtype):
     torch.manual_seed(0)
     room = 700
     query = torch.randn(rows, 1, heads, size, device="cuda", dtype=dtype)
@@ -68,7 +70,7 @@ def test_decode_attention_equals_the_plain_one(rows, heads, groups, size, window
     key, value = qkv[..., 1, :], qkv[..., 2, :]
     expected_cache = cache.float().cpu()
     plain = [x.float().cpu() for x in (query, key, value)]
-    how = dict(window=window, softcap=softcap, scale=None)
+    how = dict(window=window, softcap=softcap, scale=None, chunk=chunk)
     expected = cached_attention(
         *plain, expected_cache, places.cpu(), visible_positions(places.cpu(), room), **how
     )

@@ -9,6 +9,7 @@ from models.tiny import (
     GEMMA,
     LINEAR_ROPE,
     LLAMA,
+    LLAMA3_ROPE,
     OUR_DEEPSEEK,
     OUR_EXPERTS,
     OUR_GEMMA,
@@ -40,6 +41,11 @@ FACTORS = dict(
     embedding_multiplier=6.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=4.0
 )
 OUR_FACTORS = dict(embedding_multiplier=6.0, residual_multiplier=0.4, softmax_scale=0.2, logits_scaling=4.0)
+OUR_LLAMA4 = dict(OURS, kv_channels=24, ffn_hidden_size=80, moe_ffn_hidden_size=112, num_experts=6, moe_router_topk=1,
+                  moe_shared_expert_intermediate_size=112, moe_router_score_function="sigmoid",
+                  moe_apply_probs_on_input=True, no_rope_freq=[0, 1, 0], rotary_interleaved=True, qk_l2_norm=True,
+                  qk_l2_norm_rope_only=True, query_scaling_beta=0.4, query_scaling_length=7,
+                  query_scaling_layers="no_rope", layernorm_epsilon=1e-5)  # fmt: skip
 LATENTS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 NEWER_CASES: dict[str, tuple[Callable, dict]] = {
@@ -124,6 +130,52 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
     "ministral": (
         lambda: transformers.MinistralConfig(**LLAMA, head_dim=24, sliding_window=11, layer_types=MIXED),
         dict(OURS, **OUR_MIXED, kv_channels=24),
+    ),
+    "ministral3": (
+        lambda: transformers.Ministral3Config(
+            **LLAMA, head_dim=24, pad_token_id=None, rope_parameters=dict(
+                YARN_ROPE, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.3)),
+        dict(OURS, kv_channels=24, layernorm_epsilon=1e-5, query_scaling_beta=0.3, query_scaling_length=8,
+             rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=8,
+                               attention_factor=1.0)),
+    ),
+    "ministral3, window": (
+        lambda: transformers.Ministral3Config(
+            **LLAMA, head_dim=16, pad_token_id=None, sliding_window=11, rope_parameters=dict(
+                rope_type="default", rope_theta=5e3, original_max_position_embeddings=16, llama_4_scaling_beta=0.5)),
+        dict(OURS, kv_channels=16, layernorm_epsilon=1e-5, rotary_base=5e3, query_scaling_beta=0.5,
+             query_scaling_length=16, window_size=[10, 0]),
+    ),
+    "llama4": (
+        lambda: transformers.Llama4TextConfig(
+            **LLAMA, head_dim=24, intermediate_size_mlp=80, num_local_experts=6, no_rope_layers=[1, 0, 1],
+            attention_chunk_size=9, floor_scale=7, attn_scale=0.4, moe_layers=[1],
+            rope_parameters=LLAMA3_ROPE),
+        dict(OUR_LLAMA4, rotary_base=5e3, attention_chunk_size=9, moe_layer_freq=[0, 1, 0],
+             rope_scaling=dict(type="llama3", factor=4.0, original_max_position_embeddings=64)),
+    ),
+    "llama4, no norms, no chunks": (
+        lambda: transformers.Llama4TextConfig(
+            **LLAMA, head_dim=24, intermediate_size_mlp=80, num_local_experts=6, no_rope_layers=[1, 0, 1],
+            attention_chunk_size=None, floor_scale=7, attn_scale=0.4, use_qk_norm=False, attention_bias=True),
+        dict(OUR_LLAMA4, rotary_base=5e5, qk_l2_norm=False, qk_l2_norm_rope_only=False, add_qkv_bias=True,
+             add_proj_bias=True),
+    ),
+    "ernie4.5-moe": (
+        lambda: transformers.Ernie4_5_MoeConfig(
+            **WITHOUT_DROPOUT, head_dim=24, moe_num_experts=8, moe_k=3, moe_intermediate_size=24,
+            moe_num_shared_experts=2),
+        dict(OURS, kv_channels=24, num_experts=8, moe_router_topk=3, moe_ffn_hidden_size=24, moe_layer_freq=[0, 1, 1],
+             moe_shared_expert_intermediate_size=48, moe_router_enable_expert_bias=True, rotary_interleaved=True,
+             rotary_base=5e5, layernorm_epsilon=1e-5, untie_embeddings_and_output_weights=False),
+    ),
+    "ernie4.5-moe, some layers, nothing shared": (
+        lambda: transformers.Ernie4_5_MoeConfig(
+            **WITHOUT_DROPOUT, moe_num_experts=8, moe_k=1, moe_intermediate_size=24, moe_num_shared_experts=0,
+            moe_layer_interval=2, tie_word_embeddings=False),
+        dict(OURS, num_experts=8, moe_router_topk=1, moe_ffn_hidden_size=24, moe_layer_freq=[0, 1, 0],
+             moe_router_enable_expert_bias=True, rotary_interleaved=True, rotary_base=5e5, layernorm_epsilon=1e-5),
     ),
     "cwm": (
         lambda: transformers.CwmConfig(**LLAMA, head_dim=24, sliding_window=11, layer_types=MIXED, mlp_bias=True,

@@ -39,7 +39,9 @@ def near(actual: Tensor, expected: Tensor, rounding: float) -> None:
     assert (actual - expected).norm() <= rounding * expected.norm(), (actual - expected).abs().max()
 
 
-def decode_attention(window: int | None, softcap: float | None, splits: int) -> None:
+def decode_attention(
+    window: int | None, softcap: float | None, splits: int, chunk: int | None = None
+) -> None:
     """One new token per row over a cache, whose rows are filled to different lengths."""
     decode_kernel.PROGRAMS = splits * 6  # programs for 3 rows of 2 groups
     rows, heads, groups, size, room = 3, 6, 2, 20, 90
@@ -48,12 +50,12 @@ def decode_attention(window: int | None, softcap: float | None, splits: int) -> 
     cache = random(2, rows, room, groups, size)
     positions = torch.tensor([[0, 7], [41, 7], [89, 7]])[:, 0]
     expected_cache = cache.clone()
-    options = dict(window=window, softcap=softcap, scale=None)
+    options = dict(window=window, softcap=softcap, scale=None, chunk=chunk)
     visible = visible_positions(positions, room)
     expected = cached_attention(query, key, value, expected_cache, positions, visible, **options)
     one_token = (x[:, 0] for x in (strided(query), strided(key), value))
     actual = decode_kernel.decode_attention(
-        *one_token, cache, positions, window or 0, softcap or 0.0, size**-0.5
+        *one_token, cache, positions, window or 0, softcap or 0.0, size**-0.5, chunk or 0
     )
     assert torch.equal(cache, expected_cache)
     near(actual[:, None], expected, 1e-5)

@@ -20,10 +20,17 @@ from megalith.ops.attention_core import (
     _plain,
     attention,
     cached_attention,
+    continued_attention,
     supports_heads,
     visible_positions,
 )
-from megalith.ops.documents import cumulative_lengths, document_ids, ends_in_spans, same_document_mask
+from megalith.ops.documents import (
+    chunk_ends,
+    cumulative_lengths,
+    document_ids,
+    ends_in_spans,
+    same_document_mask,
+)
 from megalith.ops.dropout import DropoutKeys, attention_keep_mask, token_keys
 
 BATCH, SEQ, HEADS, HEAD_DIM = 2, 24, 4, 16
@@ -536,3 +543,31 @@ def test_a_token_decoded_with_a_cache_has_the_alibi_bias_of_its_position(heads, 
         *new, cache, position, visible_positions(position, length), window=None, softcap=None, **how
     )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_within_chunks_is_that_of_a_mask_in_training_and_in_decoding():
+    """Chunks are counted from the start of each document; in generation a row is one document."""
+    random, length, size = torch.Generator().manual_seed(0), 14, 4
+    query = torch.randn(1, length, 4, 8, generator=random)
+    key, value = (torch.randn(1, length, 2, 8, generator=random) for _ in range(2))
+    positions = torch.arange(length)
+    for starts in ([0], [0, 6]):
+        document = sum((positions >= start).long() for start in starts)
+        chunk = torch.stack([(positions - start) // size for start in starts])[document - 1, positions]
+        pair = document * 100 + chunk
+        mask = ((pair[:, None] == pair) & (positions <= positions[:, None]))[None, None]
+        ends = chunk_ends(torch.tensor([[*starts[1:], length]], dtype=torch.int32), size, length)
+        expected = attention(query, key, value, mask=mask)
+        found = attention(query, key, value, documents=ends)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    expected = attention(query, key, value, documents=chunk_ends(ends[:, -1:], size, length))
+    plain = dict(window=None, softcap=None, scale=None, chunk=size)
+    seen = positions[None, 5:]
+    torch.testing.assert_close(
+        continued_attention(query[:, 5:], key, value, seen, **plain), expected[:, 5:], rtol=1e-5, atol=1e-6
+    )
+    for last in (3, 4, 13):
+        cache = torch.stack([key, value])
+        new, position = (x[:, last : last + 1] for x in (query, key, value)), torch.tensor([last])
+        found = cached_attention(*new, cache, position, visible_positions(position, last + 1), **plain)
+        torch.testing.assert_close(found, expected[:, last : last + 1], rtol=1e-5, atol=1e-6)

@@ -18,7 +18,11 @@ from packaging.version import Version
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CASES = [
-    *(("decode_attention", *case) for case in ((None, None, 1), (None, None, 4), (33, None, 4), (None, 20.0, 1))),
+    *(
+        ("decode_attention", *case)
+        for case in ((None, None, 1), (None, None, 4), (33, None, 4), (None, 20.0, 1), (None, None, 4, 16),
+                     (None, 20.0, 1, 33))
+    ),
     *(
         ("sampling", *case)
         for case in ((0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (0.7, 50, 0.9, 0.0),

@@ -112,6 +112,22 @@ MOE = LLAMA | {
     "moe_z_loss_coeff": 0.01,
     "init_method_std": 0.06,  # so that no token's choice hangs on the last bit
 }
+LLAMA4 = MOE | {
+    "moe_layer_freq": 2,
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_apply_probs_on_input": True,
+    "moe_shared_expert_intermediate_size": 24,
+    "qk_layernorm": False,
+    "qk_l2_norm": True,
+    "qk_l2_norm_rope_only": True,
+    "no_rope_freq": 3,
+    "rotary_interleaved": True,
+    "attention_chunk_size": 5,  # of documents, most of which are longer
+    "query_scaling_beta": 0.5,
+    "query_scaling_length": 4,
+    "query_scaling_layers": "no_rope",
+}
 GPT_OSS = MOE | {
     "qk_layernorm": False,
     "softmax_type": "learnable",
@@ -268,6 +284,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
     "gpt-oss documents": {"model": GPT_OSS, "data": DOCUMENTS},
+    "llama4 documents, dropout": {"model": LLAMA4 | DROPOUT, "data": DOCUMENTS},
     "qwen3-next documents, dropout": {"model": HYBRID | DROPOUT, "data": DOCUMENTS},
     "multi-token prediction": {
         # 0.6: at 0.5 two experts' scores for one token came within 4e-7 of each other, and rounding chose
@@ -328,7 +345,7 @@ SHOWN_WITH = {
     "tp4": "llama lora on some rows, one group",
     "tp2-sp": "gemma documents, dropout",
     "tp4-sp": "gpt2 untied, documents, dropout",
-    "cp2": "gemma documents, dropout",
+    "cp2": "llama4 documents, dropout",
     "cp2-all_gather": "gpt2 documents, recompute all",
     "cp2-a2a": "gpt2 untied, documents, dropout",
     "cp2-auto": "t5 dropout",
@@ -443,7 +460,7 @@ SHOWN_WITH = {
 # stages, experts with multi-token prediction and with dropped tokens, parallel/test_losses.py interleaved stages with
 # all-to-all, parallel/test_pipeline.py four stages.
 BY_DEFAULT = (
-    "tp4", "cp4-a2a+p2p", "pp2-interleaved", "pp3-counted", "cp2-auto",
+    "tp4", "cp2", "cp4-a2a+p2p", "pp2-interleaved", "pp3-counted", "cp2-auto",
     "tp2-sp-cp2", "tp2-pp2", "tp2-sp-dp2-zero3", "pp2-dp2-zero3", "cp2-all_gather-pp2-zero_bubble",
     "cp2-dp2-zero3", "pp2-zero_bubble-dp2-zero1", "tp2-sp-overlap",
     "ep2", "ep2-allgather", "tp2-sp-ep2", "cp2-ep2", "ep4-zero3",

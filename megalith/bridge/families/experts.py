@@ -206,12 +206,14 @@ class SharedExperts:
         self._key, self._absent, self._default = key, absent, default
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        count = hf_config.get(self._key, self._default)
-        return (
-            {"moe_shared_expert_intermediate_size": count * hf_config["moe_intermediate_size"]}
-            if count
-            else {}
-        )
+        count, width = hf_config.get(self._key, self._default), hf_config.get("moe_intermediate_size")
+        if not count:
+            return {}
+        if width is None:
+            raise ConfigError(
+                f"config.json has {self._key} {count} and no moe_intermediate_size, the width of an expert; add it"
+            )
+        return {"moe_shared_expert_intermediate_size": count * width}
 
     def write(self, model: ModelConfig) -> Tree:
         width = model.moe_shared_expert_intermediate_size or 0

@@ -280,7 +280,7 @@ EXPERTS = (
     "moe_shared_expert_gate", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
     "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
     "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_z_loss_coeff",
-    "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_grouped_gemm",
+    "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_grouped_gemm", "moe_apply_probs_on_input",
 )  # fmt: skip
 
 HEADS = ("kv_channels", "qk_layernorm", "qk_l2_norm")

@@ -64,6 +64,7 @@ def _of_model(model: ModelConfig) -> Iterator[Setting]:
         "attn_logit_softcapping": (model.attn_logit_softcapping is not None, _KERNEL),
         "final_logit_softcapping": (model.final_logit_softcapping is not None, _KERNEL),
         "position_embedding_type": (model.position_embedding_type in ("alibi", "relative"), _KERNEL),
+        "attention_chunk_size": (model.attention_chunk_size is not None, _KERNEL),
         "attention_dropout": (model.attention_dropout > 0, _KERNEL),
         "attention_output_gate": (model.attention_output_gate, _SIGMOID),
         "moe_shared_expert_gate": (model.moe_shared_expert_gate, _SIGMOID),

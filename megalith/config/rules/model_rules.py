@@ -106,6 +106,8 @@ def _check_encoder(model: ModelConfig) -> None:
     relative = ["relative"] if model.model_type == "t5" else []
     allowed_values = {
         "window_size": (model.window_size, None),
+        "attention_chunk_size": (model.attention_chunk_size, None),
+        "query_scaling_beta": (model.query_scaling_beta, None),
         "mtp_num_layers": (model.mtp_num_layers, None),
         "position_embedding_type": (model.position_embedding_type, "learned_absolute", "rope", *relative),
     }
@@ -366,10 +368,8 @@ def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
     bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     for low, high in [bounds[scaling.type]] if scaling.type in bounds else []:
         values = getattr(scaling, low), getattr(scaling, high)
-        if values[0] > values[1] or (
-            values[0] == values[1] and scaling.type != "yarn"
-        ):  # Kimi-K2's are equal
+        if values[0] > values[1]:
             raise ConfigError(
-                f"model.rope_scaling.{low} {values[0]} is not below {high} {values[1]}; frequencies between the two "
+                f"model.rope_scaling.{low} {values[0]} is above {high} {values[1]}; frequencies between the two "
                 "are blended: raise one or lower the other"
             )

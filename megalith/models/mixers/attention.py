@@ -53,6 +53,7 @@ class Attention(Runnable):
         self.number = number
         self.dropout = config.attention_dropout
         self.window = config.window(number)
+        self.chunk = config.attention_chunk(number)
         self.softcap = config.attn_logit_softcapping
         self.scale = config.attention_scale
         self.alibi = config.num_attention_heads if config.position_embedding_type == "alibi" else None
@@ -75,11 +76,16 @@ class Attention(Runnable):
             core = partial(core, run=context.layout.core)
         value = context.without_padding(value)
         causal = context.causal and query.shape[1] > 1
+        mask, documents = context.mask, context.documents
+        if self.chunk is not None:
+            mask, documents = context.chunk_mask, context.chunk_documents
         if self.record_logits is not None and self.training:
-            seen = dict(causal=causal, mask=context.mask, documents=context.documents, window=self.window)
+            seen = dict(causal=causal, mask=mask, documents=documents, window=self.window)
             self.record_logits(query, key, first_head=self.heads.first, scale=self.scale, **seen)
         if context.cache is not None:
             core = partial(context.cache.attend, core)
+            if self.chunk is not None:
+                core = partial(core, chunk=self.chunk)
         if context.bias is not None:
             core = partial(core, bias=context.bias)
         return core(
@@ -87,8 +93,8 @@ class Attention(Runnable):
             key,
             value,
             causal=causal,
-            mask=context.mask,
-            documents=context.documents,
+            mask=mask,
+            documents=documents,
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
@@ -119,6 +125,7 @@ class SelfAttention(Attention):
         if config.softmax_type != "vanilla":
             self.softmax_offset = SoftmaxOffset(config, device)
         self.uses_rope, self.interleaved = config.uses_rope(number), config.rotary_interleaved
+        self.query_scaling = QueryScaling.of_layer(config, number)
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm_full_width:
             self.q_layernorm = HeadsNorm(config, config.num_attention_heads, device)
@@ -129,7 +136,7 @@ class SelfAttention(Attention):
         elif config.qk_layernorm:
             self.q_layernorm = Norm(config, config.head_dim, device)
             self.k_layernorm = Norm(config, config.head_dim, device)
-        elif config.qk_l2_norm:
+        elif config.qk_l2_norm and (self.uses_rope or not config.qk_l2_norm_rope_only):
             self.q_layernorm, self.k_layernorm = RootMeanSquare(config), RootMeanSquare(config)
 
     @runnable
@@ -147,10 +154,34 @@ class SelfAttention(Attention):
             if self.window is not None and context.rotary_local is not None:
                 tables = context.rotary_local
             query, key = (rotate(x, tables, self.interleaved) for x in (query, key))
+        if self.query_scaling is not None:
+            query = self.query_scaling(query, context.position_ids)
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
         if self.gated:
             out = out * gate.sigmoid()
         return self.linear_proj(out.flatten(2), context)
+
+
+class QueryScaling(NamedTuple):
+    """Multiplies queries by 1 + beta · ln(1 + ⌊(position + offset) / length⌋) (Nakanishi 2025)."""
+
+    beta: float
+    length: int
+    offset: int
+
+    @classmethod
+    def of_layer(cls, config: ModelConfig, number: int) -> QueryScaling | None:
+        """Return the scaling of layer `number`; None without one."""
+        if not config.scales_queries(number):
+            return None
+        offset = int(config.query_scaling_layers == "no_rope")
+        return cls(config.query_scaling_beta, config.query_scaling_length, offset)
+
+    def __call__(self, query: Tensor, position_ids: Tensor) -> Tensor:
+        """Return query [batch, seq, heads, head_dim], scaled by its positions, int64 [batch, seq]."""
+        steps = (position_ids + self.offset) // self.length
+        factors = 1 + self.beta * torch.log1p(steps.float())
+        return (query * factors[..., None, None]).to(query.dtype)
 
 
 class CrossAttention(Attention):
@@ -158,7 +189,7 @@ class CrossAttention(Attention):
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
-        self.window = self.alibi = None
+        self.window = self.alibi = self.chunk = None
         self.head_dim = config.head_dim
         self.heads = Heads(config.num_attention_heads // config.query_groups)
         width, bias = config.num_attention_heads * config.head_dim, config.qkv_bias

@@ -41,16 +41,19 @@ def _write(
 
 @triton.jit
 def _attend(
-    query, cache, positions, out, stats, scale, softcap, window,
+    query, cache, positions, out, stats, scale, softcap, window, chunk,
     query_row, query_head, cache_half, cache_row, cache_token,
     HEADS: tl.constexpr, IN_GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     count = tl.load(positions + row).to(tl.int32) + 1
     first = 0
     if WINDOWED:
         first = tl.maximum(count - window, 0)
+    if CHUNKED:
+        first = (count - 1) // chunk * chunk
     share = tl.cdiv(tl.cdiv(count - first, SPLITS), KEYS) * KEYS
     begin = first + split * share
     end = tl.minimum(begin + share, count)
@@ -111,11 +114,12 @@ def decode_attention(
     window: int,
     softcap: float,
     scale: float,
+    chunk: int,
 ) -> Tensor:
     """Return the attention of one new token per row over the cache, [rows, heads, head_dim].
 
     query is [rows, heads, head_dim], key and value are [rows, groups, head_dim], positions int64 [rows], and the cache
-    is as above. `window` and `softcap` are 0 for none.
+    is as above. `window`, `softcap` and `chunk` (the length of chunks that attention stays within) are 0 for none.
     """
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     positions = positions.contiguous()  # a column of several tokens' positions is not
@@ -133,11 +137,11 @@ def decode_attention(
         parts = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=query.device)
         stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
     _attend[(rows, groups, splits)](
-        query, cache, positions, parts, stats, scale, softcap, window, *query.stride()[:2], *strides,
+        query, cache, positions, parts, stats, scale, softcap, window, chunk, *query.stride()[:2], *strides,
         HEADS=heads, IN_GROUP=in_group, SIZE=size, WIDTH=width,
         QUERIES=max(triton.next_power_of_2(in_group), MIN_QUERIES),
         KEYS=max(min(TILE_BYTES // (width * cache.itemsize), 64), 16), SPLITS=splits,
-        CAPPED=softcap > 0, WINDOWED=window > 0, PRECISION="ieee", num_warps=4, num_stages=2,
+        CAPPED=softcap > 0, WINDOWED=window > 0, CHUNKED=chunk > 0, PRECISION="ieee", num_warps=4, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         _combine[(rows * heads,)](parts, stats, out, size, width, splits, num_warps=1)
@@ -145,5 +149,5 @@ def decode_attention(
 
 
 @decode_attention.register_fake
-def _(query, key, value, cache, positions, window, softcap, scale):
+def _(query, key, value, cache, positions, window, softcap, scale, chunk):
     return query.new_empty(query.shape)

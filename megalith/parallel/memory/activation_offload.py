@@ -153,7 +153,13 @@ class _OffloadUnit:
         self._streams, self._layers = streams, layers
         encoded = context.encoded  # read by all layers
         read = None if encoded is None else encoded.hidden
-        self._shared = [*(context.rotary or ()), context.mask, context.documents, read]
+        self._shared = [
+            *(context.rotary or ()),
+            context.mask,
+            context.documents,
+            context.chunk_documents,
+            read,
+        ]
         self._storages: dict[int, _SavedStorage] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _SavedTensor:

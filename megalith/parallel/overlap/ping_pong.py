@@ -136,10 +136,13 @@ def _slice_context(context: Context, number: int, count: int, stream: Split) -> 
     return replace(
         context,
         batch=context.batch // count,
+        position_ids=part_of(context.position_ids),
         rotary=tables(context.rotary),
         rotary_local=tables(context.rotary_local),
         mask=part_of(context.mask),
         documents=part_of(context.documents),
+        chunk_mask=part_of(context.chunk_mask),
+        chunk_documents=part_of(context.chunk_documents),
         padding=part_of(context.padding),
         dropout=dropout,
         output_rows=rows,
