@@ -240,6 +240,11 @@ class DenseModel(Section):
     ] = False
     """Use separate qk_layernorm weights for each head (Command-R+)."""
 
+    qk_layernorm_after_rope: Annotated[
+        bool, RequiresSetting("qk_layernorm", True, strict=True), ROTARY_ONLY
+    ] = False
+    """Apply qk_layernorm after RoPE (Hunyuan)."""
+
     qk_l2_norm: Annotated[bool, RequiresSetting("qk_layernorm", False, strict=True)] = False
     """Divide queries and keys by the root mean square of their head, without a weight (Llama 4)."""
 

@@ -196,3 +196,14 @@ def test_ministral3_needs_both_keys_of_its_scaling() -> None:
         ConfigError, match="llama_4_scaling_beta None and original_max_position_embeddings 16384"
     ):
         FAMILIES["Ministral3ForCausalLM"].read_config(tree)
+
+
+def test_alpha_stretches_the_rotary_base_of_hunyuan() -> None:
+    rope = dict(rope_type="dynamic", rope_theta=1e4, alpha=1000.0, factor=1.0, beta_fast=32, mscale=1.0)
+    theirs = transformers.HunYuanDenseV1Config(**TEXT, head_dim=24, rope_parameters=rope, pad_token_id=None)
+    reference = transformers.HunYuanDenseV1ForCausalLM(theirs)
+    model = FAMILIES["HunYuanDenseV1ForCausalLM"].read_config(theirs.to_dict())
+    frequencies = 1 / model.rotary_base ** (torch.arange(0, 24, 2) / 24)
+    torch.testing.assert_close(reference.model.rotary_emb.inv_freq, frequencies, rtol=1e-6, atol=0)
+    with pytest.raises(ConfigError, match=r"moe_topk .* the same for every layer"):
+        FAMILIES["HunYuanMoEV1ForCausalLM"].read_config(dict(TEXT, num_experts=4, moe_topk=[2, 1, 2]))

@@ -177,6 +177,16 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
         dict(OURS, num_experts=8, moe_router_topk=1, moe_ffn_hidden_size=24, moe_layer_freq=[0, 1, 0],
              moe_router_enable_expert_bias=True, rotary_interleaved=True, rotary_base=5e5, layernorm_epsilon=1e-5),
     ),
+    "hunyuan": (
+        lambda: transformers.HunYuanDenseV1Config(**LLAMA, head_dim=24, attention_bias=True, pad_token_id=None),
+        dict(OURS, kv_channels=24, qk_layernorm=True, qk_layernorm_after_rope=True, layernorm_epsilon=1e-5,
+             add_qkv_bias=True, add_proj_bias=True),
+    ),
+    "hunyuan-moe": (
+        lambda: transformers.HunYuanMoEV1Config(**LLAMA, head_dim=16, num_experts=8, moe_topk=3, pad_token_id=None),
+        dict(OURS, **OUR_EXPERTS, kv_channels=16, qk_layernorm=True, qk_layernorm_after_rope=True,
+             layernorm_epsilon=1e-5, moe_shared_expert_intermediate_size=112),
+    ),
     "cwm": (
         lambda: transformers.CwmConfig(**LLAMA, head_dim=24, sliding_window=11, layer_types=MIXED, mlp_bias=True,
                                        pad_token_id=None),

@@ -126,6 +126,7 @@ class SelfAttention(Attention):
             self.softmax_offset = SoftmaxOffset(config, device)
         self.uses_rope, self.interleaved = config.uses_rope(number), config.rotary_interleaved
         self.query_scaling = QueryScaling.of_layer(config, number)
+        self.norm_after_rope = config.qk_layernorm_after_rope
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm_full_width:
             self.q_layernorm = HeadsNorm(config, config.num_attention_heads, device)
@@ -147,13 +148,15 @@ class SelfAttention(Attention):
         if self.gated:
             grouped = query.unflatten(2, (-1, 2, self.heads.in_group))
             query, gate = (half.flatten(2, 3) for half in grouped.unbind(3))
-        if self.q_layernorm is not None:
+        if self.q_layernorm is not None and not self.norm_after_rope:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.uses_rope and context.rotary is not None:
             tables = context.rotary
             if self.window is not None and context.rotary_local is not None:
                 tables = context.rotary_local
             query, key = (rotate(x, tables, self.interleaved) for x in (query, key))
+        if self.norm_after_rope:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.query_scaling is not None:
             query = self.query_scaling(query, context.position_ids)
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
