@@ -125,6 +125,11 @@ def _check_counts(source: SourceFolder, model: ModelConfig) -> None:
                 f"{name}; correct that, or fetch it again"
             )
     longest = max((size for stored in source.tensors.values() for size in stored.shape), default=0)
+    if model.num_attention_heads > longest:
+        raise CheckpointError(
+            f"{source.path} has no tensor of more than {longest:,} rows or columns, but its {source.settings_name} "
+            f"says {model.num_attention_heads:,} attention heads; correct that, or fetch it again"
+        )
     if model.multi_latent_attention and model.qk_pos_emb_head_dim > longest:
         raise CheckpointError(
             f"{source.path} has no tensor of more than {longest:,} rows or columns, but its {source.settings_name} "
