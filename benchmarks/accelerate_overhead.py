@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megalith.bench.bench_options import add_result_options
 from megalith.bench.peers import build_hugging_face, model_run
 from megalith.bench.training_speed import measure, show
 from megalith.bench.workloads import LAYOUTS, WORKLOADS, run_tree
@@ -45,8 +46,7 @@ def main() -> None:
         "--batch", type=int, help="sequences a step (default: the workload's for each process)"
     )
     parser.add_argument("--micro", type=int, default=2, help="sequences of a micro-batch")
-    parser.add_argument("--results", type=Path)
-    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
+    add_result_options(parser)
     parser.add_argument("--script", choices=LAYOUTS, help=argparse.SUPPRESS)
     parser.add_argument("--cache", type=Path, default=CACHE, help="of compiled code (default: %(default)s)")
     args = parser.parse_args()

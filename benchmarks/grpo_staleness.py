@@ -32,6 +32,7 @@ from typing import Any
 
 import yaml
 
+from megalith.bench.bench_options import append_result
 from megalith.bench.training_speed import environment, run_logged
 
 EXAMPLES = Path("examples/grpo")
@@ -74,9 +75,7 @@ def main() -> None:
             print(json.dumps({name: result["runs"][name]}), file=sys.stderr, flush=True)
     result |= compared(result["runs"])
     print(json.dumps(result | environment()), flush=True)
-    if args.results:
-        with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result | environment()) + "\n")
+    append_result(args.results, result | environment())
 
 
 class Setup:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.bench import training_speed
+from megalith.bench.bench_options import add_result_options
 from megalith.bench.workloads import LAYOUTS, WORKLOADS
 
 try:
@@ -223,8 +224,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--batch", type=int, help="sequences a step, of all ranks")
-    parser.add_argument("--results", type=Path)
-    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
+    add_result_options(parser)
     args = parser.parse_args()
     args.losses, args.kernels = False, True
     given, failed = list(args.set), False

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megalith.bench.bench_options import add_result_options, append_result, workload_parser
 from megalith.bench.training_speed import check_devices, run_training
 from megalith.bench.workloads import WORKLOADS, layout_of, run_tree
 from megalith.config import RunConfig
@@ -31,10 +32,7 @@ STEP_TIME = "step_time_ms"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("workload", choices=WORKLOADS, metavar="workload", help=", ".join(WORKLOADS))
+    parser = workload_parser(__doc__)
     parser.add_argument(
         "--layout",
         nargs="+",
@@ -51,8 +49,7 @@ def main() -> None:
         "--max-tokens", type=int, help="parallel.max_seqlen_per_dp_cp_rank (default: the last layout's)"
     )
     parser.add_argument("--simulate", action="store_true", help="print what the cost model expects, only")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="append a line of JSON")
-    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
+    add_result_options(parser)
     args = parser.parse_args()
     processes = {layout_of(layout)["processes"] for layout in args.layout}
     if len(processes) > 1:
@@ -80,9 +77,7 @@ def main() -> None:
         f"{result['steps']} steps (bar 1.3), {result['total_ratio']:.3f} × in total; losses differ by at most "
         f"{result['loss_difference']:.1e}"
     )
-    if args.results:
-        with args.results.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    append_result(args.results, result)
 
 
 def sample_lengths(args: argparse.Namespace) -> np.ndarray:

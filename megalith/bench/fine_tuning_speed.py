@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megalith.bench.bench_options import add_result_options, workload_parser
 from megalith.bench.peers import build_hugging_face, model_run
 from megalith.bench.training_speed import PEERS, measure, measure_peer, show
 from megalith.bench.workloads import WORKLOADS
@@ -36,10 +37,7 @@ RATE = "tokens_per_second_per_device"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("workload", choices=WORKLOADS)
+    parser = workload_parser(__doc__)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=DEFAULT_RUNS)
     parser.add_argument("--quantize-base", default="nf4", help="lora.quantize_base of qlora (default: nf4)")
     parser.add_argument("--batch", type=int, help="rows per step (default: the workload's)")
@@ -47,8 +45,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--peer", choices=PEERS, nargs="+", default=[])
-    parser.add_argument("--results", type=Path)
-    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
+    add_result_options(parser)
     args = parser.parse_args()
     args.kernels, args.losses, args.layout = False, False, ["one"]
     args.set.append(f"train.micro_batch_size={args.micro}")

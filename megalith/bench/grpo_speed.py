@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 import megalith
+from megalith.bench.bench_options import append_result
 from megalith.bench.generation_speed import SHAPES
 from megalith.bench.training_speed import environment, run_logged
 from megalith.config import RunConfig
@@ -64,9 +65,7 @@ def main() -> None:
     if "training_tokens_per_second" in grpo and "tokens_per_second" in train:
         result["training_share"] = grpo["training_tokens_per_second"] / train["tokens_per_second"]
     print(json.dumps(result | environment()), flush=True)
-    if args.results:
-        with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result | environment()) + "\n")
+    append_result(args.results, result | environment())
 
 
 def run(part: str, run_file: str, longest: str, spread: str) -> None:

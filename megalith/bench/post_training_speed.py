@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import transformers
 
+from megalith.bench.bench_options import add_result_options, append_result, workload_parser
 from megalith.bench.peers import build_hugging_face, model_run
 from megalith.bench.training_speed import environment
 from megalith.bench.workloads import WORKLOADS
@@ -53,17 +54,13 @@ METHODS = (*TASKS, "reward")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("workload", choices=WORKLOADS)
+    parser = workload_parser(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS[1:], default=METHODS[1:])
     parser.add_argument("--batch", type=int, default=8, help="rows per step, an even number")
     parser.add_argument("--micro", type=int, default=2, help="rows per micro-batch, an even number")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--results", type=Path)
-    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
+    add_result_options(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         acts, tokens = build_acts(args, Path(folder), stack)
@@ -75,9 +72,7 @@ def main() -> None:
     result = {"workload": args.workload, "batch": args.batch, "micro": args.micro, "set": args.set}
     result |= {"seconds": seconds, "sft_tokens_per_second": tokens / seconds["sft"]} | ratios(seconds)
     print(json.dumps(result | environment()), flush=True)
-    if args.results:
-        with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result | environment()) + "\n")
+    append_result(args.results, result | environment())
 
 
 def ratios(seconds: dict[str, float]) -> dict[str, float]:

@@ -33,8 +33,9 @@ import yaml
 
 import megalith
 from megalith.bench import step_breakdown
+from megalith.bench.bench_options import add_result_options, append_result, workload_parser
 from megalith.bench.corpus_text import build_dataset
-from megalith.bench.workloads import DEGREES, LAYOUTS, WORKLOADS, layout_of, run_tree
+from megalith.bench.workloads import DEGREES, LAYOUTS, layout_of, run_tree
 from megalith.errors import ConfigError
 from megalith.parallel.pipeline.schedules import Kind
 from megalith.parallel.pipeline.timeline import TIMELINE_FILE, Timeline, read_timeline
@@ -75,10 +76,7 @@ NOT_KERNELS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("workload", choices=WORKLOADS, metavar="workload", help=", ".join(WORKLOADS))
+    parser = workload_parser(__doc__)
     parser.add_argument(
         "--layout",
         nargs="+",
@@ -104,8 +102,7 @@ def main() -> None:
     parser.add_argument(
         "--peer", type=peer_name, nargs="+", default=[], metavar="PEER", help=f"{', '.join(PEERS)}, best"
     )
-    parser.add_argument("--results", type=Path, metavar="FILE", help="append a line of JSON per run")
-    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
+    add_result_options(parser, "append a line of JSON per run")
     args = parser.parse_args()
     check_devices(max(layout_of(layout)["processes"] for layout in args.layout))
     failed = False
@@ -152,8 +149,7 @@ def show(args: argparse.Namespace, name: str, result: dict[str, Any]) -> None:
     sys.stdout.flush()
     if args.results:
         row = {"workload": args.workload, "run": name, "batch": args.batch, "set": args.set}
-        with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, **result, **environment()}) + "\n")
+        append_result(args.results, row | result | environment())
 
 
 def build_real_data(folder: Path, megabytes: int) -> dict[str, Any]:

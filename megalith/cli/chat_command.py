@@ -9,28 +9,20 @@ from collections.abc import Iterator
 from megalith.cli.generation import TokenPrinter, checkpoint_tokenizer
 from megalith.cli.json_output import add_json_option, print_json
 from megalith.cli.parser import Arguments
+from megalith.cli.sampling_options import add_model_arguments, add_sampling_options, add_tokenizer_options
 from megalith.errors import LINES, ConfigError, printable
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("checkpoint", help="run folder or one of its step folders, or a Hugging Face folder")
-    add("--adapter", metavar="FOLDER", help="adapters to merge: a PEFT folder, or a run with lora.rank")
+    add_model_arguments(parser)
     add("--message", action="append", metavar="TEXT",
         help="user message; repeat it for further turns. Default: lines of standard input")  # fmt: skip
     add("--system", metavar="TEXT", help="system message")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="maximum number of tokens of a turn")
-    add("--temperature", type=float, default=0.7, help="sampling temperature; 0: greedy")
-    add("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens up to this total probability",
-    )
+    add_sampling_options(parser, temperature=0.7)
     add("--seed", type=int, default=0, help="sampling seed")
-    add("--tokenizer-type", help="replace the checkpoint's tokenizer; choices as in `preprocess`")
-    add("--tokenizer-model", help="file or folder of that tokenizer")
+    add_tokenizer_options(parser)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add_json_option(parser, "messages (the conversation)")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megalith.cli.json_output import add_json_option
 from megalith.cli.logits_options import add_json_schema_option, add_logits_options, with_logits_options
 from megalith.cli.parser import Arguments
+from megalith.cli.sampling_options import add_model_arguments, add_sampling_options, add_tokenizer_options
 from megalith.cli.speculation_options import add_speculation_arguments, speculation_of
 from megalith.errors import LINES, ConfigError, DataError, printable
 
@@ -27,20 +28,12 @@ RULE = "-" * 80
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("checkpoint", help="run folder or one of its step folders, or a Hugging Face folder")
-    add("--adapter", metavar="FOLDER", help="adapters to merge: a PEFT folder, or a run with lora.rank")
+    add_model_arguments(parser)
     add("--prompt", action="append", help="prompt; repeat it for a batch")
     add("--prompt-file", help='file with one prompt per line; .jsonl: one {"prompt": "text"} per line')
     add("--max-new-tokens", type=int, default=128, metavar="N", help="maximum number of new tokens")
     add("--num-generations", type=int, default=1, metavar="N", help="completions per prompt")
-    add("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
-    add("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens up to this total probability",
-    )
+    add_sampling_options(parser)
     add_logits_options(parser)
     add_json_schema_option(parser)
     add("--seed", type=int, default=0, help="sampling seed")
@@ -51,8 +44,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-model-parallel-size", type=int, default=1, metavar="N",
         help="tensor-parallel size; replicas share the prompts",
     )  # fmt: skip
-    add("--tokenizer-type", help="replace the checkpoint's tokenizer; choices as in `preprocess`")
-    add("--tokenizer-model", help="file or folder of that tokenizer")
+    add_tokenizer_options(parser)
     add_speculation_arguments(parser)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
@@ -77,14 +69,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-completion-length", type=int, default=256, metavar="N", help="maximum number of tokens"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens up to this total probability",
-    )
+    add_sampling_options(parser)
     add_logits_options(parser)
     parser.add_argument("--seed", type=int, default=0, help="sampling seed")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")

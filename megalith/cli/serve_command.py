@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalith.cli.generation import checkpoint_tokenizer, without_nproc
 from megalith.cli.parser import Arguments
+from megalith.cli.sampling_options import add_tokenizer_options
 from megalith.cli.speculation_options import add_speculation_arguments, speculation_of
 from megalith.errors import ConfigError, printable
 from megalith.launch.signals import handled_stop_signals
@@ -59,8 +60,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nproc", type=int, metavar="N", help="start N processes; torchrun works too")
     add("--tensor-model-parallel-size", type=int, default=1, metavar="N",
         help="tensor-parallel size; replicas share the requests")  # fmt: skip
-    add("--tokenizer-type", help="replace the checkpoint's tokenizer; choices as in `preprocess`")
-    add("--tokenizer-model", help="file or folder of that tokenizer")
+    add_tokenizer_options(parser)
     add_speculation_arguments(parser)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 

@@ -7,9 +7,8 @@ all micro-batches of a step at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from megalith.rl.objectives.preference_loss import (
     chosen_counts,
     rank_values,
 )
+from megalith.rl.objectives.summed_loss_task import SummedLossTask
 from megalith.rl.preference_losses.ranked_losses import match_ranks
 from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult, train
@@ -55,7 +55,7 @@ def train_dpo(config: RunConfig) -> TrainingResult:
     return train(config, PreferenceTask())
 
 
-class PreferenceTask(ReferenceTask):
+class PreferenceTask(SummedLossTask, ReferenceTask):
     """Task of DPO: its data, loss and metrics."""
 
     restarts_in_process = False
@@ -67,13 +67,6 @@ class PreferenceTask(ReferenceTask):
         self.loss, self.evaluation_loss = (PreferenceLoss(run.config.dpo) for _ in range(2))
         dpo = run.config.dpo
         return PreferenceData(run, self.open_reference(run, dpo) if dpo.needs_reference else None)
-
-    def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
-        sums = self.loss.reduce_sums(run.mesh, run.device)
-        return lambda: self.loss.means(sums)
-
-    def evaluation_metrics(self, run: Run) -> dict[str, float]:
-        return self.evaluation_loss.means(self.evaluation_loss.reduce_sums(run.mesh, run.device))
 
 
 def make_preference_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> PreferenceBatch:

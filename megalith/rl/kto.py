@@ -14,9 +14,8 @@ those of the step included, without gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from megalith.rl.auxiliary_models.synced_reference import ReferenceTask
 from megalith.rl.objectives.answer_batch import AnswerBatch, answer_fields
 from megalith.rl.objectives.sequences import Sequences
 from megalith.rl.objectives.summed_loss import SummedLoss
+from megalith.rl.objectives.summed_loss_task import SummedLossTask
 from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult, train
 
@@ -107,7 +107,7 @@ class KtoLoss(SummedLoss):
         return metrics | {"rewards/margins": margin, "desirable": chosen / max(answers, 1)}
 
 
-class KtoTask(ReferenceTask):
+class KtoTask(SummedLossTask, ReferenceTask):
     """Task of KTO: its data, loss and metrics."""
 
     restarts_in_process = False
@@ -120,13 +120,6 @@ class KtoTask(ReferenceTask):
         if run.config.kto.loss_type == "bco":
             self.console_metrics = ("rewards/margins", "delta")
         return KtoData(run, self.open_reference(run, run.config.kto))
-
-    def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
-        sums = self.loss.reduce_sums(run.mesh, run.device)
-        return lambda: self.loss.means(sums)
-
-    def evaluation_metrics(self, run: Run) -> dict[str, float]:
-        return self.evaluation_loss.means(self.evaluation_loss.reduce_sums(run.mesh, run.device))
 
 
 def make_kto_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> KtoBatch:

@@ -6,9 +6,7 @@ the loss reads the score of each answer's last token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +15,9 @@ from megalith.config import RunConfig, require_run_config
 from megalith.errors import ConfigError
 from megalith.rl.objectives.answer_batch import AnswerBatch, answer_fields, count_tokens
 from megalith.rl.objectives.reward_loss import reward_loss
+from megalith.rl.objectives.summed_loss_task import SummedLossTask
 from megalith.training.run_datasets import Data
-from megalith.training.run_state import Run, Task
+from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult, train
 
 
@@ -40,7 +39,7 @@ def train_reward(config: RunConfig) -> TrainingResult:
     return train(config, RewardTask())
 
 
-class RewardTask(Task):
+class RewardTask(SummedLossTask):
     """Task of a reward model: its data, loss and metrics."""
 
     restarts_in_process = False
@@ -53,13 +52,6 @@ class RewardTask(Task):
         if not run.config.reward.compares_pairs:
             self.console_metrics = ("accuracy", "mean_reward")
         return RewardData(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
-
-    def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
-        sums = self.loss.reduce_sums(run.mesh, run.device)
-        return lambda: self.loss.means(sums)
-
-    def evaluation_metrics(self, run: Run) -> dict[str, float]:
-        return self.evaluation_loss.means(self.evaluation_loss.reduce_sums(run.mesh, run.device))
 
 
 def make_reward_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> AnswerBatch:

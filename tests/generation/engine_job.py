@@ -17,6 +17,7 @@ from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
 from megalith.models.model_types import make_model
 from megalith.parallel.mesh import build_mesh
+from megalith.parallel.parallel_model import ParallelModel
 from megalith.training.custom_loop import parallelize
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11, 80], [3]]
@@ -50,9 +51,8 @@ def in_shares(
     return complete_data_parallel(model, prompts, sampling, mesh, torch.device("cpu"), num_generations=2)
 
 
-def from_a_trainer(model: dict, parallel: dict) -> tuple[bool, int, list]:
-    """Whether an engine of this trainer's layout has its weights to the bit, before and after they change; how many
-    tensors travelled; the tokens of the initial weights."""
+def parallel_trainer(model: dict, parallel: dict) -> tuple[RunConfig, ParallelModel]:
+    """A run and its model in this layout."""
     run = RunConfig.from_tree(
         {
             "model": LLAMA | model,
@@ -65,6 +65,13 @@ def from_a_trainer(model: dict, parallel: dict) -> tuple[bool, int, list]:
     size = torch.distributed.get_world_size()
     mesh = build_mesh(run.parallel, size, "cpu", has_experts=run.model.num_experts is not None)
     trainer = parallelize(run, mesh, torch.device("cpu"))
+    return run, trainer
+
+
+def from_a_trainer(model: dict, parallel: dict) -> tuple[bool, int, list]:
+    """Whether an engine of this trainer's layout has its weights to the bit, before and after they change; how many
+    tensors travelled; the tokens of the initial weights."""
+    run, trainer = parallel_trainer(model, parallel)
     engine = engine_for(trainer, max_rows=2, max_tokens=32)
     right = agrees(engine, run, 1.0)
     tokens = [each.ids for each in engine.generate(PROMPTS, SAMPLING)]
@@ -165,18 +172,7 @@ def speculative_over_tensor_ranks(
 def changes_travel(model: dict, parallel: dict, dtype: torch.dtype) -> list:
     """Of four syncs to an engine: whether it has the bits of a full one, and the fraction of the first one's bytes that
     travelled. All weights are sent, none has changed, some have, and all have."""
-    run = RunConfig.from_tree(
-        {
-            "model": LLAMA | model,
-            "data": dict(mock=True, seq_length=32),
-            "parallel": parallel,
-            "train": dict(micro_batch_size=1, global_batch_size=4),
-            "runtime": dict(device="cpu"),
-        }
-    )
-    size = torch.distributed.get_world_size()
-    mesh = build_mesh(run.parallel, size, "cpu", has_experts=run.model.num_experts is not None)
-    trainer = parallelize(run, mesh, torch.device("cpu"))
+    _, trainer = parallel_trainer(model, parallel)
     engine = engine_for(trainer, max_rows=2, max_tokens=32, dtype=dtype)
     engine.source = None
     results = []

@@ -1,15 +1,13 @@
 """Training on preferences is one run, however its pairs are laid out and over however many processes."""
 
-import json
-import random
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
 from default_cases import in_full
-from models.reference import CASES, random_reference
 from trained_runs import comparable
+from tuning_runs import config_of, token_pairs, tuning_tree
 
 from megalith.cli.main import main
 from megalith.config import RunConfig
@@ -22,40 +20,17 @@ from megalith.rl.dpo import PreferenceTask
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "dpo"
-SEQ, VOCAB = 32, 151
-
-
-def pairs(count: int) -> list[dict]:
-    """Prompts of 1 to 8 tokens, answers of 1 to 9: the first pair has answers of one token, the second fills rows."""
-    rng = random.Random(3)
-
-    def ids(length: int) -> list[int]:
-        return [rng.randrange(VOCAB) for _ in range(length)]
-
-    sizes = [(2, 1, 1), (12, 20, 20)]
-    sizes += [(rng.randrange(1, 9), rng.randrange(1, 10), rng.randrange(1, 10)) for _ in range(count - 2)]
-    return [{"prompt_ids": ids(a), "chosen_ids": ids(b), "rejected_ids": ids(c)} for a, b, c in sizes]
+SEQ = 32
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """A run of two steps from a tiny Llama of transformers, over 16 pairs of tokens."""
     folder = tmp_path_factory.mktemp("dpo")
-    random_reference(CASES["llama"][0]()).save_pretrained(folder / "base")
-    for name, count in (("train", 16), ("valid", 5)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in pairs(count)))
-    return {
-        "model": {"init_from": str(folder / "base"), "hidden_dropout": 0.0, "attention_dropout": 0.0},
-        "data": {"train_data_path": str(folder / "train.jsonl"), "valid_data_path": str(folder / "valid.jsonl"),
-                 "seq_length": SEQ, "num_workers": 0},
-        "dpo": {"enabled": True, "label_smoothing": 0.1},
-        "optim": {"lr": 1e-3, "lr_warmup_iters": 0},
-        "train": {"train_iters": 2, "micro_batch_size": 2, "global_batch_size": 4, "output_dir": str(folder / "run")},
-    }  # fmt: skip
-
-
-def config_of(tree: dict, **sections) -> RunConfig:
-    return RunConfig.from_tree(tree | {name: tree.get(name, {}) | more for name, more in sections.items()})
+    files = {"train_data_path": token_pairs(16), "valid_data_path": token_pairs(5)}
+    return tuning_tree(folder, files, seq=SEQ, micro=2, batch=4) | {
+        "dpo": {"enabled": True, "label_smoothing": 0.1}
+    }
 
 
 def job(config: RunConfig) -> Outcome:
@@ -117,7 +92,7 @@ def test_packed_is_padded_and_the_work_is_that_without_padding(tree: dict):
     run, loss, gradients, figures = whole_step(config_of(tree, train={"global_batch_size": 16}))
     lengths = [
         len(one["prompt_ids"]) + len(one[side])
-        for one in pairs(16)
+        for one in token_pairs(16)
         for side in ("chosen_ids", "rejected_ids")
     ]
     assert run.data.work(0, 16) == (sum(lengths), sum(n * n for n in lengths))

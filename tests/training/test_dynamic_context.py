@@ -1,6 +1,5 @@
 """Dynamic context parallelism changes where sequences are computed, and nothing else of a run."""
 
-import json
 import math
 import random
 from dataclasses import replace
@@ -9,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from models.reference import CASES, random_reference
 from torch import nn
+from tuning_runs import VOCAB, config_of, token_samples, tuning_tree
 
 from megalith.config import RunConfig
 from megalith.config.rules.auto_settings import Machine, resolve_auto
@@ -22,7 +21,7 @@ from megalith.training.build import prepare
 from megalith.training.run_data import RunData
 from megalith.training.run_datasets import Data
 
-SEQ, VOCAB = 64, 151
+SEQ = 64
 EXPERTS = dict(
     init_from=None, num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=VOCAB,
     max_position_embeddings=SEQ, position_embedding_type="rope", normalization="RMSNorm", swiglu=True,
@@ -58,37 +57,21 @@ LAYOUTS = {
 }
 
 
-def samples(count: int, seed: int) -> list[dict]:
+def samples(count: int) -> list[dict]:
     """Tokens of lognormal lengths: many short samples, a few as long as a row, and one token to learn in the first."""
-    rng, records = random.Random(seed), []
-    for number in range(count):
+
+    def length_of(number: int, rng: random.Random) -> int:
         length = min(max(int(math.exp(rng.gauss(2.2, 1.0))), 2), SEQ)
-        length = {1: SEQ, 5: SEQ - 3}.get(number, length)
-        ids = [rng.randrange(VOCAB) for _ in range(length)]
-        mask = [0] * (length - 1) + [1] if number == 0 else [int(rng.random() < 0.6) for _ in ids]
-        records.append({"input_ids": ids, "completion_mask": [*mask[:-1], 1]})
-    return records
+        return {1: SEQ, 5: SEQ - 3}.get(number, length)
+
+    return token_samples(count, count, length_of)
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("dynamic")
-    random_reference(CASES["llama"][0]()).save_pretrained(folder / "base")
-    for name, count in (("train", 120), ("valid", 17)):
-        lines = (json.dumps(one) + "\n" for one in samples(count, seed=count))
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    return {
-        "model": {"init_from": str(folder / "base"), "hidden_dropout": 0.0, "attention_dropout": 0.0},
-        "data": {"train_data_path": str(folder / "train.jsonl"), "valid_data_path": str(folder / "valid.jsonl"),
-                 "seq_length": SEQ, "num_workers": 0},
-        "sft": {"enabled": True},
-        "optim": {"lr": 1e-3, "lr_warmup_iters": 0},
-        "train": {"train_iters": 2, "micro_batch_size": 1, "global_batch_size": 8, "output_dir": str(folder / "run")},
-    }  # fmt: skip
-
-
-def config_of(tree: dict, **sections) -> RunConfig:
-    return RunConfig.from_tree(tree | {name: tree.get(name, {}) | more for name, more in sections.items()})
+    files = {"train_data_path": samples(120), "valid_data_path": samples(17)}
+    return tuning_tree(folder, files, seq=SEQ, micro=1, batch=8) | {"sft": {"enabled": True}}
 
 
 @pytest.fixture(scope="module")

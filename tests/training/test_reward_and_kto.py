@@ -1,7 +1,6 @@
 """Reward models and KTO: TRL's and transformers' values, in every layout."""
 
 import json
-import random
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +8,10 @@ import pytest
 import torch
 import transformers
 from default_cases import in_full
-from models.reference import CASES, random_parameters, random_reference
+from models.reference import CASES, random_parameters
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
+from tuning_runs import VOCAB, config_of, token_pairs, tuning_tree
 
 import megalith
 from megalith.bridge.adapter_folder import export_adapters
@@ -25,23 +25,13 @@ from megalith.rl.dpo import PreferenceTask
 from megalith.rl.kto import KtoTask
 from megalith.rl.reward_model import RewardTask, train_reward
 
-SEQ, VOCAB = 32, 151
+SEQ = 32
 TASKS = {"dpo": PreferenceTask, "kto": KtoTask, "reward": RewardTask}
 
 
 def records(count: int) -> list[dict]:
-    """Pairs with margins and weights, of prompts of 1 to 8 tokens; the second one fills its rows."""
-    rng = random.Random(3)
-
-    def ids(length: int) -> list[int]:
-        return [rng.randrange(1, VOCAB) for _ in range(length)]
-
-    sizes = [(2, 1, 1), (12, 20, 20)]
-    sizes += [(rng.randrange(1, 9), rng.randrange(1, 10), rng.randrange(1, 10)) for _ in range(count - 2)]
-    return [
-        {"prompt_ids": ids(a), "chosen_ids": ids(b), "rejected_ids": ids(c), "margin": 0.25 * (k % 3)}
-        for k, (a, b, c) in enumerate(sizes)
-    ]
+    """Pairs with margins."""
+    return [pair | {"margin": 0.25 * (k % 3)} for k, pair in enumerate(token_pairs(count, least=1))]
 
 
 def answers(count: int) -> list[dict]:
@@ -58,19 +48,8 @@ def answers(count: int) -> list[dict]:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """A run of two steps from a tiny Llama of transformers, over 16 records of tokens."""
     folder = tmp_path_factory.mktemp("reward")
-    random_reference(CASES["llama"][0]()).save_pretrained(folder / "base")
-    for name, made in (("pairs", records(16)), ("answers", answers(16))):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
-    return {
-        "model": {"init_from": str(folder / "base"), "hidden_dropout": 0.0, "attention_dropout": 0.0},
-        "data": {"train_data_path": str(folder / "pairs.jsonl"), "seq_length": SEQ, "num_workers": 0},
-        "optim": {"lr": 1e-3, "lr_warmup_iters": 0},
-        "train": {"train_iters": 2, "micro_batch_size": 2, "global_batch_size": 4, "output_dir": str(folder / "run")},
-    }  # fmt: skip
-
-
-def config_of(tree: dict, **sections) -> RunConfig:
-    return RunConfig.from_tree(tree | {name: tree.get(name, {}) | more for name, more in sections.items()})
+    (folder / "answers.jsonl").write_text("".join(json.dumps(one) + "\n" for one in answers(16)))
+    return tuning_tree(folder, {"train_data_path": records(16)}, seq=SEQ, micro=2, batch=4)
 
 
 def reward_config(tree: dict, **sections) -> RunConfig:
@@ -78,7 +57,9 @@ def reward_config(tree: dict, **sections) -> RunConfig:
 
 
 def kto_config(tree: dict, **sections) -> RunConfig:
-    data = {"train_data_path": tree["data"]["train_data_path"].replace("pairs", "answers")}
+    data = {
+        "train_data_path": tree["data"]["train_data_path"].replace("train_data_path.jsonl", "answers.jsonl")
+    }
     kto = {"enabled": True, "desirable_weight": 1.5, "undesirable_weight": 0.7} | sections.pop("kto", {})
     return config_of(tree, kto=kto, data=data | sections.pop("data", {}), **sections)
 

@@ -1,7 +1,5 @@
 """Fine-tuning on chat data is one run, whichever way its samples are laid out and over however many processes."""
 
-import json
-import random
 import runpy
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import torch
 from default_cases import in_full
 from models.reference import CASES, random_reference
 from trained_runs import comparable, losses
+from tuning_runs import config_of, token_samples, tuning_tree
 
 from megalith.cli.main import main
 from megalith.config import RunConfig
@@ -21,40 +20,20 @@ from megalith.training.precheck import check_job
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "sft"
-SEQ, VOCAB = 32, 151
+SEQ = 32
 
 
 def samples(count: int) -> list[dict]:
     """Tokens of 2 to 32: the first has one token that is learned, the second fills a row."""
-    rng = random.Random(3)
-    records = []
-    for number in range(count):
-        length = {0: 9, 1: SEQ}.get(number, rng.randrange(2, SEQ))
-        ids = [rng.randrange(VOCAB) for _ in range(length)]
-        mask = [0] * (length - 1) + [1] if number == 0 else [int(rng.random() < 0.6) for _ in ids]
-        records.append({"input_ids": ids, "completion_mask": [*mask[:-1], 1]})
-    return records
+    return token_samples(count, 3, lambda number, rng: {0: 9, 1: SEQ}.get(number, rng.randrange(2, SEQ)))
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """A run of two steps from a tiny Llama of transformers, over 24 samples of tokens."""
     folder = tmp_path_factory.mktemp("sft")
-    random_reference(CASES["llama"][0]()).save_pretrained(folder / "base")
-    for name, count in (("train", 24), ("valid", 5)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples(count)))
-    return {
-        "model": {"init_from": str(folder / "base"), "hidden_dropout": 0.0, "attention_dropout": 0.0},
-        "data": {"train_data_path": str(folder / "train.jsonl"), "valid_data_path": str(folder / "valid.jsonl"),
-                 "seq_length": SEQ, "num_workers": 0},
-        "sft": {"enabled": True},
-        "optim": {"lr": 1e-3, "lr_warmup_iters": 0},
-        "train": {"train_iters": 2, "micro_batch_size": 2, "global_batch_size": 8, "output_dir": str(folder / "run")},
-    }  # fmt: skip
-
-
-def config_of(tree: dict, **sections) -> RunConfig:
-    return RunConfig.from_tree(tree | {name: tree.get(name, {}) | more for name, more in sections.items()})
+    files = {"train_data_path": samples(24), "valid_data_path": samples(5)}
+    return tuning_tree(folder, files, seq=SEQ, micro=2, batch=8) | {"sft": {"enabled": True}}
 
 
 @pytest.fixture(scope="module")

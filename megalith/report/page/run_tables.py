@@ -33,7 +33,7 @@ def each_run(runs: Sequence[RunFiles], draw: Callable[[RunFiles], str]) -> str:
 
 
 def expert_load(runs: Sequence[RunFiles]) -> str:
-    """Return the share of tokens per expert of each run, as heat maps."""
+    """Return heat maps of the tokens of each expert, relative to the mean."""
     return each_run(runs, _load_of)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megalith.rl.agents.agent_client import make_client
+from megalith.rl.rewards.reward_number import reward_number
 from megalith.rl.rewards.reward_workers import RewardWorker, run_jobs
 from megalith.rl.tools.tool_functions import answer_text
 
@@ -28,18 +28,10 @@ async def run_agent(agent: Agent, row: Mapping[str, Any], base_url: str, timeout
     """
     try:
         value = agent(make_client(base_url, timeout), dict(row))
-        return {"reward": _reward(await value if inspect.isawaitable(value) else value)}
+        value = await value if inspect.isawaitable(value) else value
+        return {"reward": reward_number(value, "it returned")}
     except Exception as error:
         return {"failed": answer_text(f"raised {type(error).__name__}: {error}")}
-
-
-def _reward(value: Any) -> float | None:
-    value = value.item() if hasattr(value, "item") else value
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return None
-    if not isinstance(value, int | float) or math.isinf(value):
-        raise TypeError(f"it returned {value!r:.60}; a finite number or None is needed")
-    return float(value)
 
 
 class AgentRunner:

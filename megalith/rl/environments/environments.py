@@ -12,7 +12,6 @@ SkyRL's, each turn is an action, the observations are messages that follow it, a
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from megalith.config.extensions import ENVIRONMENTS
 from megalith.config.load_extension import load_extension
 from megalith.errors import ConfigError
+from megalith.rl.rewards.reward_number import reward_number
 from megalith.rl.rollouts.prompts import Prompt
 from megalith.rl.tools.tool_functions import Schema, answer_text, call_function, run_tool, tool_schema
 
@@ -132,12 +132,16 @@ class EnvironmentHost:
         result = call_function(self._instance.step, text)
         return {
             "messages": _messages(result.get("observations") or ()),
-            "reward": _number("step", result.get("reward", 0.0)) or 0.0,
+            "reward": reward_number(result.get("reward", 0.0), "step returned the reward") or 0.0,
             "done": bool(result.get("done")),
         }
 
     def _reward(self) -> dict[str, Any]:
-        return {"reward": _number("get_reward", call_function(self._instance.get_reward))}
+        return {
+            "reward": reward_number(
+                call_function(self._instance.get_reward), "get_reward returned the reward"
+            )
+        }
 
 
 def _messages(values: Any) -> list[dict[str, Any]]:
@@ -150,13 +154,3 @@ def _messages(values: Any) -> list[dict[str, Any]]:
             )
         messages.append({"role": one["role"], "content": answer_text(one.get("content", ""))})
     return messages
-
-
-def _number(method: str, value: Any) -> float | None:
-    """Return a reward; None and NaN are absent."""
-    value = value.item() if hasattr(value, "item") else value
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return None
-    if not isinstance(value, int | float) or math.isinf(value):
-        raise TypeError(f"{method} returned the reward {value!r:.60}; a finite number or None is needed")
-    return float(value)
