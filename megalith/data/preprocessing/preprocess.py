@@ -101,12 +101,14 @@ class UnusableLineError(DataError):
 
 
 class NoTokensError(DataError):
-    """No document of the input has a token under a key."""
+    """No document of the inputs has a token under a key."""
 
-    def __init__(self, key: str, summary: PreprocessSummary):
+    def __init__(self, key: str, summary: PreprocessSummary, paths: Sequence[Source]):
         self.counts = f"{summary.empty:,} empty documents, {summary.skipped:,} skipped lines"
+        files = shorten(list(map(str, paths)))
         super().__init__(
-            f"no document has any token under the key {key!r} ({self.counts}); check the input files and json_keys"
+            f"no document of {files} has any token under the key {key!r} ({self.counts}); check the input files and "
+            "json_keys"
         )
 
 
@@ -176,7 +178,7 @@ def preprocess(
             summary.add(block, encoded)
             summary.seconds = time.monotonic() - start
             progress.update(read_before[block.path] + block.position, summary.progress_text())
-        _check_not_empty(summary, json_keys)
+        _check_not_empty(summary, json_keys, paths)
         if without := [str(path) for path in paths if not summary.sources.get(path)]:
             summary.notes.append(
                 f"{len(without):,} of {len(paths):,} inputs have no document: {shorten(without)}"
@@ -268,10 +270,10 @@ def _count_bad_lines(summary: PreprocessSummary, bad_lines: Sequence[BadLine], o
     summary.bad_lines += bad_lines[: BAD_LINES_KEPT - len(summary.bad_lines)]
 
 
-def _check_not_empty(summary: PreprocessSummary, json_keys: Sequence[str]) -> None:
+def _check_not_empty(summary: PreprocessSummary, json_keys: Sequence[str], paths: Sequence[Source]) -> None:
     for key, documents in zip(json_keys, summary.documents):
         if documents == 0:
-            raise NoTokensError(key, summary)
+            raise NoTokensError(key, summary, paths)
 
 
 def _check_arguments(
