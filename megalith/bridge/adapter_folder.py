@@ -19,13 +19,21 @@ from megalith.bridge.family import Family, build_on_meta
 from megalith.bridge.folder import read_config_json, read_json, resolve_folder
 from megalith.bridge.importer import SEED, Change, check_absent, import_hf, new_run
 from megalith.bridge.initial_factors import initialize_factors
-from megalith.bridge.load import check_base, config_of, is_foreign_weights, model_of, open_weights
+from megalith.bridge.load import (
+    check_base,
+    config_of,
+    is_foreign_weights,
+    model_of,
+    open_weights,
+    with_init_from,
+)
 from megalith.bridge.megatron.megatron_importer import is_megatron_folder
 from megalith.bridge.partial import new_folder
+from megalith.bridge.peft.peft_modules import EMBEDDING, is_tied, resolve_saved_modules
 from megalith.bridge.peft.peft_names import CONFIG_FILE, is_peft
 from megalith.bridge.peft.peft_reader import PeftFolder
 from megalith.bridge.peft.peft_writer import save_peft
-from megalith.bridge.quantize_base import CodedBase, round_base
+from megalith.bridge.quantize_base import CodedBase, round_base, taken_from
 from megalith.bridge.settings import changed_settings
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.averaged_checkpoint import with_average
@@ -36,12 +44,13 @@ from megalith.checkpoint.state import MODEL, Model, base_fingerprint, checkpoint
 from megalith.comm.collectives import Axis
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.config.lora import model_sites
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.adapters import ADAPTER, adapters, add_adapters, is_initial_factor
 from megalith.models.model_types import make_model
 from megalith.models.score_model import SCORE
 from megalith.models.transformer import Transformer
 from megalith.models.vocabulary import VOCABULARY
+from megalith.ops.weight_codes import decode
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
@@ -58,8 +67,36 @@ STORED_SETTINGS = (
     "use_rslora",
     "use_dora",
     "init_lora_weights",
+    "modules_to_save",
 )
 """Settings of `lora` that a PEFT folder determines."""
+
+
+def with_saved_modules(config: RunConfig) -> RunConfig:
+    """Return `config` with Megalith's names of the modules in `lora.modules_to_save`.
+
+    Raises ConfigError for a module that the model lacks or that cannot be trained in full.
+    """
+    names, model = config.lora.modules_to_save, config.model
+    if names is None:
+        return config
+    try:
+        family = _family(model)
+    except ConfigError:  # no family has such a model: only Megalith's names remain
+        build_on_meta(model, config.lora)
+        return config
+    return config.with_settings({"lora.modules_to_save": resolve_saved_modules(names, family, model)})
+
+
+def trains_tied_embedding(config: RunConfig) -> bool:
+    """Return whether `lora.modules_to_save` names an embedding that is the output matrix too.
+
+    The base's configuration is read from `model.init_from`.
+    """
+    if config.lora.modules_to_save is None:
+        return False
+    config = with_saved_modules(with_init_from(config))
+    return is_tied(config.model) and EMBEDDING in (config.lora.modules_to_save or ())
 
 
 def with_lora_load(config: RunConfig) -> RunConfig:
@@ -70,7 +107,9 @@ def with_lora_load(config: RunConfig) -> RunConfig:
     lora = config.lora
     if lora.load is None:
         return config
-    stored = _open_peft(lora.load, config.model).lora
+    folder = _open_peft(lora.load, config.model)
+    folder.check_trained(lora.modules_to_save)
+    stored = folder.lora
     for name in STORED_SETTINGS:
         value, stored_value, default = (getattr(each, name) for each in (lora, stored, LoraConfig()))
         same = (
@@ -103,15 +142,25 @@ def initialize_from_base(
 ) -> None:
     """Set this rank's shards of the adapters' values that depend on the base. Every rank of `world` calls it.
 
-    These are the factors of PiSSA and OLoRA, and DoRA's magnitudes: the norms of the base's rows.
+    These are the factors of PiSSA, OLoRA and LoftQ, and DoRA's magnitudes: the norms of the base's rows.
     """
     shards = {name: shard for name, shard in checkpoint_shards(model).items() if MAGNITUDE in name}
-    if not shards and not config.lora.decomposes_base:
+    if not shards and not config.lora.decomposes_base and not config.lora.begins_with_loftq:
         return
     full = dict(adapters(build_on_meta(config.model, config.lora)))
     read = _base_reader(config.model.init_from, config.checkpoint.trust, config.model, config.train.seed)
     if config.lora.decomposes_base:
         initialize_factors(model, config.lora, full, read, config.train.seed, world, device)
+
+    if config.lora.begins_with_loftq:
+        coded = CodedBase(config, device)
+
+        def quantized(name: str, weight: Tensor, taken: Tensor | None) -> Tensor:
+            codes = coded.codes(name, weight) if taken is None else coded.codes_without(name, weight, taken)
+            return decode(coded.form, codes, torch.float32)
+
+        seed = config.train.seed
+        initialize_factors(model, config.lora, full, read, seed, world, device, quantized=quantized)
 
     if config.lora.has_quantized_base:
         read = CodedBase(config).full
@@ -159,6 +208,11 @@ def export_adapters(
     out = open_location(out)
     check_absent(out)
     checkpoint, config = _open_run(run, show_progress)
+    if config.lora.begins_with_loftq and config.lora.keeps_initial_factors:
+        raise CheckpointError(
+            f"{checkpoint.folder} was trained with lora.loftq_iter {config.lora.loftq_iter} on a base that PEFT cannot "
+            "make from the published weights; merge it (megalith lora merge)"
+        )
     chosen = family_named(family, "--family") if family else _family(config.model)
     total = part_bytes(checkpoint, MODEL)
     with new_folder(out) as folder, Progress("export", total, show=show_progress) as progress:
@@ -195,8 +249,10 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     base, model_with_adapters, adapter_run, config = _open_adapters(source, base, show_progress)
     coded = None
     if config is not None and config.lora.has_quantized_base:
-        coded = CodedBase(config.with_settings({"model.init_from": base}))
+        taken = taken_from(config, dict(model_with_adapters.named_parameters()).__getitem__)
+        coded = CodedBase(config.with_settings({"model.init_from": base}), taken=taken)
     changes = {f"{name}.weight": adapter for name, adapter in adapters(model_with_adapters)}
+    saved = saved_values(model_with_adapters)
     samples: Sample = {}
 
     @lru_cache(maxsize=1)
@@ -213,6 +269,8 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
         if name == SCORE:
             return shard.slice_of(model_with_adapters.score.weight.detach())
         samples.setdefault(name, {}).update(sample(shard))
+        if name in saved:
+            return shard.slice_of(saved[name])
         values = shard.values
         if coded is not None and name in coded.names:
             values = shard.slice_of(rounded(name)).to(values.dtype)
@@ -258,6 +316,11 @@ def load_adapter_pairs(
             f"{source} was trained on a base in {config.lora.quantize_base} codes; merge it (megalith lora merge), or "
             "serve what megalith lora export writes, on the base as it is"
         )
+    if adapted.saved_names:
+        raise ConfigError(
+            f"{source} has modules that were trained in full ({shorten(sorted(adapted.saved_names))}), which replace "
+            "those of the base; merge it (megalith lora merge), and serve the result"
+        )
     pairs = {}
     for name, adapter in adapters(adapted):
         if adapter.rescales:
@@ -283,10 +346,20 @@ def merge_into(model: Transformer, source: str | Path, base: str | Path) -> None
     """
     adapted, config = _open_adapters_of(source, base, model.config, fingerprint_of(model))
     if config is not None and config.lora.has_quantized_base:
-        round_base(config.with_settings({"model.init_from": str(base)}), model)
+        taken = taken_from(config, dict(adapted.named_parameters()).__getitem__)
+        round_base(config.with_settings({"model.init_from": str(base)}), model, taken)
     for name, adapter in adapters(adapted):
         weight = model.get_submodule(name).weight
         weight.copy_(adapter.to(weight.device).merged(weight))
+    state = model.state_dict()
+    for name, values in saved_values(adapted).items():
+        state[name][: len(values)].copy_(values)
+
+
+def saved_values(model: Transformer) -> dict[str, Tensor]:
+    """Return the values of the modules in `lora.modules_to_save` of an unsharded model, without vocabulary padding."""
+    state, rows = model.state_dict(), dict.fromkeys(VOCABULARY, model.config.vocab_size)
+    return {name: state[name][: rows.get(name)] for name in sorted(model.saved_names)}
 
 
 def fingerprint_of(model: Transformer) -> str:
@@ -350,6 +423,8 @@ def _open_adapters(
         adapter.to_empty(device="cpu")
     if model.score_head:
         model_with_adapters.score.to_empty(device="cpu")
+    for path in {name.rpartition(".")[0] for name in model_with_adapters.saved_names}:
+        model_with_adapters.get_submodule(path).to_empty(device="cpu", recurse=False)
     from_peft = checkpoint is None
     _copy_shards(model_with_adapters, read, lambda name: from_peft and is_initial_factor(name))
     if from_peft and lora.decomposes_base:
@@ -374,8 +449,13 @@ def _copy_shards(
     model: Model, read: Callable[[str], Tensor], is_excluded: Callable[[str], bool] = lambda name: False
 ) -> None:
     for name, shard in checkpoint_shards(model).items():
-        if not is_excluded(name):
-            shard.values.copy_(shard.slice_of(read(name)))
+        if is_excluded(name):
+            continue
+        values = read(name)
+        if name in VOCABULARY:  # without the rows of the padded vocabulary
+            shard.values.zero_()
+            shard = shard.first_rows(len(values))
+        shard.values.copy_(shard.slice_of(values))
 
 
 def _rewrite(checkpoint: Checkpoint, out: Path, change: Change, show_progress: bool) -> Path:

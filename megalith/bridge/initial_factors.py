@@ -1,14 +1,16 @@
-"""First values of adapters that are factors of the adapted matrix: PiSSA and OLoRA.
+"""First values of adapters that are factors of the adapted matrix: PiSSA, OLoRA and LoftQ.
 
 PiSSA (Meng et al. 2024) takes the largest singular values and their vectors, OLoRA (Büyükakyüz 2024) the first columns
-of a QR decomposition. B · A times the scale is, for PiSSA, the best approximation of W of this rank. Each matrix is
+of a QR decomposition. B · A times the scale is, for PiSSA, the best approximation of W of this rank. LoftQ (Li et al.
+2024) repeats two steps: Q is W − B · A, quantized, and B · A is the best approximation of W − Q. Each matrix is
 decomposed by one rank, so that all have the same bits, and different matrices by different ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from megalith.comm.collectives import Axis
 from megalith.config import LoraConfig
 from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER, LinearAdapter
+from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 
 
@@ -36,7 +39,7 @@ def decompose(method: str, weight: Tensor, rank: int, scaling: float, seed: int 
     if method == "olora":
         q, r = torch.linalg.qr(weight)
         return r[:rank].contiguous(), q[:, :rank].contiguous()
-    if method == "pissa":
+    if method in ("pissa", "loftq"):
         left, values, right = torch.linalg.svd(weight, full_matrices=False)
         left, values, right = left[:, :rank], values[:rank], right[:rank]
     else:
@@ -70,6 +73,43 @@ def factors_of(
     return factors
 
 
+@torch.no_grad()
+def loftq(
+    lora: LoraConfig,
+    name: str,
+    adapter: LinearAdapter,
+    weight: Tensor,
+    quantized: Callable[[Tensor | None], Tensor],
+) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """Return A and B of each part after each iteration of LoftQ.
+
+    Args:
+        lora: the settings.
+        name: name of the linear in the model.
+        adapter: the unsharded adapter, on any device.
+        weight: the linear's full weight, float32.
+        quantized: returns the quantized weight, dequantized, after a matrix is subtracted from it; None: 0.
+
+    Raises:
+        ConfigError: quantizing loses nothing.
+    """
+    iterations: list[dict[str, tuple[Tensor, Tensor]]] = []
+    taken, product = None, deepcopy(adapter).to_empty(device=weight.device)
+    for _ in range(lora.loftq_iter):
+        lost = weight - quantized(taken).to(weight)
+        if not lost.any():
+            raise ConfigError(
+                f"lora.init_lora_weights is loftq, but {name} is stored as lora.quantize_base {lora.quantize_base} "
+                "already, so that nothing is lost; give the weights before they were quantized, or leave it out"
+            )
+        iterations.append(factors_of(lora, name, adapter, lost, seed=0))
+        for part, (a, b) in iterations[-1].items():
+            product.lora_A[part].weight.copy_(a)
+            product.lora_B[part].weight.copy_(b)
+        taken = product.delta()
+    return iterations
+
+
 def _check_ranks(lora: LoraConfig, name: str, adapter: LinearAdapter) -> None:
     for part, rank in adapter.ranks.items():
         rows, columns = adapter.lora_B[part].weight.shape[0], adapter.lora_A[part].weight.shape[1]
@@ -90,6 +130,7 @@ def initialize_factors(
     world: Axis,
     device: torch.device | str,
     trained: bool = True,
+    quantized: Callable[[str, Tensor, Tensor | None], Tensor] | None = None,
 ) -> None:
     """Set this rank's shards of A₀ and B₀ to factors of the base. Every rank of `world` calls it.
 
@@ -102,36 +143,67 @@ def initialize_factors(
         world: the ranks that share the work.
         device: device that decomposes the matrices.
         trained: also set A and B, to the same values.
+        quantized: with LoftQ, returns a weight by its name, after its values and a matrix to subtract, quantized and
+            dequantized again.
     """
     for name, adapter in full.items():
         _check_ranks(lora, name, adapter)
     shards = checkpoint_shards(model)
     with Progress("decompose", len(full), show=world.rank == 0) as progress:
         for number, (name, adapter) in enumerate(full.items()):
-            owner, factors = number % world.size, {}
+            owner, factors, initial = number % world.size, {}, {}
 
             def compute(
                 owner: int = owner,
                 name: str = name,
                 adapter: LinearAdapter = adapter,
                 factors: dict = factors,
+                initial: dict = initial,
             ) -> None:
                 if world.rank == owner:
                     weight = read(f"{name}.weight").to(device)
-                    factors.update(factors_of(lora, name, adapter, weight, seed))
+                    if quantized is None:
+                        factors.update(factors_of(lora, name, adapter, weight, seed))
+                        return
+                    weight = weight.float()
+                    *earlier, last = loftq(
+                        lora, name, adapter, weight, lambda taken: quantized(f"{name}.weight", weight, taken)
+                    )
+                    factors.update(last)
+                    initial.update(earlier[-1] if earlier else {})
 
             collectively(world, compute)
-            for part in adapter.ranks:
-                pair = factors.get(part) or tuple(
-                    torch.empty(each[part].weight.shape, device=device)
-                    for each in (adapter.lora_A, adapter.lora_B)
+            of_kinds = {("initial", "lora") if trained else ("initial",): factors}
+            if quantized is not None:
+                of_kinds = {("lora",): factors} | (
+                    {("initial",): initial} if lora.keeps_initial_factors else {}
                 )
-                for half, values in zip("AB", pair):
-                    values = values.contiguous()
-                    if world.size > 1:
-                        dist.broadcast(values, owner, group=world.group)
-                    for kind in ("initial", "lora") if trained else ("initial",):
-                        shard = shards.get(f"{name}{ADAPTER}{kind}_{half}.{part}.weight")
-                        if shard is not None:
-                            shard.values.copy_(shard.slice_of(values))
+            for kinds, pairs in of_kinds.items():
+                _share(
+                    pairs, adapter, owner, world, device, shards, [f"{name}{ADAPTER}{kind}" for kind in kinds]
+                )
             progress.add(1)
+
+
+def _share(
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
+    adapter: LinearAdapter,
+    owner: int,
+    world: Axis,
+    device: torch.device | str,
+    shards: Mapping[str, LocalShard],
+    prefixes: Sequence[str],
+) -> None:
+    """Send the factors of an adapter from the rank that has them to all, and set this rank's shards of them."""
+    for part in adapter.ranks:
+        pair = pairs.get(part) or tuple(
+            torch.empty(each[part].weight.shape, device=device) for each in (adapter.lora_A, adapter.lora_B)
+        )
+        for half, values in zip("AB", pair):
+            values = values.contiguous()
+            if world.size > 1:
+                dist.broadcast(values, owner, group=world.group)
+            for prefix in prefixes:
+                shard = shards.get(f"{prefix}_{half}.{part}.weight")
+                if shard is not None:
+                    shard.values.copy_(shard.slice_of(values))

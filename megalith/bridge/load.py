@@ -36,13 +36,20 @@ HEADS = ("output_layer.weight", "vocabulary.bias")  # of a language model, which
 
 
 @torch.no_grad()
-def load_source(matched: Match, model: Model, seed: int, show_progress: bool = False) -> None:
+def load_source(
+    matched: Match,
+    model: Model,
+    seed: int,
+    show_progress: bool = False,
+    names: Collection[str] | None = None,
+) -> None:
     """Load matched tensors into a model or a rank's chunks of it, except adapters. Each rank reads only its shards.
 
-    Vocabulary padding becomes zero. Missing tensors are initialized with `seed`.
+    Vocabulary padding becomes zero. Missing tensors are initialized with `seed`. With `names`, only those are loaded.
     """
     groups = {group.name: group for group in matched.groups}
     shards = _without_new_head(base_shards(model), groups)
+    shards = {name: shard for name, shard in shards.items() if names is None or name in names}
     total = sum(shard.values.nbytes for shard in shards.values())
     with Progress("load", total, show=show_progress) as progress:
         for name, shard in shards.items():
@@ -63,23 +70,26 @@ def load_initial_weights(
     world: Axis,
     trust: bool = False,
     without_linears: bool = False,
+    names: Collection[str] | None = None,
 ) -> None:
     """Load the weights that `model.init_from` names, in any format, into this rank's chunks. Collective over `world`.
 
     `rows` is `build.vocabulary_rows`' result. With `without_linears` the model's linears are quantized
-    (quantize_base.py), which are not loaded here.
+    (quantize_base.py), which are not loaded here. With `names`, only these parameters and buffers are loaded.
     """
     if is_foreign_weights(path):
-        load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed, world.rank == 0)
+        load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed, world.rank == 0, names)
     else:
         stored = _checkpoint(path, ()).manifest.tensors.get(MODEL, {})
-        shards = {"model": _without_new_head(base_shards(model), stored)}
+        shards = _without_new_head(base_shards(model), stored)
+        shards = {"model": {name: x for name, x in shards.items() if names is None or name in names}}
         checkpoint = _checkpoint(path, ("model",), world, shards)
         has_score = any(
             isinstance(each, ScoreModel) for each in (model if isinstance(model, Sequence) else [model])
         )
         unused = [*HEADS] if has_score else []
         unused += [name for name in stored if without_linears and is_linear(name)]
+        unused += [] if names is None else [name for name in stored if name not in names]
         load_base(checkpoint, shards["model"], rows, world, world.rank == 0, unused)
 
 

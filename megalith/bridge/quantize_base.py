@@ -8,10 +8,12 @@ values are used unchanged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalith.bridge.families import family_for
@@ -22,11 +24,14 @@ from megalith.bridge.quantized import QuantizedMatrix
 from megalith.checkpoint import Checkpoint, open_existing
 from megalith.checkpoint.extent import Extent
 from megalith.checkpoint.fingerprint import sample
-from megalith.checkpoint.state import MODEL, Model
+from megalith.checkpoint.state import MODEL, Model, model_shards
+from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
+from megalith.models.adapters import ADAPTER, LinearAdapter, adapters, is_initial_factor
 from megalith.models.coded_weight import CodedWeight
 from megalith.ops.weight_codes import CodedMatrix, WeightCodes, assemble, decode, encode, stack, take
 from megalith.parallel.coded_base import base_matrices, coded_weights
+from megalith.parallel.gather import ALONE, global_tensors
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 
@@ -34,8 +39,17 @@ from megalith.progress import Progress
 class CodedBase:
     """The weights that `model.init_from` names, in the codes of `lora.quantize_base`."""
 
-    def __init__(self, config: RunConfig, device: torch.device | str = "cpu"):
-        """Open the weights. They are coded on `device`."""
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device | str = "cpu",
+        taken: Callable[[str], Tensor | None] = lambda name: None,
+    ):
+        """Open the weights. They are coded on `device`.
+
+        `taken` returns what LoftQ takes from the parameter of this name before it is coded, in its shape.
+        """
+        self._taken = taken
         path, model = config.model.init_from, config.model
         self.form, self._seed, self._device = config.lora.quantize_base, config.train.seed, device
         self._match: Match | None = None
@@ -66,6 +80,9 @@ class CodedBase:
         group = self._groups[name]
         dense = dense.to(self._device)
         if dense.ndim == 2:
+            taken = self._taken(name)
+            if taken is not None:
+                return self.codes_without(name, dense, taken)
             return assemble(self.form, dense.shape, self._matrices(group, dense, None))
         return stack(
             self.form,
@@ -75,11 +92,20 @@ class CodedBase:
             ],
         )
 
+    def codes_without(self, name: str, dense: Tensor, taken: Tensor) -> WeightCodes:
+        """Return a quantized matrix, of which `taken` is subtracted before. Codes of the folder are not used."""
+        group, rest = self._groups[name], dense - taken.to(dense)
+        matrices = (
+            encode(self.form, rest[rows.to(rest.device)], rows) for rows in rows_of_sources(group).values()
+        )
+        return assemble(self.form, rest.shape, matrices)
+
     def codes_rows_alone(self, name: str) -> bool:
         """Return whether rows of a matrix are coded without the others, and the folder has no codes to take."""
         group = self._groups[name]
         has_codes = any(self._stored(group, source) is not None for source in group.sources)
-        return self.form in ("int8", "mxfp4") and len(group.shape) == 2 and not has_codes
+        is_whole = self._taken(name) is None
+        return self.form in ("int8", "mxfp4") and len(group.shape) == 2 and not has_codes and is_whole
 
     def codes_of_rows(self, dense: Tensor) -> WeightCodes:
         """Return rows of a matrix in codes, for which `codes_rows_alone` holds."""
@@ -122,18 +148,18 @@ def rows_of_sources(group: Group) -> dict[int, Tensor]:
 
 @torch.no_grad()
 def load_coded_base(
-    config: RunConfig, model: Model, device: torch.device, show_progress: bool = False
+    config: RunConfig, model: Model, device: torch.device, world: Axis = ALONE, show_progress: bool = False
 ) -> None:
-    """Fill the quantized weights of this rank's chunks from `model.init_from`.
+    """Fill the quantized weights of this rank's chunks from `model.init_from`. Every rank of `world` calls it.
 
-    Each rank reads a matrix at a time and keeps its shard's codes: the rows of its shard if they can be coded without
-    the others, otherwise the whole matrix.
+    With LoftQ, the adapters must have their values. Each rank reads a matrix at a time and keeps its shard's codes: the
+    rows of its shard if they can be coded without the others, otherwise the whole matrix.
     """
     chunks = model if isinstance(model, list) else [model]
     weights = {name: each for chunk in chunks for name, each in coded_weights(chunk).items()}
     if not weights:
         return
-    base = CodedBase(config, device)
+    base = CodedBase(config, device, taken_by_loftq(config, chunks, world))
     total = sum(torch.Size(each.local_shape).numel() for each in weights.values())
     with Progress("quantize", total, show=show_progress) as progress:
         for name, weight in weights.items():
@@ -142,9 +168,59 @@ def load_coded_base(
 
 
 @torch.no_grad()
-def round_base(config: RunConfig, model: torch.nn.Module) -> None:
-    """Replace the linears' weights in an unsharded model, loaded from `model.init_from`, by what their codes are."""
-    base, parameters = CodedBase(config), dict(model.named_parameters())
+def taken_by_loftq(
+    config: RunConfig, chunks: Sequence[torch.nn.Module], world: Axis
+) -> Callable[[str], Tensor | None]:
+    """Return a function from a parameter's name to what LoftQ takes from it, read from the adapters of all ranks.
+
+    Every rank of `world` calls it, and gets the factors of all matrices.
+    """
+    if not (config.lora.begins_with_loftq and config.lora.keeps_initial_factors):
+        return lambda name: None
+    shards = {
+        name: x for chunk in chunks for name, x in model_shards(chunk).items() if is_initial_factor(name)
+    }
+    values: dict[str, Tensor] = {}
+    for name, tensor in global_tensors(shards, world).items():
+        full = tensor.gather("cpu")
+        values[name] = torch.empty(tensor.shape, dtype=tensor.dtype) if full is None else full
+        if world.size > 1:
+            on_device = values[name].to(next(iter(shards.values())).values.device if shards else "cpu")
+            dist.broadcast(on_device, 0, group=world.group)
+            values[name] = on_device.cpu()
+    return taken_from(config, values.__getitem__)
+
+
+def taken_from(config: RunConfig, read: Callable[[str], Tensor]) -> Callable[[str], Tensor | None]:
+    """Return a function from a parameter's name to what LoftQ takes from it; `read` returns the adapters' factors."""
+    if not (config.lora.begins_with_loftq and config.lora.keeps_initial_factors):
+        return lambda name: None
+    with_factors = dict(adapters(build_on_meta(config.model, config.lora)))
+
+    @torch.no_grad()
+    def taken(name: str) -> Tensor | None:
+        linear = name.removesuffix(".weight")
+        adapter = with_factors.get(linear)
+        if not isinstance(adapter, LinearAdapter):
+            return None
+        adapter = deepcopy(adapter).to_empty(device="cpu")
+        for kind, parameter in adapter.named_parameters():
+            if is_initial_factor(f"{linear}{ADAPTER}{kind}"):
+                parameter.copy_(read(f"{linear}{ADAPTER}{kind}"))
+        return adapter.taken_from_base()
+
+    return taken
+
+
+@torch.no_grad()
+def round_base(
+    config: RunConfig, model: torch.nn.Module, taken: Callable[[str], Tensor | None] = lambda name: None
+) -> None:
+    """Replace the linears' weights in an unsharded model, loaded from `model.init_from`, by what their codes are.
+
+    `taken` is as in CodedBase.
+    """
+    base, parameters = CodedBase(config, taken=taken), dict(model.named_parameters())
     for name in sorted(base.names):
         parameters[name].copy_(base.decoded(name, parameters[name].float()))
 

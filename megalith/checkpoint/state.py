@@ -27,6 +27,8 @@ from megalith.checkpoint.read import Checkpoint, files_for
 from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError, shorten
 from megalith.models.adapters import ADAPTER, is_trained_with_adapters
+from megalith.models.saved_modules import saved_names_of
+from megalith.models.score_model import SCORE
 from megalith.ops.fp8.recipes import AmaxTable
 from megalith.optim.moments import Moment
 from megalith.parallel.coded_base import coded_weights
@@ -78,7 +80,8 @@ def checkpoint_shards(model: Model) -> dict[str, LocalShard]:
     shards = model_shards(model)
     if not any(getattr(chunk, "has_adapters", False) for chunk in _chunks(model)):
         return shards
-    return {name: shard for name, shard in shards.items() if is_trained_with_adapters(name)}
+    saved = saved_names_of(_chunks(model))
+    return {name: shard for name, shard in shards.items() if is_trained_with_adapters(name, saved)}
 
 
 def _chunks(model: Model) -> Sequence[nn.Module]:
@@ -177,8 +180,11 @@ def load_base(
 def base_fingerprint(
     model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
 ) -> str | None:
-    """Return the fingerprint of all weights except adapters, on rank 0. Every rank of `world` calls it."""
-    shards = {name: x for name, x in base_shards(model).items() if not is_trained_with_adapters(name)}
+    """Return the fingerprint of all weights except adapters, on rank 0. Every rank of `world` calls it.
+
+    Modules in `lora.modules_to_save` must have the base's values.
+    """
+    shards = {name: x for name, x in base_shards(model).items() if name != SCORE}
     sampled = {
         name: weight.base_sample for chunk in _chunks(model) for name, weight in coded_weights(chunk).items()
     }

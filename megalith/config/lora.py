@@ -141,7 +141,16 @@ class LoraConfig(Section):
     init_lora_weights: Annotated[str, Decides.FUNCTION] = "default"
     """Initial A and B, in PEFT's words. default: A random, B 0. pissa: the largest singular values of the matrix and
     their vectors (Meng et al. 2024); pissa_niter_N approximates them with N iterations. olora: the first columns of its
-    QR decomposition (Büyükakyüz 2024). The frozen part is then the matrix without B · A."""
+    QR decomposition (Büyükakyüz 2024). The frozen part is then the matrix without B · A. loftq: what quantize_base
+    loses of the matrix (Li et al. 2024)."""
+
+    loftq_iter: Annotated[PositiveInt, Decides.FUNCTION] = 1
+    """Iterations of LoftQ: each quantizes the matrix without the last B · A, and takes B · A from what that loses."""
+
+    modules_to_save: Annotated[list[str] | None, Decides.FUNCTION] = Field(default=None, min_length=1)
+    """Modules without adapters that are trained in full: embeddings, output matrix, norms, routers. Names are
+    transformers', such as embed_tokens, lm_head and norm, which match the end of a module's name, as in PEFT, or
+    Megalith's, such as word_embeddings."""
 
     loraplus_lr_ratio: Annotated[PositiveFloat | None, Decides.UPDATES] = None
     """Learning rate of B relative to A's, which is optim.lr (LoRA+, Hayou et al. 2024). Default: 1."""
@@ -169,14 +178,27 @@ class LoraConfig(Section):
     def _check_initialization(cls, value: Any) -> Any:
         if value is True:  # PEFT's word for the default
             return "default"
-        if value in ("default", "pissa", "olora") or re.fullmatch(r"pissa_niter_[1-9]\d*", str(value)):
+        if value in ("default", "pissa", "olora", "loftq") or re.fullmatch(
+            r"pissa_niter_[1-9]\d*", str(value)
+        ):
             return value
-        raise ValueError(f"{value!r} is not supported; choose default, pissa, pissa_niter_N or olora")
+        raise ValueError(f"{value!r} is not supported; choose default, pissa, pissa_niter_N, olora or loftq")
 
     @property
     def decomposes_base(self) -> bool:
         """True if A and B begin as factors of the matrix, which the frozen part then lacks (PiSSA, OLoRA)."""
-        return self.rank is not None and self.init_lora_weights != "default"
+        return self.rank is not None and self.init_lora_weights not in ("default", "loftq")
+
+    @property
+    def begins_with_loftq(self) -> bool:
+        """True if A and B begin as a part of what quantizing the base loses."""
+        return self.rank is not None and self.init_lora_weights == "loftq"
+
+    @property
+    def keeps_initial_factors(self) -> bool:
+        """True if the frozen part of the model depends on factors that adapters keep: of PiSSA and OLoRA, or of LoftQ
+        with several iterations."""
+        return self.decomposes_base or (self.begins_with_loftq and self.loftq_iter > 1)
 
     @property
     def has_quantized_base(self) -> bool:

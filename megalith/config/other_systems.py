@@ -103,6 +103,8 @@ OTHER_NAMES: dict[str, str] = {
     "lora_target":                   "lora.targets",
     "target_parameters":             "lora.targets, with names such as experts.gate_up_proj",
     "lora_target_linear":            "lora.targets, a list of names",
+    "lora_modules_to_save":          "lora.modules_to_save",
+    "additional_target":             "lora.modules_to_save",
     "adapter_name_or_path":          "lora.load",
     "load_in_4bit":                  "lora.quantize_base: nf4",
     "load_in_8bit":                  "lora.quantize_base: int8",
@@ -124,7 +126,7 @@ OTHER_NAMES: dict[str, str] = {
 PLAIN_LORA = "adapters are plain LoRA on the matrices that lora.targets names"
 UNSUPPORTED_NAMES: dict[str, str] = {
     "bias":                PLAIN_LORA + ", and biases stay frozen",
-    "modules_to_save":     PLAIN_LORA + ", and every other weight stays frozen",
+    "trainable_token_indices": "lora.modules_to_save trains whole embeddings, not some of their rows",
     "task_type":           "leave it out: the model and the command decide the task",
     "peft_type":           PLAIN_LORA,
 }  # fmt: skip

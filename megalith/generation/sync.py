@@ -9,8 +9,8 @@ After the first sync, only the elements of a bucket whose bits have changed in t
 their indices, if that is less. In bf16, an update with a small learning rate changes few of them. The rank that owns a
 part compares it with its own engine.
 
-The base of adapters never changes, so after the first sync only the adapters are copied. The engine has a base in its
-own dtype: that of a run with lora.quantize_base is decoded once.
+The base of adapters never changes, so after the first sync only the adapters and the modules of lora.modules_to_save
+are copied. The engine has a base in its own dtype: that of a run with lora.quantize_base is decoded once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
 from megalith.generation.engine_model import SlotSizes, named_shards
 from megalith.generation.speculation import Speculation
-from megalith.models.adapters import ADAPTER, is_initial_factor
+from megalith.models.adapters import ADAPTER, is_initial_factor, is_trained_with_adapters
+from megalith.models.saved_modules import saved_names_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.coded_base import CodedShard, coded_shards
 from megalith.parallel.gather import ALONE, global_tensors
@@ -44,7 +45,8 @@ class SyncReport:
     """Amount of data moved by a sync, on this rank."""
 
     bytes: int
-    """Bytes of the engine's weights that were copied: after a model's first sync only its adapters, if it has some."""
+    """Bytes of the engine's weights that were copied: after a model's first sync only its adapters, if it has some, and
+    the modules that are trained beside them."""
     seconds: float
     gathered: int
     """Number of tensors that came from other ranks."""
@@ -156,6 +158,7 @@ class _WeightSource:
         }
         self.shards |= coded_shards(model.chunks if is_parallel else [model])
         self.has_adapters = any(ADAPTER in name for name in self.shards)
+        self.saved_names = saved_names_of(model.chunks if is_parallel else [model])
         self.has_copied_base = self._has_copied_all = False
         self._sent_bytes = 0
         if is_parallel:  # FSDP2's modules may hold gathered parameters
@@ -192,7 +195,7 @@ class _WeightSource:
         sent = {
             name
             for name in shards
-            if (ADAPTER in name and not is_initial_factor(name))
+            if (is_trained_with_adapters(name, self.saved_names) and not is_initial_factor(name))
             or not (self.has_adapters and self.has_copied_base)
         }
         names = [name for name in self.local if name in sent]

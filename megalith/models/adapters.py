@@ -16,12 +16,13 @@ DoRA (Liu et al. 2024) also trains a length m for each row of the adapted matrix
     y = (x · Wᵀ + x · ΔWᵀ) · m / ‖W + ΔW‖ + bias        no gradient flows through the norms of the rows
 
 PiSSA and OLoRA begin with factors A₀, B₀ of W and train on W − B₀ · A₀. Here W stays as it is, A₀ and B₀ are kept,
-frozen, and ΔW is the scale times B · A − B₀ · A₀.
+frozen, and ΔW is the scale times B · A − B₀ · A₀. LoftQ with several iterations keeps A₀ and B₀ for the quantized base,
+which is that of W minus the scale times B₀ · A₀.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 
 import torch
@@ -35,6 +36,7 @@ from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Heads
 from megalith.models.moe import GroupedLinear
 from megalith.models.pass_context import Context
+from megalith.models.saved_modules import saved_names
 from megalith.models.score_model import SCORE
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
@@ -49,9 +51,10 @@ def is_initial_factor(name: str) -> bool:
     return INITIAL in f".{name}"
 
 
-def is_trained_with_adapters(name: str) -> bool:
-    """Return True for a parameter that a run with adapters trains: an adapter's, or a reward model's score."""
-    return ADAPTER in name or name == SCORE
+def is_trained_with_adapters(name: str, saved: Collection[str]) -> bool:
+    """Return True for a parameter that a run with adapters trains: an adapter's, a reward model's score, or one of
+    `saved` (`Transformer.saved_names`)."""
+    return ADAPTER in name or name == SCORE or name in saved
 
 
 class Adapter(nn.Module):
@@ -132,9 +135,10 @@ class LinearAdapter(Adapter):
         self.lora_B = nn.ModuleDict(
             {part: Linear(self.ranks[part], count, bias=False, device="meta") for part, count in rows.items()}
         )
-        self.initial_A: nn.ModuleDict | None = None  # PiSSA and OLoRA
+        self.initial_A: nn.ModuleDict | None = None  # PiSSA, OLoRA, LoftQ
         self.initial_B: nn.ModuleDict | None = None
-        if lora.decomposes_base:
+        self.subtracts_initial = lora.decomposes_base
+        if lora.keeps_initial_factors:
             self.initial_A, self.initial_B = deepcopy(self.lora_A), deepcopy(self.lora_B)
             self.initial_A.requires_grad_(False)
             self.initial_B.requires_grad_(False)
@@ -191,13 +195,13 @@ class LinearAdapter(Adapter):
             columns = column_keys(x.shape[-1], x.device, self.first_column)
             x = counter_dropout(x, self.dropout, rows.view(x.shape[:-1]), columns)
         low = [a(x, context) for a in self.lora_A.values()]
-        if self.initial_A is not None:  # the frozen part W − B₀ · A₀ has no dropout
+        if self.subtracts_initial:  # the frozen part W − B₀ · A₀ has no dropout
             low += [a(whole_x, context) for a in self.initial_A.values()]
         low = torch.cat(low, dim=-1)  # [..., sum of the ranks], or twice that
-        ranks = list(self.ranks.values()) * (1 if self.initial_A is None else 2)
+        ranks = list(self.ranks.values()) * (2 if self.subtracts_initial else 1)
         low = self.gather(low, context).split(ranks, dim=-1)
         high = {part: b(z, context) for (part, b), z in zip(self.lora_B.items(), low)}
-        if self.initial_B is not None:
+        if self.subtracts_initial:
             initial = zip(self.initial_B.items(), low[len(high) :])
             high = {part: high[part] - b(z, context) for (part, b), z in initial}
         return self.join(self.scaled(high)) * self.scaling
@@ -208,14 +212,23 @@ class LinearAdapter(Adapter):
 
     def delta(self) -> Tensor:
         products = _products(self.lora_A, self.lora_B)
-        if self.initial_A is not None:
+        if self.subtracts_initial:
             initial = _products(self.initial_A, self.initial_B)
             products = {part: product - initial[part] for part, product in products.items()}
         return self.join(self.scaled(products)).T * self.scaling
 
+    def taken_from_base(self) -> Tensor | None:
+        """Return what LoftQ takes from the base before it is quantized, in the weight's shape; None: nothing.
+
+        The adapter must be unsharded.
+        """
+        if self.initial_A is None or self.subtracts_initial:
+            return None
+        return self.join(self.scaled(_products(self.initial_A, self.initial_B))).T * self.scaling
+
     def pair(self) -> tuple[Tensor, Tensor]:
         halves = [(self.lora_A, self.lora_B, self.scaling)]
-        if self.initial_A is not None:
+        if self.subtracts_initial:
             halves.append((self.initial_A, self.initial_B, -self.scaling))
         a = [each.weight for first, _, _ in halves for each in first.values()]
         b = [
@@ -291,14 +304,17 @@ class GroupedAdapter(Adapter):
 def add_adapters(model: Transformer, lora: LoraConfig, config: ModelConfig | None = None) -> None:
     """Add adapters on the meta device to the matrices that `lora` names, and freeze everything else, in place.
 
-    A reward model's score stays trained.
+    A reward model's score and the modules in `lora.modules_to_save` stay trained.
 
     `config` is the configuration of the full model if `model` has only some of its layers.
+
+    Raises ConfigError for a module in `lora.modules_to_save` that the full model lacks or that cannot be trained.
     """
+    saved = saved_names(model, lora.modules_to_save or (), may_lack=config is not None)
     config = config or model.config
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name == SCORE)
-    model.has_adapters = True
+        parameter.requires_grad_(is_trained_with_adapters(name, saved))
+    model.has_adapters, model.saved_names = True, saved
     model.draws_dropout = model.draws_dropout or lora.dropout > 0
     sites = lora.parts(config)
     for layer_name, layer in layers_of(model).items():

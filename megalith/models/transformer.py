@@ -284,6 +284,9 @@ class Transformer(Stack):
         self.logprobs = target_logprobs
         self.logits = all_logits
         self.has_adapters = False  # if True, everything else is frozen: see adapters.py
+        self.saved_names: frozenset[str] = (
+            frozenset()
+        )  # but for these parameters and buffers of the full model
 
     def forward(
         self,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -120,6 +121,37 @@ class MetaModel:
             total.update({part: times * size for part, size in counts.items()})
         return total
 
+    def saved(self, chunks: Sequence[Stage] | None = None) -> int:
+        """Return the parameters that are trained in full beside adapters: `lora.modules_to_save`, and a score.
+
+        `chunks` is as in `outside`. 0 without adapters.
+        """
+        if not self._model.has_adapters:
+            return 0
+        layers = self.layer_numbers if chunks is None else layers_of(self.config, chunks)
+        total = self._outside_of(chunks, self._count_saved, "saved outside") or 0
+        for number, times in self.kinds(layers).items():
+            total += times * self.cached(("saved", number), partial(self._count_saved, self.layer(number)))
+        return total
+
+    def _count_saved(self, module: nn.Module) -> int:
+        return sum(
+            math.prod(self._shape(name, owner, kind, parameter.shape))
+            for name, owner, kind, parameter in _parameters(module)
+            if parameter.requires_grad and ADAPTER not in name
+        )
+
+    @property
+    def trains_head(self) -> bool:
+        """True if the output matrix is trained."""
+        return self._head.requires_grad
+
+    @property
+    def _head(self) -> nn.Parameter:
+        if self.config.score_head:
+            return self._model.score.weight
+        return (self._model.output_layer or self._model.embedding.word_embeddings).weight
+
     def idle_adapters(self) -> int:
         """Return the parameters of adapters of the experts that a token is not routed to."""
         model, total = self.config, 0
@@ -142,26 +174,30 @@ class MetaModel:
         Args:
             chunks: count only the parameters of a pipeline rank with these chunks; None: all.
         """
+        return self._outside_of(chunks, self._count, "outside") or Counter()
+
+    def _outside_of(
+        self, chunks: Sequence[Stage] | None, count: Callable[[nn.Module], Any], what: str
+    ) -> Any:
+        """Return the sum of `count` over the parts outside of layers; None if the chunks have none."""
         if chunks is None:
-            return self._count(self._model)
+            return count(self._model)
         # The encoder's norm follows this layer. Each stage of an encoder-decoder has relative positions.
         last = self.config.encoder_layers - 1
         ends = tuple(chunk for chunk in chunks if chunk.embedding or chunk.head or last >= 0)
         if not ends:
-            return Counter()
+            return None
         key = tuple((chunk.embedding, chunk.head, last in chunk.layers) for chunk in ends)
-        return self.cached(key, partial(self._outside, ends))
+        return self.cached((what, key), partial(self._outside, ends, count))
 
-    def _outside(self, ends: tuple[Stage, ...]) -> Counter[str]:
+    def _outside(self, ends: tuple[Stage, ...], count: Callable[[nn.Module], Any]) -> Any:
         stages = split_stages(self._model, [ends, []], rank=0)  # the second rank is empty
-        return sum(map(self._count, stages), Counter())
+        return reduce(add, map(count, stages))
 
     @property
     def output_matrix(self) -> int:
         """Elements of the unsharded output matrix."""
-        if self.config.score_head:
-            return self._model.score.weight.numel()
-        return (self._model.output_layer or self._model.embedding.word_embeddings).weight.numel()
+        return self._head.numel()
 
     def matmuls(self, number: int) -> list[Matmul]:
         """Return the weight matrices in layer `number` that multiply the tokens, with their shapes on one rank."""
@@ -201,13 +237,11 @@ class MetaModel:
     def _count(self, module: nn.Module, matrices: bool = False) -> Counter[str]:
         """Count by part the parameters of a layer, or the parameters of a model outside its layers."""
         total: Counter[str] = Counter()
-        for name, owner in module.named_modules():
-            for kind, parameter in owner.named_parameters(recurse=False):
-                part = _part(name, owner)
-                is_matrix = kind == "weight" and part not in ("embedding", "norms")
-                in_layer = name.removeprefix(ENCODER).startswith("layers.")
-                if not in_layer and (is_matrix or not matrices):
-                    total[part] += math.prod(self._shape(name, owner, kind, parameter.shape))
+        for name, owner, kind, parameter in _parameters(module):
+            part = _part(name, owner)
+            is_matrix = kind == "weight" and part not in ("embedding", "norms")
+            if is_matrix or not matrices:
+                total[part] += math.prod(self._shape(name, owner, kind, parameter.shape))
         return total
 
     def _shape(self, name: str, module: nn.Module, kind: str, shape: Sequence[int]) -> list[int]:
@@ -226,6 +260,14 @@ class MetaModel:
         for dim, size in cuts:
             shape[dim] = -(-shape[dim] // size)
         return shape
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yield the parameters of a layer, or of a model outside its layers, each with its module and its name."""
+    for name, owner in module.named_modules():
+        if not name.removeprefix(ENCODER).startswith("layers."):
+            for kind, parameter in owner.named_parameters(recurse=False):
+                yield name, owner, kind, parameter
 
 
 def _adapter_ranks(model: ModelConfig, lora: LoraConfig | None) -> dict[int, tuple[int, ...]]:
@@ -296,9 +338,16 @@ class ParameterCounts:
     head: int
     """The output matrix unless it is tied to the embedding, and BERT's heads."""
     adapters: int
-    """If there are adapters, only they are trained."""
+    """If there are adapters, only they are trained, and `saved`."""
     idle: int
     """Parameters of the experts that a token is not routed to; part of `mlp`."""
+    saved: int = 0
+    """Parameters of the other parts that are trained in full beside the adapters."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.adapters + self.saved if self.adapters else self.total
 
     @property
     def non_embedding(self) -> int:
@@ -335,6 +384,7 @@ def count_parameters(
         **{part: counts[part] for part in ("embedding", "attention", "norms", "head", "adapters")},
         mlp=counts["mlp"] + counts["experts"],
         idle=counts["experts"] - active_experts(model, counts["experts"]),
+        saved=meta.saved(),
     )
 
 

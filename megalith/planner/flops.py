@@ -60,7 +60,7 @@ def flops_per_token(
     Args:
         seq_length: tokens of a sequence without document boundaries. For an encoder-decoder, the encoder's tokens:
             the FLOPs of a sample are divided by them.
-        lora: adapters, which freeze all other weights.
+        lora: adapters, which freeze all other weights but `modules_to_save`.
         decoder_length: mean tokens of the decoder; None: `seq_length`. An encoder-decoder's attention is counted in
             full in both conventions.
     """
@@ -74,6 +74,7 @@ def flops_per_token(
     per_weight = (FORWARD_AND_BACKWARD - (weights["adapters"] > 0)) * MULTIPLY_ADD
     per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD  # of a product of activations, or of a trained weight
     values = model.v_head_dim if model.multi_latent_attention else model.head_dim
+    per_head = per_pair if meta.trains_head else per_weight
     widths = model.num_attention_heads * (model.head_dim + values)  # of q·kᵀ and of probabilities·v
     pairs = sum(_keys(model, number, seq_length) for number in model.attention_layers)
     return TokenFlops(
@@ -81,7 +82,7 @@ def flops_per_token(
         + per_pair * sum(recurrence_macs(model, number) for number in model.linear_attention_layers),
         attention_matrix=per_pair * widths * pairs,
         mlp=per_weight * (weights["mlp"] + active_experts(model, weights["experts"])),
-        head=per_weight * meta.output_matrix * (1 + len(model.mtp_layers)),
+        head=per_head * meta.output_matrix * (1 + len(model.mtp_layers)),
         adapters=per_pair * active_adapters + per_weight * weights[INITIAL],
         is_causal=model.causal,
     )
@@ -99,13 +100,14 @@ def _encoder_decoder_flops(meta: MetaModel, encoder_length: int, decoder_length:
     weights["attention"] += (1 - share) * len(decoders) * keys_values
     per_weight = (FORWARD_AND_BACKWARD - (weights["adapters"] > 0)) * MULTIPLY_ADD
     per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD
+    per_head = per_pair if meta.trains_head else per_weight
     widths = 2 * model.num_attention_heads * model.head_dim
     pairs = len(encoders) * encoder_length + len(decoders) * share * (decoder_length + encoder_length)
     return TokenFlops(
         attention_projections=round(per_weight * weights["attention"]),
         attention_matrix=round(per_pair * widths * pairs),
         mlp=round(per_weight * weights["mlp"]),
-        head=round(per_weight * meta.output_matrix * share),
+        head=round(per_head * meta.output_matrix * share),
         adapters=round(per_pair * weights["adapters"] + per_weight * weights[INITIAL]),
         is_causal=False,
     )

@@ -82,13 +82,12 @@ class Goodput:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the size of a checkpoint: weights and moments, both in fp32."""
+    """Return the size of a checkpoint: weights and moments, both in fp32. With adapters, of what is trained."""
     counts = count_parameters(config.model, lora=config.lora)
-    trained = counts.adapters or counts.total
     stored = config.optim.model_copy(
         update=dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "muon_state_dtype"), "fp32")
     )
-    return MASTER_BYTES * counts.total + state_bytes(stored)[0] * trained
+    return (MASTER_BYTES + state_bytes(stored)[0]) * counts.trained
 
 
 def goodput(

@@ -131,6 +131,9 @@ class StageMemory:
         if config.lora.has_quantized_base:
             self._count_codes(config.lora.quantize_base)
         self.outside = meta.outside(chunks).total()
+        self.saved = meta.saved(chunks)
+        """Dense weights that are trained in full beside the adapters."""
+        self.trains_head = meta.trains_head and not (self.adapters and self.model.score_head)
         stores_bf16 = bool(self.adapters) and config.train.precision == "bf16"
         self.stored_bytes = self.width if stores_bf16 else MASTER_BYTES
 
@@ -148,8 +151,8 @@ class StageMemory:
     def estimate(self) -> MemoryEstimate:
         optim, width = self.config.optim, self.width
         state = (self.dense + self.outside) / self.shards + self.experts / self.expert_shards
-        stored = self.stored_bytes * state
-        trained = self.adapters / self.shards if self.adapters else state
+        stored = self.stored_bytes * state + (MASTER_BYTES - self.stored_bytes) * self.saved / self.shards
+        trained = (self.adapters + self.saved) / self.shards if self.adapters else state
         models = 2 if self.config.has_reference_model else 1
         rows = -(-self.model.padded_vocab_size // self.tensor)
         head = rows * self.model.hidden_size if self.head else 0
@@ -158,18 +161,19 @@ class StageMemory:
         logits = min(of_head, loss_chunk_tokens(rows)) * rows if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
         each, of_ends = state_bytes(optim)
-        moments = each * trained
-        if not self.adapters:
-            moments += (of_ends - each) * self.outside / self.shards
+        ends = self.saved if self.adapters else self.outside
+        moments = each * trained + (of_ends - each) * ends / self.shards
         activations = int(width * tokens * self._saved_per_token()) + self._masked_attention()
         fused = self.tensor == 1 and self.model.final_logit_softcapping is None
         fused = fused and not self.model.output_z_loss_coeff
-        loss = (1 if fused else 2) * width * logits + (0 if self.adapters else GRADIENT_BYTES * head)
-        gradients = GRADIENT_BYTES * self.adapters or int(
+        loss = (1 if fused else 2) * width * logits + (GRADIENT_BYTES * head if self.trains_head else 0)
+        of_adapters = self.adapters + self.saved if self.adapters else 0
+        gradients = GRADIENT_BYTES * of_adapters or int(
             self._gradients(self.dense + self.outside, self.dense, self.shards)
             + self._gradients(self.experts, self.experts, self.expert_shards)
         )
-        copies = self._copies() + (0 if self.stored_bytes == width else width * head)
+        head_bytes = MASTER_BYTES if self.trains_head else self.stored_bytes
+        copies = self._copies() + (0 if head_bytes == width else width * head)
         # Otherwise autograd holds the copies and frees them together with activations.
         is_permanent = (
             self.fsdp or self.expert_fsdp or self.cast_once or self.config.train.moe_cache_weights is True

@@ -146,13 +146,14 @@ def _once(passes: Passes, chunks: Sequence[Stage], backward: float) -> Counter[s
     here, ends = passes.meta.in_layers(layers_of(passes.model, chunks)), passes.meta.outside(chunks).total()
     adapters, experts = here["adapters"], here["experts"]
     dense = here.total() - adapters - experts
-    trained = adapters or dense + ends
+    saved = passes.meta.saved(chunks)
+    trained = adapters + saved if adapters else dense + ends
     ranks, shards = passes.dp * passes.context, shard_size(parallel, passes.world)
     strategy = parallel.data_parallel_sharding_strategy
     each = strategy in ("optim_grads", "optim_grads_params")
     if ranks > 1 and passes.fsdp:
         gathered = 2 * dense * (1 - passes.freed)
-        reduced = ends if each else trained
+        reduced = (saved if adapters else ends) if each else trained
         seconds = passes.collective_time(
             "all_gather", shards, passes.tensor, (gathered + 4 * ends) * (shards - 1) / shards
         )
@@ -180,9 +181,7 @@ def _once(passes: Passes, chunks: Sequence[Stage], backward: float) -> Counter[s
         )
     # Overlaps the last backward pass (and the first forward pass if parameters are gathered).
     times["data"] += max(GEMM_SLOWDOWN["NCCL"] * seconds, seconds - backward)
-    state = (adapters or dense + ends) / shards + (
-        0 if adapters else experts / (shards and replicas if passes.fsdp else 1)
-    )
+    state = trained / shards + (0 if adapters else experts / (shards and replicas if passes.fsdp else 1))
     offloaded = config.optim.optimizer_offload_fraction if config.optim.optimizer_cpu_offload else 0.0
     moments, _ = state_bytes(config.optim)
     times["optimizer"] += (UPDATE - 16 + 2 * moments) * state * (1 - offloaded) / passes.streams

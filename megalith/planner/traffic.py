@@ -178,7 +178,7 @@ def data_bytes(
     strategy, width = parallel.data_parallel_sharding_strategy, COMPUTE_BYTES[config.train.precision]
     each = strategy in ("optim_grads", "optim_grads_params")
     of_layers = width if each and parallel.uses_fp32_reduce_scatter else GRADIENT_BYTES
-    reduced = of_layers * (adapters or layers) + (0 if adapters else GRADIENT_BYTES * ends)
+    reduced = of_layers * (adapters or layers) + GRADIENT_BYTES * (meta.saved(chunks) if adapters else ends)
     gathers, passes = micro_batches if strategy == "optim_grads_params" else 1, 1.0
     if strategy == "optim_grads_params":
         kept = sum(min(parallel.unsharded_layers, len(chunk.layers)) for chunk in chunks)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megalith.bridge.adapter_folder import with_lora_load
+from megalith.bridge.adapter_folder import with_lora_load, with_saved_modules
 from megalith.bridge.families import family_for
 from megalith.bridge.load import tokenizer_folder, with_foreign_load, with_init_from
 from megalith.config import DataConfig, RunConfig
@@ -67,7 +67,8 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
     import_notes = [f"{load} is not a Megalith run; only its weights are loaded"] if imported else []
     config = _with_tokenizer_of_weights(with_init_from(config))
     tokenizer = build_run_tokenizer(config)
-    config = _with_epochs(with_lora_load(resolve_config(config, tokenizer)), tokenizer)
+    config = with_lora_load(with_saved_modules(resolve_config(config, tokenizer)))
+    config = _with_epochs(config, tokenizer)
     warnings = check_layout(config, world_size)
     check_optimizer(config.optim)
     boundary_rules(config, tokenizer)

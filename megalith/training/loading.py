@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,9 +12,9 @@ from megalith.bridge.folder import is_model_folder
 from megalith.bridge.importer import SEED, common_dtype, open_hf_folder
 from megalith.bridge.load import check_base, config_of, load_initial_weights, load_source
 from megalith.bridge.origin import check_vocabulary, saved_tokenizer, tokenizer_of
-from megalith.bridge.quantize_base import round_base
+from megalith.bridge.quantize_base import round_base, taken_from
 from megalith.checkpoint import Checkpoint, load_model, open_existing
-from megalith.checkpoint.state import base_fingerprint
+from megalith.checkpoint.state import MODEL, base_fingerprint
 from megalith.config import RunConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
@@ -90,10 +91,10 @@ def _add_adapters(
         load_initial_weights(base, model, vocabulary_rows(config), seed, ALONE)
         check_base(checkpoint, base_fingerprint(model, vocabulary_rows(config)), base)
         if config.lora.has_quantized_base:
-            round_base(config, model)
+            round_base(config, model, taken_from(config, partial(checkpoint.read, MODEL)))
     add_adapters(model, config.lora)
     for _, adapter in adapters(model):
-        adapter.to_empty(device=device)
+        adapter.to_empty(device=device)  # saved modules keep the base's values
 
 
 def _load_hugging_face(

@@ -64,11 +64,29 @@ def load_run(run: Run, memory: RunSnapshots | None = None) -> Path | StorePath |
             config.checkpoint.trust,
             without_linears=config.lora.has_quantized_base,
         )
-        if config.lora.has_quantized_base:
-            load_coded_base(config, chunks, run.device, world.rank == 0)
-        if frozen:
-            _remember_base(run, checkpoint)
-            run.model.parameters.store_frozen(run.model.chunks[0].compute_dtype, world)
+        if frozen and not config.lora.begins_with_loftq:
+            _finish_base(run, checkpoint)
+    folder = _load_trained(run, memory, snapshot, checkpoint)
+    if config.model.init_from is not None and config.lora.begins_with_loftq:
+        _finish_base(run, checkpoint)
+    return folder
+
+
+def _finish_base(run: Run, checkpoint: Checkpoint | None) -> None:
+    """Quantize the frozen weights if they are to be, and remember and store them. LoftQ's depend on its adapters."""
+    config, world = run.config, run.mesh.world
+    if config.lora.has_quantized_base:
+        load_coded_base(config, run.model.chunks, run.device, world, world.rank == 0)
+    _remember_base(run, checkpoint)
+    run.model.parameters.store_frozen(run.model.chunks[0].compute_dtype, world)
+
+
+def _load_trained(
+    run: Run, memory: RunSnapshots | None, snapshot: Any, checkpoint: Checkpoint | None
+) -> Path | StorePath | None:
+    """Restore the snapshot or the checkpoint, or give new adapters their first values. Return the checkpoint's
+    folder."""
+    config, world, frozen = run.config, run.mesh.world, run.config.lora.rank is not None
     if snapshot:
         memory.restore(snapshot)
         return None

@@ -189,6 +189,9 @@ class Run:
         self.totals: dict[str, int | float] = {}  # running totals of the task, stored in checkpoints
         self.left_out: list[list[int]] = []  # ranges of the data stream skipped after loss spikes
         self.base: str | None = None  # with adapters, on rank 0: fingerprint of the weights from init_from
+        self.base_values: dict[str, Tensor] | None = (
+            None  # of lora.modules_to_save, once a reference has been computed
+        )
         self.data_files: dict[str, DataRecord] = {}  # identity of the training data, by prefix
         # Ranges of save numbers in the output folder that this run has gone back from.
         self.abandoned: list[list[int]] = []

@@ -52,7 +52,7 @@ def expert_parameters(model: nn.Module) -> list[tuple[str, str, torch.Tensor, bo
 
 def save(tensors: dict[str, torch.Tensor], folder: Path, alpha: float, **config) -> Path:
     """Writes them as PEFT does; returns the folder."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     rank = next(len(tensor) for name, tensor in tensors.items() if "lora_A" in name)
     modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in tensors}
@@ -62,6 +62,29 @@ def save(tensors: dict[str, torch.Tensor], folder: Path, alpha: float, **config)
     content = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(content | config))
     return folder
+
+
+@torch.no_grad()
+def put_saved_modules(model: nn.Module, config: dict, tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Gives the modules that PEFT saves in full their tensors; returns the names of these. PEFT matches the end of a
+    name, and ties the output matrix to the embedding again if ensure_weight_tying is set."""
+    ends, saved = tuple(config.get("modules_to_save") or ()), set()
+    if not ends:
+        return saved
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    for name, module in model.named_modules():
+        if name.endswith(ends):
+            assert isinstance(module, nn.Embedding) <= (config["ensure_weight_tying"] is tied)
+            for key, value in module.state_dict(prefix=f"{PREFIX}{name}.").items():
+                value.copy_(tensors[key])
+                saved.add(key)
+    if tied and any(
+        isinstance(module, nn.Embedding) for name, module in model.named_modules() if name.endswith(ends)
+    ):
+        head = f"{PREFIX}lm_head.weight"
+        assert torch.equal(tensors[head], model.lm_head.weight)
+        saved.add(head)
+    return saved
 
 
 def take_out_factors(model: nn.Module, named: dict[str, nn.Module], config: dict) -> None:
@@ -98,8 +121,9 @@ def adapt(model: nn.Module, folder: Path) -> None:
     lengths = {name: x for name, x in tensors.items() if name.endswith(".lora_magnitude_vector")}
     assert {f"{PREFIX}{name}.lora_magnitude_vector" for name in wrappers} == lengths.keys() or not lengths
     assert bool(lengths) == bool(config.get("use_dora"))
+    saved = put_saved_modules(model, config, tensors)
     assert {f"{PREFIX}{name}.lora_{half}.weight" for name in wrappers for half in "AB"} == (
-        tensors.keys() - lengths.keys()
+        tensors.keys() - lengths.keys() - saved
     )
 
     def factors(wrapper: str, name: str) -> tuple[torch.Tensor, torch.Tensor, float, int]:

@@ -158,7 +158,7 @@ def test_the_plan_counts_the_frozen_factors(hf_folder, tmp_path: Path) -> None:
 def test_what_cannot_be_decomposed_or_read_is_named(hf_folder, tmp_path: Path) -> None:
     base = hf_folder("llama")
     for lora, message in (
-        ({"init_lora_weights": "loftq"}, "'loftq' is not supported; choose default, pissa"),
+        ({"init_lora_weights": "eva"}, "'eva' is not supported; choose default, pissa"),
         (
             {"init_lora_weights": "pissa", "quantize_base": "int8"},
             "not supported with lora.quantize_base int8",

@@ -17,6 +17,7 @@ import megalith
 from megalith.bridge.adapter_folder import export_adapters, merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
+from megalith.bridge.peft.peft_names import NO_EFFECT, ONLY, READ
 from megalith.bridge.peft.peft_writer import pattern_values
 from megalith.cli.main import main
 from megalith.config import RunConfig
@@ -240,6 +241,14 @@ def test_peft_adapters_merge_with_a_base_of_either_kind(
     [
         ({"use_dora": True}, "it lacks base_model.model.*lora_magnitude_vector"),
         ({"bias": "all"}, "has bias 'all', but only LoRA is supported"),
+        (
+            {"alora_invocation_tokens": [5, 6]},
+            r"has alora_invocation_tokens \[5, 6\], but only LoRA is supported",
+        ),
+        ({"kasa_config": {"beta": 0.1}}, "has kasa_config .* but only LoRA is supported"),
+        ({"trainable_token_indices": [3]}, "has trainable_token_indices .* but only LoRA is supported"),
+        ({"use_newest": True}, "has use_newest True, which is not known here"),
+        ({"modules_to_save": "lm_head"}, "has modules_to_save 'lm_head', which PEFT does not write"),
         ({"rank_pattern": {"q_proj": 8}}, r"has the shape \[3, 64\], but the model and r 8 give"),
         ({"alpha_pattern": {"q_proj": -8.0}}, "lora_alpha -8.0, which is invalid"),
         ({"r": None}, "has no r;"),
@@ -275,6 +284,19 @@ def test_a_fused_export_whose_ranks_were_changed_is_refused(
     loaded = run_config(hf_folder("phi3, window"), tmp_path / "again", lora={"load": str(tmp_path / "peft")})
     with pytest.raises(CheckpointError, match=message):
         megalith.train(loaded)
+
+
+# The keys of an adapter_config.json that PEFT 0.21 writes.
+PEFT_KEYS = """alora_invocation_tokens alpha_pattern arrow_config auto_mapping base_model_name_or_path bias corda_config
+    ensure_weight_tying eva_config exclude_modules fan_in_fan_out inference_mode init_lora_weights kasa_config
+    layer_replication layers_pattern layers_to_transform loftq_config lora_alpha lora_bias lora_dropout lora_ga_config
+    megatron_config megatron_core modules_to_save monteclora_config peft_type peft_version qalora_group_size r
+    rank_pattern revision target_modules target_parameters task_type trainable_token_indices use_bdlora use_dora
+    use_qalora use_rslora velora_config"""
+
+
+def test_every_key_that_peft_writes_is_read_refused_or_without_effect() -> None:
+    assert set(PEFT_KEYS.split()) == {*ONLY, *READ, *NO_EFFECT} - {"runtime_config"}
 
 
 def test_adapters_of_another_model_or_of_some_layers_are_refused(hf_folder, tmp_path: Path) -> None:

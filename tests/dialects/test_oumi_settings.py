@@ -268,6 +268,7 @@ def test_sft_and_dpo_are_ours(written, tmp_path, monkeypatch):
                optimizer="adamw_torch_fused", enable_gradient_checkpointing=True, warmup_ratio=0.03,
                lr_scheduler_type="cosine", save_steps=800, logging_steps="${training.save_steps}")  # fmt: skip
     more = ["--peft.lora_r=16", "--peft.lora_target_modules=[q_proj, v_proj]", "--fsdp.enable_fsdp=True",
+            "--peft.lora_modules_to_save=[lm_head]",
             "--data.train.collator_name=text_completions_only_with_padding"]  # fmt: skip
     run = translate(written(text), *more, world=4)
     config = run.config(SHAPE)
@@ -276,6 +277,7 @@ def test_sft_and_dpo_are_ours(written, tmp_path, monkeypatch):
     assert config.parallel.data_parallel_sharding_strategy == "optim_grads_params"
     assert config.parallel.recompute_granularity == "full" and config.log.log_interval == 800
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (16, 8, ["q_proj", "v_proj"])
+    assert config.lora.modules_to_save == ["lm_head"]
     assert config.optim.lr_warmup_fraction == 0.03 and config.train.eval_iters == 0
     paged = translate(
         written(sft(optimizer="paged_adamw_8bit", eval_strategy=False)), *more[2:3], "--fsdp.cpu_offload=True"

@@ -360,6 +360,10 @@ def test_adapters_are_left_in_pefts_format_or_merged(here):
     begun = transformers.AutoModelForCausalLM.from_pretrained(here / "llama").state_dict()
     changed = {name for name, value in whole.items() if not torch.equal(value, begun[name])}
     assert changed and all("q_proj" in name or "v_proj" in name for name in changed)
+    words[-2:] = [f"--training.output_dir={here / 'saved'}", "--peft.lora_modules_to_save=[norm]"]
+    assert main(["oumi", "train", "-c", "x.yaml", *words]) == 0
+    written = json.loads((here / "saved" / "hf_model" / "adapter_config.json").read_text())
+    assert written["modules_to_save"] == ["input_layernorm", "norm", "post_attention_layernorm"]
 
 
 def test_a_dataset_that_is_not_here_is_asked_of_the_hubs_library(here, monkeypatch):

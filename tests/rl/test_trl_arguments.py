@@ -267,6 +267,20 @@ def test_lora_arguments_beyond_plain_lora_are_refused_by_name():
         ):
             lora_settings(config)
     assert "lora.targets" not in lora_settings(dict(target_modules="all-linear", exclude_modules=None))
+    given = dict(
+        target_modules=["q_proj"], modules_to_save=["lm_head"], layers_to_transform=1, fan_in_fan_out=True
+    )
+    settings = lora_settings(given | {"ensure_weight_tying": True})
+    assert settings["lora.modules_to_save"] == ["lm_head"] and settings["lora.layers_to_transform"] == [1]
+    loftq = {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 8, "loftq_iter": 3}}
+    settings = lora_settings(given | loftq)
+    assert (settings["lora.quantize_base"], settings["lora.loftq_iter"]) == ("int8", 3)
+    with pytest.raises(ConfigError, match="loftq_bits 2; PEFT has 4"):
+        lora_settings(given | loftq | {"loftq_config": {"loftq_bits": 2}})
+    with pytest.raises(
+        ConfigError, match=r"peft_config has alora_invocation_tokens \[3\], which is more than plain"
+    ):
+        lora_settings(given | {"alora_invocation_tokens": [3]})
 
 
 RLOO_OWN = dict(normalize_advantages=False, reward_clip_range=None, beta=0.05, num_generations=2, log_multimodal=True,

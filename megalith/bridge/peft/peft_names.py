@@ -13,8 +13,24 @@ SCORE_TASK, SCORE_MODULES = "SEQ_CLS", ("score", "classifier")  # of reward mode
 # Keys of adapter_config.json that select other methods than LoRA, with the only supported value.
 ONLY = {
     "peft_type": "LORA", "bias": "none", "lora_bias": False, "use_qalora": False,
-    "modules_to_save": None, "trainable_token_indices": None, "layer_replication": None,
+    "trainable_token_indices": None, "layer_replication": None, "alora_invocation_tokens": None, "use_bdlora": None,
+    "arrow_config": None, "kasa_config": None, "monteclora_config": None, "velora_config": None,
+    "megatron_config": None,
 }  # fmt: skip
+READ = (
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_parameters",
+    "modules_to_save", "ensure_weight_tying", "init_lora_weights", "base_model_name_or_path",
+)  # fmt: skip
+"""Keys that are read, or that the tensors of a folder must agree with."""
+NO_EFFECT = (
+    # which modules have adapters: a folder's tensors are those modules'
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "fan_in_fan_out",  # the base's layout; A and B do not depend on it
+    # of other settings' methods, which are refused or leave plain LoRA
+    "qalora_group_size", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "task_type", "auto_mapping", "inference_mode", "peft_version", "revision", "runtime_config",
+)  # fmt: skip
+"""Keys that do not change what the tensors of a folder mean."""
 LEAVES_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which PEFT leaves the base as it is."""
 MAGNITUDE = "lora_magnitude_vector"

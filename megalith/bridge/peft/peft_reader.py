@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megalith.bridge.family import Family
+from megalith.bridge.family import Family, Group
 from megalith.bridge.folder import list_tensors, read_json
 from megalith.bridge.peft.adapter_targets import AdapterTarget, adapter_targets
+from megalith.bridge.peft.peft_modules import (
+    EMBEDDING,
+    can_group_be_saved,
+    is_tied,
+    resolve_saved_modules,
+    saved_tensor_names,
+)
 from megalith.bridge.peft.peft_names import (
     CONFIG_FILE,
     LEAVES_BASE,
     MAGNITUDE,
+    NO_EFFECT,
     ONLY,
     PREFIX,
+    READ,
     SCORE_MODULES,
     TENSORS_FILE,
     nested_parameters,
     wrapper_name,
 )
 from megalith.bridge.peft.peft_writer import pattern_values
+from megalith.bridge.transfer import to_ours
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import as_config_error
 from megalith.config.lora import SITES, WHOLE, index_in_stack, target_name
-from megalith.errors import CheckpointError, shorten
+from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.adapters import ADAPTER
+from megalith.models.saved_modules import path_of
 from megalith.models.score_model import SCORE
 
 
@@ -68,6 +80,7 @@ class PeftFolder:
         self._tensors = list_tensors(self.path / TENSORS_FILE)
         self._targets = {target.name: target for target in adapter_targets(family, model)}
         self._adapters = self._find_adapters()
+        self._family, self._saved = family, self._find_saved(family)
         self._check_names()
         self._fused = self._find_fused_parts()
         self.lora = self._lora()
@@ -75,12 +88,18 @@ class PeftFolder:
     @property
     def has_score(self) -> bool:
         """True if the folder has a trained score, which only fits a reward model."""
-        return self._model.score_head and bool(self._config.get("modules_to_save"))
+        return self._model.score_head and bool(
+            {*SCORE_MODULES} & {*(self._config.get("modules_to_save") or ())}
+        )
 
     def read(self, name: str) -> Tensor:
         """Return a parameter of an adapter, or the score, by Megalith's name, in float32."""
         if name == SCORE:
             return self._tensors[f"{PREFIX}{SCORE}"].read().float()
+        if name in self._saved:
+            group, stored = self._saved[name], self._saved_tensors[name]
+            by_file_name = dict(zip(group.names(), stored))
+            return to_ours(group, lambda each: self._tensors[by_file_name[each]].read()).float()
         matrix, _, rest = name.partition(ADAPTER)
         half, part, _ = rest.split(".")
         target = self._targets[matrix]
@@ -99,6 +118,67 @@ class PeftFolder:
         if half == "lora_A":
             return value
         return value[target.rows_of_module(target.modules[stored.part], part)]
+
+    def check_trained(self, modules: Collection[str] | None) -> None:
+        """Raise ConfigError if training would continue with modules that PEFT did not train, unless `modules` are
+        set."""
+        untrained = sorted(self._saved_paths - set(self._resolved))
+        if untrained and not modules:
+            raise ConfigError(
+                f"{self.path / TENSORS_FILE} has {', '.join(untrained)}, which PEFT saved (save_embedding_layers) but "
+                "did not train; name them in lora.modules_to_save to train them in full, or merge the folder (megalith "
+                "lora merge) and train on the result"
+            )
+
+    @property
+    def _saved_paths(self) -> set[str]:
+        return {path_of(name) for name in self._saved}
+
+    @cached_property
+    def _resolved(self) -> list[str]:
+        """The paths of the modules that the folder's `modules_to_save` names."""
+        names = self._config.get("modules_to_save") or []
+        if self._model.score_head:
+            names = [name for name in names if name not in SCORE_MODULES]
+        return resolve_saved_modules(names, self._family, self._model) or []
+
+    def _find_saved(self, family: Family) -> dict[str, Group]:
+        """Return the groups of the modules that the folder has in full, by name. Sets their tensors' names.
+
+        PEFT writes trained modules and, if asked for or if the vocabulary was resized, embedding and output matrix.
+        """
+        groups = [group for group in family.groups(self._model) if can_group_be_saved(group)]
+        theirs = saved_tensor_names(family, {group.name: group for group in groups})
+        self._saved_tensors = {name: [f"{PREFIX}{each}" for each in names] for name, names in theirs.items()}
+        has = {
+            name: [each for each in stored if each in self._tensors]
+            for name, stored in self._saved_tensors.items()
+        }
+        self._saved_tensors = {name: stored for name, stored in self._saved_tensors.items() if has[name]}
+        saved = {group.name: group for group in groups if has.get(group.name)}
+        for name, group in saved.items():
+            self._check_saved(group, self._saved_tensors[name], has[name])
+        return saved
+
+    def _check_saved(self, group: Group, stored: Sequence[str], present: Sequence[str]) -> None:
+        """Raise CheckpointError for another shape, and for a tied output matrix that is no longer the embedding."""
+        for name, shape in zip(stored, group.sources.values()):
+            if name in self._tensors and tuple(self._tensors[name].shape) != tuple(shape):
+                rows = self._tensors[name].shape[0]
+                raise CheckpointError(
+                    f"{self.path}: {name} has the shape {list(self._tensors[name].shape)}, but the model's is "
+                    f"{list(shape)}; if the vocabulary was resized, resize the base too, in transformers "
+                    f"(model.resize_token_embeddings({rows}), save_pretrained), and give the result as the base"
+                )
+        if path_of(group.name) != EMBEDDING or not is_tied(self._model):
+            return
+        tensors = [self._tensors[name].read() for name in present]
+        if len(present) < 2 or not torch.equal(*tensors):
+            raise CheckpointError(
+                f"{self.path} has {' and '.join(present)}, trained apart from each other, but in the base the "
+                "embedding is the output matrix; train them in PEFT with ensure_weight_tying, or on a base with "
+                "tie_word_embeddings false"
+            )
 
     def _of_experts(self, target: AdapterTarget, half: str, value: Tensor) -> Tensor:
         experts = target.group.shape[0]
@@ -169,6 +249,7 @@ class PeftFolder:
             expected |= {f"{stored.prefix}.{MAGNITUDE}" for stored in self._adapters.values()}
         if self.has_score:
             expected.add(f"{PREFIX}{SCORE}")
+        expected |= {each for stored in self._saved_tensors.values() for each in stored}
         missing, extra = expected - self._tensors.keys(), self._tensors.keys() - expected
         if missing or extra or not expected:
             messages = [
@@ -260,6 +341,7 @@ class PeftFolder:
             layers_to_transform=layers,
             use_dora=bool(self._config.get("use_dora")),
             init_lora_weights=self._initialization,
+            modules_to_save=[*dict.fromkeys(map(path_of, self._saved))] or None,
         )
 
     @property
@@ -289,18 +371,23 @@ class PeftFolder:
     def _reject_other_methods(self) -> None:
         for key, only in ONLY.items():
             value = self._config.get(key, only)
-            if (
-                key == "modules_to_save"
-                and self._model.score_head
-                and not set(value or ()) - {*SCORE_MODULES}
-            ):
-                continue
             if value != only and value not in (None, {}, []):
                 raise CheckpointError(
                     f"{self.path / CONFIG_FILE} has {key} {value!r}, but only LoRA is supported "
                     f"({key} {only!r}); merge them with PEFT, or train others"
                 )
-        for key, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("target_parameters", list)):
+        for key in sorted(self._config.keys() - {*ONLY, *READ, *NO_EFFECT}):
+            if self._config[key] not in (None, False, "", {}, []):
+                raise CheckpointError(
+                    f"{self.path / CONFIG_FILE} has {key} {self._config[key]!r:.60}, which is not known here; if it "
+                    "does not change what the adapters compute, remove it, otherwise merge them with PEFT"
+                )
+        for key, kind in (
+            ("rank_pattern", dict),
+            ("alpha_pattern", dict),
+            ("target_parameters", list),
+            ("modules_to_save", list),
+        ):
             value = self._config.get(key) or kind()
             if not isinstance(value, kind) or not all(isinstance(each, str) for each in value):
                 raise CheckpointError(
@@ -308,6 +395,11 @@ class PeftFolder:
                     "PEFT has saved"
                 )
         value = self._config.get("init_lora_weights", True)
+        if value == "loftq":
+            raise CheckpointError(
+                f"{self.path / CONFIG_FILE} has init_lora_weights 'loftq', whose adapters are for weights that PEFT "
+                "quantized; merge them with PEFT, or train others with lora.init_lora_weights loftq"
+            )
         if value not in LEAVES_BASE and str(value).lower() not in ("pissa", "olora"):
             raise CheckpointError(
                 f"{self.path / CONFIG_FILE} has init_lora_weights {value!r:.60}, whose adapters are for another base "

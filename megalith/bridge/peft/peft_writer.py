@@ -13,8 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.bridge.family import Family
+from megalith.bridge.family import Family, build_on_meta
 from megalith.bridge.peft.adapter_targets import ADAPTED, AdapterTarget, adapter_targets
+from megalith.bridge.peft.peft_modules import (
+    EMBEDDING,
+    is_tied,
+    modules_to_save,
+    saved_groups,
+    saved_tensor_names,
+)
 from megalith.bridge.peft.peft_names import (
     CONFIG_FILE,
     MAGNITUDE,
@@ -25,6 +32,7 @@ from megalith.bridge.peft.peft_names import (
     nested_parameters,
     wrapper_name,
 )
+from megalith.bridge.transfer import to_theirs
 from megalith.checkpoint.files import write_safetensors
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.lora import EXPERTS, SITES, WHOLE
@@ -80,6 +88,7 @@ def save_peft(
     nested, tensors = nested_parameters(pairs), {}
     if model.score_head:
         tensors[f"{PREFIX}{SCORE}"] = read(SCORE)
+    tensors |= _saved_tensors(family, model, lora, read)
     for module, pair in pairs.items():
         prefix = wrapper_name(pair.target, module, module in nested)
         tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = pair.a, pair.b
@@ -90,6 +99,21 @@ def save_peft(
     config = json.dumps(_peft_config(family, model, lora, pairs, base), indent=2)
     write_file(folder / CONFIG_FILE, config + "\n")
     sync_folder(folder)
+
+
+def _saved_tensors(
+    family: Family, model: ModelConfig, lora: LoraConfig, read: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of the modules in `lora.modules_to_save`, by PEFT's names."""
+    tensors = {}
+    groups = saved_groups(family.groups(model), build_on_meta(model, lora).saved_names)
+    for name, theirs in saved_tensor_names(family, groups).items():
+        values = read(name)
+        converted = to_theirs(groups[name], values, dict.fromkeys(groups[name].sources, values.dtype))
+        stored = [value.contiguous() for _, value in converted]
+        stored += [stored[0].clone()] * (len(theirs) - len(stored))  # a tied output matrix
+        tensors |= {f"{PREFIX}{each}": value for each, value in zip(theirs, stored, strict=True)}
+    return tensors
 
 
 def _difference_to_initial(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
@@ -205,11 +229,14 @@ def _peft_config(
             if pair.target.of_experts
         }
     )
+    saved = build_on_meta(model, lora).saved_names
+    modules = modules_to_save(family, family.groups(model), saved) + ["score"] * model.score_head
     return {
         **ONLY,
         "base_model_name_or_path": base,
         "task_type": SCORE_TASK if model.score_head else TASKS[model.model_type],
-        "modules_to_save": ["score"] if model.score_head else None,
+        "modules_to_save": modules or None,
+        "ensure_weight_tying": f"{EMBEDDING}.weight" in saved and is_tied(model),
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": lora.alpha,

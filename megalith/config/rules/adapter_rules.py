@@ -36,6 +36,24 @@ def check_adapters(config: RunConfig) -> None:
                 "have to be quantized; leave one of the two out"
             )
         )
+    if lora.begins_with_loftq and (experts or lora.use_dora or not lora.has_quantized_base or lora.load):
+        raise ConfigError(
+            "lora.init_lora_weights is loftq, "
+            + (
+                "which is not supported on experts, as in PEFT; name other targets, or leave it out"
+                if experts
+                else "which is not supported with lora.use_dora; leave one of the two out"
+                if lora.use_dora
+                else f"and lora.load names {lora.load}, which has first values too; leave one of the two out"
+                if lora.load
+                else "but lora.quantize_base is none, so nothing is lost; set it, for example to nf4"
+            )
+        )
+    if lora.loftq_iter > 1 and not lora.begins_with_loftq:
+        raise ConfigError(
+            f"lora.loftq_iter is {lora.loftq_iter}, but lora.init_lora_weights is {lora.init_lora_weights}; set it to "
+            "loftq, or leave loftq_iter out"
+        )
     if lora.has_quantized_base and config.train.fp8_format is not None:
         raise ConfigError(
             f"lora.quantize_base is {lora.quantize_base} and train.fp8_format {config.train.fp8_format}, but matmuls "

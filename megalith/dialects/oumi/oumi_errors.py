@@ -46,6 +46,7 @@ SETTING_TO_KEY = {  # derived settings → the key that the user would change
     "rl.max_staleness": "training.trainer_kwargs.max_staleness (megatron.vllm_weight_sync_interval - 1)",
     "lora.targets": "peft.lora_target_modules",
     "lora.rank": "peft.lora_r",
+    "lora.modules_to_save": "peft.lora_modules_to_save",
 }
 NAME = re.compile(
     r"(?<![\w./-])[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*(?![\w/.])|(?<![\w./-])[a-z]+(?:_[a-z0-9]+)+(?![\w/.])"

@@ -201,7 +201,7 @@ KEYS: dict[str, Key] = {
     "peft.lora_target_modules": Read("list"),
     "peft.lora_exclude_modules": Read("list"),
     "peft.lora_target_parameters": MustBe(None, "fused expert tensors have no adapters"),
-    "peft.lora_modules_to_save": MustBe(None, "only adapters are trained"),
+    "peft.lora_modules_to_save": Read("list"),
     "peft.lora_bias": MustBe("none", "adapters have no biases"),
     "peft.lora_init_weights": Read("text", "DEFAULT"),
     "peft.lora_task_type": Ignored(ALWAYS),

@@ -244,12 +244,14 @@ INITIALIZATIONS = {"PISA": "pissa", "OLORA": "olora"}  # Oumi's names of PEFT's 
 
 
 def set_adapters(keys: OumiKeys) -> None:
-    """Set LoRA's rank, alpha, dropout and target modules."""
+    """Set the settings of LoRA."""
     if not keys["training.use_peft"]:
         return
     keys.set("lora.rank", keys["peft.lora_r"])
     keys.set("lora.alpha", keys["peft.lora_alpha"])
     keys.set("lora.dropout", keys["peft.lora_dropout"])
+    if keys["peft.lora_modules_to_save"]:
+        keys.set("lora.modules_to_save", keys["peft.lora_modules_to_save"])
     method = keys["peft.lora_init_weights"].upper()
     if method in INITIALIZATIONS:
         keys.set("lora.init_lora_weights", INITIALIZATIONS[method])

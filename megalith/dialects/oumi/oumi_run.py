@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megalith.bridge.adapter_folder import export_adapters, merge
+from megalith.bridge.adapter_folder import export_adapters, merge, trains_tied_embedding
 from megalith.bridge.exporter import export_hf, merge_hf
 from megalith.bridge.folder import CONFIG, DTYPE_NAMES, TOKENIZER_FILES, read_config_json, resolve_folder
 from megalith.bridge.importer import PRECISIONS, import_hf
@@ -95,6 +95,12 @@ def open_run(
                 "data.tokenizer_type": "HuggingFaceTokenizer",
                 "data.tokenizer_model": str(tokenizer),
             }
+        if trains_tied_embedding(config):
+            raise ConfigError(
+                f"peft.lora_modules_to_save is {config.lora.modules_to_save}, and the embedding of {run.model_name} is "
+                "its output matrix too; Oumi would train a copy and leave the other as it is: leave embed_tokens and "
+                "lm_head out, or take weights with tie_word_embeddings false"
+            )
         if run.exports_hf and config.lora.rank is None:
             settings["checkpoint.export_hf"] = True
         if run.trainer == "grpo":

@@ -1,12 +1,12 @@
 """The reference policy: the run's initial weights, which the policy is kept close to.
 
-With LoRA it is the model without its adapters. Otherwise it is a second model in the run's layout, sharded like the
-policy, whose weights are loaded at the first use.
+With LoRA it is the model without its adapters, and with the base's values in the modules of `lora.modules_to_save`.
+Otherwise it is a second model in the run's layout, sharded like the policy, whose weights are loaded at the first use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any
@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.load import load_initial_weights
+from megalith.checkpoint.state import checkpoint_shards
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.models.adapters import adapters
+from megalith.models.saved_modules import saved_names_of
+from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.seams import plug
 from megalith.training.build import build_model, vocabulary_rows
@@ -52,7 +55,7 @@ def adapter_free_logprobs(run: Run, temperature: float, vocab_size: int | None) 
     """Return a function that computes the log-probabilities of the run's model without its adapters."""
 
     def logprobs(batches: Sequence[Batch]) -> list[Tensor]:
-        with without_adapters(run.model) as model:
+        with without_adapters(run) as model:
             return model.all_logprobs(batches, temperature, vocab_size)
 
     return logprobs
@@ -71,17 +74,60 @@ def load_initial_model(run: Run) -> ParallelModel:
 
 
 @contextmanager
-def without_adapters(model: ParallelModel) -> Iterator[ParallelModel]:
-    """Switch a model's adapters off within the context."""
+def without_adapters(run: Run) -> Iterator[ParallelModel]:
+    """Switch the adapters of the run's model off within the context. Every rank enters it.
+
+    The modules in `lora.modules_to_save` have the base's values then. Each rank keeps a copy of its shards of these,
+    read at the first use.
+    """
+    model = run.model
     lora_adapters = [adapter for chunk in model.chunks for _, adapter in adapters(chunk)]
     scalings = [adapter.scaling for adapter in lora_adapters]
     for adapter in lora_adapters:
         plug(adapter, "scaling", 0.0)
+    trained = _put_base_values(run)
     try:
         yield model
     finally:
         for adapter, scaling in zip(lora_adapters, scalings):
             plug(adapter, "scaling", scaling)
+        _put_values(model, trained)
+
+
+def _put_base_values(run: Run) -> dict[str, Tensor]:
+    """Give the modules in `lora.modules_to_save` the base's values. Return copies of this rank's shards before that."""
+    model, config = run.model, run.config
+    saved = saved_names_of(model.chunks)
+    if not saved:
+        return {}
+    reshard_parameters(model.chunks)
+    shards = {name: shard for name, shard in checkpoint_shards(model.chunks).items() if name in saved}
+    trained = {name: shard.values.clone() for name, shard in shards.items()}
+    if run.base_values is not None:
+        _put_values(model, run.base_values)
+        return trained
+    load_initial_weights(
+        config.model.init_from,
+        model.chunks,
+        vocabulary_rows(config),
+        config.train.seed,
+        run.mesh.world,
+        config.checkpoint.trust,
+        names=saved,
+    )
+    run.base_values = {name: shard.values.clone() for name, shard in shards.items()}
+    return trained
+
+
+@torch.no_grad()
+def _put_values(model: ParallelModel, values: Mapping[str, Tensor]) -> None:
+    """Set this rank's shards of parameters and buffers to `values`, by name."""
+    if not values:
+        return
+    reshard_parameters(model.chunks)
+    shards = checkpoint_shards(model.chunks)
+    for name, value in values.items():
+        shards[name].values.copy_(value)
 
 
 class StepData(Data):

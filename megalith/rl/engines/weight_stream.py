@@ -136,6 +136,11 @@ class WeightStream:
             return "lora.use_dora changes the base too"
         if any(isinstance(adapter, GroupedAdapter) for _, adapter in self._adapters.values()):
             return "servers do not load adapters of experts in PEFT's format"
+        if lora.begins_with_loftq:
+            return "lora.init_lora_weights loftq makes adapters for the quantized base"
+        if lora.modules_to_save:
+            modules = ", ".join(lora.modules_to_save)
+            return f"lora.modules_to_save trains {modules} in full, which vLLM and SGLang do not load with adapters"
         return None
 
     @torch.no_grad()

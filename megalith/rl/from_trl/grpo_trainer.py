@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalith.bridge.adapter_folder import trains_tied_embedding
 from megalith.bridge.load import with_init_from
 from megalith.bridge.peft.peft_names import ONLY
 from megalith.config import RunConfig
@@ -38,11 +39,15 @@ LORA = {
     "layers_to_transform": "lora.layers_to_transform",
     "use_dora": "lora.use_dora",
     "init_lora_weights": "lora.init_lora_weights",
+    "modules_to_save": "lora.modules_to_save",
 }
+LOFTQ_FORMATS = {4: "nf4", 8: "int8"}  # by loftq_bits
 TARGET_FIELDS = ("target_modules", "target_parameters")
 LORA_NO_EFFECT = (
     "auto_mapping",
     "base_model_name_or_path",
+    "ensure_weight_tying",
+    "fan_in_fan_out",
     "inference_mode",
     "peft_version",
     "revision",
@@ -119,6 +124,7 @@ class GRPOTrainer:
         if environment_factory is not None:
             tree["rl"]["environment"] = FACTORY
         config = RunConfig.from_tree(tree)
+        check_weight_tying(peft_config, config)
         if "data.seq_length" not in (settings or {}):
             config = limit_to_positions(config)
         self.config = config.with_notes(no_effect_notes(args))
@@ -153,6 +159,17 @@ def limit_to_positions(config: RunConfig) -> RunConfig:
     return config.with_settings({"data.seq_length": positions, "rl.max_prompt_length": None})
 
 
+def check_weight_tying(peft_config: Mapping[str, Any] | object | None, config: RunConfig) -> None:
+    """Raise ConfigError if PEFT would train an embedding apart from the output matrix that it is tied to."""
+    if peft_config is None or read_arguments(peft_config).values.get("ensure_weight_tying"):
+        return
+    if trains_tied_embedding(config):
+        raise ConfigError(
+            "peft_config has modules_to_save with the embedding, which is the output matrix of this model too; without "
+            "ensure_weight_tying, PEFT would train a copy and leave the other as it is: set it to True"
+        )
+
+
 def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, Any]:
     """Translate PEFT's LoraConfig, with its defaults, to settings. Raise ConfigError if it is more than plain LoRA."""
     if peft_config is None:
@@ -165,7 +182,14 @@ def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, A
                 f"peft_config has {name} {fields[name]!r:.60}, which is more than plain LoRA; omit it "
                 "(docs/lora.md)"
             )
-    others = arguments.changed.keys() - {*LORA, *ONLY, *LORA_NO_EFFECT, "use_rslora", *TARGET_FIELDS}
+    others = arguments.changed.keys() - {
+        *LORA,
+        *ONLY,
+        *LORA_NO_EFFECT,
+        "use_rslora",
+        "loftq_config",
+        *TARGET_FIELDS,
+    }
     for name in sorted(others):
         if arguments.defaults or arguments.changed[name]:  # in a dict, an empty value is PEFT's default
             raise ConfigError(
@@ -174,6 +198,10 @@ def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, A
             )
     settings = {"lora.rank": 8, "lora.alpha": 8, "lora.dropout": 0.0}
     settings |= {ours: fields[name] for name, ours in LORA.items() if fields.get(name) is not None}
+    if isinstance(layer := fields.get("layers_to_transform"), int):
+        settings["lora.layers_to_transform"] = [layer]
+    if fields.get("init_lora_weights") == "loftq":
+        settings |= _loftq_settings(fields.get("loftq_config") or {})
     if fields.get("use_rslora"):
         settings["lora.use_rslora"] = True
     targets, parameters = fields.get("target_modules"), sorted(fields.get("target_parameters") or ())
@@ -185,3 +213,11 @@ def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, A
         names = [targets] if isinstance(targets, str) else sorted(targets or ())
         settings["lora.targets"] = [*names, *parameters]
     return settings
+
+
+def _loftq_settings(loftq_config: Mapping[str, Any] | object) -> dict[str, Any]:
+    values = read_arguments(loftq_config).values if loftq_config else {}
+    bits = values.get("loftq_bits", 4)
+    if bits not in LOFTQ_FORMATS:
+        raise ConfigError(f"peft_config has loftq_bits {bits!r:.20}; PEFT has 4 (nf4) and 8 (int8)")
+    return {"lora.quantize_base": LOFTQ_FORMATS[bits], "lora.loftq_iter": values.get("loftq_iter", 1)}

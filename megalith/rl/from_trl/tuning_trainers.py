@@ -22,7 +22,7 @@ from megalith.io import atomic_path
 from megalith.launch.launcher import this_process
 from megalith.rl.distill import require_teacher, train_distilled
 from megalith.rl.dpo import train_dpo
-from megalith.rl.from_trl.grpo_trainer import UNSUPPORTED, lora_settings
+from megalith.rl.from_trl.grpo_trainer import UNSUPPORTED, check_weight_tying, lora_settings
 from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
 from megalith.rl.kto import train_kto
 from megalith.rl.reward_model import train_reward
@@ -89,6 +89,7 @@ class _TuningTrainer:
             section, _, key = path.partition(".")
             tree.setdefault(section, {})[key] = value
         config = RunConfig.from_tree(tree)
+        check_weight_tying(peft_config, config)
         if "data.seq_length" not in (settings or {}):
             config = _limit_to_positions(config)
         self.config = config.with_notes(no_effect_notes(self.section, args))

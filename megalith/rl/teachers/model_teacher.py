@@ -94,7 +94,7 @@ class AdapterFreeTeacher(ModelTeacher):
         self._mesh, self._device, self._recorder = run.mesh, run.device, _HiddenRecorder()
 
     def _active(self) -> AbstractContextManager[ParallelModel]:
-        return without_adapters(self._trained.model)
+        return without_adapters(self._trained)
 
 
 def teacher_config(config: RunConfig, path: str, setting: str = "distill.teacher") -> RunConfig:

@@ -1,0 +1,291 @@
+"""Modules trained in full beside adapters: PEFT's formula and files, merged, resumed, and with the base's values in a
+reference."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from default_cases import by_default, in_full
+from models.reference import CASES, VOCAB, random_reference
+from peft_formula import PREFIX, adapt, random_adapters, save
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+import megalith
+from megalith.bridge.adapter_folder import export_adapters, fingerprint_of, load_adapter_pairs, merge
+from megalith.bridge.exporter import export_hf
+from megalith.bridge.families import family_of
+from megalith.bridge.importer import import_hf
+from megalith.bridge.peft.peft_modules import modules_to_save, resolve_saved_modules
+from megalith.config import RunConfig
+from megalith.errors import CheckpointError, ConfigError
+from megalith.generation.sync import engine_for, sync
+from megalith.parity.job import start
+from megalith.planner.layout import build_layout
+from megalith.rl.auxiliary_models.reference import without_adapters
+from megalith.rl.engines.weight_stream import WeightStream
+from megalith.rl.from_trl.tuning_trainers import SFTTrainer
+from megalith.training.trainer import prepare
+
+# case: modules with adapters, modules_to_save, and what an export calls these
+SAVED = {
+    "llama": (["q_proj", "down_proj"], ["embed_tokens", "lm_head"], ["embed_tokens", "lm_head"]),
+    "gemma": (  # tied
+        ["q_proj"],
+        ["lm_head", "norm"],
+        ["embed_tokens", "input_layernorm", "norm", "post_attention_layernorm"],
+    ),
+    "gpt2": (["c_attn"], ["wte", "wpe", "final_layernorm"], ["ln_f", "wpe", "wte"]),
+    "phi": (["q_proj"], ["lm_head"], ["lm_head"]),  # with a bias
+    "mixtral": (["q_proj"], ["router", "model.norm"], ["gate", "model.norm"]),
+    "gpt-oss": (["o_proj"], ["mlp.router"], ["router"]),  # with a bias
+    "qwen2-moe, a dense layer": (["q_proj"], ["gate"], ["gate", "shared_expert_gate"]),
+    "gemma2": (["q_proj"], ["post_attention_layernorm"], ["post_attention_layernorm"]),
+    "glm4": (["o_proj"], ["post_attention_layernorm"], ["post_attention_layernorm"]),  # another norm of ours
+}
+IDS = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))  # without padding tokens
+
+
+def run_config(base: Path, output: Path, lora: dict, **settings: object) -> RunConfig:
+    train = {"train_iters": 3, "micro_batch_size": 2, "global_batch_size": 4, "eval_iters": 0}
+    tree = {
+        "model": {"init_from": str(base)},
+        "lora": lora,
+        "data": {"mock": True, "seq_length": 16},
+        "optim": {"lr": 1e-2, "weight_decay": 0.0},
+        "train": train | {"output_dir": str(output)},
+    }
+    return RunConfig.from_tree(tree).with_settings(settings)
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def lora_of(name: str) -> dict:
+    targets, modules, _ = SAVED[name]
+    return {"rank": 2, "alpha": 3.0, "targets": targets, "modules_to_save": modules}
+
+
+@pytest.mark.parametrize("name", by_default(SAVED, "llama", "gemma", "mixtral", "glm4"))
+def test_a_run_trains_what_peft_trains_and_writes_what_peft_writes(
+    hf_folder, tmp_path: Path, name: str
+) -> None:
+    base, ends = hf_folder(name), SAVED[name][2]
+    step = megalith.train(run_config(base, tmp_path / "run", lora_of(name))).checkpoint
+    export_adapters(step, tmp_path / "peft", show_progress=False)
+    written = json.loads((tmp_path / "peft/adapter_config.json").read_bytes())
+    assert written["modules_to_save"] == ends
+    model, reference = megalith.load(step), random_reference(CASES[name][0]())
+    with torch.no_grad():
+        untrained = reference(IDS).logits
+    adapt(reference, tmp_path / "peft")
+    logits, theirs = model(IDS), reference(IDS).logits
+    assert difference(theirs, untrained) > 1e-4 and difference(logits, theirs) < 6e-7
+    for each in (logits, theirs):
+        cross_entropy(each.flatten(0, 1), IDS.roll(-1).flatten(), reduction="sum").backward()
+    trained = {parameter for name, parameter in model.named_parameters() if name in model.saved_names}
+    assert trained and all(parameter.requires_grad for parameter in trained)
+    gradients = load_file(tmp_path / "peft/adapter_model.safetensors")
+    gradients = {key.removeprefix(PREFIX): key for key in gradients if ".lora_" not in key}
+    norms = sorted(parameter.grad.norm().item() for parameter in trained)
+    expected = {
+        id(each): each.grad.norm().item() for key, each in reference.named_parameters() if key in gradients
+    }
+    assert norms == pytest.approx(sorted(expected.values()), rel=2e-6)
+    merge(step, tmp_path / "merged", show_progress=False)
+    export_hf(tmp_path / "merged", tmp_path / "hf", show_progress=False)
+    with torch.no_grad():
+        for folder in ("merged", "hf"):
+            assert difference(megalith.load(tmp_path / folder)(IDS), theirs) < 1e-6
+
+
+@pytest.mark.parametrize("name", by_default(SAVED, "gemma"))
+def test_a_folder_goes_into_a_run_and_back_bitwise(hf_folder, tmp_path: Path, name: str) -> None:
+    base = hf_folder(name)
+    step = megalith.train(run_config(base, tmp_path / "run", lora_of(name))).checkpoint
+    export_adapters(step, tmp_path / "peft", show_progress=False)
+    still = {"optim.lr": 0.0, "train.train_iters": 1}
+    loaded = run_config(base, tmp_path / "again", {"load": str(tmp_path / "peft")}, **still)
+    export_adapters(megalith.train(loaded).checkpoint, tmp_path / "same", show_progress=False)
+    before, after = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("peft", "same")
+    )
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    configs = [
+        json.loads((tmp_path / folder / "adapter_config.json").read_bytes()) for folder in ("peft", "same")
+    ]
+    assert configs[0] == configs[1]
+    bases = [base] if name != "gemma" else [base, import_hf(base, tmp_path / "base", show_progress=False)]
+    for number, each in enumerate(bases):
+        merge(tmp_path / "peft", tmp_path / f"merged{number}", base=str(each), show_progress=False)
+        with torch.no_grad():
+            trained = megalith.load(step)(IDS)
+            assert difference(megalith.load(tmp_path / f"merged{number}")(IDS), trained) < 1e-6
+
+
+def test_names_mean_in_every_family_what_peft_would_match_and_an_export_names_the_same() -> None:
+    for name, (make, *_) in CASES.items():
+        family = family_of(config := make().to_dict(), name)
+        model = family.read_config(config)
+        for names in (["embed_tokens", "lm_head"], ["norm"], ["gate"], ["router"], ["final_layernorm"]):
+            try:
+                paths = resolve_saved_modules(names, family, model)
+            except ConfigError as error:
+                assert any(
+                    each in str(error) for each in ("does not have", "has a bias", "in newer versions")
+                )
+                continue
+            assert resolve_saved_modules(paths, family, model) == paths
+            groups = family.groups(model)
+            saved = [group.name for group in groups if megalith_path(group.name) in paths]
+            ends = modules_to_save(family, groups, saved)
+            assert resolve_saved_modules(ends, family, model) == paths, name
+
+
+def megalith_path(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split(".")[:-1])
+
+
+@pytest.mark.parametrize("quantize", ["none", in_full("nf4")])
+def test_a_run_resumes_bitwise_and_its_checkpoints_hold_what_is_trained(
+    hf_folder, tmp_path: Path, quantize: str
+) -> None:
+    lora = lora_of("gemma") | {"dropout": 0.1, "quantize_base": quantize}
+    whole = megalith.train(run_config(hf_folder("gemma"), tmp_path / "whole", lora))
+    part = run_config(
+        hf_folder("gemma"), tmp_path / "part", lora, **{"checkpoint.load": str(tmp_path / "part")}
+    )
+    assert megalith.train(part.with_settings({"train.exit_interval": 2})).step == 2
+    ends = [megalith.load(run.checkpoint).state_dict() for run in (whole, megalith.train(part))]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    manifest = json.loads((whole.checkpoint / "manifest.json").read_bytes())
+    names = [name for name in manifest["tensors"]["model"] if ".adapter." not in name]
+    assert len(names) == 1 + 2 * 3 + 1 and "embedding.word_embeddings.weight" in names
+    others = part.with_settings({"lora.modules_to_save": ["embed_tokens"], "train.train_iters": 4})
+    with pytest.raises(CheckpointError, match=r"lora.modules_to_save \['embedding.word_embeddings'"):
+        megalith.train(others)
+
+
+def test_an_engine_receives_what_is_trained_and_generates_as_the_model(hf_folder, tmp_path: Path) -> None:
+    model = start(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma"))).model
+    engine = engine_for(model, max_rows=1, max_tokens=8)
+    trained = [parameter for parameter in model.chunks[0].parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.1)
+    assert sync(engine, model).bytes == sum(parameter.nbytes for parameter in trained) > 0
+    shards = model.parameters.shards
+    assert all(torch.equal(each.values, shards[name].values) for name, each in engine.shards.items())
+
+
+def test_a_reference_has_the_base_s_values(hf_folder, tmp_path: Path) -> None:
+    run = start(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma")))
+    base = megalith.load(hf_folder("gemma")).state_dict()
+    saved = {
+        name: x
+        for name, x in run.model.chunks[0].state_dict().items()
+        if name in run.model.chunks[0].saved_names
+    }
+    with torch.no_grad():
+        for values in saved.values():
+            values.add_(0.1)
+    trained = {name: values.clone() for name, values in saved.items()}
+    for _ in range(2):  # the second time from the copy
+        with without_adapters(run):
+            assert all(torch.equal(values, base[name]) for name, values in saved.items())
+        assert all(torch.equal(values, trained[name]) for name, values in saved.items())
+
+
+def test_the_plan_counts_what_is_trained(hf_folder, tmp_path: Path) -> None:
+    run = start(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma")))
+    parameters = [*run.model.chunks[0].parameters()]
+    memory = build_layout(run.config, 1).stages[0].memory
+    assert memory.weights == pytest.approx(sum(each.nbytes for each in parameters), rel=1e-4)
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    assert memory.optimizer == pytest.approx(8 * trained, rel=1e-3)
+
+
+def test_servers_do_not_get_such_modules_with_adapters(hf_folder, tmp_path: Path) -> None:
+    config = run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma"))
+    stream = WeightStream(start(config).model, prepare(config, 1).config)
+    assert "which vLLM and SGLang do not load with adapters" in stream.lora_obstacle
+    step = megalith.train(config).checkpoint
+    base = megalith.load(hf_folder("gemma"))
+    with pytest.raises(ConfigError, match=r"trained in full .* merge it"):
+        load_adapter_pairs(step, hf_folder("gemma"), base.config, fingerprint_of(base))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["q_proj"], "only embeddings, the output matrix, norms and routers can be trained in full"),
+        (["mlp"], "only embeddings, the output matrix, norms and routers can be trained in full"),
+        (["gate_inp"], "names 'gate_inp', which this model does not have; known: "),
+        (["final_layernom"], "did you mean 'final_layernorm'"),
+    ],
+)
+def test_what_cannot_be_trained_in_full_is_named(
+    hf_folder, tmp_path: Path, names: list, message: str
+) -> None:
+    lora = lora_of("llama") | {"modules_to_save": names}
+    with pytest.raises(ConfigError, match=message):
+        prepare(run_config(hf_folder("llama"), tmp_path / "run", lora), 1)
+
+
+def folder_with(tmp_path: Path, name: str, tensors: dict[str, torch.Tensor], **config: object) -> Path:
+    adapters = random_adapters(random_reference(CASES[name][0]()), ["q_proj"], rank=3)
+    return save(adapters | tensors, tmp_path / "given", 5.0, target_modules=["q_proj"], **config)
+
+
+def test_a_tied_matrix_that_peft_trained_apart_is_refused(hf_folder, tmp_path: Path) -> None:
+    values = torch.randn(VOCAB, 64)
+    embedding = {f"{PREFIX}model.embed_tokens.weight": values}
+    head = {f"{PREFIX}lm_head.weight": values + 1}
+    message = "in the base the embedding is the output matrix; train them in PEFT with ensure_weight_tying"
+    for number, tensors in enumerate((embedding, head, embedding | head)):
+        given = folder_with(
+            tmp_path / str(number), "gemma", tensors, modules_to_save=["embed_tokens", "lm_head"]
+        )
+        with pytest.raises(CheckpointError, match=message):
+            merge(given, tmp_path / "merged", base=str(hf_folder("gemma")), show_progress=False)
+
+
+def test_a_peft_config_has_to_tie_what_the_model_ties(hf_folder, tmp_path: Path) -> None:
+    records = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    peft = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    args = {"output_dir": str(tmp_path / "run"), "max_steps": 1}
+    build = partial(SFTTrainer, str(hf_folder("gemma")), args, records, settings={"data.seq_length": 16})
+    with pytest.raises(ConfigError, match="without ensure_weight_tying, PEFT would train a copy"):
+        build(peft_config=peft)
+    assert build(peft_config=peft | {"ensure_weight_tying": True}).config.lora.modules_to_save == ["lm_head"]
+    assert build(peft_config=peft | {"modules_to_save": ["norm"]}).config.lora.modules_to_save == ["norm"]
+
+
+def test_embeddings_that_peft_saved_without_training_them_are_merged_but_not_trained(
+    hf_folder, tmp_path: Path
+) -> None:
+    """What PEFT writes with save_embedding_layers: the same tensors, and no modules_to_save."""
+    reference = random_reference(CASES["llama"][0]())
+    tensors = {
+        f"{PREFIX}model.embed_tokens.weight": torch.randn_like(reference.model.embed_tokens.weight),
+        f"{PREFIX}lm_head.weight": torch.randn_like(reference.lm_head.weight),
+    }
+    given = folder_with(tmp_path, "llama", tensors)
+    merge(given, tmp_path / "merged", base=str(hf_folder("llama")), show_progress=False)
+    state = megalith.load(tmp_path / "merged").state_dict()
+    assert torch.equal(state["output_layer.weight"][:VOCAB], tensors[f"{PREFIX}lm_head.weight"])
+    loaded = run_config(hf_folder("llama"), tmp_path / "run", {"load": str(given)})
+    with pytest.raises(ConfigError, match=r"PEFT saved .save_embedding_layers. but did not train"):
+        prepare(loaded, 1)
+    named = loaded.with_settings({"lora.modules_to_save": ["lm_head", "embed_tokens"]})
+    assert prepare(named, 1).config.lora.modules_to_save == ["embedding.word_embeddings", "output_layer"]
+
+
+def test_a_resized_vocabulary_names_the_way_out(hf_folder, tmp_path: Path) -> None:
+    tensors = {f"{PREFIX}model.embed_tokens.weight": torch.randn(VOCAB + 4, 64)}
+    given = folder_with(tmp_path, "llama", tensors, modules_to_save=["embed_tokens"])
+    with pytest.raises(CheckpointError, match=rf"resize_token_embeddings\({VOCAB + 4}\)"):
+        merge(given, tmp_path / "merged", base=str(hf_folder("llama")), show_progress=False)
