@@ -149,7 +149,7 @@ def megalith_path(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split(".")[:-1])
 
 
-@pytest.mark.parametrize("quantize", ["none", in_full("nf4")])
+@pytest.mark.parametrize("quantize", ["none", in_full("int8")])
 def test_a_run_resumes_bitwise_and_its_checkpoints_hold_what_is_trained(
     hf_folder, tmp_path: Path, quantize: str
 ) -> None:
