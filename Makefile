@@ -142,14 +142,17 @@ test-install: $(READY)
 	$(BIN)/python tests/install_trials.py $(EXTRAS)
 	$(MAKE) test-minimum
 
-# The lowest declared version of each dependency and of the tokenizers' packages, which uv finds, with the newest tools to
-# test with that take them.
+# The lowest version of each dependency and of the tokenizers' packages that is declared and that the tools to test with
+# take (transformers takes safetensors and tokenizers from newer versions), with the newest of these tools. Newer pyarrow
+# than the lowest does not run with the lowest numpy.
 MINIMUM := .minimum
+LOWEST := --quiet --resolution lowest-direct --no-annotate --no-header --extra tokenizers --python $(MINIMUM)/bin/python
 $(MINIMUM)/ready: pyproject.toml
 	$(PYTHON) -m venv $(MINIMUM)
 	$(MINIMUM)/bin/pip install --quiet uv
-	$(MINIMUM)/bin/uv pip compile --quiet --no-deps --resolution lowest-direct --extra tokenizers --python $(MINIMUM)/bin/python \
-	    --output-file $(MINIMUM)/lowest.txt pyproject.toml
+	$(MINIMUM)/bin/uv pip compile $(LOWEST) --no-deps --output-file $(MINIMUM)/declared.txt pyproject.toml
+	$(MINIMUM)/bin/uv pip compile $(LOWEST) --extra test --output-file $(MINIMUM)/with_tools.txt pyproject.toml
+	sed 's/==.*/==/; s/^/^/' $(MINIMUM)/declared.txt | grep -f - -e '^pyarrow==' $(MINIMUM)/with_tools.txt > $(MINIMUM)/lowest.txt
 	$(MINIMUM)/bin/uv pip install --quiet --python $(MINIMUM)/bin/python --constraint $(MINIMUM)/lowest.txt --editable '.[test]'
 	touch $@
 
