@@ -6,7 +6,8 @@ use their own. One snapshot per rank is complete at any time while the next one 
 states: two of its own and two of the rank whose partner it is.
 
 A snapshot can be restored only if each rank's state is complete in that rank's memory or in its partner's. Copies
-have a SHA-256 per buffer, which is verified before a restore.
+have a SHA-256 per buffer, which is verified before a restore. If the number of ranks has changed since, each rank
+assembles its new shards from the old ones (memory_resharding.py).
 """
 
 from __future__ import annotations
@@ -26,17 +27,14 @@ from torch import Tensor
 
 from megalith.checkpoint.agree import collectively
 from megalith.checkpoint.files import byte_view
+from megalith.checkpoint.memory_resharding import Placed, Shards, placed_tensors, reshard
 from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.state import OPTIMIZER
 from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError
 from megalith.launch.heartbeat import BACKGROUND, PATIENCE
-from megalith.optim.moments import Moment
-from megalith.parallel.shards import LocalShard
 
 HASH_THREADS = 4
-
-Shards = Mapping[str, Mapping[str, LocalShard]]  # by part and name
 
 
 @dataclass
@@ -46,7 +44,7 @@ class Snapshot:
     serial: int
     """Number of this snapshot in the order of all; the same on every rank. Steps may repeat after a loss spike."""
     description: dict[str, Any]
-    """JSON: `tensors`, a list of [part, name, dtype, shape], and the run's other state."""
+    """JSON: `tensors`, the entries of `Placed`; `world`, the number of ranks and this rank; the run's other state."""
     buffers: list[Tensor]
     """The tensors' bytes, one after the other: uint8, one-dimensional."""
     digests: list[str] = field(default_factory=list)
@@ -100,7 +98,8 @@ class MemorySnapshots:
             ranks_per_host: number of neighboring ranks on one host, which determines each rank's partner.
         """
         self._thread, self._failure, self._copied = None, None, None
-        group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=BACKGROUND)
+        alone = world.size == 1
+        group = None if alone else dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=BACKGROUND)
         self._world = Axis(world.size, world.rank, group)
         self._stride = ranks_per_host if world.size > ranks_per_host else 1
 
@@ -120,8 +119,9 @@ class MemorySnapshots:
         for old in [other for other in self._local if other < serial - 1]:
             del self._local[old]
         try:
-            tensors = _named_tensors(shards)
-            content = {**description, "tensors": [_entry(*named) for named in tensors]}
+            tensors = placed_tensors(shards)
+            entries = [placed.entry() for placed in tensors]
+            content = {**description, "tensors": entries, "world": [self._world.size, self._world.rank]}
             self._local[serial] = Snapshot(serial, content, self._copy(tensors, serial))
         except (RuntimeError, MemoryError) as failure:
             error = failure
@@ -132,16 +132,16 @@ class MemorySnapshots:
         )
         self._thread.start()
 
-    def _copy(self, tensors: Sequence[tuple[str, str, Tensor]], serial: int) -> list[Tensor]:
+    def _copy(self, tensors: Sequence[Placed], serial: int) -> list[Tensor]:
         """Copy tensors into this snapshot's buffers. Optimizer state from a GPU is copied while training goes on.
 
         `before_update` must be called before that state changes. Other tensors may change in the next forward pass.
         """
         staging = self._staging[serial % 2]
         staging.begin()
-        staging.add(tensor for part, _, tensor in tensors if part != OPTIMIZER)
-        optimizer_state = [tensor for part, _, tensor in tensors if part == OPTIMIZER]
-        device = next((tensor.device for _, _, tensor in tensors if tensor.is_cuda), None)
+        staging.add(placed.values for placed in tensors if placed.part != OPTIMIZER)
+        optimizer_state = [placed.values for placed in tensors if placed.part == OPTIMIZER]
+        device = next((placed.values.device for placed in tensors if placed.values.is_cuda), None)
         if device is None:
             staging.add(optimizer_state)
         else:
@@ -226,6 +226,8 @@ class MemorySnapshots:
 
         world = self._world
         sizes = collectively(world, finish)
+        if world.size == 1:
+            return
         source, partner = (world.rank - self._stride) % world.size, (world.rank + self._stride) % world.size
         length, counts, digests = sizes[source]
         received: list[Tensor] = []
@@ -252,24 +254,50 @@ class MemorySnapshots:
         return [torch.empty(count, dtype=torch.uint8) for count in counts]
 
     def find(self, world: Axis) -> int | None:
-        """Return the serial of the newest snapshot that every rank can restore, or None. Collective."""
-        mine = [sorted(_complete(self._local)), sorted(_complete(self._foreign))]
-        everyone = gather_json(mine, world)
-        for serial in sorted({serial for local, _ in everyone for serial in local}, reverse=True):
-            partners = [everyone[(rank + self._stride) % world.size][1] for rank in range(world.size)]
-            if all(serial in local or serial in copies for (local, _), copies in zip(everyone, partners)):
+        """Return the serial of the newest snapshot that the ranks can restore, or None. Collective.
+
+        Without one, all ranks number their next snapshots alike.
+        """
+        everyone = gather_json([_worlds(self._local), _worlds(self._foreign)], world)
+        for serial in sorted(
+            {int(serial) for maps in everyone for map in maps for serial in map}, reverse=True
+        ):
+            if _is_complete(serial, everyone, self._stride):
                 return serial
+        self._local.clear()
+        self._foreign.clear()
+        self._serial = max(gather_json(self._serial, world))
         return None
 
-    def fetch(self, serial: int, world: Axis) -> Snapshot | None:
-        """Return this rank's snapshot, from the partner's memory if necessary. None on every rank if one is damaged.
+    def fetch(self, serial: int, world: Axis, shards: Shards) -> Snapshot | None:
+        """Return this rank's snapshot, from other ranks' memory if necessary. None on every rank if one is damaged.
 
         Collective. Later snapshots are dropped, because some ranks may not have them.
+
+        Args:
+            serial: result of `find`.
+            world: all ranks.
+            shards: the tensors to restore.
         """
         for snapshots in (self._local, self._foreign):
             for later in [other for other in snapshots if other > serial]:
                 del snapshots[later]
         self._serial = serial
+        everyone = gather_json([_worlds(self._local), _worlds(self._foreign)], world)
+        if _has_same_ranks(serial, everyone, self._stride):
+            snapshot = self._fetch_from_partner(serial, world)
+            intact = all(gather_json(snapshot.is_intact(), world))
+        else:
+            snapshots = [each[serial] for each in (self._local, self._foreign) if serial in _complete(each)]
+            intact = all(gather_json(all(each.is_intact() for each in snapshots), world))
+            snapshot = self._resharded(snapshots, world, shards) if intact else None
+        if not intact or snapshot is None:
+            self._local.pop(serial, None)
+            self._foreign.pop(serial, None)
+            return None
+        return snapshot
+
+    def _fetch_from_partner(self, serial: int, world: Axis) -> Snapshot:
         has_local = serial in _complete(self._local)
         needed = [rank for rank, has in enumerate(gather_json(has_local, world)) if not has]
         for rank in needed:
@@ -278,12 +306,18 @@ class MemorySnapshots:
                 _send(self._foreign[serial], rank, world)
             elif world.rank == rank:
                 self._local[serial] = _receive(serial, partner, world)
-        snapshot = self._local[serial]
-        intact = all(gather_json(snapshot.is_intact(), world))
-        if not intact:
-            self._local.pop(serial)
-            self._foreign.pop(serial, None)
-        return snapshot if intact else None
+        return self._local[serial]
+
+    def _resharded(self, snapshots: Sequence[Snapshot], world: Axis, shards: Shards) -> Snapshot | None:
+        """Return this rank's part of a snapshot of another number of ranks. None on every rank if it does not fit."""
+        first = next((each.description for each in snapshots if each.description["world"][1] == 0), None)
+        rest = first and {name: value for name, value in first.items() if name != "tensors"}
+        rest = next(each for each in gather_json(rest, world) if each is not None)
+        buffers = reshard([(each.description["tensors"], each.buffers) for each in snapshots], shards, world)
+        if buffers is None:
+            return None
+        entries = [placed.entry() for placed in placed_tensors(shards)]
+        return Snapshot(self._serial, {**rest, "tensors": entries}, buffers)
 
 
 def fill(snapshot: Snapshot, shards: Shards) -> None:
@@ -292,12 +326,12 @@ def fill(snapshot: Snapshot, shards: Shards) -> None:
     Raises:
         CheckpointError: the shards do not match the snapshot.
     """
-    tensors = _named_tensors(shards)
-    if snapshot.description["tensors"] != [_entry(*named) for named in tensors]:
+    tensors = placed_tensors(shards)
+    if snapshot.description["tensors"] != [placed.entry() for placed in tensors]:
         raise CheckpointError("a snapshot in host memory does not fit the run's state; resume from storage")
     buffers, at = iter(snapshot.buffers), 0
     current = next(buffers, None)
-    for _, _, tensor in tensors:
+    for tensor in (placed.values for placed in tensors):
         values = torch.empty(tensor.shape, dtype=tensor.dtype)
         target, done = byte_view(values), 0
         while done < target.numel():
@@ -314,22 +348,43 @@ def _complete(snapshots: Mapping[int, Snapshot]) -> list[int]:
     return [serial for serial, snapshot in snapshots.items() if snapshot.digests]
 
 
-def _named_tensors(shards: Shards) -> list[tuple[str, str, Tensor]]:
-    """Return part, name and value of each tensor, optimizer state last. A moment with reduced precision has several."""
-    tensors = []
-    for part in sorted(shards, key=lambda part: part == OPTIMIZER):
-        for name, shard in shards[part].items():
-            if isinstance(shard.values, Moment):
-                tensors += [
-                    (part, f"{name}.{number}", each) for number, each in enumerate(shard.values.tensors)
-                ]
-            else:
-                tensors.append((part, name, shard.values))
-    return tensors
+Worlds = Mapping[str, Sequence[int]]  # serial -> number of ranks, and the rank whose state it is
 
 
-def _entry(part: str, name: str, tensor: Tensor) -> list[Any]:
-    return [part, name, str(tensor.dtype), list(tensor.shape)]
+def _worlds(snapshots: Mapping[int, Snapshot]) -> Worlds:
+    """Return the origin of each complete snapshot, as JSON."""
+    return {str(serial): snapshots[serial].description["world"] for serial in _complete(snapshots)}
+
+
+def _origins(serial: int, everyone: Sequence[Sequence[Worlds]]) -> set[tuple[int, int]]:
+    return {tuple(worlds[str(serial)]) for both in everyone for worlds in both if str(serial) in worlds}
+
+
+def _is_complete(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int) -> bool:
+    """Return True if the state of every rank that took the snapshot is in some rank's memory.
+
+    Args:
+        serial: the snapshot's.
+        everyone: origins of the local and the foreign snapshots of each rank.
+        stride: distance of each rank from its partner.
+    """
+    size, key = len(everyone), str(serial)
+    if _has_same_ranks(serial, everyone, stride):
+        partners = [everyone[(rank + stride) % size][1] for rank in range(size)]
+        return all(key in local or key in copies for (local, _), copies in zip(everyone, partners))
+    origins = _origins(serial, everyone)
+    sizes = {size for size, _ in origins}
+    return len(sizes) == 1 and len(origins) == sizes.pop()
+
+
+def _has_same_ranks(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int) -> bool:
+    """Return True if each rank that has the snapshot had the same number, partner and number of ranks."""
+    size, key = len(everyone), str(serial)
+    return all(
+        local.get(key, [size, rank]) == [size, rank]
+        and foreign.get(key, [size, (rank - stride) % size]) == [size, (rank - stride) % size]
+        for rank, (local, foreign) in enumerate(everyone)
+    )
 
 
 def _digests(buffers: Sequence[Tensor]) -> list[str]:

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import (
     SubprocessHandler,
     get_subprocess_handler,
 )
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 
 class HookedAgent(LocalElasticAgent):
@@ -61,6 +62,27 @@ class HookedAgent(LocalElasticAgent):
         """Let the process of `handler` take the place of a worker that has exited."""
         self._pcontext.subprocess_handlers[local_rank] = handler
         worker_group.workers[local_rank].id = handler.proc.pid
+
+    def reassign_ranks(self, worker_group: WorkerGroup, info: RendezvousInfo) -> None:
+        """Give the running workers the ranks of another rendezvous, without a restart."""
+        workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, worker_group.spec)
+        for before, worker in zip(worker_group.workers, workers):
+            worker.id = before.id
+            self._pcontext.envs[worker.local_rank] |= {
+                "RANK": str(worker.global_rank),
+                "WORLD_SIZE": str(worker.world_size),
+                "ROLE_RANK": str(worker.role_rank),
+                "ROLE_WORLD_SIZE": str(worker.role_world_size),
+                "GROUP_RANK": str(info.rank),
+                "GROUP_WORLD_SIZE": str(info.world_size),
+            }
+        worker_group.workers, worker_group.store = workers, info.store
+        worker_group.group_rank, worker_group.group_world_size = info.rank, info.world_size
+        self._store = info.store
+
+    def restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers, meet the other agents and start the workers again."""
+        self._restart_workers(worker_group)
 
     @property
     def error_files(self) -> dict[int, str]:

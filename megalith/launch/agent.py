@@ -5,6 +5,7 @@ rendezvous and restarts the processes, with the ranks that remain. This subclass
 
 - passes stop signals on to its processes and gives them time to save;
 - replaces a failed rank if the others can restart in their processes (in_process.py);
+- continues with the ranks of the machines that remain or have joined, in the same processes;
 - otherwise kills the other ranks as soon as one has failed, because they could only wait for it;
 - kills its ranks if they are still connecting when another machine is lost;
 - does not restart a job that exited with a configuration, data or checkpoint error, which would recur;
@@ -14,6 +15,7 @@ rendezvous and restarts the processes, with the ranks that remain. This subclass
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -29,15 +31,22 @@ import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.launcher.api import LaunchConfig
 
 from megalith.compat.elastic import HookedAgent
 from megalith.errors import REFUSALS
 from megalith.launch.failure import CRASH_FILE, CRASHES, Failure, first_failure, planned_end
-from megalith.launch.in_process import IN_PROCESS, open_restart_store
+from megalith.launch.in_process import IN_PROCESS, RESIZES
 from megalith.launch.peer_watch import CONNECTED_FILE, PeerWatch
 from megalith.launch.rank_replacement import RankReplacement, replacement_variables
-from megalith.launch.rendezvous import MultiNodeRendezvous, SingleNodeRendezvous, default_run_id
+from megalith.launch.rendezvous import (
+    Membership,
+    MultiNodeRendezvous,
+    SingleNodeRendezvous,
+    default_run_id,
+)
+from megalith.launch.restart_store import LOST, open_restart_store
 from megalith.launch.signals import STOP_SIGNALS, handled_stop_signals
 from megalith.launch.spare import SPARE, assign
 from megalith.launch.stops import STOP_CODE_FILE
@@ -45,6 +54,7 @@ from megalith.launch.stops import STOP_CODE_FILE
 KILL_TIMEOUT = 5.0  # seconds for a killed process to end
 CRASH_REPORT_TIMEOUT = 3.0  # seconds for the other ranks to report their last collectives after a crash
 SAVE_TIMEOUT = 60.0  # seconds for ranks to save and exit when a machine has joined
+RESIZE_INTERVAL = 1.0  # seconds between checks for lost and waiting machines
 
 
 class Agent(HookedAgent):
@@ -72,28 +82,36 @@ class Agent(HookedAgent):
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE):  # of the last attempt
             Path(os.environ[name]).unlink(missing_ok=True)
-        os.environ[IN_PROCESS] = str(int(self.remaining_restarts > 0))
+        handler = worker_group.spec.rdzv_handler
+        joins = handler.running is not None
+        os.environ[IN_PROCESS] = str(int(joins or self.remaining_restarts > 0))
+        os.environ.pop(RESIZES, None)
+        if handler.is_elastic:
+            handler.hides_waiting = False
+            os.environ[RESIZES] = str(handler.running.resizes + 1 if joins else 0)
         ids = super().start_workers(worker_group)
         for number in STOP_SIGNALS:  # elastic's handlers would override what `nohup` makes us ignore
             signal.signal(number, self._forward_signal if number in self._handled_signals else signal.SIG_IGN)
         self._killed_ranks.clear()
-        self._not_connected = ""
-        self._peers = PeerWatch(
-            worker_group.store,
-            worker_group.group_rank,
-            worker_group.group_world_size,
-            Path(os.environ[CONNECTED_FILE]),
-            len(ids),
-        )
+        self._watch_peers(worker_group)
         self.world_size = worker_group.workers[0].world_size
-        self._replacement = None
-        if self.remaining_restarts and self.world_size > 1:
+        self._replacement, self._resize_check_at = None, 0.0
+        if joins or (self.remaining_restarts and (self.world_size > 1 or handler.is_elastic)):
             address = worker_group.master_addr, worker_group.master_port
             self._replacement = RankReplacement(open_restart_store(*address, self.world_size))
             self._free_devices = list(range(len(ids), torch.cuda.device_count()))
             self._devices.clear()
             self._start_spares()
         return ids
+
+    def _watch_peers(self, worker_group: WorkerGroup) -> None:
+        """Watch the other machines until the ranks of this one are connected."""
+        group_rank, machines = worker_group.group_rank, worker_group.group_world_size
+        connected = Path(os.environ[CONNECTED_FILE])
+        self._not_connected = ""
+        self._peers = PeerWatch(
+            worker_group.store, group_rank, machines, connected, len(worker_group.workers)
+        )
 
     def stop_workers(self, *args: Any, **options: Any) -> None:
         """Let running workers save and exit before a restart with the ranks of a machine that has joined."""
@@ -114,6 +132,8 @@ class Agent(HookedAgent):
         if not self._not_connected and (reason := self._peers.poll()):
             self._not_connected = reason
             self._kill_ranks(worker_group)
+        if self._resize(worker_group):
+            return RunResult(WorkerState.HEALTHY)
         self._seen_codes: list[int | None] | None = None
         if self._replace_ranks(worker_group):
             return RunResult(WorkerState.HEALTHY)
@@ -185,6 +205,67 @@ class Agent(HookedAgent):
             self.replace_worker(worker_group, local, self._next_process(local, replacement_variables(count)))
         self._start_spares()
         return True
+
+    def _resize(self, worker_group: WorkerGroup) -> bool:
+        """Continue with other machines if some are lost or have joined. Return True if the workers have changed."""
+        handler, now = worker_group.spec.rdzv_handler, time.monotonic()
+        if not handler.is_elastic or self._replacement is None or now < self._resize_check_at:
+            return False
+        self._resize_check_at = now + RESIZE_INTERVAL
+        if self._not_connected or self._stop_requested:
+            return False
+        try:
+            reason = self._resize_reason(worker_group, self._replacement)
+            if not reason or (reason == LOST and not self.remaining_restarts):
+                return False
+            before = self._replacement.begin_resize(reason)
+        except RuntimeError:  # the ranks' store has ended with the launcher that served it
+            return False
+        if reason == LOST:
+            self.remaining_restarts -= 1
+        lost, left = "a machine does not answer", self.remaining_restarts
+        text = (
+            f"{lost}; continuing on the others ({left} restarts left)" if reason == LOST else "machines join"
+        )
+        print(text, file=sys.stderr, flush=True)
+        group_rank, address = worker_group.group_rank, worker_group.master_addr
+        info = handler.resize(Membership(group_rank, address, worker_group.master_port, before))
+        if info is None:
+            self._kill_ranks(worker_group)
+            self.restart_workers(worker_group)
+            return True
+        self._continue_with(worker_group, info, self._replacement)
+        return True
+
+    def _resize_reason(self, worker_group: WorkerGroup, replacement: RankReplacement) -> str:
+        handler = worker_group.spec.rdzv_handler
+        handler.hides_waiting = replacement.has_trained()
+        if not handler.hides_waiting:
+            return ""
+        if worker_group.group_rank == 0:
+            replacement.invite(self.world_size + handler.waiting() * len(worker_group.workers))
+        return replacement.resize_reason()
+
+    def _continue_with(
+        self, worker_group: WorkerGroup, info: RendezvousInfo, replacement: RankReplacement
+    ) -> None:
+        """Continue with the machines of a rendezvous in the same processes."""
+        members = worker_group.spec.rdzv_handler.members
+        before = [worker.global_rank for worker in worker_group.workers]
+        self.reassign_ranks(worker_group, info)
+        Path(os.environ[CONNECTED_FILE]).unlink(missing_ok=True)
+        self._watch_peers(worker_group)
+        os.environ[RESIZES] = str(int(os.environ[RESIZES]) + 1)
+        self.world_size = worker_group.workers[0].world_size
+        replacement.set_world_size(self.world_size)
+        ranks = list(zip(before, (worker.global_rank for worker in worker_group.workers)))
+        info.store.set(f"megalith/continues/{info.rank}", json.dumps(ranks))
+        if info.rank == 0:
+            everyone = [info.store.get(f"megalith/continues/{rank}") for rank in range(members)]
+            replacement.finish_resize(
+                self.world_size, dict(pair for each in everyone for pair in json.loads(each))
+            )
+            print(f"continuing with {self.world_size} ranks on {info.world_size} machines", file=sys.stderr)
 
     def _next_process(self, local_rank: int, variables: Mapping[str, str]) -> SubprocessHandler:
         """Return a spare that is assigned this rank, or a new process. It gets a GPU that no rank has used, if any."""

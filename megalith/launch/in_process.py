@@ -10,108 +10,44 @@ the main thread gets an error from the collective in which it waits. The main th
 ranks have arrived in the newest generation, and connects again. If another rank dies meanwhile, the generation
 increases again. If this takes too long, the launcher restarts all processes.
 
-The ranks of a job can restart only after all of them have begun to train.
+The ranks of a job can restart only after all of them have begun to train. In an elastic job, their number may change
+(restart_store.py).
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import replace
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import Store
 
 from megalith.compat.process_groups import abort_nccl_groups, destroy_groups
 from megalith.errors import MegalithError, TrainingError
 from megalith.launch.failure import RankLost, is_collective_error
 from megalith.launch.launcher import Process
-from megalith.launch.network import Connections, limited_silence, open_connections, shut_down
+from megalith.launch.network import Connections, open_connections, shut_down
 from megalith.launch.parent import exit_with_launcher
+from megalith.launch.restart_store import JOINED, RestartStore, open_restart_store
 
 IN_PROCESS = "MEGALITH_IN_PROCESS"  # environment variable: the launcher replaces ranks
 REPLACEMENT = "MEGALITH_REPLACEMENT"  # environment variable: this process replaces a rank
+RESIZES = "MEGALITH_RESIZES"  # environment variable of an elastic job: resizes before this process started
 MIN_POLL_INTERVAL = 0.1  # seconds between two reads of the generation
 POLLS_PER_SECOND = 5000  # of all ranks together, which one store answers
 ANNOUNCEMENT_TIMEOUT = (
     15.0  # seconds after a lost connection in which the launcher announces a new generation
 )
+LOST_RANKS_DELAY = 2.0  # seconds after a lost connection in which a launcher replaces a rank of its machine
 LIMIT = 300.0  # seconds from an announcement until all ranks train again
-STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class MeetingError(TrainingError):
     """The ranks of a restart did not all arrive in time. The launcher then restarts all processes."""
-
-
-class RestartStore:
-    """Keys of in-process restarts in the job's store, as launchers and ranks use them.
-
-    Args:
-        store: a connection that only one thread uses.
-        world_size: ranks of the job.
-    """
-
-    def __init__(self, store: Store, world_size: int):
-        self._store, self._world_size = PrefixStore("in-process restart", store), world_size
-
-    def generation(self) -> int:
-        """Return the number of restarts so far."""
-        return self._store.add("generation", 0)
-
-    def announce(self) -> int:
-        """Begin the next generation and return its number."""
-        return self._store.add("generation", 1)
-
-    def arrive(self, generation: int) -> None:
-        self._store.add(f"arrived/{generation}", 1)
-
-    def all_arrived(self, generation: int) -> bool:
-        return self._store.add(f"arrived/{generation}", 0) >= self._world_size
-
-    def begin_training(self, generation: int) -> None:
-        self._store.add(f"training/{generation}", 1)
-
-    def all_train(self, generation: int) -> bool:
-        """Return True if all ranks have begun to train in this generation."""
-        return self._store.add(f"training/{generation}", 0) >= self._world_size
-
-    def request_replacement(self, generation: int, ranks: Sequence[int]) -> None:
-        """Ask the launchers to kill and replace ranks that hang."""
-        self._store.set(f"hanging/{generation}", json.dumps(sorted(ranks)))
-
-    def requested(self, generation: int) -> list[int]:
-        """Return the ranks for which a replacement is requested in this generation."""
-        key = f"hanging/{generation}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else []
-
-    def plan_replacement(self, rank: int) -> bool:
-        """Return True for the first plan to replace a rank of the job."""
-        return self._store.add(f"planned/{rank}", 1) == 1
-
-    def request_planned_replacement(self, generation: int, ranks: Sequence[int]) -> None:
-        """Ask the launchers to replace ranks that work, if a restart is left."""
-        self._store.set(f"unhealthy/{generation}", json.dumps(sorted(ranks)))
-
-    def planned(self, generation: int) -> list[int]:
-        """Return the ranks for which a planned replacement is requested in this generation."""
-        key = f"unhealthy/{generation}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else []
-
-    def groups_store(self, generation: int) -> Store:
-        """Return the store for the process groups of a generation."""
-        return PrefixStore(f"groups/{generation}", self._store)
-
-
-def open_restart_store(host: str, port: int, world_size: int) -> RestartStore:
-    """Connect to the job's store."""
-    with limited_silence(STORE_TIMEOUT.total_seconds()):
-        store = TCPStore(host, port, timeout=STORE_TIMEOUT, wait_for_workers=False)
-    return RestartStore(store, world_size)
 
 
 class InProcessRestart:
@@ -122,14 +58,19 @@ class InProcessRestart:
         is_wanted: the run supports it and keeps snapshots in memory.
 
     Attributes:
+        process: this process's ranks, which change if the job is resized.
         is_active: False if the run does not want it or the launcher does not replace ranks.
+        is_elastic: True if the number of ranks may change.
         generation: number of restarts that this rank has taken part in.
         is_replacement: True if this process replaces another one and has not trained yet.
     """
 
     def __init__(self, process: Process, is_wanted: bool):
-        self._process = process
-        self.is_active = is_wanted and process.world_size > 1 and os.environ.get(IN_PROCESS) == "1"
+        self.process = process
+        self.is_elastic = bool(os.environ.get(RESIZES))
+        self._resizes = int(os.environ.get(RESIZES) or 0)
+        several = process.world_size > 1 or self.is_elastic
+        self.is_active = is_wanted and several and os.environ.get(IN_PROCESS) == "1"
         self.is_replacement = os.environ.pop(REPLACEMENT, None) is not None
         self.generation = 0
         self._aborted, self._stopped, self._lock = threading.Event(), threading.Event(), threading.Lock()
@@ -155,7 +96,7 @@ class InProcessRestart:
 
     def _connect(self) -> RestartStore:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return open_restart_store(host, port, self._process.world_size)
+        return open_restart_store(host, port, self.process.world_size)
 
     def is_aborted(self) -> bool:
         """Return True if this rank's collectives have been aborted since the last `meet`."""
@@ -184,16 +125,33 @@ class InProcessRestart:
 
     def _wait_for_arrivals(self) -> int:
         arrived, deadline = 0, time.monotonic() + LIMIT
-        while (newest := self._store.generation()) and not (
-            newest == arrived and self._store.all_arrived(newest)
-        ):
-            if newest > arrived:
-                self._store.arrive(newest)
-                arrived = newest
+        while newest := self._store.generation():
+            if (
+                not self.is_elastic or not self._store.resize_reason()
+            ):  # read after the generation it announces
+                self._follow_resizes()
+                if newest == arrived and self._store.all_arrived(newest):
+                    break
+                if newest > arrived:
+                    self._store.arrive(newest)
+                    arrived = newest
+            else:
+                deadline = time.monotonic() + LIMIT  # the launchers may wait for more machines
             if time.monotonic() > deadline:
                 raise MeetingError(f"not all ranks have arrived within {LIMIT:g} s of the restart")
             time.sleep(0.02)
         return newest
+
+    def _follow_resizes(self) -> None:
+        """Take over the rank that this process has after the resizes since the last call."""
+        while self.is_elastic and self._resizes < self._store.resizes():
+            self._resizes += 1
+            world_size, ranks = self._store.resized_ranks(self._resizes)
+            if self.process.rank not in ranks:
+                raise MeetingError("the other machines continue without this one")
+            self.process = replace(self.process, rank=ranks[self.process.rank], world_size=world_size)
+            self._store.world_size = world_size
+            os.environ |= {"RANK": str(self.process.rank), "WORLD_SIZE": str(world_size)}
 
     def _connect_groups(self) -> Store:
         """Open a store connection for the process groups only. An abort shuts it down with the groups' connections."""
@@ -222,6 +180,14 @@ class InProcessRestart:
         """Ask the launchers to replace ranks that work."""
         self._store.request_planned_replacement(self.generation, ranks)
 
+    def invited(self) -> int:
+        """Return the number of ranks that the job would have with the machines that wait to join."""
+        return self._store.invited()
+
+    def request_resize(self) -> None:
+        """Ask the launchers to take in the machines that wait."""
+        self._store.request_resize(self.generation)
+
     def wait_for_abort(self) -> bool:
         """Wait until the launcher has announced a new generation. Return False if it does not."""
         return self._aborted.wait(ANNOUNCEMENT_TIMEOUT)
@@ -232,7 +198,14 @@ class InProcessRestart:
             return False
         if isinstance(error, MegalithError) and not isinstance(error, RankLost):
             return self._aborted.is_set() and not isinstance(error, MeetingError)
-        return self._aborted.wait(ANNOUNCEMENT_TIMEOUT if is_collective_error(error) else 0)
+        if not is_collective_error(error):
+            return self._aborted.is_set()
+        if self.is_elastic and not self._aborted.wait(LOST_RANKS_DELAY):
+            try:
+                self._store.report_lost_ranks(self.generation)
+            except RuntimeError:  # the launcher that serves the store is lost
+                return self._aborted.is_set()
+        return self._aborted.wait(ANNOUNCEMENT_TIMEOUT)
 
     def release(self) -> None:
         """Destroy the process groups, after the last reference to the run has been dropped."""
@@ -241,7 +214,7 @@ class InProcessRestart:
         gc.collect()
 
     def _watch(self, store: RestartStore) -> None:
-        interval = max(MIN_POLL_INTERVAL, self._process.world_size / POLLS_PER_SECOND)
+        interval = max(MIN_POLL_INTERVAL, self.process.world_size / POLLS_PER_SECOND)
         while not self._stopped.wait(interval):
             try:
                 newest = store.generation()
@@ -249,12 +222,13 @@ class InProcessRestart:
                 return
             with self._lock:
                 if newest > self.generation and not self._aborted.is_set():
-                    self._abort()
+                    grows = self.is_elastic and store.resize_reason() == JOINED
+                    self._abort(has_failed=not grows)
 
-    def _abort(self) -> None:
+    def _abort(self, has_failed: bool) -> None:
         """Make every collective of this rank end. gloo's groups have no abort, so their connections are shut down."""
         self._aborted.set()
-        if self._process.is_first and not self.is_replacement:
+        if has_failed and self.process.is_first and not self.is_replacement:
             print("a rank has failed; restarting in the same processes", file=sys.stderr, flush=True)
         abort_nccl_groups()
         during = open_connections() if self._during is None else self._during

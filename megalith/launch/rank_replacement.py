@@ -9,8 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from megalith.launch.failure import Failure
-from megalith.launch.in_process import LIMIT, REPLACEMENT, RestartStore
+from megalith.launch.in_process import LIMIT, REPLACEMENT
+from megalith.launch.restart_store import JOINED, LOST, RestartStore
 
+HANG_DELAY = 3.0  # seconds after a request in which a launcher replaces a rank of its machine that hangs
 UNEXPECTED = 1  # exit code of a rank with an unexpected error, or that lost its peers
 
 
@@ -26,6 +28,10 @@ class RankReplacement:
         self._generation = 0
         self._has_trained = False
         self._began: float | None = None
+        self._limited_from = 0.0
+        self._requested_at: tuple[int, float] | None = (
+            None  # generation, and when a hanging rank was seen in it
+        )
 
     def requested(self) -> list[int]:
         """Return the ranks of the job whose replacement other ranks have requested because they hang."""
@@ -42,14 +48,59 @@ class RankReplacement:
             codes: exit codes of this machine's ranks; None for one that runs.
             failure: the failure that came first.
         """
-        generation = self._store.generation()
-        self._has_trained = self._has_trained or self._store.all_train(generation)
         codes_left = {code for code in codes if code is not None}
-        return self._has_trained and None in codes and 0 not in codes_left and _is_local(failure)
+        return self.has_trained() and None in codes and 0 not in codes_left and _is_local(failure)
+
+    def has_trained(self) -> bool:
+        """Return True if all ranks have begun to train, so that they can restart in their processes."""
+        self._has_trained = self._has_trained or self._store.all_train(self._store.generation())
+        return self._has_trained
+
+    def invite(self, world_size: int) -> None:
+        """Offer the ranks to continue with the machines that wait, `world_size` ranks in all."""
+        if world_size != self._store.invited():
+            self._store.invite(world_size)
+
+    def resize_reason(self) -> str:
+        """Return why the number of ranks has to change now: LOST, JOINED, or empty."""
+        if reason := self._store.resize_reason():
+            return reason
+        generation = self._store.generation()
+        if self._store.is_resize_requested(generation):
+            return JOINED
+        if self._store.has_lost_ranks(generation) or self._hang_persists(generation):
+            return LOST
+        return ""
+
+    def _hang_persists(self, generation: int) -> bool:
+        """Return True if no launcher has replaced a rank that hangs, because its machine is lost."""
+        if not self._store.requested(generation):
+            return False
+        if self._requested_at is None or self._requested_at[0] != generation:
+            self._requested_at = generation, time.monotonic()
+        return time.monotonic() - self._requested_at[1] > HANG_DELAY
+
+    def begin_resize(self, reason: str) -> int:
+        """Begin a resize, which interrupts the ranks. Return the number of resizes before it."""
+        self._start_clock()
+        self._store.begin_resize(reason)
+        return self._store.resizes()
+
+    def finish_resize(self, world_size: int, ranks: Mapping[int, int]) -> None:
+        """Announce the new ranks by their old ones. Only one launcher calls this."""
+        self._store.finish_resize(world_size, ranks)
+
+    def set_world_size(self, world_size: int) -> None:
+        """Continue with another number of ranks, which have LIMIT seconds from now to train again."""
+        self._store.world_size, self._limited_from = world_size, time.monotonic()
+
+    def _start_clock(self) -> None:
+        if self._began is None:
+            self._began = self._limited_from = time.monotonic()
 
     def begin(self) -> int:
         """Announce the next generation and return its number."""
-        self._began = self._began or time.monotonic()
+        self._start_clock()
         self._generation = self._store.announce()
         return self._generation
 
@@ -62,7 +113,7 @@ class RankReplacement:
             self._began, self._has_trained = None, True
             print(f"all ranks train again after {seconds:.1f} s", file=sys.stderr, flush=True)
             return True
-        return seconds < LIMIT
+        return time.monotonic() - self._limited_from < LIMIT
 
 
 def _is_local(failure: Failure) -> bool:

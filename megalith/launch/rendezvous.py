@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -35,15 +36,33 @@ DEFAULT_PORT = 29400  # torch elastic's
 LAST_CALL = 10  # seconds to wait for more machines once the minimum is reached
 
 
+@dataclass(frozen=True)
+class Membership:
+    """A launcher's place in a running job whose ranks can continue in their processes."""
+
+    group_rank: int
+    address: str
+    """Address and port of the store that the job's ranks use."""
+    port: int
+    resizes: int
+    """Resizes of the job before this round."""
+
+    def is_of(self, other: Membership) -> bool:
+        """Return True if `other` is a member of the same job at the same time."""
+        return asdict(self) | {"group_rank": other.group_rank} == asdict(other)
+
+
 class SingleNodeRendezvous(RendezvousHandler):
     """Rendezvous of a single launcher, with a store on loopback.
 
     Attributes:
         job: unique name of this start of the job.
         serves_store: True if this launcher serves the rendezvous store.
+        is_elastic: True if the number of machines may change.
+        running: the job that the last round has joined or continued; None if it has started all processes.
     """
 
-    use_agent_store, serves_store = True, True
+    use_agent_store, serves_store, is_elastic, running = True, True, False, None
 
     def __init__(self) -> None:
         self.job = uuid.uuid4().hex
@@ -89,6 +108,11 @@ class MultiNodeRendezvous(RendezvousHandler):
     Attributes:
         job: unique name of this start of the job, the same on all machines.
         serves_store: True if this launcher serves the rendezvous store.
+        is_elastic: True if the number of machines may change.
+        running: member 0 of the job that the last round has joined or continued; None if the round starts all
+            processes.
+        members: launchers whose ranks continue in their processes after the last round; their group ranks come first.
+        hides_waiting: report no waiting machines, because they are taken in without a restart of all processes.
     """
 
     use_agent_store = True
@@ -99,7 +123,11 @@ class MultiNodeRendezvous(RendezvousHandler):
         except ValueError as error:
             raise ConfigError(f"--rdzv-endpoint is {endpoint!r}: {error} Give host:port") from None
         self._server: Store | None = None
+        self._next: RendezvousInfo | None = None
+        self.running: Membership | None = None
+        self.members, self.hides_waiting = 0, False
         min_nodes, max_nodes = nnodes
+        self.is_elastic = min_nodes < max_nodes
         count = f"{max_nodes}" if min_nodes == max_nodes else f"{min_nodes} to {max_nodes}"
         print(
             f"waiting at {self._host}:{self._port} for the launchers of {count} machines (--rdzv-id {run_id})",
@@ -141,12 +169,57 @@ class MultiNodeRendezvous(RendezvousHandler):
         return store, job
 
     def next_rendezvous(self) -> RendezvousInfo:
+        info, self._next = self._next or self._meet(None), None
+        return info
+
+    def resize(self, member: Membership) -> RendezvousInfo | None:
+        """Meet the other launchers while this machine's ranks keep their processes.
+
+        Returns:
+            The result of the round. None if the ranks have to start again; the next call of `next_rendezvous` then
+            returns the result.
+        """
+        info = self._meet(member)
+        if self.running is not None and self.running.is_of(member):
+            return info
+        self._next = info
+        return None
+
+    def _meet(self, member: Membership | None) -> RendezvousInfo:
+        """Meet the other launchers. Members of a running job keep their order; the others follow."""
         info = self._inner.next_rendezvous()
-        if info.rank == 0:
-            self._server = serve_store(self._address)
+        launcher = {"serves_store": self.serves_store, "member": member and asdict(member)}
+        info.store.set(f"megalith/launcher/{info.rank}", json.dumps(launcher))
+        launchers = [
+            json.loads(info.store.get(f"megalith/launcher/{rank}")) for rank in range(info.world_size)
+        ]
+        members = {
+            rank: Membership(**each["member"]) for rank, each in enumerate(launchers) if each["member"]
+        }
+        first = [each for each in members.values() if each.group_rank == 0]
+        self.running = first[0] if len(first) == 1 else None
+        group_ranks = {}
+        if self.running is not None:
+            group_ranks = {
+                rank: each.group_rank for rank, each in members.items() if self.running.is_of(each)
+            }
+        self.members = len(group_ranks)
+
+        def order(rank: int) -> tuple[int, bool, int]:
+            serves = self.is_elastic and launchers[rank]["serves_store"]
+            return group_ranks.get(rank, info.world_size), not serves, rank
+
+        rank = sorted(range(info.world_size), key=order).index(info.rank)
+        if rank == 0:
+            if self.running is None:
+                self._server = serve_store(self._address)
             info.store.set("megalith/ranks", json.dumps([self._address, self._server.port]))
         address = RendezvousStoreInfo(*json.loads(info.store.get("megalith/ranks")))
-        return RendezvousInfo(info.store, info.rank, info.world_size, address)
+        return RendezvousInfo(info.store, rank, info.world_size, address)
+
+    def waiting(self) -> int:
+        """Return the number of machines that wait to join."""
+        return self._inner.num_nodes_waiting()
 
     def get_backend(self) -> str:
         return self._inner.get_backend()
@@ -161,7 +234,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return self._inner.num_nodes_waiting()
+        return 0 if self.hides_waiting else self.waiting()
 
     def shutdown(self) -> bool:
         return self._inner.shutdown()

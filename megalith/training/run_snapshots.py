@@ -13,6 +13,7 @@ from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
 from megalith.io import replace_file
+from megalith.launch.heartbeat import Heartbeat
 from megalith.training.run_state import Run, Task
 
 
@@ -69,11 +70,17 @@ class RunSnapshots:
         """Wait for the snapshot in progress. Call it before the process groups are destroyed."""
         self._snapshots.wait()
 
+    def pause(self, heartbeat: Heartbeat, phase: str) -> None:
+        """Wait until the last snapshot is complete on every rank, in a phase that the hang watch does not limit."""
+        self.wait()
+        gather_json(None, self._run.mesh.world)
+        heartbeat.begin_long(phase)
+
     def newest(self) -> Snapshot | None:
         """Return this rank's part of the newest snapshot that all ranks can restore, or None."""
         world = self._run.mesh.world
         while (serial := self._snapshots.find(world)) is not None:
-            if (snapshot := self._snapshots.fetch(serial, world)) is not None:
+            if (snapshot := self._snapshots.fetch(serial, world, self._shards())) is not None:
                 return snapshot
         return None
 

@@ -14,14 +14,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.load import tokenizer_notes
 from megalith.checkpoint import list_steps
 from megalith.checkpoint.memory_snapshots import MemorySnapshots
 from megalith.checkpoint.saver import SAVER_THREAD
-from megalith.comm.collectives import any_rank
+from megalith.comm.collectives import Axis, any_rank, gather_json
 from megalith.config import CheckpointConfig, RunConfig, require_run_config
+from megalith.config.rules.auto_settings import Machine
 from megalith.config.rules.notes import host_notes, offload_notes, overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.batch import Batch
@@ -57,6 +59,7 @@ from megalith.report.out_of_memory import out_of_memory
 from megalith.report.report import Report, open_report
 from megalith.report.streams import guard_standard_streams
 from megalith.training.build import prepare
+from megalith.training.growing import GrowingJob
 from megalith.training.process import detect_machine, prepare_process
 from megalith.training.recovery import FaultHandler
 from megalith.training.resume import load_run
@@ -97,6 +100,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         ConfigError, DataError, CheckpointError: the run is not possible. Nothing has been written.
     """
     require_run_config(config, "megalith.train")
+    settings = config
     wait_as_spare()
     process, attempt, startup_timer = this_process(), this_attempt(), StartupTimer()
     restart = InProcessRestart(process, restarts_in_process(config, task or Task()))
@@ -116,7 +120,19 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         record_failures(output, attempt, process.rank),
         restart,
     ):
-        job = _Job(config, tokenizer, task, device, process, signals, restart, startup_timer, notes, resuming)
+        job = _Job(
+            settings,
+            config,
+            tokenizer,
+            task,
+            device,
+            process,
+            signals,
+            restart,
+            startup_timer,
+            notes,
+            resuming,
+        )
         while (outcome := job.run()) is None:
             restart.release()
         result, loaded_from = outcome
@@ -141,6 +157,8 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
 class _Job:
     """Everything that a run keeps when its process groups, model and data loaders are built again."""
 
+    settings: RunConfig
+    """The configuration before it was prepared for a number of ranks."""
     config: RunConfig
     tokenizer: Tokenizer | None
     task: Task | None
@@ -172,15 +190,30 @@ class _Job:
         self.startup_timer = StartupTimer()
         return None
 
+    def _meet(self) -> Store | None:
+        """Wait for the other ranks. Return the store for the process groups of a restart."""
+        store = self.restart.meet()
+        if self.process != self.restart.process:  # the job has been resized
+            self.process = self.restart.process
+            self.config, self.tokenizer, _ = prepare(self.settings, self.process.world_size)
+        return store
+
+    def _ranks_that_fail_together(self, machine: Machine, world: Axis) -> int:
+        """Return the ranks of a host; if all are on one, those of a launcher. Collective."""
+        if machine.ranks_per_host < world.size:
+            return machine.ranks_per_host
+        return max(gather_json(self.process.local_world_size, world))
+
     def _run(self) -> tuple[TrainingResult, Path | StorePath | None]:
-        config, process, device, restart = self.config, self.process, self.device, self.restart
+        device, restart, runtime = self.device, self.restart, self.config.runtime
         timeout = timedelta(
-            minutes=config.runtime.distributed_timeout_minutes, seconds=config.rl.server_timeout
+            minutes=runtime.distributed_timeout_minutes, seconds=self.config.rl.server_timeout
         )
-        writes = not config.train.skip_train
-        with self.signals.during_rendezvous() if process.world_size > 1 else nullcontext():
-            store = restart.meet()
+        with self.signals.during_rendezvous() if self.process.world_size > 1 else nullcontext():
+            store = self._meet()
+            config, process = self.config, self.process
             init_distributed(device, collective_timeout(timeout), store=store)
+        writes = not config.train.skip_train
         machine = detect_machine(config, device)
         notes = [*self.notes]
         if process.is_first and self.task is None:
@@ -204,7 +237,7 @@ class _Job:
             notes.append("a failure restarts all processes, because parallel.symmetric_memory_groups is set")
             restart = None
         if self.snapshots is not None:
-            self.snapshots.connect(mesh.world, machine.ranks_per_host)
+            self.snapshots.connect(mesh.world, self._ranks_that_fail_together(machine, mesh.world))
         run, heartbeat = None, Heartbeat(mesh, timeout)
         self.startup_timer.mark("settings and processes")
         try:
@@ -291,7 +324,7 @@ class Trainer:
         ):
             run.log = self.report.note
             self.faults = FaultHandler(run, self.report)
-            self.unhealthy = self._unhealthy_ranks()
+            self.unhealthy, self.growing = self._unhealthy_ranks(), self._growing_job()
             if self.loaded_from:
                 run.log(
                     f"resuming from {self.loaded_from}: step {run.step}, {run.consumed_samples} samples consumed"
@@ -332,6 +365,12 @@ class Trainer:
             interval = math.gcd(interval, runtime.straggler_interval)
         world = self.run.mesh.world
         return UnhealthyRanks(world, self.restart, self.memory, self.report, self.heartbeat, interval)
+
+    def _growing_job(self) -> GrowingJob | None:
+        if self.memory is None or self.restart is None or not self.restart.is_elastic:
+            return None
+        world = self.run.mesh.world
+        return GrowingJob(self.config, world, self.restart, self.memory, self.report, self.heartbeat)
 
     def _train_steps(self) -> str | None:
         """Train from the current step. Return the reason for the end, or None if the run has gone back to an earlier
@@ -376,6 +415,8 @@ class Trainer:
         self.run.log_saves()
         if self._takes_snapshot():
             self.memory.take()
+            if self.growing is not None and self.run.step < self.run.total_steps:
+                self.growing.after_snapshot(self.run.step)
 
     def _takes_snapshot(self) -> bool:
         """Return True if a snapshot is due after this step."""

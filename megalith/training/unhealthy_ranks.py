@@ -66,11 +66,9 @@ class UnhealthyRanks:
             text = f"rank {rank} is unhealthy ({reason}); replacing it after step {step}"
             self._report.event(text, event="planned_replacement", step=step, rank=int(rank))
         self._snapshots.take()
-        self._snapshots.wait()
-        gather_json(None, self._world)  # every rank's snapshot is complete
+        self._snapshots.pause(self._heartbeat, "replacing")
         if self._world.rank == 0:
             self._restart.request_planned_replacement([int(rank) for rank in planned])
-        self._heartbeat.begin_long("replacing")  # the hang watch must not end the wait
         if self._restart.wait_for_abort():
             raise RankLost(f"rank {', '.join(planned)} is replaced")
         self._heartbeat.end_long("training")

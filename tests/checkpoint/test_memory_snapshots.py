@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import memory_snapshots
+from megalith.checkpoint.memory_resharding import placed_tensors
 from megalith.checkpoint.memory_snapshots import MemorySnapshots, Snapshot, fill
 from megalith.checkpoint.staging import Staging
 from megalith.comm.collectives import Axis, gather_json
@@ -32,12 +33,12 @@ def state(rank: int, step: int) -> dict:
 
 
 def tensors(shards: dict) -> list:
-    return [values.clone() for _, _, values in memory_snapshots._named_tensors(shards)]
+    return [placed.values.clone() for placed in placed_tensors(shards)]
 
 
 def blank(shards: dict) -> None:
-    for _, _, values in memory_snapshots._named_tensors(shards):
-        values.zero_()
+    for placed in placed_tensors(shards):
+        placed.values.zero_()
 
 
 def world_of(size: int) -> Axis:
@@ -55,7 +56,7 @@ def take(snapshots: MemorySnapshots, rank: int, step: int) -> None:
 def restored(snapshots: MemorySnapshots, world: Axis) -> int | None:
     """Restore the newest snapshot into a blank state; return its step after checking each value."""
     while (serial := snapshots.find(world)) is not None:
-        if (snapshot := snapshots.fetch(serial, world)) is None:
+        if (snapshot := snapshots.fetch(serial, world, state(world.rank, 0))) is None:
             continue
         step = snapshot.description["step"]
         shards, expected = state(world.rank, step), tensors(state(world.rank, step))
@@ -152,9 +153,88 @@ def test_a_snapshot_that_is_not_complete_and_intact_on_all_ranks_is_not_restored
             assert step == 1 and word in error and bool(error) == bool(word) and kept == [1], (point, error)
 
 
+def global_state(step: int) -> tuple:
+    """Return a matrix, its moment in 8 bits and a count, as one process holds them."""
+    generator = torch.Generator().manual_seed(step)
+    moment = Moment.zeros(torch.zeros(10, 64), "fp8", 8, signed=True)
+    moment.copy_(torch.randn(10, 64, generator=generator))
+    return torch.randn(10, 64, generator=generator), moment, torch.tensor(float(step))
+
+
+def sharded_state(rank: int, size: int, step: int, columns: int) -> dict:
+    """A rank's shards: uneven rows over the ranks, of one of `columns` groups of columns; a replicated count."""
+    matrix, moment, count = global_state(step)
+    rows, width = -(-10 // (size // columns)), 64 // columns
+    row, column = min(10, rank // columns * rows), rank % columns * width
+    index = slice(row, min(10, row + rows)), slice(column, column + width)
+    part = Moment(moment.codes[index], moment.scales[index[0], column // 8 : (column + width) // 8], True)
+    place = dict(offset=(row, column), shape=(10, 64), owned=True)
+    return {
+        "optimizer": {"optim.w.exp_avg": LocalShard(part, **place), "optim.w.step": shard(count)},
+        "model": {"w": LocalShard(matrix[index].clone(), **place)},
+    }
+
+
+def resized(before: int, after: int, columns: int, lost: list[int], damage: bool = False) -> int | None:
+    """Take snapshots with `before` ranks, lose the memory of some, and restore with `after`. Returns the step."""
+    rank, snapshots, step = torch.distributed.get_rank(), MemorySnapshots(), None
+    groups = {size: torch.distributed.new_group(range(size)) for size in (before, after)}
+
+    def connect(size: int) -> Axis:
+        world = Axis(size, rank, groups[size])
+        snapshots._world, snapshots._stride = world, 2 if size > 2 else 1
+        return world
+
+    if rank < before:
+        connect(before)
+        for number in (1, 2):
+            shards = sharded_state(rank, before, number, columns)
+            snapshots.take({"step": number, "of": rank}, shards)
+            snapshots.wait()
+    if rank in lost:
+        snapshots = MemorySnapshots()
+    if damage and rank == 1:
+        snapshots._local[2].buffers[0][3] ^= 1
+    if rank >= after:
+        return "lost"
+    world = connect(after)
+    shards = sharded_state(rank, after, 3, columns)
+    while (serial := snapshots.find(world)) is not None:
+        snapshot = snapshots.fetch(serial, world, shards)
+        if snapshot is not None:
+            step = snapshot.description["step"]
+            fill(snapshot, shards)
+            expected = placed_tensors(sharded_state(rank, after, step, columns))
+            values = [placed.values for placed in placed_tensors(shards)]
+            assert all(map(torch.equal, values, [placed.values for placed in expected]))
+            assert snapshot.description["of"] == 0
+            break
+    snapshots.take({"step": 4, "of": rank}, shards)
+    snapshots.wait()
+    assert snapshots.find(world) == snapshots._serial and snapshots.results()[-1].error == ""
+    return step
+
+
+def test_a_job_of_another_size_restores_the_same_values(pool):
+    cases = {
+        "half of the ranks are lost": (4, 2, 1, [2, 3]),
+        "in two groups of columns": (4, 2, 2, [2, 3]),
+        "one rank is left": (2, 1, 1, [1]),
+        "two ranks have joined": (2, 4, 1, [2, 3]),
+        "and one has been replaced": (2, 4, 2, [1, 2, 3]),
+        "three ranks are left": (4, 3, 1, [3]),
+        "from one to four": (1, 4, 1, [1, 2, 3]),
+        "a copy is damaged": (4, 2, 1, [2, 3], True),
+        "partners are lost": (4, 2, 1, [0, 2, 3]),
+    }
+    expected = {"a copy is damaged": 1, "partners are lost": None}
+    for case, results in pool.run_cases(resized, cases, size=4).items():
+        assert {*results} - {"lost"} == {expected.get(case, 2)}, case
+
+
 def test_a_snapshot_of_another_state_is_rejected():
     buffers = [torch.zeros(12, dtype=torch.uint8)]
-    snapshot = Snapshot(1, {"tensors": [["model", "w", "torch.float32", [3]]]}, buffers)
+    snapshot = Snapshot(1, {"tensors": [["model", "w", "torch.float32", [3], [0], [3]]]}, buffers)
     fill(snapshot, {"model": {"w": shard(torch.ones(3))}})
     with pytest.raises(CheckpointError, match="does not fit"):
         fill(snapshot, {"model": {"w": shard(torch.ones(4))}})

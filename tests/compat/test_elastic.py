@@ -1,10 +1,13 @@
 """Contract of torch's elastic agent: its hooks are called, and its attributes exist."""
 
+import json
 import sys
 from types import SimpleNamespace
 
+from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from megalith.compat.elastic import HookedAgent
 from megalith.launch.rendezvous import SingleNodeRendezvous
@@ -66,6 +69,43 @@ def test_no_restart_follows_if_none_remains(tmp_path, monkeypatch):
     monkeypatch.setattr(Recorded, "monitor_workers", give_up)
     agent, result = run("raise SystemExit(3)", tmp_path)
     assert result.is_failed() and agent.calls.count("start") == 1
+
+
+def test_running_workers_get_the_ranks_of_another_rendezvous(tmp_path, monkeypatch):
+    monitor = Recorded.monitor_workers
+
+    def reassign(self, worker_group) -> RunResult:
+        if self.calls.count("monitor") == 0:
+            process, store = worker_group.workers[0].id, HashStore()
+            store.set("torchelastic/assigned_ranks/1", json.dumps([3, 4, 3, 4]))
+            address = RendezvousStoreInfo("127.0.0.1", 1)
+            self.reassign_ranks(worker_group, RendezvousInfo(store, 1, 2, address))
+            (worker,) = worker_group.workers
+            assert (worker.id, worker.global_rank, worker.world_size) == (process, 3, 4)
+            assert (worker_group.group_rank, worker_group.group_world_size) == (1, 2)
+            environment = self.worker_environment(0)
+            assert (environment["RANK"], environment["WORLD_SIZE"], environment["GROUP_RANK"]) == (
+                "3",
+                "4",
+                "1",
+            )
+            self._exit_barrier = lambda: None  # no other agent arrives
+        return monitor(self, worker_group)
+
+    monkeypatch.setattr(Recorded, "monitor_workers", reassign)
+    agent, result = run("pass", tmp_path)
+    assert result.state is WorkerState.SUCCEEDED and agent.calls.count("start") == 1
+
+
+def test_all_workers_are_restarted_on_request(tmp_path, monkeypatch):
+    def restart(self, worker_group) -> RunResult:
+        if self.calls.count("start") == 1:
+            self.restart_workers(worker_group)
+        return HookedAgent.monitor_workers(self, worker_group)
+
+    monkeypatch.setattr(Recorded, "monitor_workers", restart)
+    agent, result = run("pass", tmp_path)
+    assert result.state is WorkerState.SUCCEEDED and agent.calls.count("start") == 2
 
 
 def test_hooks_have_names_that_torchs_agent_does_not_use():

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 from forked import Forked
 from in_process_job import LINK_SWITCH, MARKS, PLAN
 from in_process_trials import JOB, Failure, left_by
-from ranks import saved, steps, until, words, workers_of
+from ranks import records, saved, steps, stored, until, words, workers_of
 from test_phases import STEPS, grpo, training
 
 pytestmark = pytest.mark.full
@@ -75,9 +77,14 @@ class Job:
         late: bool = False,
         failures: Sequence[Failure] | None = None,
         command: Sequence[str] | None = None,
+        nnodes: Sequence[str] = ("2",),
         **settings: object,
     ):
-        """With `failures`, the ranks have the points of in_process_job.py. `command` replaces the training."""
+        """Start the launchers.
+
+        `nnodes` is the option's value, and further options of the launchers. With `failures`, the ranks have the points
+        of in_process_job.py. `command` replaces the training.
+        """
         self.output = folder / "run"
         self.logs = folder / "first", folder / "second"
         limits = {"checkpoint__save_interval": 2, "runtime__distributed_timeout_minutes": 0.1}
@@ -88,7 +95,7 @@ class Job:
             script = WITH_POINTS
             environment |= {PLAN: json.dumps(failures), MARKS: str(folder / "marks")}
             environment |= {LINK_SWITCH: f"ip -n {SECOND} link set {LINK}", "OMP_NUM_THREADS": "1"}
-        options = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"{ADDRESS}:{port}")
+        options = ("--nproc", "1", "--nnodes", *nnodes, "--rdzv-endpoint", f"{ADDRESS}:{port}")
         self.launchers = []
         for host, log in zip(HOSTS, self.logs):
             self.launchers.append(Forked(["-c", script, host, *command, *options], log, env=environment))
@@ -158,6 +165,34 @@ def test_a_host_that_is_lost_is_named_and_the_job_resumes_without_loss(tmp_path)
         and "rank 1 does not answer (stopped, or its machine is lost)" in told
     )
     assert "start the job again, it resumes from the newest checkpoint" in told
+
+
+def test_a_host_behind_a_cut_link_is_left_behind_and_the_other_goes_on_in_its_process(tmp_path):
+    """As in the smaller layout from the same snapshot, which is stored too."""
+    sizes = {"train__train_iters": STEPS, "checkpoint__memory_interval": 2, "model__hidden_dropout": 0.1}
+    cut = [(1, "step", 6, "cut")]
+    elastic = ("1:2", "--max-restarts", "1")
+    try:
+        with Job(tmp_path, 29409, failures=cut, nnodes=elastic, **sizes) as job:
+            assert job.launchers[0].wait() == 0, job.told()
+            assert job.launchers[1].wait() != 0
+    finally:
+        set_link("up")
+    assert "continuing with 1 ranks on 1 machines" in job.told() and "restarting (" not in job.told()
+    (start,) = map(int, re.findall(r"continuing from memory: step (\d+)", job.told()))
+    assert start in (2, 4) and steps(job.output) == list(range(1, STEPS + 1))
+    shutil.copytree(
+        job.output / "checkpoints" / f"step_{start:08d}", tmp_path / "start" / f"step_{start:08d}"
+    )
+    command = words(tmp_path / "alone", **sizes, checkpoint__load=str(tmp_path / "start"))
+    log = tmp_path / "log"
+    assert Forked(["-m", "megalith", *command], log, env={**os.environ, "OMP_NUM_THREADS": "1"}).wait() == 0
+    both = [
+        {each["step"]: each["loss"] for each in records(o / "metrics.jsonl")}
+        for o in (job.output, tmp_path / "alone")
+    ]
+    assert both[1] == {step: loss for step, loss in both[0].items() if step > start}
+    assert stored(job.output, STEPS) == stored(tmp_path / "alone", STEPS)
 
 
 PHASES = {

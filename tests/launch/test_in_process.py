@@ -11,10 +11,11 @@ from torch.distributed import HashStore
 from megalith.errors import CheckpointError
 from megalith.launch.failure import Failure, RankLost
 from megalith.launch.hang_watch import RankStatus, differing_ranks
-from megalith.launch.in_process import IN_PROCESS, InProcessRestart, MeetingError, RestartStore
+from megalith.launch.in_process import IN_PROCESS, RESIZES, InProcessRestart, MeetingError
 from megalith.launch.launcher import Process
 from megalith.launch.network import limited_silence, open_connections, shut_down
 from megalith.launch.rank_replacement import RankReplacement
+from megalith.launch.restart_store import JOINED, LOST, RestartStore
 from megalith.launch.spare import SPARE, assign, wait_as_spare
 
 
@@ -128,6 +129,81 @@ def test_a_rank_survives_the_failures_of_others_only(monkeypatch, aborted):
     monkeypatch.delenv(IN_PROCESS)
     assert not InProcessRestart(Process(0, 2), is_wanted=True).survives(RankLost("gone"))
     assert not restart(monkeypatch, False).__class__(Process(0, 2), is_wanted=False).is_active
+
+
+def elastic(monkeypatch, store: HashStore, rank: int = 1, resizes: int = 0) -> InProcessRestart:
+    """Return a rank of an elastic job of four, which uses `store`."""
+    monkeypatch.setenv(IN_PROCESS, "1")
+    monkeypatch.setenv(RESIZES, str(resizes))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # restored after the test
+    made = InProcessRestart(Process(rank, 4), is_wanted=True)
+    made._store = RestartStore(store, 4)
+    monkeypatch.setattr(made, "_connect_groups", lambda: made.generation)
+    return made
+
+
+@pytest.mark.parametrize(
+    "size, ranks, rank", [(2, {0: 0, 1: 1}, 1), (3, {0: 0, 1: 2, 2: 1}, 2), (1, {0: 0}, None)]
+)
+def test_a_rank_waits_for_its_number_after_a_resize(monkeypatch, size, ranks, rank):
+    store = HashStore()
+    launcher, made = RestartStore(store, 4), elastic(monkeypatch, store)
+    launcher.begin_resize(LOST)
+    launcher.begin_resize(JOINED)  # another launcher follows
+    assert launcher.generation() == 1 and launcher.resize_reason() == LOST
+
+    def finish() -> None:
+        launcher.finish_resize(size, ranks)
+        launcher.world_size = size
+        for _ in range(size - 1):
+            launcher.arrive(2)
+
+    timer = threading.Timer(0.1, finish)
+    timer.start()
+    if rank is None:
+        with pytest.raises(MeetingError, match="without this one"):
+            made.meet()
+    else:
+        assert made.meet() == 2
+        assert (made.process.rank, made.process.world_size) == (rank, size)
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(rank), str(size))
+    timer.join()
+    assert not launcher.resize_reason() and launcher.resizes() == 1
+
+
+def test_a_process_that_started_after_a_resize_has_its_number(monkeypatch):
+    store = HashStore()
+    launcher, made = RestartStore(store, 4), elastic(monkeypatch, store, rank=3, resizes=1)
+    launcher.begin_resize(JOINED)
+    launcher.finish_resize(4, {0: 0, 1: 1})
+    for _ in range(3):
+        launcher.arrive(2)
+    assert made.meet() == 2 and made.process.rank == 3
+
+
+def test_a_rank_reports_ranks_that_no_launcher_replaces(monkeypatch):
+    monkeypatch.setattr("megalith.launch.in_process.LOST_RANKS_DELAY", 0.01)
+    monkeypatch.setattr("megalith.launch.in_process.ANNOUNCEMENT_TIMEOUT", 0.01)
+    store = HashStore()
+    made = elastic(monkeypatch, store)
+    launcher = RankReplacement(RestartStore(store, 4))
+    assert launcher.resize_reason() == ""
+    assert not made.survives(ValueError("a bug")) and launcher.resize_reason() == ""
+    assert not made.survives(RankLost("gone")) and launcher.resize_reason() == LOST
+    monkeypatch.delenv(RESIZES)
+    assert not InProcessRestart(Process(0, 2), is_wanted=True).is_elastic
+
+
+def test_a_machine_is_lost_if_no_launcher_replaces_its_hanging_rank(monkeypatch):
+    store = RestartStore(HashStore(), 4)
+    launcher = RankReplacement(store)
+    store.request_replacement(0, [3])
+    assert launcher.resize_reason() == ""
+    monkeypatch.setattr("megalith.launch.rank_replacement.HANG_DELAY", 0.0)
+    assert launcher.resize_reason() == LOST
+    store.announce()  # the rank has been replaced
+    assert launcher.resize_reason() == ""
 
 
 def test_the_minority_hangs():

@@ -19,7 +19,12 @@ from megalith.launch import tcp_store as stores
 from megalith.launch.launcher import init_distributed
 from megalith.launch.network import is_this_host
 from megalith.launch.peer_watch import PeerWatch
-from megalith.launch.rendezvous import MultiNodeRendezvous, SingleNodeRendezvous, default_run_id
+from megalith.launch.rendezvous import (
+    Membership,
+    MultiNodeRendezvous,
+    SingleNodeRendezvous,
+    default_run_id,
+)
 from megalith.launch.tcp_store import connect_store, serve_store
 
 MINUTE = timedelta(minutes=1)
@@ -147,6 +152,53 @@ def test_launchers_of_one_job_meet_and_one_of_another_job_is_refused(capsys, mon
     assert sorted(info.rank for info in met) == [0, 1] and {info.world_size for info in met} == {2}
     assert len({info.bootstrap_store_info.master_port for info in met}) == 1
     assert first.shutdown() and second.shutdown()
+
+
+def all_of(*calls):
+    """Call functions in threads of their own; return their results in order."""
+    results = [None] * len(calls)
+
+    def call(number: int) -> None:
+        results[number] = calls[number]()
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_members_of_a_running_job_keep_their_order_and_their_store(monkeypatch):
+    """Two launchers meet, a third one joins, one of them misses a resize, and the first one's ranks start again."""
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    monkeypatch.setattr("megalith.launch.rendezvous.LAST_CALL", 1)
+    endpoint = f"127.0.0.1:{free_port()}"
+    first, second, third = (MultiNodeRendezvous(endpoint, "ours", (2, 3)) for _ in range(3))
+    assert first.serves_store and first.is_elastic
+    one, two = all_of(first.next_rendezvous, second.next_rendezvous)
+    assert (one.rank, two.rank, one.world_size) == (0, 1, 2) and first.running is second.running is None
+    port = one.bootstrap_store_info.master_port
+    members = [Membership(rank, "127.0.0.1", port, 0) for rank in (0, 1)]
+    infos = all_of(lambda: first.resize(members[0]), lambda: second.resize(members[1]), third.next_rendezvous)
+    assert [info.rank for info in infos] == [0, 1, 2] and {info.world_size for info in infos} == {3}
+    assert {info.bootstrap_store_info.master_port for info in infos} == {port}
+    assert {each.running for each in (first, second, third)} == {members[0]}
+    assert [each.members for each in (first, second, third)] == [2, 2, 2]
+    now = [Membership(rank, "127.0.0.1", port, 1) for rank in (0, 1, 2)]
+    infos = all_of(
+        lambda: first.resize(now[0]), lambda: second.resize(members[1]), lambda: third.resize(now[2])
+    )
+    assert infos[1] is None  # it has missed a resize
+    infos[1] = second.next_rendezvous()
+    assert [info.rank for info in infos] == [0, 2, 1] and second.running == now[0] and third.members == 2
+    infos = all_of(first.next_rendezvous, lambda: second.resize(now[2]), lambda: third.resize(now[1]))
+    assert infos[1] is infos[2] is None and third.running is None  # member 0 has lost its processes
+    infos = [infos[0], second.next_rendezvous(), third.next_rendezvous()]
+    assert infos[0].rank == 0 and sorted(info.rank for info in infos) == [0, 1, 2]
+    assert {info.bootstrap_store_info.master_port for info in infos} != {port}
+    for each in (first, second, third):
+        each.shutdown()
 
 
 @pytest.fixture
