@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from megalith.ops import attention_core, fused_norm
 from megalith.ops.batch_invariant import invariant_attention, norms
-from megalith.ops.batch_invariant.matmul import matmul
+from megalith.ops.batch_invariant.matmul import PARTS, matmul, sum_of_parts
 from megalith.ops.batch_invariant.token_logprobs import statistics as batch_invariant_statistics
 from megalith.ops.cross_entropy import ORDINARY
 
@@ -41,6 +41,14 @@ def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
             f"linear, {tokens} tokens",
             lambda n: F.linear(x[:n], weight),
             lambda n: matmul(x[:n], weight),
+            tokens,
+        )
+    wide, narrowing = random(args.tokens, 4 * hidden), random(hidden, 4 * hidden)
+    for tokens in (args.tokens, args.rows):
+        yield (
+            f"row-parallel linear, {tokens} tokens",
+            lambda n: F.linear(wide[:n], narrowing),
+            lambda n: sum_of_parts(wide[:n], narrowing, PARTS, dtype),
             tokens,
         )
     yield (
@@ -77,8 +85,8 @@ def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
     )
     yield (
         "softmax statistics",
-        lambda n: ORDINARY.statistics(logits[:n], targets[:n], 1.0, False)[0],
-        lambda n: batch_invariant_statistics(logits[:n], targets[:n], 1.0, False)[0],
+        lambda n: ORDINARY.statistics(logits[:n], targets[:n], targets[:n] == 0, 1.0, False)[0],
+        lambda n: batch_invariant_statistics(logits[:n], targets[:n], targets[:n] == 0, 1.0, False)[0],
         args.rows,
     )
 

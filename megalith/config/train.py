@@ -285,8 +285,8 @@ class TrainConfig(Section):
 
     batch_invariant: bool = False
     """Compute each sequence with operators whose bits do not depend on the batch, and its gradient in a pass of its
-    own, so that losses have the same bits for every micro_batch_size and, without sharding and pipelines, for 1, 2, 4
-    or 8 data-parallel ranks (docs/exactness.md). Slower."""
+    own, so that losses have the same bits for every micro_batch_size and for 1, 2, 4 or 8 data-parallel ranks
+    (docs/exactness.md). Slower."""
 
     output_dir: str = "output"
     """Folder of the run for metrics, checkpoints and the resolved configuration."""

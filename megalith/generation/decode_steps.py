@@ -168,7 +168,7 @@ class DecodeSteps:
         if self._batch_invariant:
             temperature = sampling.temperature if settings is None else settings[0, :, None]
             raw_logits = logits if raw_logits is None else raw_logits
-            logprobs = self._exact_logprobs(raw_logits, ids, temperature, shard["vocab_size"])
+            logprobs = self._exact_logprobs(raw_logits, ids, temperature, **shard)
         return ids, logprobs
 
     def _decode_step(self, sampling: Sampling, rows: int, longest: int, used: UsedParts = NO_PARTS) -> None:
@@ -217,10 +217,10 @@ class DecodeSteps:
         position.mul_(alive)  # idle rows attend to one key
 
     @staticmethod
-    def _exact_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, vocab_size: int) -> Tensor:
+    def _exact_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, **shard) -> Tensor:
         """Return the log-probabilities that the trainer's loss has, float32 [rows]; greedy ones at temperature 1."""
         if isinstance(temperature, Tensor):
             temperature = torch.where(temperature == 0, 1.0, temperature)
         elif temperature == 0:
             temperature = 1.0
-        return token_logprobs(logits, ids, temperature, vocab_size)
+        return token_logprobs(logits, ids, temperature, **shard)

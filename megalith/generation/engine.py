@@ -171,8 +171,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         self._batch_invariant, self._head_math = batch_invariant, ORDINARY
         self._attend_cached, self._attend_continued = cached_attention, continued_attention
         if batch_invariant:
-            check_batch_invariant_engine(config, tp.size, lora, self.slots)
-            apply_batch_invariant(self.model)
+            check_batch_invariant_engine(config, lora, self.slots)
+            apply_batch_invariant(self.model, tp)
             self._head_math = BATCH_INVARIANT
             self._attend_cached = invariant_attention.cached_attention
             self._attend_continued = invariant_attention.continued_attention

@@ -16,6 +16,7 @@ router and the rows' destinations are in the graph (`MoE.plan`), the experts are
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -229,17 +230,22 @@ class ExpertRows(NamedTuple):
 
 
 class Dispatch:
-    """Dispatch on one device: sorts rows by expert and sums the outputs of each token's rows.
+    """Dispatch on one device: sorts rows by expert and sums the outputs of each token's rows."""
 
-    `in_order`: add them one by one, in the order of the token's experts.
-    """
+    adds_in_order = False
+    """Add a token's outputs one by one, in the order of its experts."""
 
-    def __init__(self, config: ModelConfig, in_order: bool = False):
+    def __init__(self, config: ModelConfig):
         self.experts = self.local_experts = config.num_experts
         self.fills_up = config.moe_pad_expert_input_to_capacity
         self.bounded = False  # buffers for the worst case, so that the host needs no row counts
         self.fusion = config.moe_permute_fusion
-        self.in_order = in_order
+
+    def adding_in_order(self) -> Dispatch:
+        """Return the same dispatch with `adds_in_order`."""
+        dispatch = copy.copy(self)
+        dispatch.adds_in_order = True
+        return dispatch
 
     def plan(self, routing: Routing, layout: PassLayout) -> ExpertRows:
         """Return each row's destination, without waiting for the device."""
@@ -282,7 +288,7 @@ class Dispatch:
         groups = RowGroups(plan.counts, sizes, plan.bounded, adapters)
         rows, row_weights, order = self.take(x, plan, count, groups.end)
         rows = experts(rows, row_weights, groups)
-        return sum_rows(rows, order, self.fusion, self.in_order)
+        return sum_rows(rows, order, self.fusion, self.adds_in_order)
 
     def take(
         self, x: Tensor, plan: ExpertRows, count: int | None, end: Tensor | None = None

@@ -44,14 +44,35 @@ class HeadMath(NamedTuple):
     linear: Callable[
         [Tensor, Tensor, Tensor | None], Tensor
     ]  # as torch.nn.functional.linear, without a gradient
-    statistics: Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # as `_logit_statistics`
+    statistics: Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # as `vocabulary_statistics`
 
 
-def _fused_statistics(logits: Tensor, row: Tensor, temperature: float, entropy: bool):
-    return as_one_kernel(_logit_statistics, logits, row, temperature, entropy)
+def vocabulary_statistics(
+    logits: Tensor,
+    row: Tensor,
+    is_local: Tensor,
+    temperature: float,
+    entropy: bool,
+    axis: Axis = Axis(),  # noqa: B008 (immutable)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return log Σ exp, the targets' logits and the entropy of the softmax of logits / temperature, in fp32.
+
+    Args:
+        logits: [tokens, rows], this rank's shard of the vocabulary.
+        row: int64 [tokens, k], the targets' rows in the shard.
+        is_local: bool [tokens, k], True for targets on this rank.
+        temperature: divides the logits.
+        entropy: compute the entropy.
+        axis: the ranks among which the vocabulary is sharded.
+
+    Returns:
+        [tokens], [tokens, k] and [tokens], the same on every rank. The entropy is None without `entropy`.
+    """
+    log_sum, targets, entropies = as_one_kernel(_logit_statistics, logits, row, temperature, entropy)
+    return _reduce_vocab(log_sum, targets, is_local, entropies, axis)
 
 
-ORDINARY = HeadMath(F.linear, _fused_statistics)
+ORDINARY = HeadMath(F.linear, vocabulary_statistics)
 
 
 def linear_cross_entropy(
@@ -208,8 +229,7 @@ class _LinearLosses(torch.autograd.Function):
                 losses.append(fused.softmax_loss_(grad, row, values[0] * factor, real).sum() / factor)
             else:
                 logits, at, is_local = real_logits(x, matrix, row[:, None], real, softcap, added, math)
-                parts = math.statistics(logits, at, temperature, entropy)
-                log_sum, logit, entropies = _reduce_vocab(parts[0], parts[1], is_local, parts[2], axis)
+                log_sum, logit, entropies = math.statistics(logits, at, is_local, temperature, entropy, axis)
                 logprobs, chunk_tokens = logit[:, 0] - log_sum, dict(zip(tokens, values))
                 loss, *slopes = _loss_and_slopes(of, logprobs, entropies, chunk_tokens, wants_gradient)
                 losses.append(loss)
@@ -353,8 +373,7 @@ class _LinearLogprobs(torch.autograd.Function):
         added = None if bias is None else bias.to(hidden.dtype)
         for x, targets in zip(hidden.split(chunk), index.split(chunk)):
             logits, row, is_local = real_logits(x, matrix, targets, real, softcap, added, math)
-            parts = math.statistics(logits, row, temperature, entropy)
-            results.append(_reduce_vocab(parts[0], parts[1], is_local, parts[2], axis))
+            results.append(math.statistics(logits, row, is_local, temperature, entropy, axis))
         log_sum, logit, entropies = (None if part[0] is None else torch.cat(part) for part in zip(*results))
         ctx.save_for_backward(hidden, weight, index, log_sum, entropies, bias)
         return logit - log_sum[:, None], entropies

@@ -79,7 +79,7 @@ def apply(
         apply_coded_base(chunk, config.lora)
         apply_fp8(chunk, config, mesh, device, table)
         if config.is_batch_invariant:
-            apply_batch_invariant(chunk)
+            apply_batch_invariant(chunk, mesh.tp)
         apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp, compiles(config, device))
         if compiles(config, device):
@@ -92,7 +92,7 @@ def apply(
                 if layer.has_experts and layer.mlp.shared_experts is not None:
                     layer.mlp.shared_experts.compile(fullgraph=True)
         apply_activation_offload(chunk, parallel)
-    apply_data(chunks, mesh, parallel)
+    apply_data(chunks, mesh, parallel, in_order=config.train.batch_invariant)
     for chunk in chunks:
         chunk.to_empty(device=device)
         if device.type != "meta":  # a dry run has no storage

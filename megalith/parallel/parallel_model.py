@@ -29,7 +29,7 @@ from megalith.parallel.data.data_parallel import (
     wait_for_reductions,
 )
 from megalith.parallel.data.gradient_norm import loss_denominators
-from megalith.parallel.data.ordered_sums import accumulate_in_order
+from megalith.parallel.data.ordered_sums import OrderedGradients, additions
 from megalith.parallel.expert.expert_counts import gather_tallies, update_expert_biases
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.model_spec import LocalMicroBatch, ModelSpec
@@ -77,8 +77,10 @@ class ParallelModel:
         # Rows' losses are added in fp64, in which the order, and so the data-parallel size, does not matter.
         self._loss_dtype = torch.float64 if spec.runs_row_by_row else torch.float32
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
-        strategy = parallel.data_parallel_sharding_strategy
-        self._adds_in_order = spec.runs_row_by_row and strategy == "no_shard" and self.pipeline is None
+        self._adds_in_order = spec.runs_row_by_row and (
+            self.pipeline is None or schedule_kind(parallel) != "zero_bubble"
+        )
+        self._ordered: dict[nn.Module, OrderedGradients] = {}  # of the passes of a step, by chunk
         self.tallies: Tensor | None = None  # token counts per expert in the last step: see gather_tallies
         self._ids = TokenIds(self._vocab_size(), WRONG_IDS)
         self.local_loss = torch.zeros((), device=device)
@@ -388,6 +390,12 @@ class ParallelModel:
         if factor is None:
             local_batches = [replace(micro_batch, mtp_targets=None) for micro_batch in local_batches]
         local_batches = [micro_batch.to(self.device) for micro_batch in local_batches]
+        if self._adds_in_order and factor is not None:
+            sharded = self._parallel.data_parallel_sharding_strategy != "no_shard"
+            order = additions(len(local_batches), neighbours=sharded)
+            local_batches = [local_batches[number] for number, _ in order]
+            chunks = self.parameters.by_chunk.items()
+            self._ordered = {chunk: OrderedGradients(parameters, order) for chunk, parameters in chunks}
         if self.pipeline is not None:
             return (
                 self.pipeline.evaluate(local_batches)
@@ -395,28 +403,21 @@ class ParallelModel:
                 else self.pipeline.step(local_batches, torch.ones_like(factor))
             )
         loss = torch.zeros((), dtype=self._loss_dtype, device=self.device)
-        if self._adds_in_order and factor is not None:
-            return self._run_in_order(local_batches, loss)
         for number, micro_batch in enumerate(local_batches):
             losses = self._forward(self.chunks[0], micro_batch, None)
             if factor is not None:
-                prepare_backward(self.chunks, self._parallel, is_last=number == len(local_batches) - 1)
+                self._before_backward(self.chunks[0], number == len(local_batches) - 1)
                 losses.backward()
+                self._after_backward(self.chunks[0])
             loss += losses.detach()
         return loss
 
-    def _run_in_order(self, rows: list[LocalMicroBatch], loss: Tensor) -> Tensor:
-        """Run the passes of single rows, and add their gradients by the tree of ordered_sums.py. Return `loss` with
-        their losses added."""
+    def _before_backward(self, chunk: nn.Module, is_last: bool) -> None:
+        prepare_backward([chunk], self._parallel, is_last, self._adds_in_order)
 
-        def run_row(index: int) -> None:
-            losses = self._forward(self.chunks[0], rows[index], None)
-            prepare_backward(self.chunks, self._parallel, is_last=index == len(rows) - 1, in_order=True)
-            losses.backward()
-            loss.add_(losses.detach())
-
-        accumulate_in_order(self.chunks[0].parameters(), len(rows), run_row)
-        return loss
+    def _after_backward(self, chunk: nn.Module) -> None:
+        if self._adds_in_order:
+            self._ordered[chunk].add_pass()
 
     def _all_reduce_loss(self, loss: Tensor) -> Tensor:
         """Return the sum over data, context and pipeline ranks. Only the last stage has a loss that is not zero."""
@@ -434,7 +435,8 @@ class ParallelModel:
             ),
             group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
             loss_dtype=self._loss_dtype,
-            before_backward=lambda chunk, last: prepare_backward([chunk], parallel, last),
+            before_backward=self._before_backward,
+            after_backward=self._after_backward,
             after_weights=lambda chunk, last: finish_weight_gradients([chunk], parallel, last),
         )
 

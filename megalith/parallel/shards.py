@@ -104,6 +104,8 @@ class LocalParameters:
 
     def __init__(self, chunks: Iterable[nn.Module]):
         self._chunks = chunks = list(chunks)
+        self.by_chunk = {chunk: list(chunk.parameters()) for chunk in chunks}
+        """The model's parameters by chunk, which FSDP2 replaces by others while they are gathered."""
         self._state = [item for chunk in chunks for item in chunk.named_parameters()]
         self.copies = {name: axis for chunk in chunks for name, axis in replica_axes(chunk).items()}
         """Replicated plain parameters: the axis of ranks that hold each, by name."""

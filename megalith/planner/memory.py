@@ -101,7 +101,7 @@ class StageMemory:
         self.expert_shards = expert_shard_size(parallel, world_size)
         self.sums = 1
         """Gradients that a rank holds: with train.batch_invariant one per level of the tree that adds its rows'."""
-        if config.train.batch_invariant and not is_sharded and parallel.pipeline_model_parallel_size == 1:
+        if config.train.batch_invariant and schedule_kind(parallel) != "zero_bubble":
             rows = max((config.train.global_batch_size or 1) // copies, 1)
             self.sums += math.ceil(math.log2(rows))
         self.accumulates = accumulates or self.sums > 1

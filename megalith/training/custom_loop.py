@@ -32,7 +32,7 @@ from megalith.optim.averages import averaged_weights, update_ema
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.optimizer import build_optimizer, set_learning_rate
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
-from megalith.parallel.data.gradient_norm import GradientSquares
+from megalith.parallel.data.gradient_norm import GradientSquares, OrderFreeGradientSquares
 from megalith.parallel.data.layer_norms import LayerNorms
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.model_spec import ModelSpec
@@ -109,7 +109,8 @@ class Optimizer:
             None if model.config is None else model.config.mup_ratios,
         )
         self.loss_scale = build_loss_scale(precision, config, model.device)
-        self.gradient_squares = GradientSquares(
+        squares = OrderFreeGradientSquares if model.spec.runs_row_by_row else GradientSquares
+        self.gradient_squares = squares(
             model.parameters, mesh.world, sum_of_squares, counted_elsewhere(chunks, mesh), model.device
         )
 

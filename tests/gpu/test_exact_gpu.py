@@ -8,11 +8,13 @@ from torch.nn import functional as F
 from megalith.config import RunConfig
 from megalith.generation.requests import Sampling
 from megalith.generation.sync import engine_for
+from megalith.launch.pool import Pool
 from megalith.ops.attention_core import attention as ordinary_attention
 from megalith.ops.batch_invariant import matmul as matmuls
 from megalith.ops.batch_invariant import norms
+from megalith.ops.batch_invariant.elementwise import sum_by_pairs
 from megalith.ops.batch_invariant.invariant_attention import attention, cached_attention
-from megalith.ops.batch_invariant.matmul import matmul
+from megalith.ops.batch_invariant.matmul import matmul, sum_of_parts
 from megalith.ops.batch_invariant.token_logprobs import statistics
 from megalith.ops.documents import padding_attention_mask
 from megalith.parallel.mesh import build_mesh
@@ -43,6 +45,25 @@ def test_a_matmul_is_right_and_a_row_has_the_same_bits_in_every_batch(inner, out
         assert torch.equal(matmul(x[:rows], weight), every[:rows])
     for position in (1, 17, 63, 127, 128, 500):
         assert torch.equal(matmul(x.roll(position, 0), weight)[position], every[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "out"), [(64, 96), (4096, 2048), (1000, 250), (14_336, 512)])
+def test_a_matmul_in_parts_is_right_and_ranks_add_the_same_bits(inner, out, dtype):
+    torch.manual_seed(0)
+    x, weight = rand(300, inner, dtype=dtype), rand(out, inner, dtype=dtype)
+    every = sum_of_parts(x, weight, 8, torch.float32)
+    assert close(every, x.double() @ weight.double().T, 1e-5)
+    assert close(sum_of_parts(x, weight, 8, dtype), every, DTYPES[dtype])
+    for rows in (1, 16, 129):
+        assert torch.equal(sum_of_parts(x[:rows], weight, 8, torch.float32), every[:rows])
+    for ranks in (2, 4, 8):
+        shards = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
+        sums = [sum_of_parts(*shard, 8 // ranks, torch.float32) for shard in shards]
+        assert torch.equal(sum_by_pairs(torch.stack(sums)), every)
+    for ranks in (2, 8):  # of a column-parallel linear
+        shards = weight.chunk(ranks)
+        assert torch.equal(torch.cat([matmul(x, shard) for shard in shards], 1), matmul(x, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,16 +112,19 @@ def test_a_norm_and_its_gradient_are_the_ordinary_ones(width, centred, dtype):
     assert all(close(a, b, DTYPES[dtype]) for a, b in zip(ours, theirs))
 
 
+EVERY = torch.ones(1, dtype=torch.bool)
+
+
 @pytest.mark.parametrize("vocab", [100, 4096, 50_257])
 def test_softmax_statistics_are_those_of_fp64(vocab):
     torch.manual_seed(0)
     logits, ids = 3 * rand(100, vocab), torch.randint(vocab, (100,), device="cuda")
     log_p = (logits.double() / 0.7).log_softmax(-1)
-    log_sum, logit, entropy = statistics(logits, ids[:, None], 0.7, True)
+    log_sum, logit, entropy = statistics(logits, ids[:, None], EVERY.cuda(), 0.7, True)
     expected = log_p.gather(1, ids[:, None])[:, 0]
     assert (logit[:, 0] - log_sum - expected).abs().max() < 1e-5
     assert (entropy + (log_p.exp() * log_p).sum(-1)).abs().max() < 1e-4
-    assert torch.equal(statistics(logits[9:10], ids[9:10, None], 0.7, False)[0], log_sum[9:10])
+    assert torch.equal(statistics(logits[9:10], ids[9:10, None], EVERY.cuda(), 0.7, False)[0], log_sum[9:10])
 
 
 BATCH, SEQ = 3, 300
@@ -173,23 +197,28 @@ def run_config(folder, model: dict, **sections) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_engine_and_trainer_have_the_same_bits_in_bf16(tmp_path, name, graphs):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1"}\n')
-    rl = dict(prompts=str(tmp_path / "prompts.jsonl"), reward_funcs="length", exact=True, num_generations=4)
-    config = run_config(tmp_path, MODELS[name], rl=rl)
+def exact_config(folder, name: str, parallel: dict) -> RunConfig:
+    (folder / "prompts.jsonl").write_text('{"prompt": "1"}\n')
+    rl = dict(prompts=str(folder / "prompts.jsonl"), reward_funcs="length", exact=True, num_generations=4)
+    return run_config(folder, MODELS[name], rl=rl, parallel=parallel)
+
+
+def exact_model(config: RunConfig, size: int = 1):
     has_experts = config.model.num_experts is not None
-    model = build_model(
-        config, build_mesh(config.parallel, 1, "cuda", has_experts=has_experts), torch.device("cuda")
-    )
-    sampling, results = Sampling(max_new_tokens=60, temperature=0.7, seed=3), []
-    for rows in (16, 3, 1):
-        engine = engine_for(model, max_rows=rows, max_tokens=256, graphs=graphs)
-        done = engine.generate(PROMPTS, sampling, num_generations=3 if rows > 1 else 1)
-        results.append({(each.prompt, each.generation): (each.ids, each.logprobs) for each in done})
-    assert results[1] == results[0]
-    assert all(results[0][which] == found for which, found in results[2].items())
+    device = torch.device("cuda", torch.cuda.current_device())
+    return build_model(config, build_mesh(config.parallel, size, "cuda", has_experts=has_experts), device)
+
+
+def completions(model, rows: int, graphs: bool, count: int = 3) -> dict[tuple[int, int], tuple]:
+    """Token ids and log-probabilities by prompt and generation."""
+    engine = engine_for(model, max_rows=rows, max_tokens=256, graphs=graphs)
+    sampling = Sampling(max_new_tokens=60, temperature=0.7, seed=3)
+    done = engine.generate(PROMPTS, sampling, num_generations=count)
+    return {(each.prompt, each.generation): (each.ids, each.logprobs) for each in done}
+
+
+def assert_scored_alike(config: RunConfig, model, done: dict[tuple[int, int], tuple]) -> None:
+    """Assert that the trainer gives completions the engine's log-probabilities, however they are batched."""
     samples = [
         Sample(
             np.array(PROMPTS[prompt]),
@@ -197,7 +226,7 @@ def test_engine_and_trainer_have_the_same_bits_in_bf16(tmp_path, name, graphs):
             1.0,
             True,
         )
-        for (prompt, _), (ids, logprobs) in results[0].items()
+        for (prompt, _), (ids, logprobs) in done.items()
     ]
     for packing, micro in ((False, 1), (False, 5), (True, 1), (True, 3)):
         changed = config.with_settings({"rl.packing": packing, "train.micro_batch_size": micro})
@@ -208,6 +237,38 @@ def test_engine_and_trainer_have_the_same_bits_in_bf16(tmp_path, name, graphs):
             if batch.rollout_logprobs is not None:
                 counted = batch.loss_mask > 0
                 assert torch.equal(ours.cpu()[counted], batch.rollout_logprobs[counted]), (packing, micro)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_and_trainer_have_the_same_bits_in_bf16(tmp_path, name, graphs):
+    config = exact_config(tmp_path, name, {})
+    model = exact_model(config)
+    results = [completions(model, rows, graphs, 3 if rows > 1 else 1) for rows in (16, 3, 1)]
+    assert results[1] == results[0]
+    assert all(results[0][which] == found for which, found in results[2].items())
+    assert_scored_alike(config, model, results[0])
+
+
+def exact_in_two(config: RunConfig) -> dict[tuple[int, int], tuple]:
+    model = exact_model(config, 2)
+    done = completions(model, 3, graphs=False)
+    assert_scored_alike(config, model, done)
+    return done
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_tensor_parallel_ranks_have_the_bits_of_one(tmp_path, name, sequence_parallel):
+    alone = completions(exact_model(exact_config(tmp_path, name, {})), 16, graphs=False)
+    parallel = dict(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    pool = Pool(2, timeout=300, device_type="cuda")
+    try:
+        first, second = pool.run(exact_in_two, exact_config(tmp_path, name, parallel))
+    finally:
+        pool.close()
+    assert first == second == alone
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])

@@ -5,6 +5,7 @@ sizes that fill no tile.
 """
 
 import math
+from functools import partial
 from itertools import product
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from megalith.ops import gumbel, kernels
 from megalith.ops.activation import ACTIVATIONS, gelu_tanh
 from megalith.ops.attention_core import cached_attention, split_qkv, visible_positions
+from megalith.ops.batch_invariant.elementwise import sum_by_pairs
 from megalith.ops.dropout import column_keys, counter_dropout, token_keys
 from megalith.ops.fp8 import codes as fp8
 from megalith.ops.kernels import batch_invariant_kernels, decode_kernel, norm_kernel, sampling_kernel
@@ -292,6 +294,16 @@ def batch_invariant(dtype: torch.dtype) -> None:
     exact = torch.cat([x[:10].double() @ grouped[0].double().T, x[10:].double() @ grouped[2].double().T])
     near(batch_invariant_kernels.tiled_matmul(x, grouped, dtype, ends), exact, ROUNDING[dtype])
 
+    x, weight = random(37, 80, dtype=dtype), random(50, 80, dtype=dtype)
+    parts = partial(batch_invariant_kernels.matmul_in_parts, dtype=torch.float32)
+    every = parts(strided(x), strided(weight), parts=8)
+    near(every, x.double() @ weight.double().T, ROUNDING[dtype])
+    assert torch.equal(parts(x[5:6], weight, parts=8), every[5:6])
+    for ranks in (2, 4, 8):
+        shards = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
+        sums = torch.stack([parts(*shard, parts=8 // ranks) for shard in shards])
+        assert torch.equal(sum_by_pairs(sums), every)
+
     rows, factor, shift = random(6, 70, dtype=dtype), random(70), random(70)
     near(
         batch_invariant_kernels.row_norm(strided(rows), factor, None, 1e-5),
@@ -304,10 +316,10 @@ def batch_invariant(dtype: torch.dtype) -> None:
         ROUNDING[dtype],
     )
     z = 3 * random(4, 9000)
-    log_sum, entropy = batch_invariant_kernels.softmax_statistics(strided(z))
+    largest, total, product = batch_invariant_kernels.softmax_sums(strided(z))
     logs = z.double().log_softmax(-1)
-    near(log_sum, z.double().logsumexp(-1), 1e-6)
-    near(entropy, -(logs.exp() * logs).sum(-1), 1e-5)
+    near(largest + total.log(), z.double().logsumexp(-1), 1e-6)
+    near(total.log() - product / total, -(logs.exp() * logs).sum(-1), 1e-5)
 
 
 def batch_invariant_attention(dtype: torch.dtype, window: int | None, documents: bool) -> None:

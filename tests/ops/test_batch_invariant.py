@@ -11,9 +11,19 @@ from megalith.ops.activation import ACTIVATIONS, gated_activation
 from megalith.ops.attention_core import attention as ordinary_attention
 from megalith.ops.attention_core import visible_positions
 from megalith.ops.batch_invariant import norms
-from megalith.ops.batch_invariant.elementwise import activation_by_whole_vectors, by_whole_vectors
+from megalith.ops.batch_invariant.elementwise import (
+    activation_by_whole_vectors,
+    by_whole_vectors,
+    sum_by_pairs,
+)
 from megalith.ops.batch_invariant.invariant_attention import attention, cached_attention
-from megalith.ops.batch_invariant.matmul import TILE, BatchInvariantGroupedGemm, matmul
+from megalith.ops.batch_invariant.matmul import (
+    TILE,
+    BatchInvariantGroupedGemm,
+    local_parts,
+    matmul,
+    sum_of_parts,
+)
 from megalith.ops.batch_invariant.token_logprobs import statistics, token_logprobs
 from megalith.ops.documents import padding_attention_mask, same_document_mask
 from megalith.ops.grouped_gemm import RowGroups
@@ -21,7 +31,9 @@ from megalith.ops.grouped_gemm import RowGroups
 BATCH, SEQ, HEADS, GROUPS, SIZE = 3, 70, 6, 2, 24
 
 
-@pytest.mark.parametrize(("inner", "out"), [(16, 33), (38, 10), (48, 96), (72, 300), (250, 1000), (1024, 64)])
+@pytest.mark.parametrize(
+    ("inner", "out"), [(5, 40), (16, 33), (38, 10), (48, 96), (72, 300), (250, 1000), (1024, 64)]
+)
 def test_a_row_of_a_matmul_has_the_same_bits_at_every_position_and_in_every_batch(inner, out):
     x, weight = torch.randn(3 * TILE + 5, inner), torch.randn(out, inner)
     every = matmul(x, weight)
@@ -30,6 +42,35 @@ def test_a_row_of_a_matmul_has_the_same_bits_at_every_position_and_in_every_batc
         assert torch.equal(matmul(x[:rows], weight), every[:rows])
     for position in range(TILE):  # the first row, among others
         assert torch.equal(matmul(x.roll(position, 0)[: TILE + 3], weight)[position], every[0])
+
+
+@pytest.mark.parametrize(("inner", "out"), [(16, 32), (88, 40), (250, 1000), (1024, 96)])
+def test_a_column_of_a_matmul_has_the_same_bits_in_every_shard_of_the_weight(inner, out):
+    x, weight = torch.randn(TILE + 5, inner), torch.randn(out, inner)
+    for ranks in (2, 4, 8):
+        assert torch.equal(
+            torch.cat([matmul(x, shard) for shard in weight.chunk(ranks)], 1), matmul(x, weight)
+        )
+
+
+@pytest.mark.parametrize(("inner", "parts"), [(40, 8), (88, 8), (1024, 8), (36, 4), (25, 1)])
+def test_sums_of_parts_are_the_matmul_and_ranks_add_subtrees_of_them(inner, parts):
+    x, weight = torch.randn(TILE + 5, inner), torch.randn(24, inner)
+    assert local_parts(inner, 1) == parts
+    every = sum_of_parts(x, weight, parts, torch.float32)
+    assert (every - x @ weight.T).abs().max() <= 1e-5 * inner**0.5
+    assert torch.equal(sum_of_parts(x[3:4], weight, parts, torch.float32), every[3:4])
+    for ranks in (2, 4, 8):
+        if parts % ranks == 0:
+            assert local_parts(inner // ranks, ranks) == parts // ranks
+            shards = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
+            sums = [sum_of_parts(*shard, parts // ranks, torch.float32) for shard in shards]
+            assert torch.equal(sum_by_pairs(torch.stack(sums)), every)
+
+
+def test_a_shard_that_does_not_divide_into_parts_is_one():
+    assert local_parts(10, 3) == local_parts(5, 2) == local_parts(64, 16) == 1
+    assert torch.equal(sum_by_pairs(torch.tensor([1.0, 2, 4, 8, 16])), torch.tensor(31.0))
 
 
 def test_the_rows_of_an_expert_do_not_depend_on_the_other_experts():
@@ -88,10 +129,13 @@ def test_a_norm_is_the_ordinary_one_and_does_not_depend_on_other_rows(width, cen
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+EVERY = torch.ones(1, dtype=torch.bool)
+
+
 def test_log_probabilities_are_those_of_the_softmax_for_any_number_of_rows():
     logits, ids = 3 * torch.randn(40, 1003), torch.randint(0, 1000, (40,))
     log_p = (logits[:, :1000] / 0.7).log_softmax(-1)
-    log_sum, logit, entropy = statistics(logits[:, :1000], ids[:, None], 0.7, True)
+    log_sum, logit, entropy = statistics(logits[:, :1000], ids[:, None], EVERY, 0.7, True)
     assert torch.allclose(logit[:, 0] - log_sum, log_p.gather(1, ids[:, None])[:, 0], atol=1e-5)
     assert torch.allclose(entropy, -(log_p.exp() * log_p).sum(-1), atol=1e-5)
     every = token_logprobs(logits.clone(), ids, 0.7, 1000)

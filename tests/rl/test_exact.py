@@ -18,7 +18,7 @@ from megalith.generation.requests import Sampling
 from megalith.generation.sync import engine_for
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.job import start
-from megalith.rl.grpo import train_grpo
+from megalith.rl.grpo import PolicyTask, train_grpo
 from megalith.rl.rollouts.rollout_rows import Sample, make_batch, pack_rows
 from megalith.rl.rollouts.rollouts import RatedCompletion
 from megalith.training.build import build_model
@@ -79,7 +79,7 @@ def scores(config: RunConfig, model, samples: list[Sample], packing: bool, micro
     rows = pack_rows(samples, SEQ * packing)
     rows += [[]] * (-len(rows) % micro)
     batches = [make_batch(config, rows[at : at + micro], 0) for at in range(0, len(rows), micro)]
-    ours = model.all_logprobs(batches, TEMPERATURE, VOCAB)
+    ours = model.all_logprobs(batches, TEMPERATURE, config.model.vocab_size)
     return [
         torch.cat([x[batch.loss_mask > 0] for x, batch in zip(each, batches)])
         for each in (ours, [batch.rollout_logprobs for batch in batches])
@@ -197,6 +197,81 @@ def test_pipelines_and_shards_score_as_the_engine_of_one_process_did(pool, tmp_p
         assert all(ranks), name
 
 
+def exact_in_layout(config: RunConfig) -> tuple[list[Sample], bool]:
+    """The completions of this rank's engine, and whether its trainer scores them alike in every batch."""
+    model = parallel_model(config)
+    samples = engine_samples(model, 4)
+    pairs = [scores(config, model, samples, *batch) for batch in itertools.product((False, True), (1, 4))]
+    return samples, all(len(ours) > 100 and torch.equal(ours, engines) for ours, engines in pairs)
+
+
+TENSOR_MODELS = {
+    "llama with grouped queries": dict(num_query_groups=2),
+    "gpt2": MODELS["gpt2"],
+    "sigmoid experts": MODELS["sigmoid experts"],
+    "tied, of an uneven vocabulary": dict(vocab_size=301, untie_embeddings_and_output_weights=False),
+}
+
+
+def tensor_layouts(size: int) -> dict[str, dict]:
+    """Layouts of 2 or 4 ranks with tensor parallelism."""
+    tensor, sequence = dict(tensor_model_parallel_size=size), dict(sequence_parallel=True)
+    if size == 2:
+        return {"tp2": tensor, "tp2 sp": tensor | sequence}
+    half = dict(tensor_model_parallel_size=2)
+    return {
+        "tp4": tensor,
+        "tp4 sp": tensor | sequence,
+        "tp2 pp2": half | sequence | dict(pipeline_model_parallel_size=2),
+        "tp2 fsdp2": half | dict(data_parallel_sharding_strategy="optim_grads_params"),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_parallel_engines_and_trainers_have_the_bits_of_one_process(pool, tmp_path, size):
+    cases, alone = {}, {}
+    for name, model in TENSOR_MODELS.items():
+        config = run_config(tmp_path, model)
+        alone[name] = engine_samples(parallel_model(config), 4)
+        for layout, parallel in tensor_layouts(size).items():
+            settings = {f"parallel.{key}": value for key, value in parallel.items()}
+            cases[name, layout] = (config.with_settings(settings),)
+    for (name, layout), ranks in pool.run_cases(exact_in_layout, cases, size=size).items():
+        for samples, is_exact in ranks:
+            assert is_exact, (name, layout)
+            if "uneven" in name:  # its parts are not those of one process
+                continue
+            for sample, other in zip(samples, alone[name], strict=True):
+                assert np.array_equal(sample.completion.ids, other.completion.ids), (name, layout)
+                assert np.array_equal(sample.completion.logprobs, other.completion.logprobs), (name, layout)
+
+
+def grpo_steps(config: RunConfig) -> list[dict]:
+    """The figures of a GRPO run's steps, without the loop."""
+    run = start(config, PolicyTask([total]))
+    with run.data.train_loader(0, 0, run.device) as batches:
+        return [run.train_step(batches).extra_metrics() | {"step": step} for step in range(run.total_steps)]
+
+
+def test_on_policy_the_ratio_is_1_in_every_step_under_tensor_parallelism(pool, tmp_path):
+    def config(name: str, parallel: dict) -> RunConfig:
+        return configuration(
+            tmp_path,
+            model=EXPERTS if "sp" in name else dict(num_query_groups=2),
+            parallel=parallel,
+            optim=dict(lr=1e-3),
+            train=dict(train_iters=5),
+            rl=dict(exact=True, temperature=0.9, reward_workers=0, packing="sp" in name),
+        )
+
+    cases = {name: (config(name, parallel),) for name, parallel in tensor_layouts(2).items()}
+    for name, ranks in pool.run_cases(grpo_steps, cases, size=2).items():
+        for step in itertools.chain(*ranks):
+            assert (step["ratio"], step["mismatch"]) == (1.0, 1.0), name
+            assert (step["drift"], step["drift_largest"]) == (0.0, 0.0), name
+        assert len({step["rewards_mean"] for step in ranks[0]}) > 2, name
+
+
 def pretraining(folder, micro: int, **sections) -> RunConfig:
     return configuration(
         folder,
@@ -272,19 +347,92 @@ def test_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, mo
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm().clamp(min=1e-6)
 
 
-def first_losses(config: RunConfig) -> list[float]:
-    """The losses of two steps, without the loop."""
-    return trained(config)[0][:4:2]
+def test_with_tensor_parallelism_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path):
+    model = EXPERTS | dict(moe_shared_expert_intermediate_size=24, num_query_groups=2)
+    tensor = {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True}
+    alone = trained(pretraining(tmp_path, 2, model=model))[0]
+    results = {}
+    for ranks, micro in ((2, 1), (2, 4), (4, 2)):
+        config = pretraining(tmp_path, micro, model=model).with_settings(tensor)
+        results[ranks, micro] = pool.run(trained, config, size=ranks)
+    expected = results[2, 1]
+    assert expected[0][0][0] == alone[0]  # the first loss; gradients have an order of their own
+    assert expected[0][0] == pytest.approx(alone, rel=1e-4)
+    for name, each in results.items():
+        for rank, (losses, *tensors) in enumerate(each):
+            assert losses == expected[0][0], name
+            for ours, theirs in zip(tensors, expected[rank % 2][1:], strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), name
 
 
-def test_with_sharded_weights_the_first_loss_has_the_same_bits_for_every_data_parallel_size(pool, tmp_path):
-    sharded = {"parallel.data_parallel_sharding_strategy": "optim_grads_params"}
-    cases = {micro: (pretraining(tmp_path, micro).with_settings(sharded),) for micro in (1, 4)}
-    one, four = (ranks[0] for ranks in pool.run_cases(first_losses, cases, size=2).values())
-    assert one == four
-    alone = first_losses(pretraining(tmp_path, 2))
-    # The second loss follows gradients that two ranks add in another order.
-    assert one[0] == alone[0] and one[1] == pytest.approx(alone[1], rel=1e-5)
+def trained_shards(config: RunConfig) -> tuple[list[float], dict[str, tuple]]:
+    """As `trained`, with the rank's shards of gradients and weights by name: offset, gradient and weight."""
+    run, gradients = start(config), {}
+    compute = run.gradients
+
+    def keep(micro_batches):
+        loss = compute(micro_batches)
+        for name, weight in run.model.parameters.named:
+            gradients.setdefault(name, weight.grad.clone())
+        return loss
+
+    run.gradients = keep
+    losses = []
+    with run.data.train_loader(0, 0, run.device) as batches:
+        for _ in range(3):
+            step = run.train_step(batches)
+            losses += [step.loss.item(), step.grad_norm.item()]
+    shards = run.model.parameters.shards
+    return losses, {
+        name: (shards[name].offset, gradients[name], weight.clone())
+        for name, weight in run.model.parameters.named
+    }
+
+
+def assert_shards_of(ranks: list, losses: list[float], whole: dict[str, tuple], case: object) -> None:
+    """Assert that ranks have these losses, and shards of these gradients and weights."""
+    for rank_losses, shards in ranks:
+        assert rank_losses == losses, case
+        for name, (offset, *tensors) in shards.items():
+            for ours, theirs in zip(tensors, whole[name][1:], strict=True):
+                part = tuple(slice(at, at + size) for at, size in zip(offset, ours.shape))
+                assert torch.equal(ours, theirs[part]), (case, name)
+
+
+@pytest.mark.parametrize("strategy", [in_full("optim"), in_full("optim_grads"), "optim_grads_params"])
+def test_sharded_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, strategy):
+    model = EXPERTS | dict(moe_aux_loss_coeff=0.1)
+    sharded = {"parallel.data_parallel_sharding_strategy": strategy}
+
+    def config(micro: int) -> RunConfig:
+        return pretraining(tmp_path, micro, model=model).with_settings(sharded)
+
+    losses, whole = trained_shards(config(2))
+    for ranks, micro in ((2, 4), (4, 1)):
+        assert_shards_of(pool.run(trained_shards, config(micro), size=ranks), losses, whole, ranks)
+    replicas = trained(pretraining(tmp_path, 2, model=model))[0]
+    assert losses[0] == replicas[0] and losses == pytest.approx(replicas, rel=1e-5)
+
+
+PIPELINES = {
+    "1f1b": dict(),
+    "interleaved": dict(virtual_pipeline_model_parallel_size=2),
+    "fsdp": dict(data_parallel_sharding_strategy="optim_grads_params"),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, name):
+    def config(micro: int) -> RunConfig:
+        parallel = dict(pipeline_model_parallel_size=2) | PIPELINES[name]
+        return pretraining(tmp_path, micro, model=dict(num_layers=4), parallel=parallel)
+
+    two, four = (pool.run(trained_shards, config(2), size=ranks) for ranks in (2, 4))
+    losses, whole = two[0][0], two[0][1] | two[1][1]
+    assert_shards_of(two, losses, whole, 2)
+    assert_shards_of(four, losses, whole, 4)
+    alone = trained(pretraining(tmp_path, 2, model=dict(num_layers=4)))[0]
+    assert losses == pytest.approx(alone, rel=1e-5) and losses[0] == alone[0]
 
 
 REFUSED = {
@@ -295,7 +443,7 @@ REFUSED = {
     "model.hidden_dropout": (dict(hidden_dropout=0.1), {}),
     "model.moe_expert_capacity_factor": (EXPERTS | dict(moe_expert_capacity_factor=1.0), {}),
     "train.fp8_format": ({}, {"train.fp8_format": "hybrid", "rl.old_logprobs": "rollout"}),
-    "parallel.tensor_model_parallel_size": ({}, {"parallel.tensor_model_parallel_size": 2}),
+    "parallel.expert_tensor_parallel_size": (EXPERTS, {"parallel.expert_tensor_parallel_size": 2}),
     "parallel.context_parallel_size": ({}, {"parallel.context_parallel_size": 2}),
     "parallel.expert_model_parallel_size": (EXPERTS, {"parallel.expert_model_parallel_size": 2}),
     "runtime.compile": ({}, {"runtime.compile": True}),

@@ -27,13 +27,9 @@ def check_batch_invariant(config: RunConfig) -> None:
     _refuse(settings, f"{switch} is on")
 
 
-def check_batch_invariant_engine(
-    model: ModelConfig, tensor_size: int, lora: LoraConfig | None, adapter_slots: int = 0
-) -> None:
+def check_batch_invariant_engine(model: ModelConfig, lora: LoraConfig | None, adapter_slots: int = 0) -> None:
     """Raise ConfigError if an engine cannot run this model with batch-invariant operators."""
     settings = [*_of_model(model)]
-    if tensor_size > 1:
-        settings.append(("parallel.tensor_model_parallel_size", tensor_size, _PARTIAL_SUMS))
     if lora is not None and lora.rank is not None:
         settings.append(("lora.rank", lora.rank, _ADAPTERS))
     if adapter_slots:
@@ -103,7 +99,6 @@ def _of_layout(config: RunConfig) -> Iterator[Setting]:
     """Yield the settings of layout and precision that are not supported."""
     parallel, train = config.parallel, config.train
     for name in (
-        "tensor_model_parallel_size",
         "context_parallel_size",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",

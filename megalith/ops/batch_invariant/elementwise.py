@@ -45,6 +45,17 @@ def sum_by_halves(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
+def sum_by_pairs(x: Tensor) -> Tensor:
+    """Return the sum over dimension 0, added by a binary tree of neighbours: ((0 + 1) + (2 + 3)) + …
+
+    Sums of 2^k consecutive entries that begin at a multiple of 2^k are the tree's, so ranks can add their own first.
+    """
+    while len(x) > 1:
+        pairs = x[: len(x) // 2 * 2].unflatten(0, (-1, 2))
+        x = torch.cat([pairs[:, 0] + pairs[:, 1], x[len(pairs) * 2 :]])
+    return x[0]
+
+
 def activation_by_whole_vectors(activation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return an activation of ops/activation.py, or a `gated_activation` of one, computed in whole vectors."""
     if isinstance(activation, partial):  # gated_activation, with the plain one as its first argument

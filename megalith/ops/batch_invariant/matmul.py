@@ -5,20 +5,25 @@ than 67 do. Here every call has TILE rows, the last one padded with zeros. Withi
 matter (tests/ops/test_batch_invariant.py); on an AMD CPU it would with fewer than 12 columns, so those are padded too.
 Lower precisions are multiplied in fp32 and rounded once. On a GPU a Triton kernel has tiles of a fixed size and adds
 along the inner dimension in one order.
+
+Row-parallel linears add parts of the inner dimension by a binary tree, so that tensor parallelism does not change it.
 """
 
 from __future__ import annotations
+
+from math import gcd
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megalith.ops import kernels
+from megalith.ops.batch_invariant.elementwise import sum_by_pairs
 from megalith.ops.gemm import Gemm, Operand
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
 
 if kernels.AVAILABLE:
-    from megalith.ops.kernels.batch_invariant_kernels import tiled_matmul
+    from megalith.ops.kernels.batch_invariant_kernels import matmul_in_parts, tiled_matmul
 
 TILE, COLUMNS = 32, 16  # rows per matmul on a CPU; columns are padded to a multiple
 
@@ -55,6 +60,55 @@ class BatchInvariantGemm(Gemm):
 
     def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
         return invariant_linear(x[0], weight[0], bias)
+
+
+PARTS = 8  # of the inner dimension of a row-parallel linear
+
+
+def local_parts(size: int, ranks: int, parts: int = PARTS) -> int:
+    """Return into how many of `parts` equal parts a rank's shard of `size` elements is divided.
+
+    All ranks together have `parts`, or fewer if the global size is no multiple; with more ranks, each has one.
+    """
+    count = gcd(size * ranks, parts)
+    return count // ranks if count % ranks == 0 else 1
+
+
+@torch.no_grad()
+def sum_of_parts(x: Tensor, weight: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
+    """Return x · weightᵀ, [tokens, out], as a sum of the products of equal parts of the inner dimension.
+
+    The parts' products are added in fp32 by a binary tree of neighbours, and rounded once.
+    """
+    if x.is_cuda:
+        return matmul_in_parts(x, weight, dtype, parts)
+    pieces = zip(x.float().chunk(parts, 1), weight.float().chunk(parts, 1))
+    return sum_by_pairs(torch.stack([_by_tiles(*each) for each in pieces])).to(dtype)
+
+
+class BatchInvariantRowGemm(Gemm):
+    """The matmuls of a linear whose inner dimension tensor parallelism may shard.
+
+    A rank adds some of PARTS products, which is a subtree of the sum that one device computes
+    (parallel/tensor/ordered_reduce.py adds the rest).
+
+    Args:
+        inner: this rank's inner size.
+        ranks: number of tensor-parallel ranks. With several, `forward` returns fp32, because the sum is not complete.
+    """
+
+    def __init__(self, inner: int, ranks: int):
+        self.parts, self.is_partial = local_parts(inner, ranks), ranks > 1
+
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        y = sum_of_parts(x[0], weight[0], self.parts, torch.float32 if self.is_partial else x[0].dtype)
+        return y if bias is None else y + bias
+
+    def dgrad(self, grad: Operand, weight: Operand) -> Tensor:
+        return super().dgrad((grad[0].to(weight[0].dtype),), weight)
+
+    def wgrad(self, grad: Operand, x: Operand) -> Tensor:
+        return super().wgrad((grad[0].to(x[0].dtype),), x)
 
 
 class BatchInvariantGroupedGemm(GroupedGemm):

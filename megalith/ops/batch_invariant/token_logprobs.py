@@ -5,43 +5,85 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalith.comm.collectives import Axis, all_gather_no_grad
 from megalith.ops import kernels
 from megalith.ops.batch_invariant.elementwise import by_whole_vectors, sum_by_halves
-from megalith.ops.batch_invariant.matmul import invariant_linear
+from megalith.ops.batch_invariant.matmul import invariant_linear, local_parts
 from megalith.ops.cross_entropy import HeadMath, mask_padding
 
 if kernels.AVAILABLE:
-    from megalith.ops.kernels.batch_invariant_kernels import softmax_statistics
+    from megalith.ops.kernels.batch_invariant_kernels import softmax_sums
+
+
+PARTS = 8  # of the vocabulary, each with sums of its own
 
 
 def statistics(
-    logits: Tensor, row: Tensor, temperature: float | Tensor, entropy: bool
+    logits: Tensor,
+    row: Tensor,
+    is_local: Tensor,
+    temperature: float | Tensor,
+    entropy: bool,
+    axis: Axis = Axis(),  # noqa: B008 (immutable)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log Σ exp, the entries at `row`, and the entropy of the softmax of logits / temperature, in fp32.
+    """Return log Σ exp, the targets' logits and the entropy as ops.cross_entropy.vocabulary_statistics does.
 
-    logits are [tokens, rows], `row` int64 [tokens, k]; a temperature may be float32 [tokens, 1]. Shapes are those of
-    ops.cross_entropy's statistics.
+    The vocabulary has up to PARTS parts of equal size, whose sums are added by a binary tree. If the axis has 2, 4 or 8
+    ranks that divide the vocabulary, each has some of the parts, and the bits are those of one rank.
+
+    A temperature may be float32 [tokens, 1].
     """
     if not isinstance(temperature, Tensor):
         # With a number, CUDA would multiply by the reciprocal.
         temperature = torch.full((), temperature, device=logits.device)
     z = logits.float() / temperature
-    if z.is_cuda:
-        log_sum, entropies = softmax_statistics(z)
-        return log_sum, z.gather(1, row), entropies if entropy else None
-    largest = z.amax(-1, keepdim=True)
-    shifted = z - largest
-    weights = by_whole_vectors(torch.exp, shifted)
-    total = sum_by_halves(weights)
+    parts = z.unflatten(1, (local_parts(z.shape[1], axis.size, PARTS), -1)).transpose(0, 1)
+    sums = _add_parts(torch.stack(_softmax_sums(parts.contiguous())))
+    targets = torch.where(is_local, z.gather(1, row), 0.0)
+    if axis.size > 1:
+        mine = torch.cat([sums, targets.T])[None]  # [1, 3 + k, tokens]
+        every = all_gather_no_grad(mine, axis)
+        sums, targets = _add_parts(every[:, :3].transpose(0, 1)), every[:, 3:].sum(0).T
+    largest, total, product = sums
     log_total = by_whole_vectors(torch.log, total)
-    entropies = log_total - sum_by_halves(weights * shifted) / total if entropy else None
-    return largest[:, 0] + log_total, z.gather(1, row), entropies
+    return largest + log_total, targets, log_total - product / total if entropy else None
+
+
+def _softmax_sums(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z) of float32 z [..., entries], [...] each."""
+    if z.is_cuda:
+        return softmax_sums(z)
+    largest = z.amax(-1)
+    shifted = z - largest[..., None]
+    weights = by_whole_vectors(torch.exp, shifted)
+    return largest, sum_by_halves(weights), sum_by_halves(weights * shifted)
+
+
+def _add_parts(sums: Tensor) -> Tensor:
+    """Add the parts of [3, parts, tokens] as `_softmax_sums` returns them by a tree of neighbours: [3, tokens]."""
+    while sums.shape[1] > 1:
+        pairs = sums[:, : sums.shape[1] // 2 * 2].unflatten(1, (-1, 2))
+        highest = pairs[0].amax(1)
+        shift = pairs[0] - highest[:, None]  # [pairs, 2, tokens]
+        factor = by_whole_vectors(torch.exp, shift)
+        total = pairs[1] * factor
+        product = pairs[2] * factor + total * shift
+        added = torch.stack([highest, total[:, 0] + total[:, 1], product[:, 0] + product[:, 1]])
+        sums = torch.cat([added, sums[:, 2 * pairs.shape[1] :]], 1)
+    return sums[:, 0]
 
 
 BATCH_INVARIANT = HeadMath(invariant_linear, statistics)
 
 
-def token_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, vocab_size: int) -> Tensor:
+def token_logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float | Tensor,
+    vocab_size: int,
+    axis: Axis = Axis(),  # noqa: B008 (immutable)
+    first: int = 0,
+) -> Tensor:
     """Return the log-probabilities of sampled ids, float32 [rows], under softmax(logits / temperature).
 
     Args:
@@ -49,6 +91,11 @@ def token_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, voc
         ids: int64 [rows].
         temperature: of the softmax, or float32 [rows, 1].
         vocab_size: number of entries that are normalized over.
+        axis: the ranks among which the vocabulary is sharded.
+        first: vocabulary entry of this rank's first logit.
     """
-    log_sum, logit, _ = statistics(mask_padding(logits, vocab_size), ids[:, None], temperature, False)
+    row = ids[:, None] - first
+    is_local = (row >= 0) & (row < logits.shape[1])
+    logits = mask_padding(logits, max(0, vocab_size - first))
+    log_sum, logit, _ = statistics(logits, torch.where(is_local, row, 0), is_local, temperature, False, axis)
     return logit[:, 0] - log_sum

@@ -80,6 +80,64 @@ def tiled_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, ends: Tensor | N
     return out
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _matmul_in_parts(
+    x, weight, out, rows,
+    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, INNER)
+    size: tl.constexpr = K // PARTS
+    left = x + row[:, None] * K + inner[None, :]
+    right = weight + column[None, :] * K + inner[:, None]
+    for part in tl.static_range(PARTS):
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, size, INNER):
+            near = inner < size - start
+            a = tl.load(left + part * size + start, mask=(row < rows)[:, None] & near[None, :], other=0.0)
+            b = tl.load(right + part * size + start, mask=near[:, None] & (column < N)[None, :], other=0.0)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+        # The binary tree of the parts: sums of one, two and four wait for their neighbours.
+        if part % 2 == 0:
+            one = total
+        else:
+            total = one + total
+            if part % 4 == 1:
+                two = total
+            else:
+                total = two + total
+                if part % 8 == 3:
+                    four = total
+                else:
+                    total = four + total
+    target = out + row[:, None] * N + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < N)[None, :])
+
+
+def matmul_in_parts(x: Tensor, weight: Tensor, dtype: torch.dtype, parts: int) -> Tensor:
+    """Return x · weightᵀ, [rows, out], with the products of equal parts of the inner dimension added by a binary tree.
+
+    Args:
+        x: [rows, in].
+        weight: [out, in].
+        dtype: of the result.
+        parts: 1, 2, 4 or 8, a divisor of `in`.
+    """
+    x, weight = x.contiguous(), weight.contiguous()
+    rows, inner = x.shape
+    out = torch.empty(rows, len(weight), dtype=dtype, device=x.device)
+    wide = x.dtype == torch.float32
+    if out.numel():
+        # Four sums of a tile are alive at once, so it has half of the columns.
+        _matmul_in_parts[(triton.cdiv(rows, ROWS), triton.cdiv(len(weight), COLUMNS // 2))](
+            x, weight, out, rows, len(weight), inner, parts, "ieee" if wide else "tf32",
+            ROWS, COLUMNS // 2, NARROW if wide else INNER, num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
 @triton.jit(
     do_not_specialize=[
         "queries", "window", "scale", "query_row", "query_token", "key_row", "key_token", "key_head", "value_row",
@@ -196,7 +254,7 @@ def row_norm(x: Tensor, factor: Tensor, shift: Tensor | None, epsilon: float) ->
 
 
 @triton.jit
-def _softmax_statistics(z, log_sum, entropy, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _softmax_sums(z, highest_of, total_of, product_of, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, WIDTH, BLOCK):
@@ -211,16 +269,15 @@ def _softmax_statistics(z, log_sum, entropy, WIDTH: tl.constexpr, BLOCK: tl.cons
         weights = tl.where(inside, tl.exp(shifted), 0.0)
         total += weights
         product += weights * shifted
-    sums = tl.sum(total, 0)
-    tl.store(log_sum + row, highest + tl.log(sums))
-    tl.store(entropy + row, tl.log(sums) - tl.sum(product, 0) / sums)
+    tl.store(highest_of + row, highest)
+    tl.store(total_of + row, tl.sum(total, 0))
+    tl.store(product_of + row, tl.sum(product, 0))
 
 
-def softmax_statistics(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log Σ exp and the entropy of the softmax of float32 z [rows, entries]: float32 [rows] each."""
+def softmax_sums(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z) of float32 z [..., entries], [...] each."""
     z = z.contiguous()
-    rows, width = z.shape
-    log_sum, entropy = (torch.empty(rows, dtype=torch.float32, device=z.device) for _ in range(2))
-    if rows:
-        _softmax_statistics[(rows,)](z, log_sum, entropy, width, ENTRIES, num_warps=8)
-    return log_sum, entropy
+    sums = [torch.empty(z.shape[:-1], dtype=torch.float32, device=z.device) for _ in range(3)]
+    if sums[0].numel():
+        _softmax_sums[(sums[0].numel(),)](z, *sums, z.shape[-1], ENTRIES, num_warps=8)
+    return sums[0], sums[1], sums[2]

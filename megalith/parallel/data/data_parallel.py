@@ -35,6 +35,7 @@ from megalith.local_shards import local
 from megalith.models.transformer import Transformer, layers_of
 from megalith.models.vocabulary import OutputMatrix
 from megalith.ops import kernels
+from megalith.parallel.data.ordered_sums import sum_over_ranks
 from megalith.parallel.data.replicas import replicate
 from megalith.parallel.mesh import Mesh
 
@@ -57,12 +58,14 @@ STRATEGIES = {
 }
 
 
-def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConfig) -> None:
+def apply_data(
+    chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConfig, in_order: bool = False
+) -> None:
     """Shard the parameters of this rank's chunks over mesh.fsdp, and of experts over mesh.expert_fsdp, in place.
 
     Under no_shard, parameters stay replicated and their gradients get all-reduced. Call it after everything that
     changes layers or parameters (stages, tensor parallelism); parameters may be on the meta device. FSDP2 shards
-    dimension 0.
+    dimension 0. With `in_order`, its reduce-scatters add in the order of ordered_sums.py.
     """
     if _is_replicated(parallel):
         for chunk in chunks:
@@ -76,20 +79,20 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
         for experts in _experts(chunk):
             if mesh.expert_fsdp is not None:
                 options = dict(reshard_after_forward=reshard, shard_placement_fn=_expert_placement(mesh))
-                _fully_shard(experts, mesh.expert_fsdp, dtype, parallel, **options)
+                _fully_shard(experts, mesh.expert_fsdp, dtype, parallel, in_order, **options)
             else:
                 ignored |= set(experts.parameters())
         if mesh.dp_cp.size > 1:
             options = dict(ignored_params=ignored, reshard_after_forward=reshard)
             for layer in layers_of(chunk).values():
-                _fully_shard(layer, mesh.fsdp, dtype, parallel, **options)
+                _fully_shard(layer, mesh.fsdp, dtype, parallel, in_order, **options)
             if _has_untied_head(chunk):
                 unsharded = dict(options, reshard_after_forward=False)
-                _fully_shard(chunk.output_layer, mesh.fsdp, torch.float32, parallel, **unsharded)
+                _fully_shard(chunk.output_layer, mesh.fsdp, torch.float32, parallel, in_order, **unsharded)
                 # Without prefetching, its gather would begin only when the last layer has ended.
                 if layers := list(layers_of(chunk).values()):
                     layers[-1].set_modules_to_forward_prefetch([chunk.output_layer])
-            _fully_shard(chunk, mesh.fsdp, torch.float32, parallel, **options)
+            _fully_shard(chunk, mesh.fsdp, torch.float32, parallel, in_order, **options)
         for module in _unsharded_layers(chunk, parallel):
             module.set_reshard_after_forward(False, recurse=False)
 
@@ -100,8 +103,8 @@ def prepare_backward(
     """Set whether the next backward pass reduces gradients. Call it before each micro-batch's backward pass.
 
     If the pass `is_last` in the step on these chunks, it reduces the gradients, also over replicas, and reshards the
-    parameters, so that the next step gathers the updated ones. With `in_order`, replicas reduce them after the step's
-    passes, in an order that does not depend on their number.
+    parameters, so that the next step gathers the updated ones. With `in_order`, FSDP2 reduces the gradients of every
+    pass and waits for them, and replicas reduce theirs after the step's passes.
     """
     if _is_replicated(parallel):
         for chunk in chunks:
@@ -109,13 +112,13 @@ def prepare_backward(
         return
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     for root in _roots(chunks):
-        root.set_requires_gradient_sync(is_last or strategy.reduces_each_micro_batch)
+        root.set_requires_gradient_sync(is_last or strategy.reduces_each_micro_batch or in_order)
         root.set_requires_all_reduce(is_last)
         root.set_reshard_after_backward(is_last or strategy.reshards_after_forward)
         for module in [*_outside_layers(root), *_unsharded_layers(root, parallel)]:
             module.set_reshard_after_backward(is_last, recurse=False)
         if parallel.pipeline_model_parallel_size == 1:
-            root.set_is_last_backward(is_last)
+            root.set_is_last_backward(is_last or in_order)  # which waits for the reductions
 
 
 def finish_weight_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
@@ -255,8 +258,30 @@ class Fp32SumReduceScatter(ReduceScatter):
             torch.sum(parts, 0, dtype=torch.float32, out=output_tensor)
 
 
+class OrderedReduceScatter(ReduceScatter):
+    """A reduce-scatter that adds the ranks' gradients by the tree of ordered_sums.py, in fp32: an all-to-all and local
+    additions."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op,
+        async_op: bool = False,
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        output_tensor.copy_(sum_over_ranks(received.view(group.size(), -1), neighbours=True))
+
+
 def _fully_shard(
-    module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, parallel: ParallelConfig, **options
+    module: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    parallel: ParallelConfig,
+    in_order: bool = False,
+    **options,
 ) -> None:
     """Apply `fully_shard`, with parameters gathered in `dtype` and gradients reduced in fp32."""
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
@@ -266,6 +291,7 @@ def _fully_shard(
         and strategy.reduces_each_micro_batch
         and dtype != torch.float32
         and ranks > 1
+        and not in_order
     )
     reduce_dtype = dtype if exchanges else torch.float32
     param_dtype = None if dtype == torch.float32 else dtype  # None: as stored; frozen matrices may be in bf16
@@ -277,7 +303,7 @@ def _fully_shard(
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if ranks > 1:
-        kind = Fp32SumReduceScatter if exchanges else ReduceScatter
+        kind = OrderedReduceScatter if in_order else Fp32SumReduceScatter if exchanges else ReduceScatter
         module.set_custom_reduce_scatter(kind(module, ranks, replicas=mesh.ndim > 1))
 
 

@@ -11,6 +11,8 @@ from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.hardware import to_device
 from megalith.parallel.shards import LocalParameters
 
+DIGITS, BLOCK = 26, 2**20  # bits, elements: a block's integers have a sum below 2^53, exact in float64
+
 
 def loss_denominators(local_sums: Tensor, dp_cp: Axis, device: torch.device) -> Tensor:
     """Sum the denominators of the step's losses over data × context ranks.
@@ -80,3 +82,28 @@ class GradientSquares:
     def _squares(self, tensors: list[Tensor]) -> Tensor:
         squares = self._local_squares(tensors) if tensors else torch.zeros((), device=self._device)
         return all_reduce_no_grad(squares, self._world)
+
+
+class OrderFreeGradientSquares(GradientSquares):
+    """A sum of squares whose bits do not depend on how parameters are sharded (train.batch_invariant).
+
+    Squares are divided by a power of two that bounds the largest, and cut into two integers of DIGITS bits each.
+    Integers are added without rounding, in any order. The sum lacks at most 2^-2·DIGITS of the bound per element.
+    """
+
+    def _squares(self, tensors: list[Tensor]) -> Tensor:
+        zero = torch.zeros((), device=self._device)
+        largest = torch.stack([zero, *(tensor.detach().abs().amax().float() for tensor in tensors)]).amax()
+        is_finite = largest.isfinite()
+        largest = all_reduce_no_grad(torch.where(is_finite, largest, zero), self._world, "max")
+        unit = torch.ldexp(torch.ones_like(largest, dtype=torch.float64), torch.frexp(largest).exponent)
+        sums = torch.zeros(3, dtype=torch.int64, device=self._device)
+        sums[2] = (~is_finite).long()
+        for block in (block for tensor in tensors for block in tensor.detach().flatten().split(BLOCK)):
+            square = (block.double() / unit).square() * 2**DIGITS
+            high = square.floor()
+            low = ((square - high) * 2**DIGITS).floor()
+            sums[:2] += torch.stack([high.sum(), low.sum()]).nan_to_num().long()
+        high, low, nonfinite = all_reduce_no_grad(sums, self._world)
+        total = (high.double() + low.double() / 2**DIGITS) / 2**DIGITS * unit.square()
+        return torch.where(nonfinite > 0, torch.inf, total.float())

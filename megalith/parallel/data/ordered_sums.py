@@ -1,87 +1,96 @@
 """Sums of gradients in an order that does not depend on the data-parallel size (train.batch_invariant).
 
-Of R ranks, rank r has the rows r, r + R, r + 2R, … of a step. The rows are the leaves of a binary tree that splits them
-by their numbers' lowest bit first:
+Of R ranks, rank r has the rows r, r + R, r + 2R, … of a step. The rows are the leaves of a binary tree. With R = 2^k:
 
-     all rows = (even rows) + (odd rows)        even rows = (0, 4, 8, …) + (2, 6, 10, …)        …
+     no_shard    splits rows by their numbers' lowest bit first: (0, 4, …) + (2, 6, …), … The rows of a rank are a
+                 subtree, k levels below the root. Each rank adds its own; the levels above add the ranks' sums.
+     sharded     splits them by their highest bit first, so neighbours are added: (0 + 1) + (2 + 3), … The ranks' rows
+                 of one pass are a subtree, which their reduce-scatter adds; each rank adds the passes' sums.
 
-With R = 2^k, the rows of a rank are a subtree, k levels below the root: each rank sums its own, and the ranks' sums are
-gathered and added by the levels above. A rank holds one sum per level of its subtree.
+A rank holds one sum per level of its part of the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megalith.comm.collectives import Axis, all_gather_no_grad
+from megalith.local_shards import local
 
-T = TypeVar("T")
 
-
-def sum_in_order(
-    indices: Sequence[int], leaf: Callable[[int], T], add: Callable[[T, T], T], bit: int = 0
-) -> T:
-    """Return the sum of leaves, added by the tree of their indices.
+def additions(count: int, neighbours: bool = False) -> list[tuple[int, int]]:
+    """Return the order in which a tree adds `count` terms.
 
     Args:
-        indices: different indices, at least one.
-        leaf: returns the value of an index. It is called once per index, and its value is added before the tree needs
-            others.
-        add: adds two values; it may reuse the first one's memory.
-        bit: bits of the indices that are equal, from the lowest.
+        count: number of terms, at least one.
+        neighbours: split terms by the highest bit of their numbers first. Default: by the lowest.
+
+    Returns:
+        Each term's number, and how many additions of the two newest sums follow it.
     """
-    if len(indices) == 1:
-        return leaf(indices[0])
-    halves = [[index for index in indices if index >> bit & 1 == odd] for odd in (0, 1)]
-    sums = [sum_in_order(half, leaf, add, bit + 1) for half in halves if half]
-    return sums[0] if len(sums) == 1 else add(*sums)
+    bits = range((count - 1).bit_length())
+    return _additions(range(count), [*reversed(bits)] if neighbours else [*bits])
 
 
-def accumulate_in_order(
-    parameters: Iterable[nn.Parameter], rows: int, run_row: Callable[[int], None]
-) -> None:
-    """Run rows in the tree's order, and add the sum of their gradients to the parameters' `.grad`.
-
-    Args:
-        parameters: those with gradients, and others.
-        rows: number of rows.
-        run_row: runs the forward and backward pass of the row with this index.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-
-    def take_gradients() -> list[Tensor | None]:
-        gradients = [parameter.grad for parameter in trained]
-        for parameter in trained:
-            parameter.grad = None
-        return gradients
-
-    def gradients_of(index: int) -> list[Tensor | None]:
-        run_row(index)
-        return take_gradients()
-
-    before = take_gradients()
-    total = _add_gradients(before, sum_in_order(range(rows), gradients_of, _add_gradients))
-    for parameter, gradient in zip(trained, total, strict=True):
-        parameter.grad = gradient
+def _additions(terms: Sequence[int], bits: Sequence[int]) -> list[tuple[int, int]]:
+    if len(terms) == 1:
+        return [(terms[0], 0)]
+    halves = [[term for term in terms if term >> bits[0] & 1 == odd] for odd in (0, 1)]
+    parts = [_additions(half, bits[1:]) for half in halves if half]
+    if len(parts) == 1:
+        return parts[0]
+    (term, count) = parts[1][-1]
+    return [*parts[0], *parts[1][:-1], (term, count + 1)]
 
 
-@torch.no_grad()
+class OrderedGradients:
+    """Accumulates the gradients of a step's passes, which run in the order of `additions`."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], order: Iterable[tuple[int, int]]):
+        """Take the parameters of one chunk of the model, whose gradients are None."""
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._counts = iter([count for _, count in order])
+        self._sums: list[list[Tensor | None]] = []
+
+    @torch.no_grad()
+    def add_pass(self) -> None:
+        """Add the gradients of a complete backward pass. After the last one, `.grad` is the sum."""
+        gradients = [parameter.grad for parameter in self._trained]
+        for _ in range(next(self._counts)):
+            gradients = _add_gradients(self._sums.pop(), gradients)
+        self._sums.append(gradients)
+        is_last = self._counts.__length_hint__() == 0
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            parameter.grad = gradient if is_last else None
+
+
 def _add_gradients(
     gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Return the sums, in the memory of the first gradients. None stands for zero."""
-    pairs = zip(gradients, others, strict=True)
-    return [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
+    for a, b in zip(gradients, others, strict=True):
+        if a is not None and b is not None:
+            local(a).add_(local(b))
+    return [b if a is None else a for a, b in zip(gradients, others, strict=True)]
+
+
+def sum_over_ranks(parts: Tensor, neighbours: bool = False) -> Tensor:
+    """Return the sum of [ranks, ...] over dimension 0, added by the tree of the ranks."""
+    sums: list[Tensor] = []
+    for rank, count in additions(len(parts), neighbours):
+        total = parts[rank]
+        for _ in range(count):
+            total = sums.pop() + total
+        sums.append(total)
+    return sums[0]
 
 
 def all_reduce_in_order(gradients: Sequence[Tensor], axis: Axis) -> None:
     """Replace the gradients by their sums over the ranks of an axis, added by the tree of the ranks."""
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    gathered = all_gather_no_grad(flat[None], axis)
-    total = sum_in_order(range(axis.size), gathered.__getitem__, torch.Tensor.add_)
+    total = sum_over_ranks(all_gather_no_grad(flat[None], axis))
     for gradient, part in zip(gradients, total.split([gradient.numel() for gradient in gradients])):
         gradient.copy_(part.view_as(gradient))

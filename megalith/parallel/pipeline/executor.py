@@ -91,6 +91,7 @@ class Pipeline:
         group: int | None = None,
         loss_dtype: torch.dtype = torch.float32,
         before_backward: Callable[[Transformer, bool], None] = lambda chunk, last: None,
+        after_backward: Callable[[Transformer], None] = lambda chunk: None,
         after_weights: Callable[[Transformer, bool], None] = lambda chunk, last: None,
     ):
         """Create the communicators. Every process of the world calls it, after the chunks are parallelized.
@@ -105,6 +106,8 @@ class Pipeline:
             loss_dtype: dtype that the micro-batches' losses are added in.
             before_backward: called as (chunk, last) before each backward pass of a chunk; `last` if it is the chunk's
                 last one in the step, which reduces gradients. Never last with `zero_bubble`, whose wgrads come later.
+            after_backward: called as (chunk) after each complete backward pass of a chunk, in the order of the
+                micro-batches; not with `zero_bubble`.
             after_weights: called as (chunk, last) after the deferred wgrads of a micro-batch.
         """
         self.chunks, self.axis = list(chunks), axis
@@ -114,6 +117,7 @@ class Pipeline:
         self._forward = forward
         self._hidden_shape, self.loss_dtype = hidden_shape, loss_dtype
         self._before_backward, self._after_weights = before_backward, after_weights
+        self._after_backward = after_backward
         self._links = Links(axis, len(chunks))
         self._wgrads = DeferredWgrads(chunks) if kind == "zero_bubble" else None
         self._warm: set[tuple[torch.Size, bool]] = set()  # (shape of a micro-batch, with gradients)
@@ -258,7 +262,9 @@ class _Pass:
                 self.pipeline._after_weights(self.chunks[action.chunk], self._count_backward(action.chunk))
                 return None
             case Kind.BACKWARD:
-                return self._run_backward(action, received, self._count_backward(action.chunk))
+                grad = self._run_backward(action, received, self._count_backward(action.chunk))
+                self.pipeline._after_backward(self.chunks[action.chunk])
+                return grad
 
     def _run_forward(self, action: Action, streams: Streams | None) -> Streams:
         chunk = self.chunks[action.chunk]

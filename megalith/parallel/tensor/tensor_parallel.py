@@ -51,7 +51,13 @@ from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.compiled import depend_on
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, softcapped
+from megalith.ops.cross_entropy import (
+    ORDINARY,
+    HeadMath,
+    linear_cross_entropy,
+    linear_logits,
+    softcapped,
+)
 from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.roles import ALWAYS, UNDER_SP, Role, role_of, shared_modules
@@ -423,6 +429,7 @@ class VocabParallel:
         scale: Tensor | None = None,
         *,
         bias: Tensor | None = None,
+        math: HeadMath = ORDINARY,
     ) -> Tensor:
         """Return `ops.cross_entropy.linear_cross_entropy`, the same on every rank. weight [local rows, hidden]."""
         labels, loss_mask = (self.tensor.to_sp_order(x, context.layout) for x in (labels, loss_mask))
@@ -431,6 +438,7 @@ class VocabParallel:
             first=self.first,
             rows=self.rows,
             bias=bias,
+            math=math,
             max_label_tokens=context.max_label_tokens,
             z_loss_coeff=context.output_z_loss_coeff,
         )
@@ -449,9 +457,11 @@ class VocabParallel:
         scale: Tensor | None = None,
         *,
         bias: Tensor | None = None,
+        math: HeadMath = ORDINARY,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return `models.loss.compute_logprobs`, the same on every rank, as [batch, seq]."""
-        layout, shard = context.layout, dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias)
+        layout = context.layout
+        shard = dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias, math=math)
         tokens = {name: self.tensor.to_sp_order(x, layout) for name, x in objective.tokens.items()}
         hidden, targets = self.tensor.gather(hidden, context), self.tensor.to_sp_order(targets, layout)
         *outputs, loss = compute_logprobs(
@@ -471,9 +481,12 @@ class VocabParallel:
         context: Context,
         *,
         bias: Tensor | None = None,
+        math: HeadMath = ORDINARY,
     ) -> Tensor:
         """Return logits [batch, seq, vocab] on every rank, without the vocabulary's padding."""
-        shard = linear_logits(self.tensor.gather(x, context), weight, bias=bias)  # [..., local rows]
+        shard = linear_logits(
+            self.tensor.gather(x, context), weight, bias=bias, math=math
+        )  # [..., local rows]
         shard = F.pad(shard, (0, self.rows - shard.shape[-1]))
         logits = all_gather_replicated(shard, self.axis, -1)[..., :vocab_size]
         return softcapped(logits.reshape(context.batch, -1, vocab_size), softcap)

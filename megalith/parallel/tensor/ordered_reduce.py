@@ -1,0 +1,55 @@
+"""Sums over tensor-parallel ranks in the order in which one device adds the parts of a row-parallel linear.
+
+Ranks exchange their partial sums in fp32 and add them by a binary tree of neighbours (ops/batch_invariant/matmul.py).
+Thus 1, 2, 4 and 8 ranks have the same bits. NCCL and gloo add in an order that depends on the number of ranks and the
+size. The bytes sent are those of an all-reduce, or with sequence parallelism of a reduce-scatter, in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megalith.comm.collectives import Axis, all_gather_no_grad, all_to_all
+from megalith.models.pass_context import Context
+from megalith.ops.batch_invariant.elementwise import sum_by_pairs
+from megalith.ops.gemm import Gemm, linear
+
+
+class OrderedRow:
+    """The style of a row-parallel linear whose ranks' sums are added in a fixed order, as TensorParallel.row adds them.
+
+    Its Gemm is a BatchInvariantRowGemm.
+    """
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context
+    ) -> Tensor:
+        """Return the residual stream, [batch, seq, h] or under SP [1, tokens / tp, h].
+
+        x is [batch, seq, in / tp], weight [h, in / tp], bias [h].
+        """
+        y = _OrderedSum.apply(linear(x, weight, None, gemm), self.axis, context.layout.sharded, x.dtype)
+        return y if bias is None else y + bias
+
+
+class _OrderedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, sharded: bool, dtype: torch.dtype) -> Tensor:
+        ctx.axis, ctx.sharded, ctx.shape = axis, sharded, x.shape
+        flat = x.flatten()
+        flat = pad(flat, (0, -len(flat) % axis.size))
+        chunk = sum_by_pairs(all_to_all(flat, axis).view(axis.size, -1)).to(dtype)
+        if sharded:  # this rank's tokens
+            return chunk.view(1, -1, x.shape[-1])
+        return all_gather_no_grad(chunk, axis)[: x.numel()].view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if ctx.sharded:
+            grad = all_gather_no_grad(grad[0], ctx.axis).view(ctx.shape)
+        return grad, None, None, None
