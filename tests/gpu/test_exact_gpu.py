@@ -175,6 +175,15 @@ LLAMA = dict(
 MODELS = {
     "dense": dict(qk_layernorm=True),
     "windows": dict(window_size=[31, 0], window_attn_skip_freq=2),
+    "latent attention": dict(
+        multi_latent_attention=True,
+        q_lora_rank=64,
+        kv_lora_rank=32,
+        qk_head_dim=128,
+        qk_pos_emb_head_dim=64,
+        v_head_dim=128,
+        num_query_groups=None,
+    ),
     "experts": dict(num_experts=8, moe_ffn_hidden_size=128, moe_router_topk=3),
 }
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11, 80], [3], list(range(20, 155)), [9] * 64]

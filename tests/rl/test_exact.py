@@ -33,6 +33,10 @@ MODELS = {
     "gpt2": dict(
         normalization="LayerNorm", position_embedding_type="learned_absolute", swiglu=False, add_bias_linear=True,
     ),
+    "latent attention": dict(
+        multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8,
+        v_head_dim=12,
+    ),
     "experts": EXPERTS | dict(moe_router_pre_softmax=True),
     "sigmoid experts": EXPERTS | dict(
         moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_topk=3,
@@ -208,6 +212,7 @@ def exact_in_layout(config: RunConfig) -> tuple[list[Sample], bool]:
 TENSOR_MODELS = {
     "llama with grouped queries": dict(num_query_groups=2),
     "gpt2": MODELS["gpt2"],
+    "latent attention": MODELS["latent attention"],
     "sigmoid experts": MODELS["sigmoid experts"],
     "tied, of an uneven vocabulary": dict(vocab_size=301, untie_embeddings_and_output_weights=False),
 }
@@ -437,9 +442,6 @@ def test_pipelines_have_the_same_bits_for_every_data_parallel_size(pool, tmp_pat
 
 REFUSED = {
     "model.attn_logit_softcapping": (dict(attn_logit_softcapping=20.0), {}),
-    "model.multi_latent_attention": (
-        dict(multi_latent_attention=True, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16), {},
-    ),
     "model.hidden_dropout": (dict(hidden_dropout=0.1), {}),
     "model.moe_expert_capacity_factor": (EXPERTS | dict(moe_expert_capacity_factor=1.0), {}),
     "train.fp8_format": ({}, {"train.fp8_format": "hybrid", "rl.old_logprobs": "rollout"}),

@@ -55,7 +55,6 @@ def _of_model(model: ModelConfig) -> Iterator[Setting]:
     unsupported = {
         "model_type": (model.model_type != "gpt", "only decoders have batch-invariant operators"),
         "score_head": (model.score_head, "reward models have no batch-invariant loss"),
-        "multi_latent_attention": (model.multi_latent_attention, _KERNEL),
         "softmax_type": (model.softmax_type != "vanilla", _KERNEL),
         "attn_logit_softcapping": (model.attn_logit_softcapping is not None, _KERNEL),
         "final_logit_softcapping": (model.final_logit_softcapping is not None, _KERNEL),
