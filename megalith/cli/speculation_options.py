@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "--speculative-method", default="none", choices=("none", "ngram", "draft_model"),
-        help="verify several draft tokens per step, copied from earlier text (ngram) or sampled from a smaller model; "
-        "the completions stay the same",
+        "--speculative-method", default="none", choices=("none", "ngram", "draft_model", "mtp"),
+        help="verify several draft tokens per step, copied from earlier text (ngram) or sampled from a smaller model "
+        "or from the model's own MTP layers; the completions stay the same",
     )  # fmt: skip
     add("--num-speculative-tokens", type=int, default=4, metavar="N", help="drafts per step")
     add("--prompt-lookup-max", type=int, default=4, metavar="N", help="ngram: maximum tokens to look for")

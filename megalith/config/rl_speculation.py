@@ -15,12 +15,13 @@ class SpeculationSettings(Section):
     decides: ClassVar[Decides] = Decides.NOTHING
 
     speculative_method: Annotated[
-        Literal["none", "ngram", "draft_model"],
+        Literal["none", "ngram", "draft_model", "mtp"],
         RequiresSetting("prompts"),
         RequiresSetting("engine", "own", strict=True),
     ] = "none"
     """Drafts in Megalith's engine: ngram copies what followed the last tokens where they occurred before, draft_model
-    samples them from a smaller model. The completions are the same as without; only the speed changes."""
+    samples them from a smaller model, mtp from the policy's own layers for multi-token prediction. The completions are
+    the same as without; only the speed changes."""
 
     num_speculative_tokens: Annotated[PositiveInt, RequiresSetting("speculative_method", unless="none")] = 4
     """Drafts per decode step."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.generation.logits_state import NO_PARTS, UsedParts
+from megalith.generation.mtp_drafter import MTPDrafter
 from megalith.generation.requests import (
     Sampling,
 )
@@ -84,6 +85,7 @@ class DecodeSteps:
             self._logits_state.allocate(used)
             changed = [self._state, self._tick, self._draft_counts, *self._logits_state.tensors]
             changed += [] if self._states is None else self._states.parts
+            changed += self._drafter.state if isinstance(self._drafter, MTPDrafter) else []
             kept = [tensor.clone() for tensor in changed]
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -133,7 +135,13 @@ class DecodeSteps:
         cache = Decode(self._cache[:, :, :rows], self._cached_layers, seen, states, self._attend_cached)
         if self.config.learns_positions:  # drafts may follow the last position
             positions = positions.clamp(max=self.config.max_position_embeddings - 1)
-        hidden = self._hidden(tokens, positions, cache, routes=routes, adapters=adapters).flatten(0, 1)
+        hidden = self._hidden(tokens, positions, cache, routes=routes, adapters=adapters)
+        if isinstance(self._drafter, MTPDrafter):
+            self._drafter.take_hidden(hidden)
+        return self.head_logits(hidden.flatten(0, 1))
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits after tokens with these last hidden states, [tokens, this rank's entries]."""
         head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
         return linear_logits(self.model.head_input(hidden), *head, math=self._head_math)
 

@@ -27,6 +27,7 @@ from megalith.generation.decode_steps import DecodeSteps
 from megalith.generation.engine_model import SiteSlots, SlotSizes, engine_model, named_shards
 from megalith.generation.engine_rows import EngineRows
 from megalith.generation.logits_state import LogitsState
+from megalith.generation.mtp_drafter import MTPDrafter
 from megalith.generation.prefill_passes import PrefillPasses
 from megalith.generation.prefix_reuse import PrefixReuse
 from megalith.generation.requests import (
@@ -124,7 +125,9 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         grouped = on_gpu and dtype == torch.bfloat16
         # A step has few rows: compiling kernels for the permutation around the matmuls does not pay.
         experts = {"moe_grouped_gemm": grouped, "moe_permute_fusion": False}
-        self.config = config = model_config.model_copy(update={"mtp_num_layers": None, **experts})
+        if speculation is None or speculation.method != "mtp":
+            experts["mtp_num_layers"] = None
+        self.config = config = model_config.model_copy(update=experts)
         if config.model_type == "t5":
             raise ConfigError(
                 "model.model_type is t5, but engines support decoders only; generate from the model (megalith.load, "
@@ -152,6 +155,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._prefix_cache_bytes, self._has_own_weights = prefix_cache_bytes, model is None
         self._reuses = prefix_reuse and not records_routes and config.position_embedding_type != "alibi"
+        self._reuses = self._reuses and not config.mtp_layers  # which read the prompt's hidden states
         self._prefixes: PrefixReuse | None = None
         # Tokens of prompts since the last `take_prefill_tokens`.
         self.prefill_tokens = self.reused_tokens = 0
@@ -206,6 +210,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
     def _make_drafter(self, speculation: Speculation, compile: bool | None) -> Drafter:
         speculation.check(self.config)
         drafts, model = speculation.num_speculative_tokens, speculation.draft_model
+        if speculation.method == "mtp":
+            return MTPDrafter(self, drafts)
         if model is None:
             return NgramDrafter(speculation, self.max_rows, self._room + 1, self.device)
         sizes = dict(max_rows=self.max_rows, max_tokens=self._room + 1)
@@ -280,9 +286,10 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             self._prefixes.forget()
 
     def is_mtp_parameter(self, name: str) -> bool:
-        """Return True for parameters of multi-token prediction, which generation omits."""
+        """Return True for parameters of multi-token prediction, if the engine omits them."""
         parts = name.split(".")
-        return parts[0] == "layers" and int(parts[1]) >= self.config.num_layers
+        omits = not self.config.mtp_layers
+        return omits and parts[0] == "layers" and int(parts[1]) >= self.config.num_layers
 
     @property
     def version(self) -> int:

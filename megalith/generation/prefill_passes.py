@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.generation.mtp_drafter import MTPDrafter
 from megalith.generation.prefix_reuse import tokens_of_adapter
 from megalith.generation.requests import (
     RowSequence,
@@ -144,7 +145,9 @@ class PrefillPasses:
         cache = Prefill(self._cache, self._cached_layers, rows, prompts, lengths, self._states)
         routes = self._route_memory(len(batch) * longest)
         with run_eagerly():  # sizes differ between passes
-            self._hidden(ids, positions, cache, longest + 1, routes, adapters)
+            hidden = self._hidden(ids, positions, cache, longest + 1, routes, adapters)
+            if isinstance(self._drafter, MTPDrafter):
+                self._drafter.take_prompts(ids, positions, cache, hidden)
         if routes is None:
             return {}
         by_token = routes.transpose(0, 1).cpu().numpy()
@@ -173,6 +176,22 @@ class PrefillPasses:
             routes: from `_route_memory`, for the experts that the routers choose. None: not recorded.
             adapters: slots of the sequences' adapters, int64 [batch]. None: they have none.
         """
+        context = self.context_of(ids, positions, cache, length, adapters)
+        if routes is not None:
+            layers = zip(self._routed_layers, routes, strict=True)
+            context.routes = {number: LayerRoutes(recorded=of_layer) for number, of_layer in layers}
+        model = self.model
+        return Stack.forward(model, model.embed(ids, context), context)
+
+    def context_of(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        length: int | None = None,
+        adapters: Tensor | None = None,
+    ) -> Context:
+        """Return the context of a pass of layers; see `_hidden`."""
         context = Context(len(ids), PassLayout(), position_ids=positions, cache=cache)
         if self.slots:
             context.adapters = ids.new_zeros(len(ids)) if adapters is None else adapters
@@ -182,11 +201,7 @@ class PrefillPasses:
                 context.rotary_local = local_rotary_tables(self.config, positions)
         if self.config.num_experts:
             context.global_token_ids = torch.arange(ids.numel(), device=ids.device)
-        if routes is not None:
-            layers = zip(self._routed_layers, routes, strict=True)
-            context.routes = {number: LayerRoutes(recorded=of_layer) for number, of_layer in layers}
-        model = self.model
-        return Stack.forward(model, model.embed(ids, context), context)
+        return context
 
     def _rotary(self, positions: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
         original = self._original_context

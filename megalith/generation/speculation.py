@@ -7,7 +7,7 @@ Each x is sampled from the model's own distribution with the noise of its index 
 drafts before it equal their samples. Completions are thus those of plain sampling, token by token: drafts only change
 the number of passes. An n-gram's draft is accepted with its probability, as by rejection sampling. A draft model
 samples with the noise of the index that it predicts, and so proposes x more often the closer its distribution is (the
-Gumbel coupling of Daliri et al. 2024).
+Gumbel coupling of Daliri et al. 2024). So do the model's own MTP layers (mtp_drafter.py).
 
 Every row has K drafts in every step, so that shapes are static and a step can be a CUDA graph.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megalith.config import ModelConfig
-from megalith.config.rules.speculation_rules import check_lookup, check_rolls_back
+from megalith.config.rules.speculation_rules import check_has_mtp, check_lookup, check_rolls_back
 from megalith.errors import ConfigError
 from megalith.generation.requests import RowSequence, Sampling
 from megalith.hardware import to_device
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megalith.generation.engine import Engine
 
 NO_DRAFT = -1
-METHODS = "ngram", "draft_model"
+METHODS = "ngram", "draft_model", "mtp"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Speculation:
 
     method: str
     """ngram: copy the tokens that followed an earlier occurrence of the last tokens (prompt lookup). draft_model:
-    sample from a smaller model with the same tokenizer."""
+    sample from a smaller model with the same tokenizer. mtp: sample from the model's own layers for multi-token
+    prediction."""
     num_speculative_tokens: int = 4
     """Drafts per step."""
     prompt_lookup_max: int = 4
@@ -55,7 +56,9 @@ class Speculation:
     def check(self, config: ModelConfig) -> None:
         """Raise ConfigError for a value out of range, and for a model that cannot verify drafts."""
         if self.method not in METHODS:
-            raise ConfigError(f"speculative_method is {self.method}; choose {' or '.join(METHODS)}")
+            raise ConfigError(
+                f"speculative_method is {self.method}; choose {', '.join(METHODS[:-1])} or {METHODS[-1]}"
+            )
         if self.num_speculative_tokens < 1:
             raise ConfigError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 1"
@@ -66,6 +69,8 @@ class Speculation:
             raise ConfigError(
                 f"speculative_method is {self.method}, but {has}; draft_model goes with the method draft_model"
             )
+        if self.method == "mtp":
+            check_has_mtp(config)
         check_rolls_back(config, "the model")
         if self.draft_model is not None:
             draft = self.draft_model

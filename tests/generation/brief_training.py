@@ -8,6 +8,8 @@ from torch import Tensor
 from megalith.config import ModelConfig
 from megalith.generation.requests import Completion
 from megalith.models.init import initialize
+from megalith.models.inputs import LossInputs
+from megalith.models.mtp import make_mtp_targets
 from megalith.models.transformer import Transformer
 from megalith.ops.cross_entropy import linear_logprobs
 
@@ -42,7 +44,11 @@ def trained_model(steps: int = 40, device: str = "cpu", **changes) -> tuple[Tran
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(steps):
         ids = chains(16, 33, step).to(device)
-        loss = model(ids[:, :-1], labels=ids[:, 1:]) / ids[:, 1:].numel()
+        labels, inputs = ids[:, 1:], LossInputs()
+        if layers := len(config.mtp_layers):
+            targets = make_mtp_targets(labels.cpu(), torch.ones(labels.shape), None, layers)
+            inputs = LossInputs(mtp_targets=targets.to(labels.device))
+        loss = model(ids[:, :-1], labels=labels, loss_inputs=inputs) / labels.numel()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

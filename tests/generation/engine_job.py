@@ -154,13 +154,14 @@ def speculative_over_tensor_ranks(
     prompts,
     sampling: Sampling,
 ) -> list:
-    """This rank's tokens and accepted drafts, by n-grams and by a draft model."""
+    """This rank's tokens and accepted drafts, by n-grams, by a draft model and by MTP layers."""
     size = torch.distributed.get_world_size()
     mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=size), size, "cpu")
     draft = make_model(draft_config)
     draft.load_state_dict(draft_weights)
     results = []
-    for speculation in (Speculation("ngram"), Speculation("draft_model", draft_model=draft)):
+    methods = Speculation("ngram"), Speculation("draft_model", draft_model=draft), Speculation("mtp")
+    for speculation in methods:
         sizes = dict(max_rows=3, max_tokens=128, tp=mesh.tp, speculation=speculation)
         engine = Engine(config, "cpu", torch.float32, **sizes)
         engine.load(weights.items())

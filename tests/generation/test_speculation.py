@@ -18,6 +18,7 @@ from megalith.generation.speculation import NO_DRAFT, Speculation, accepted_toke
 from megalith.generation.sync import engine_for
 from megalith.models.init import initialize
 from megalith.models.model_types import make_model
+from megalith.models.transformer import Stack
 
 PROMPTS = [row[:length].tolist() for row, length in zip(chains(9, 40, 99), [1, 2, 5, 8, 13, 21, 34, 4, 40])]
 SAMPLINGS = {
@@ -27,9 +28,12 @@ SAMPLINGS = {
 }
 
 
+MTP = dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.01)  # Adam scales it up; the model stays as it is
+
+
 @pytest.fixture(scope="module")
 def model():
-    return trained_model(steps=24)[0]
+    return trained_model(steps=24, **MTP)[0]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def draft_model():
     return trained_model(steps=24, num_layers=1, hidden_size=32)[0]
 
 
-@pytest.fixture(params=["ngram", "draft_model"])
+@pytest.fixture(params=["ngram", "draft_model", "mtp"])
 def speculation(request, draft_model):
     return Speculation(
         request.param,
@@ -86,6 +90,45 @@ def test_completions_are_those_of_plain_decoding_in_fewer_passes(model, speculat
     assert metrics.row_steps + metrics.accepted == tokens and 0 < metrics.accepted < metrics.drafted
     assert engine.take_draft_metrics().row_steps == 0
     assert metrics.tokens_per_step > (1.5 if kind == "greedy" else 1.0)
+
+
+@torch.no_grad()
+def predicted(model, tokens: list[int]) -> list[list[int]]:
+    """The most likely tokens of each MTP layer for a known sequence, by the position of the input."""
+    ids, found = torch.tensor([tokens]), []
+    context = model.context(ids, trains=False)
+    x = Stack.forward(model, model.embed(ids, context), context)
+    for ahead, number in enumerate(model.config.mtp_layers, start=1):
+        context.mtp_embeddings = model.embed(ids.roll(-ahead, 1), context)
+        x = model.runner([model.layers[str(number)]], x, context)
+        found.append(model.vocabulary_logits(x, context)[0, :, :VOCAB].argmax(-1).tolist())
+    return found
+
+
+@pytest.mark.parametrize("layers", [1, in_full(2)])
+def test_the_mtp_layers_draft_what_they_predict_of_a_known_sequence(layers):
+    """The second layer has read rejected drafts, so of two drafts per step nearly all are the same."""
+    model, _ = trained_model(steps=24, **MTP | dict(mtp_num_layers=layers))
+    engine = engine_for(model, max_rows=9, max_tokens=80, speculation=Speculation("mtp", layers))
+    done = engine.generate(PROMPTS, SAMPLINGS["greedy"])
+    accepted, drafted = 0, 0
+    for each in done:
+        prompt = PROMPTS[each.prompt]
+        tokens = [*prompt, *each.ids]
+        found, at = predicted(model, tokens), len(prompt)  # of the next token to sample
+        while at < len(tokens):
+            drafts = [row[at - 2] for row in found] if at > 1 else []
+            drafted += len(drafts)
+            right = 0
+            while (
+                right < len(drafts) and at + right < len(tokens) - 1 and drafts[right] == tokens[at + right]
+            ):
+                right += 1
+            accepted, at = accepted + right, at + right + 1
+    metrics = engine.take_draft_metrics()
+    if layers == 1:
+        assert (metrics.accepted, metrics.drafted) == (accepted, drafted)
+    assert metrics.accepted == pytest.approx(accepted, rel=0.1) and accepted > 50
 
 
 def test_logprobs_are_those_that_the_model_scores(model, speculation):
@@ -169,18 +212,23 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", ["learned", "longrope", *map(in_full, ["windows", "sinks", "latent"])])
 def test_every_kind_of_attention_verifies_drafts(name, draft_model):
-    model, _ = trained_model(steps=8, **VARIANTS[name])
+    model, _ = trained_model(steps=8, **VARIANTS[name] | MTP)
     sizes = dict(max_rows=3, max_tokens=64)
     sampling = Sampling(max_new_tokens=24, temperature=0.5, seed=1)
     expected = engine_for(model, **sizes).generate(PROMPTS, sampling)
-    for settings in (Speculation("ngram"), Speculation("draft_model", 2, draft_model=draft_model)):
+    methods = (
+        Speculation("ngram"),
+        Speculation("draft_model", 2, draft_model=draft_model),
+        Speculation("mtp", 2),
+    )
+    for settings in methods:
         engine = engine_for(model, **sizes, speculation=settings)
         assert [each.ids for each in engine.generate(PROMPTS, sampling)] == [each.ids for each in expected]
         assert engine.take_draft_metrics().accepted
 
 
 def test_experts_are_recorded_for_the_tokens_that_are_kept(speculation):
-    model = make_model(ModelConfig(**LLAMA | EXPERTS))
+    model = make_model(ModelConfig(**LLAMA | EXPERTS | MTP))
     initialize(model, model.config, seed=1)
     engines = (
         engine_for(model, max_rows=3, max_tokens=80, records_routes=True, speculation=drafts)
@@ -194,11 +242,15 @@ def test_experts_are_recorded_for_the_tokens_that_are_kept(speculation):
 
 def test_exact_logprobs_are_those_without_drafts_to_the_bit(model, speculation):
     sizes = dict(max_rows=4, max_tokens=80, batch_invariant=True)
+    if speculation.method == "mtp":
+        with pytest.raises(
+            ConfigError, match=r"model\.mtp_num_layers is 1 and the engine is batch invariant"
+        ):
+            engine_for(model, **sizes, speculation=speculation)
+        return
     expected = engine_for(model, **sizes).generate(PROMPTS, SAMPLINGS["temperature"])
-    assert (
-        engine_for(model, **sizes, speculation=speculation).generate(PROMPTS, SAMPLINGS["temperature"])
-        == expected
-    )
+    done = engine_for(model, **sizes, speculation=speculation).generate(PROMPTS, SAMPLINGS["temperature"])
+    assert done == expected
 
 
 def test_requests_with_settings_of_their_own_get_the_same_tokens(model, speculation):
@@ -267,11 +319,12 @@ def test_what_cannot_be_combined_is_refused_by_name(model, draft_model):
                 speculation=Speculation(**settings),
             )  # fmt: skip
 
-    refused(LLAMA, "speculative_method is medusa; choose ngram or draft_model", method="medusa")
+    refused(LLAMA, "speculative_method is medusa; choose ngram, draft_model or mtp", method="medusa")
     refused(LLAMA, "num_speculative_tokens is 0", method="ngram", num_speculative_tokens=0)
     refused(LLAMA, "prompt_lookup_min is 5 and prompt_lookup_max 4", method="ngram", prompt_lookup_min=5)
     refused(LLAMA, "no draft model is given", method="draft_model")
     refused(LLAMA, "a draft model is given", method="ngram", draft_model=draft_model)
+    refused(LLAMA, "speculative_method is mtp, but model.mtp_num_layers is not set", method="mtp")
     recurrent = LLAMA | dict(
         experimental_attention_variant="gated_delta_net", linear_attention_freq=2, linear_num_value_heads=4,
         linear_num_key_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,

@@ -114,6 +114,24 @@ def test_a_compiled_graph_gives_what_eager_steps_give(family):
             torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def with_mtp():
+    return trained_model(device="cuda", mtp_num_layers=1, mtp_loss_scaling_factor=1.0)[0]
+
+
+@pytest.mark.parametrize("graphs", [None, False])
+def test_drafts_of_mtp_layers_give_what_plain_steps_give(with_mtp, graphs):
+    sampling = Sampling(max_new_tokens=60, temperature=0.5, stop=(3,), seed=5)
+    sizes = dict(max_rows=8, max_tokens=128, compile=None if graphs is None else False, graphs=graphs)
+    plain = engine_for(with_mtp, **sizes).generate(PROMPTS, sampling, num_generations=2)
+    for drafts in (1, 3):
+        engine = engine_for(with_mtp, **sizes, speculation=Speculation("mtp", drafts))
+        for _ in range(2):
+            done = engine.generate(PROMPTS, sampling, num_generations=2)
+            assert sum(a.ids == b.ids for a, b in zip(plain, done)) >= len(done) - 1
+            assert engine.take_draft_metrics().acceptance_rate > 0.2
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 @pytest.mark.parametrize("graphs", [None, False])
 def test_verified_drafts_give_what_plain_steps_give(family, method, graphs):

@@ -79,7 +79,33 @@ def test_generate_and_rollout_print_the_rates(policies, tmp_path, capsys):
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_mtp_layers_draft_in_generate_and_grpo(tmp_path, capsys):
+    copies = lambda numbers, rng: " ".join(map(str, [*numbers, *numbers]))  # noqa: E731
+    policy, outputs, steps = tuned(tmp_path, copies, mtp_num_layers=1), [], []
+    for method in ("none", "mtp"):
+        words = ["generate", policy, "--prompt", "3 4 5 15", "--max-new-tokens", "8", "--json"]
+        assert main([*words, "--device", "cpu", "--speculative-method", method]) == 0
+        out, err = capsys.readouterr()
+        assert ("tokens per step" in err) == (method == "mtp")
+        outputs.append(json.loads(out.splitlines()[-1])["ids"])
+        config = configuration(
+            tmp_path,
+            model=dict(init_from=policy, mtp_num_layers=1),
+            rl=dict(speculative_method=method, temperature=0.7, max_completion_length=12),
+            optim=dict(lr=1e-4),
+            train=dict(output_dir=str(tmp_path / method), train_iters=3),
+        )
+        train_grpo(config)
+        steps.append(metrics(tmp_path / method))
+    assert outputs[0] == outputs[1]
+    for one, other in zip(*steps, strict=True):
+        assert one["completion_length"] == other["completion_length"]
+        assert one["rewards_mean"] == other["rewards_mean"]
+        assert other["draft_acceptance"] > 0 and 1 < other["tokens_per_step"] <= 5
+
+
 @pytest.mark.parametrize(("rl", "match"), [
+    (dict(speculative_method="mtp"), "speculative_method is mtp, but model.mtp_num_layers is not set"),
     (dict(speculative_method="draft_model"), "rl.draft_model is not set"),
     (dict(draft_model="x"), "rl.draft_model"),
     (dict(speculative_method="ngram", prompt_lookup_min=5), "prompt_lookup_min is 5 and prompt_lookup_max 4"),

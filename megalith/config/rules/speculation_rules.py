@@ -16,6 +16,8 @@ def check_rollout_speculation(rl: RlConfig, model: ModelConfig) -> None:
             "rl.speculative_method is draft_model, but rl.draft_model is not set; name a smaller model with the "
             "policy's tokenizer"
         )
+    if rl.speculative_method == "mtp":
+        check_has_mtp(model)
     check_lookup(rl.prompt_lookup_min, rl.prompt_lookup_max)
     check_rolls_back(model, "the model")
 
@@ -26,6 +28,15 @@ def check_lookup(shortest: int, longest: int) -> None:
         raise ConfigError(
             f"prompt_lookup_min is {shortest} and prompt_lookup_max {longest}; the first must be at least 1 and at "
             "most the second"
+        )
+
+
+def check_has_mtp(model: ModelConfig) -> None:
+    """Raise ConfigError if a model has no layers for multi-token prediction."""
+    if not model.mtp_layers:
+        raise ConfigError(
+            "speculative_method is mtp, but model.mtp_num_layers is not set: the model has no layers that predict "
+            "further tokens; choose ngram or draft_model"
         )
 
 
