@@ -22,8 +22,9 @@ from benchmarks.published_rows import (
     Published,
     sc21_row,
 )
+from megalith.config.model import ModelConfig
 from megalith.config.rules.auto_settings import Machine, resolve_auto
-from megalith.planner import passes, step_time
+from megalith.planner import passes, saved_activations, step_time
 from megalith.planner.candidates import NO_GEMM, PARALLEL, SHARDS
 from megalith.planner.counts import MetaModel
 from megalith.planner.flops import flops_per_token
@@ -36,10 +37,28 @@ DOCS = Path(__file__).parents[1] / "docs"
 ON_80_GB = {PARALLEL + name: value for name, value in (NO_GEMM | SHARDS).items()}  # no GEMM recomputed
 
 
+def saved_with_linear_qkv(model: ModelConfig, query: int, key_value: int) -> int:
+    """What `saved_before_attention` was while all of linear_qkv's output stayed, with a copy of queries for norms."""
+    if not (norms := model.qk_layernorm or model.qk_l2_norm) and model.position_embedding_type != "rope":
+        return 0
+    copied = norms and 1 < model.query_groups < model.num_attention_heads
+    return query + key_value // 2 + copied * query
+
+
+@contextmanager
+def as_measured(row: Row) -> Iterator[None]:
+    """Predict memory for the version that was measured. With context parallelism it never kept linear_qkv's output."""
+    kept = not row.frees_qkv and row.parallel.get("context_parallel_size", 1) == 1
+    saved = saved_with_linear_qkv if kept else saved_activations.saved_before_attention
+    with patch.object(saved_activations, "saved_before_attention", saved):
+        yield
+
+
 def expected(row: Row) -> tuple[float, step_time.StepTime]:
     """GB of the first stage's devices, and a step of a measured row."""
     config, _ = resolve_auto(row.config(), Machine(row.processes, True, True, ranks=row.processes))
-    memory = build_layout(config, row.processes).stages[0].memory.total / 1e9
+    with as_measured(row):
+        memory = build_layout(config, row.processes).stages[0].memory.total / 1e9
     meta = MetaModel(config.model, config.lora)
     return memory, step_time.step_time(config, meta, row.processes, rates_of(), 8)
 
@@ -146,11 +165,13 @@ def eight_gpus() -> str:
     others = "; ".join(row.name for row in ROWS if row.use == MISSED and row not in EIGHT_GPUS)
     text = (
         "The runs on eight GPUs were predicted before they were measured, and nothing was fitted to them. "
+        "(One prediction was corrected afterwards: the memory of layers with norms of queries and keys.) "
         f"{len(EIGHT_GPUS) - len(missed)} of {len(EIGHT_GPUS)} are within the bounds. **Outside: {names}.** "
         "The plan's ranking of the two layouts of Qwen3 was wrong: with experts, GPUs waited longer than the "
         "planner assumes, for reasons not yet known ([profiles](performance.md#where-the-time-goes)). "
-        f"**Outside on fewer GPUs: {others}.**"
     )
+    if others:
+        text += f"**Outside on fewer GPUs: {others}.**"
     return fill(text, 120, break_on_hyphens=False)
 
 
@@ -189,6 +210,11 @@ The table has every run of [RESULTS](../benchmarks/RESULTS.md) whose memory or t
 kernels, except rollouts, generation and samples of varying lengths. "Predicted" is the result of `megalith plan show`
 with the run's settings. "Memory only" in the last column means that the bound does not apply to the time of this run,
 because an older version or a [mirrored rank](performance.md#measure-a-step) was measured.
+
+In the measured version, layers with rotary positions kept the whole output of `linear_qkv` for the backward pass, and
+layers with norms of queries and keys a copy of the queries too. Now they keep the values alone, and no copy. The
+table predicts the memory of the measured version. The planner predicts less: 5.4 GB less for Llama-3-8B with 16,384
+tokens in a micro-batch. This has not been measured on a GPU yet.
 
 {eight}
 

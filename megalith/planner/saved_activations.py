@@ -100,9 +100,7 @@ def _saved_activations(
     norm_outputs = normed * model.hidden_size // (1 if gathers else sequence)  # inputs of the matrices
     if compiled and not gathers and "layernorm" in recomputed:
         norm_outputs = 0  # also the input of a recomputed MLP, which is in the same graph
-    attention = query + key_value
-    if model.qk_layernorm or model.qk_l2_norm or model.position_embedding_type == "rope":
-        attention += query + key_value // 2  # queries and keys before it, in one tensor with the values
+    attention = query + key_value + saved_before_attention(model, query, key_value)
     if not (compiled and "core_attn" in recomputed):
         attention += query  # the output
     exchanged = query if parallel.context_parallel_size > 1 and "a2a" in parallel.resolved_cp_comm_type else 0
@@ -125,6 +123,22 @@ def _saved_activations(
         if layer.has_experts:
             saved += _expert_rows(meta, layer.mlp.experts)
     return saved
+
+
+def saved_before_attention(model: ModelConfig, query: int, key_value: int) -> int:
+    """Return the elements per token that are saved of queries and keys before norms and rotary positions.
+
+    Norms save their inputs. Rotary positions do not, but a gate is a view of linear_qkv's output, all of which then
+    stays. `query` and `key_value` are the elements per token on a rank.
+    """
+    if model.qk_layernorm or model.qk_l2_norm:
+        by_head = not (model.qk_layernorm_full_width or model.qk_layernorm_per_head)
+        copied = (
+            not by_head and 1 < model.query_groups < model.num_attention_heads
+        )  # beside linear_qkv's output
+        return query + key_value // 2 + copied * query
+    keeps_inputs = model.attention_output_gate or model.multi_latent_attention
+    return query + key_value // 2 if keeps_inputs and model.position_embedding_type == "rope" else 0
 
 
 def saved_of_encoder(meta: MetaModel, number: int) -> int:

@@ -216,6 +216,40 @@ def test_compiled_layers_give_the_loss_and_gradients_of_eager(family, quick_comp
         assert (compiled_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+@pytest.mark.parametrize(
+    ("fields", "normed", "compiled"),
+    [
+        (dict(), False, True),
+        (dict(), False, False),
+        (dict(num_query_groups=4), False, True),
+        (dict(qk_layernorm=True), True, True),
+        (dict(qk_l2_norm=True), True, True),
+    ],
+    ids=["rotary", "rotary, not compiled", "a group per head", "norms of heads", "L2 norms"],
+)
+def test_attention_saves_queries_keys_and_values_once(fields, normed, compiled):
+    """Norms save their inputs too, which are linear_qkv's output; a view of the values would hold all of it."""
+    torch._dynamo.reset()
+    sizes = dict(num_layers=1, hidden_size=64, kv_channels=20, num_attention_heads=4, num_query_groups=2)
+    model = build("llama", **(sizes | fields)).bfloat16()
+    if compiled:  # divided into forward and backward pass as by Inductor, without its code
+        model.layers["0"].compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    ids, saved = tokens(), {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.shape[-1] == 20 and tensor.ndim >= 4:  # heads
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(ids).float().sum()
+    elements = sum(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in saved.values())
+    query, key = 4 * 20, model.config.query_groups * 20
+    output = query
+    expected = query + 2 * key + output + normed * (query + key)
+    assert elements / ids.numel() == expected
+
+
 def test_the_further_activations_of_megatron_are_their_formulas():
     x = torch.randn(64)
     torch.testing.assert_close(ACTIVATIONS["squared_relu"](x), x.clamp(min=0) ** 2)

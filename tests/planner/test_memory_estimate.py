@@ -76,13 +76,13 @@ GPT = MetaModel(ModelConfig(**ONE_LAYER))
 LLAMA = MetaModel(ModelConfig(**ONE_LAYER, ffn_hidden_size=192, swiglu=True, position_embedding_type="rope"))
 SAVED = [
     # recomputed           GPT compiled, not; Llama compiled
-    ([], 16, 16, 19),
-    (["core_attn"], 15, 16, 18),
-    (["layernorm"], 14, 16, 17),
-    (["mlp"], 8, 8, 10),
-    (["mlp_act"], 12, 16, 16),
-    (["layernorm", "mlp_act"], 10, 16, 14),
-    (["layernorm", "mlp"], 6, 8, 8),
+    ([], 16, 16, 17),
+    (["core_attn"], 15, 16, 16),
+    (["layernorm"], 14, 16, 15),
+    (["mlp"], 8, 8, 8),
+    (["mlp_act"], 12, 16, 14),
+    (["layernorm", "mlp_act"], 10, 16, 12),
+    (["layernorm", "mlp"], 6, 8, 6),
 ]
 
 

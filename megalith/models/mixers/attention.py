@@ -143,14 +143,26 @@ class SelfAttention(Attention):
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         heads_in_group = self.heads.in_group * (1 + self.gated)  # queries and gates
-        split = partial(split_qkv, batch=context.batch, heads_in_group=heads_in_group, head_dim=self.head_dim)
+        norm_before = self.q_layernorm is not None and not self.norm_after_rope
+        by_group = norm_before and isinstance(self.q_layernorm, (Norm, RootMeanSquare)) and not self.gated
+        split = partial(
+            split_qkv,
+            batch=context.batch,
+            heads_in_group=heads_in_group,
+            head_dim=self.head_dim,
+            flat=not by_group,
+        )
         query, key, value = self.linear_qkv(x, context, then=split)  # [batch, seq, heads or groups, head_dim]
         if self.gated:
             grouped = query.unflatten(2, (-1, 2, self.heads.in_group))
             query, gate = (half.flatten(2, 3) for half in grouped.unbind(3))
-        if self.q_layernorm is not None and not self.norm_after_rope:
+        if norm_before:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
+            query = query.flatten(2, 3) if by_group else query
         if self.uses_rope and context.rotary is not None:
+            if not norm_before and not self.gated and torch.is_grad_enabled():
+                # The backward pass needs the values, and a view would keep all of linear_qkv's output for them.
+                value = value.contiguous()
             tables = context.rotary
             if self.window is not None and context.rotary_local is not None:
                 tables = context.rotary_local
