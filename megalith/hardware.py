@@ -210,7 +210,8 @@ def pick_device(request: str = "auto", local_rank: int = 0) -> torch.device:
         need = f"device cuda:{index} was requested" if number else f"local rank {index} needs GPU {index}"
         raise ConfigError(
             f"{need}, but this machine has {available} CUDA device{'s' if available != 1 else ''} "
-            f"(numbers 0 to {available - 1}); start at most {available} processes, or name one of these"
+            f"(numbers 0 to {available - 1}); start at most {available} processes, or choose one "
+            "of these devices"
         )
     return torch.device("cuda", index)
 

@@ -68,7 +68,7 @@ def format_bytes(size: float) -> str:
 
 
 def memory_unit(totals: Iterable[int]) -> tuple[str, float]:
-    """Return the unit for these sizes, GB or MB, and its bytes."""
+    """Return the unit to print these sizes in, GB or MB, and the number of bytes in it."""
     return ("GB", 1e9) if max(totals) >= 1e9 else ("MB", 1e6)
 
 

@@ -85,7 +85,7 @@ CONFIGURATIONS = [
     (["run.yaml", "--train.train_iters"], "train.train_iters is True"),
     (["run.yaml", "--model.preset", "gpt5"], "no preset 'gpt5'", "known: "),
     (["run.yaml", "--model.num_attention_heads", "3"], "hidden_size 32 is not divisible", "3"),
-    (["run.yaml", "--train.micro_batch_size", "3"], "(2) is not micro_batch_size (3) × data parallel (1)"),
+    (["run.yaml", "--train.micro_batch_size", "3"], "(2) is not a multiple of micro_batch_size (3) ×"),
     (["run.yaml", "--data.seq_length", "64", "--model.max_position_embeddings", "32"], "64 is longer than", "32"),
     (["run.yaml", "--data.mock"], "data.mock is True", "give exactly one"),
     (["run.yaml", "--data.split", "a,b"], "split 'a,b' is not one to three numbers", "99,1,0"),
@@ -105,7 +105,7 @@ CONFIGURATIONS = [
     (["run.yaml", "--runtime.device", "cuda:99"], "cuda:99"),
     (["run.yaml", "--data.tokenizer_type", "BertTokenizer"], "data.tokenizer_type is 'BertTokenizer'"),
     (["run.yaml", "--data.tokenizer_type", "null", "--data.tokenizer_model", "x"], "tokenizer_type, which is not set"),
-    (["run.yaml", "--data.tokenizer_type", "null"], "model.vocab_size is not set and there is no tokenizer"),
+    (["run.yaml", "--data.tokenizer_type", "null"], "model.vocab_size is not set, and there is no tokenizer"),
     (["run.yaml", "--data.tokenizer_type", "NullTokenizer"], "NullTokenizer has vocab_size None"),
     (["run.yaml", "--model.vocab_size", "100"], "tokenizer has 257 entries but model.vocab_size is 100"),
     (["run.yaml", "--data.reset_attention_mask", "--data.tokenizer_type", "null", "--model.vocab_size", "300"],
@@ -115,7 +115,7 @@ CONFIGURATIONS = [
     (["run.yaml", "--train.output_dir", "/proc/run"], "output folder /proc/run cannot be written"),
     (["run.yaml", "--nproc", "0"], "nproc"),
     (["run.yaml", "--nproc", "three"], "argument --nproc: invalid int value: 'three'"),
-    (["run.yaml", "--nproc", "3"], "(2) is not micro_batch_size (1) × data parallel (3)"),
+    (["run.yaml", "--nproc", "3"], "(2) is not a multiple of micro_batch_size (1) × data parallel (3)"),
     (["run.yaml", "--nproc", "2", "--runtime.device", "cuda"], "cuda"),
     (["run.yaml", "--nnodes", "2", "--nproc", "2"], "no --rdzv-endpoint"),
     (["run.yaml", "--nnodes", "2:3", "--nproc", "2", "--rdzv-endpoint", "a:1",
@@ -296,16 +296,16 @@ def test_requests_to_generate_that_cannot_be(refused, place):
         refused(
             ["generate", "run", "--prompt-file", "p.jsonl"],
             DATA,
-            'p.jsonl line 3 is no object with a "prompt"',
+            'p.jsonl line 3 is not an object with a text "prompt"',
         )
     (place / "p.txt").write_text("a\n\nb\n")
     refused(["generate", "run", "--prompt-file", "p.txt"], DATA, "p.txt line 2 is empty")
     alone = ["generate", "run", "--prompt", "a"]
-    refused([*alone, "--num-generations", "0"], CONFIG, "--num-generations is 0; it has to be at least 1")
+    refused([*alone, "--num-generations", "0"], CONFIG, "--num-generations is 0; it must be at least 1")
     refused([*alone, "--tensor-model-parallel-size", "2"], CONFIG, "there is one process", "--nproc 2")
     rollout = ["rollout", "run", "p.jsonl", "--reward", "length"]
     for option in ("--limit", "--num-generations", "--rows"):
-        refused([*rollout, option, "0"], CONFIG, f"{option} is 0; it has to be at least 1")
+        refused([*rollout, option, "0"], CONFIG, f"{option} is 0; it must be at least 1")
 
 
 def test_a_run_without_a_tokenizer_generates_text_only_with_one_that_fits_it(refused, capsys):
@@ -314,7 +314,7 @@ def test_a_run_without_a_tokenizer_generates_text_only_with_one_that_fits_it(ref
         assert (
             main(["train", "run.yaml", *words, "--model.vocab_size", size, "--train.output_dir", folder]) == 0
         )
-    refused(["generate", "run", "--prompt", "a"], CONFIG, "run carries no tokenizer", "--tokenizer-type")
+    refused(["generate", "run", "--prompt", "a"], CONFIG, "run has no tokenizer", "--tokenizer-type")
     named = ["--prompt", "a", "--max-new-tokens", "2", "--tokenizer-type", "ByteTokenizer"]
     refused(["generate", "small", *named], CONFIG, "the tokenizer has 257 entries and the model 256")
     capsys.readouterr()

@@ -118,7 +118,7 @@ def test_init_asks_again_after_an_answer_that_it_cannot_use(tmp_path, monkeypatc
     printed = capsys.readouterr()
     for sentence in (
         "--task is 'dpoo'; did you mean 'dpo'",
-        "--model is 'llama3.2-1', which is no preset; did you mean 'llama3.2-1b'",
+        "--model is 'llama3.2-1', which is not a preset; did you mean 'llama3.2-1b'",
         "--gpus is 'none'; give a whole number",
         "--gpus is 0; give 1 or more",
         "taken.yaml exists; give another file",
@@ -135,7 +135,7 @@ def test_init_asks_again_after_an_answer_that_it_cannot_use(tmp_path, monkeypatc
     [
         (["--task", "sfft"], "did you mean 'sft'"),
         (["--task", "sft", "--model", "qwen3-06b"], "did you mean 'qwen3-0.6b'"),
-        (["--task", "sft", "--model", "gpt3-13b"], "megalith knows no hub name of gpt3-13b"),
+        (["--task", "sft", "--model", "gpt3-13b"], "preset gpt3-13b has no hub name"),
         (["--task", "sft", "--model", "qwen3-0.6b", "--gpus", "0"], "--gpus is 0; give 1 or more"),
         (["--task", "sft"], "--model is missing, and there is no terminal to ask"),
     ],

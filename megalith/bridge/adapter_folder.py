@@ -140,7 +140,7 @@ def initialize_from_base(
     world: Axis = ALONE,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Set this rank's shards of the adapters' values that depend on the base. Every rank of `world` calls it.
+    """Set this rank's shards of the adapter values that are computed from the base. Every rank of `world` calls it.
 
     These are the factors of PiSSA, OLoRA and LoftQ, and DoRA's magnitudes: the norms of the base's rows.
     """
@@ -313,8 +313,9 @@ def load_adapter_pairs(
     adapted, config = _open_adapters_of(source, base, model, fingerprint)
     if config is not None and config.lora.has_quantized_base:
         raise ConfigError(
-            f"{source} was trained on a base in {config.lora.quantize_base} codes; merge it (megalith lora merge), or "
-            "serve what megalith lora export writes, on the base as it is"
+            f"{source} was trained on a base quantized to {config.lora.quantize_base}; merge it "
+            "(megalith lora merge), or run megalith lora export and serve its output on the "
+            "unquantized base"
         )
     if adapted.saved_names:
         raise ConfigError(
@@ -325,8 +326,8 @@ def load_adapter_pairs(
     for name, adapter in adapters(adapted):
         if adapter.rescales:
             raise ConfigError(
-                f"{source} was trained with DoRA, which changes the base itself; merge it (megalith lora merge), and "
-                "serve the result"
+                f"{source} was trained with DoRA, whose magnitudes rescale the base weights; "
+                "merge it (megalith lora merge), and serve the result"
             )
         pairs[name] = adapter.pair()
     return pairs
@@ -363,7 +364,7 @@ def saved_values(model: Transformer) -> dict[str, Tensor]:
 
 
 def fingerprint_of(model: Transformer) -> str:
-    """Return the fingerprint of an unsharded model, which runs with adapters store of their base."""
+    """Return the fingerprint of an unsharded base model, as runs with adapters store it."""
     return base_fingerprint(model, dict.fromkeys(VOCABULARY, model.config.vocab_size))
 
 
@@ -382,13 +383,13 @@ def _open_adapters_of(
         check_base(adapter_run, fingerprint, str(base))
     if adapted.config.score_head:
         raise ConfigError(
-            f"{source} is a reward model, which generates no text; give adapters of a language model"
+            f"{source} is a reward model, which cannot generate text; give adapters of a language model"
         )
     return adapted, config
 
 
 def slot_ranks(model: ModelConfig, rank: int) -> dict[str, int]:
-    """Return the rank that adapters of this rank have over all their parts, by the name of every matrix."""
+    """Return the total rank of a matrix's adapters if each of its parts has one of rank `rank`, by matrix name."""
     lora = LoraConfig(rank=rank, targets=[*model_sites(model)])
     return {name: sum(adapter.ranks.values()) for name, adapter in adapters(build_on_meta(model, lora))}
 
@@ -414,8 +415,9 @@ def _open_adapters(
         )
     if model.score_head and not model_of(_check_base_name(base, source)).score_head:
         raise ConfigError(
-            f"{source} is a reward model, but its base {base} has no score, so they cannot be merged; write the "
-            "adapters with megalith lora export, and merge them with PEFT's merge_and_unload"
+            f"{source} is a reward model, but its base {base} has no score head, so they cannot "
+            "be merged; write the adapters with megalith lora export, and merge them with PEFT's "
+            "merge_and_unload"
         )
     model_with_adapters = make_model(model, device="meta")
     add_adapters(model_with_adapters, lora)
@@ -485,7 +487,7 @@ def _open_run(run: str | Path, show_progress: bool) -> tuple[Checkpoint, RunConf
     config = config_of(checkpoint)
     if config.lora.rank is None:
         raise CheckpointError(
-            f"{checkpoint.folder} is of a run without adapters; give one trained with lora.rank"
+            f"{checkpoint.folder} is from a run without adapters; give one from a run with lora.rank"
         )
     return checkpoint, config
 

@@ -95,8 +95,8 @@ def _check_every_family(hf_config: Mapping[str, Any]) -> None:
     for key, harmless in EVERY_FAMILY.items():
         if hf_config.get(key) not in harmless:
             raise ConfigError(
-                f"config.json has {key} {_short(hf_config[key])}, which changes what the model computes and cannot be "
-                "here; take a model without it"
+                f"config.json has {key} {_short(hf_config[key])}, which changes what the model "
+                "computes and is not supported; use a model without it"
             )
 
 
@@ -222,8 +222,8 @@ class Family:
                 continue
             if named.setdefault(key, hf_config[alias]) != hf_config[alias]:
                 raise ConfigError(
-                    f"config.json has {key} {named[key]!r} and {alias} {hf_config[alias]!r}, which mean the same; "
-                    "remove one"
+                    f"config.json has {key} {named[key]!r} and {alias} {hf_config[alias]!r}, two "
+                    "names of one setting with different values; remove one of them"
                 )
         return named
 
@@ -257,7 +257,7 @@ class Family:
             layer = LAYER.match(name)
             row = name if name in table else LAYER.sub(r"\1.{layer}.", name)
             if row not in table:
-                raise ConfigError(f"{self.architecture} has nothing for {name}")
+                raise ConfigError(f"{self.architecture} has no tensor for {name}")
             shape = tuple(tensor.shape)
             if name in VOCABULARY:
                 shape = (model.vocab_size, *shape[1:])

@@ -167,7 +167,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object; fetch it again")
+        raise CheckpointError(f"{path} does not contain a JSON object; fetch it again")
     return content
 
 
@@ -205,18 +205,19 @@ def _list_shards(index: Path) -> dict[str, SafetensorsEntry | Pickled]:
     for file in sorted(set(weight_map.values())):
         if len(file.encode(errors="surrogatepass")) > LONGEST_NAME:
             raise CheckpointError(
-                f"{index} names a file of {len(file):,} characters ({file[:40]}…), longer than a name can be; fetch it "
-                "again"
+                f"{index} names a file with {len(file):,} characters ({file[:40]}…), more than a "
+                "file name can have; fetch it again"
             )
         if Path(file).name != file or file in ("", ".", ".."):
             raise CheckpointError(
-                f"{index} names the file {file!r}, which is outside its folder; the index is not to be trusted"
+                f"{index} names the file {file!r}, which is outside its folder; do not trust this index"
             )
         listed = list_tensors(index.parent / file)
         missing = [name for name, at in weight_map.items() if at == file and name not in listed]
         if missing:
             raise CheckpointError(
-                f"{index.parent / file} lacks tensors of its index: {shorten(missing)}; fetch it again"
+                f"{index.parent / file} lacks tensors that the index lists: {shorten(missing)}; "
+                "fetch it again"
             )
         tensors |= listed
     return tensors
@@ -259,11 +260,11 @@ def _load(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # damaged files raise any exception
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(
-            f"{file} cannot be read as tensors only ({reason}); nothing else in it is run: fetch it again, or use "
-            "the model in safetensors"
+            f"{file} cannot be read as tensors only ({reason}), and code in it is never run; "
+            "fetch it again, or use the model in safetensors"
         ) from None
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(
-            f"{file} holds something other than named tensors; use the model's weights in safetensors"
+            f"{file} contains something other than named tensors; use the model's weights in safetensors"
         )
     return content

@@ -130,8 +130,8 @@ class FolderWriter:
 
     def _write_error(self, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} could not be written: {error.strerror or error}; nothing of it is left: free disk space, or "
-            "choose another path"
+            f"{self.path} could not be written: {error.strerror or error}; the partial output was "
+            "removed: free disk space, or choose another path"
         )
 
 

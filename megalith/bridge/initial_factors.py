@@ -115,8 +115,9 @@ def _check_ranks(lora: LoraConfig, name: str, adapter: LinearAdapter) -> None:
         rows, columns = adapter.lora_B[part].weight.shape[0], adapter.lora_A[part].weight.shape[1]
         if rank > min(rows, columns):
             raise ConfigError(
-                f"lora.init_lora_weights is {lora.init_lora_weights}, but the rank {rank} of the adapter of {name} is "
-                f"more than that of a matrix [{rows}, {columns}] can be; lower the rank to {min(rows, columns)} or less"
+                f"lora.init_lora_weights is {lora.init_lora_weights}, but the adapter of {name} "
+                f"has rank {rank}, more than a matrix [{rows}, {columns}] can have; lower the "
+                f"rank to {min(rows, columns)} or less"
             )
 
 

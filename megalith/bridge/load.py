@@ -150,9 +150,10 @@ def check_base(checkpoint: Checkpoint, fingerprint: str, path: str) -> None:
     """
     if checkpoint.manifest.base not in (None, fingerprint):
         raise CheckpointError(
-            f"the adapters in {checkpoint.folder} were trained on other weights than those in {path}, which have been "
-            "trained further or replaced since; give the original weights, such as RUN/checkpoints/step_NNNNNNNN (in "
-            "model.init_from to train, --base to merge: megalith lora merge), or train new adapters"
+            f"the adapters in {checkpoint.folder} were trained on other weights than those in "
+            f"{path}, which have since been trained further or replaced; give the original "
+            "weights, such as RUN/checkpoints/step_NNNNNNNN (in model.init_from to train, --base "
+            "to merge: megalith lora merge), or train new adapters"
         )
 
 
@@ -226,8 +227,8 @@ def model_of(path: str, trust: bool = False, vocab_size: int | None = None) -> M
     config = config_of(_checkpoint(path, ()))
     if config.lora.rank is not None:
         raise ConfigError(
-            f"{path}, which model.init_from names, holds only adapters; merge them with their base first: "
-            "megalith lora merge"
+            f"{path}, which model.init_from names, contains only adapters; merge them with their "
+            "base first: megalith lora merge"
         )
     return config.model
 
@@ -250,10 +251,11 @@ def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str
     if original is None or original.fingerprint == tokenizer.fingerprint:
         return []
     return [
-        f"the run's tokenizer ({tokenizer.tokenizer_type}, {tokenizer.vocab_size} entries, fingerprint "
-        f"{tokenizer.fingerprint[:12]}) is not that of the weights in {path}, which model.init_from names "
-        f"({original.vocab_size}, {original.fingerprint[:12]}): the weights have to relearn ids that mean other words; "
-        "to keep their tokenizer set data.tokenizer_type and data.tokenizer_model to it"
+        f"the run's tokenizer ({tokenizer.tokenizer_type}, {tokenizer.vocab_size} entries, "
+        f"fingerprint {tokenizer.fingerprint[:12]}) is not that of the weights in {path}, which "
+        f"model.init_from names ({original.vocab_size}, {original.fingerprint[:12]}): the model "
+        "has to relearn ids that now mean other tokens; to keep its tokenizer, set "
+        "data.tokenizer_type and data.tokenizer_model to it"
     ]
 
 

@@ -66,7 +66,7 @@ def _number(value: Any) -> float | None:
 
 
 class StepLimit:
-    """Row for `time_step_limit`, the smallest and the largest step size; by default there are no limits."""
+    """Maps `time_step_limit`, the smallest and the largest step size; by default there are no limits."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         limit = hf_config.get("time_step_limit")
@@ -79,8 +79,8 @@ class StepLimit:
             return {}
         if not 0 <= values[0] < values[1] < math.inf:
             raise ConfigError(
-                f"config.json has time_step_limit {limit!r}; supported are no limits, or two finite ones, the smaller "
-                "first"
+                f"config.json has time_step_limit {limit!r}; use no limits, or two finite ones in "
+                "ascending order"
             )
         return {"mamba_dt_limit": [float(value) for value in values]}
 
@@ -89,7 +89,7 @@ class StepLimit:
 
 
 class MambaHeads:
-    """Row for number and size of the heads, whose product is `mamba_expand` · hidden_size, or `width_key`'s value.
+    """Maps number and size of the heads, whose product is `mamba_expand` · hidden_size, or `width_key`'s value.
 
     Args:
         heads: number of heads if config.json omits it.
@@ -152,7 +152,7 @@ class ExpandedHeads:
 
 
 class MixerLayers:
-    """Row for `layer_types`: layers with attention, and layers with another mixer, `variant`.
+    """Maps `layer_types`: layers with attention, and layers with another mixer, `variant`.
 
     Args:
         kind: the other mixer's name in the list.

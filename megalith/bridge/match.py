@@ -94,8 +94,8 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     for copy, original in copies.items():
         if _differs(source, copy, original):
             raise CheckpointError(
-                f"{source.path}: {copy} is not {original}, but the layers of multi-token prediction share it; a "
-                "model with another one is not supported"
+                f"{source.path}: {copy} differs from {original}, but the MTP layers share it "
+                "here; models where they differ are not supported"
             )
     if not model.untie_embeddings_and_output_weights and present.pop(family.tied, None):
         _check_tied(source, family, groups)
@@ -109,8 +109,9 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     messages = [f"{what}: {shorten(names)}" for what, names in problems.items() if names]
     if messages and not allow:
         raise CheckpointError(
-            f"{source.path} is not what its {source.settings_name} says; {'; '.join(messages)}; fetch it again, or "
-            "allow it with --allow: missing tensors are then initialized, others ignored, dtypes preserved"
+            f"{source.path} does not match its {source.settings_name}; {'; '.join(messages)}; "
+            "fetch it again, or pass --allow: missing tensors are then initialized, extra ones "
+            "ignored, and dtypes kept"
         )
     _check_shapes(source, expected)
     return Match(source, groups, missing, extra)

@@ -32,7 +32,7 @@ MTP_COPIES = {
 
 
 class MTPLayers:
-    """Row for `num_nextn_predict_layers`; `default` is the number if config.json omits it."""
+    """Maps `num_nextn_predict_layers`; `default` is the number if config.json omits it."""
 
     def __init__(self, default: int = 0):
         self._default = default

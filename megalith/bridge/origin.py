@@ -61,7 +61,7 @@ def read_origin(folder: Path | None) -> Origin:
     dtypes = optional(DTYPES_FILE) or {}
     if unknown := [name for name in dtypes.values() if not isinstance(name, str) or name not in DTYPE_NAMES]:
         raise CheckpointError(
-            f"{folder / DTYPES_FILE} has the type {unknown[0]!r}; supported: {', '.join(DTYPE_NAMES)}"
+            f"{folder / DTYPES_FILE} has the dtype {unknown[0]!r}; supported: {', '.join(DTYPE_NAMES)}"
         )
     return Origin(
         config=read_config_json(folder) if (folder / CONFIG).exists() else None,

@@ -74,7 +74,7 @@ class PartialFolder:
         if not marked:
             if os.path.lexists(self.path):
                 raise CheckpointError(
-                    f"{self.path} exists and was not left by a conversion; move it, or choose another path"
+                    f"{self.path} exists but was not created by a conversion; move it, or choose another path"
                 )
             return
         self._hold(marked[0] / MARK)
@@ -151,8 +151,8 @@ def new_folder(out: Path | StorePath) -> Iterator[Path]:
         folder.commit()
     except OSError as error:
         raise CheckpointError(
-            f"{out} could not be written: {error.strerror or error}; nothing of it is left: free disk space, or choose "
-            "another path"
+            f"{out} could not be written: {error.strerror or error}; the partial output was "
+            "removed: free disk space, or choose another path"
         ) from error
     finally:
         folder.abandon()

@@ -113,7 +113,7 @@ class CodedBase:
         return assemble(self.form, dense.shape, [encode(self.form, dense.to(self._device), rows)])
 
     def decoded(self, name: str, dense: Tensor) -> Tensor:
-        """Return the full value of a parameter after coding, in float32: what the run computes with."""
+        """Return the full value of a parameter after quantization, in float32, as the run computes with it."""
         return decode(self.form, self.codes(name, dense), torch.float32)
 
     def full(self, name: str) -> Tensor:
@@ -136,7 +136,7 @@ class CodedBase:
 
 
 def rows_of_sources(group: Group) -> dict[int, Tensor]:
-    """Return for each Hugging Face matrix of a parameter, or of one expert, Megalith's rows, int64."""
+    """Return Megalith's rows, int64, for each Hugging Face matrix of a parameter or of one expert."""
     sizes: Counter[int] = Counter()
     for run in group.runs:
         sizes[run.source] += run.count

@@ -103,8 +103,9 @@ def notes_on_blocks(tensors: Layout, names: set[str], form: Form) -> list[str]:
     for name, (_, shape) in dict(tensors).items():
         if form == "fp8" and name in names and any(size > BLOCK and size % BLOCK for size in shape):
             return [
-                f"{name} is {list(shape)}, which {BLOCK} does not divide: transformers without FP8 support dequantizes "
-                "with blocks of equal sizes and so reads other weights; use --quantize int8 there"
+                f"{name} is {list(shape)}, which is not divisible by {BLOCK}, and transformers "
+                "without FP8 support would dequantize partial blocks wrongly; use --quantize "
+                "int8 for it"
             ]
     return []
 
@@ -265,7 +266,7 @@ def _with_nf4_matrices(tensors: Mapping[str, Any], dtype: str) -> dict[str, Any]
                 mean = float(mean)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(
-                f"{name} has no complete state of bitsandbytes ({error!r:.80}); fetch it again"
+                f"{name} has an incomplete bitsandbytes state ({error!r:.80}); fetch it again"
             ) from None
         if not fits or blocks != (BLOCKS_OF["nf4"], ABSMAX_BLOCK) or tensors[name].dtype != "U8":
             raise CheckpointError(

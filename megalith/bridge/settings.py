@@ -47,9 +47,9 @@ def rope_settings(hf_config: Mapping[str, Any]) -> Tree:
         one, other = (_plainly({"rope_theta": base, **settings}) for settings in (new, old))
         if differing := [key for key in {**one, **other} if one.get(key) != other.get(key)]:
             raise ConfigError(
-                f"config.json has rope_parameters and rope_scaling, which differ in {', '.join(differing)}, and "
-                "loaders disagree on which of them counts; keep one: put everything, with rope_theta, into "
-                "rope_parameters"
+                "config.json has rope_parameters and rope_scaling, which differ in "
+                f"{', '.join(differing)}, and it depends on the loader which one is used; keep "
+                "one: put everything, including rope_theta, into rope_parameters"
             )
     return dict(new or old)
 
@@ -66,8 +66,9 @@ class Rope:
         rope = rope_settings(hf_config)
         if kinds := [kind for kind in LAYER_KINDS if kind in rope]:
             raise ConfigError(
-                f"config.json has rotary settings for each kind of layer ({', '.join(kinds)}), but models of this "
-                "family have the same settings in all layers here; give rope_type and the rest without them"
+                f"config.json has rotary settings for each kind of layer ({', '.join(kinds)}), "
+                "but in this family all layers must have the same; write rope_type and the other "
+                "keys directly in rope_parameters"
             )
         fields: Tree = {"position_embedding_type": "rope"}
         fields["rotary_base"] = rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0
@@ -186,13 +187,17 @@ def _with_rope(hf_config: Mapping[str, Any], settings: Tree) -> Tree:
 
 def _scaling(kind: str, rope: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Tree:
     if kind not in PARTS:
-        raise ConfigError(f"config.json has rotary scaling of type {kind!r}; known here: {', '.join(PARTS)}")
+        raise ConfigError(
+            f"config.json has rotary scaling of type {kind!r}, which is not "
+            f"supported; supported: {', '.join(PARTS)}"
+        )
     parts = PARTS[kind]
     unknown = set(rope) - {"rope_theta", "rope_type", "type", *parts}
     unknown = {key for key in unknown if rope[key] is not None and (key, rope[key]) not in HARMLESS}
     if unknown:
         raise ConfigError(
-            f"config.json has rotary scaling {kind} with {', '.join(sorted(unknown))}, which is not known here"
+            f"config.json has rotary scaling {kind} with {', '.join(sorted(unknown))}, which is "
+            "not supported; use a model without it"
         )
     fields = {key: rope[key] for key in parts if rope.get(key) is not None}
     max_length = hf_config.get("max_position_embeddings")
@@ -249,21 +254,21 @@ class Field:
         value = hf_config.get(self.key, hf_config.get(self.alias, self.default))
         if self.alias in hf_config and hf_config[self.alias] != value:
             raise ConfigError(
-                f"config.json has {self.key} {value!r} and {self.alias} {hf_config[self.alias]!r}, which mean the "
-                "same; remove one"
+                f"config.json has {self.key} {value!r} and {self.alias} {hf_config[self.alias]!r}, "
+                "two names of one setting with different values; remove one of them"
             )
         if value is REQUIRED:
             raise ConfigError(f"config.json has no {self.key}, which gives model.{self.setting}; add it")
         if value is None:
             if self.default is REQUIRED:
                 raise ConfigError(
-                    f"config.json has no {self.key} but null; give model.{self.setting} a value"
+                    f"config.json has {self.key} null, but model.{self.setting} needs a value; set {self.key}"
                 )
             return {}
         if self.values is not None:
             if isinstance(value, list | dict) or value not in self.values:
                 raise ConfigError(
-                    f"config.json has {self.key} {value!r}, which has no equal here; known: "
+                    f"config.json has {self.key} {value!r}, which is not supported; supported: "
                     f"{', '.join(map(repr, self.values))}"
                 )
             value = self.values[value]
@@ -276,7 +281,7 @@ class Field:
                 key_value for key_value, setting_value in self.values.items() if setting_value == value
             ]
             if not spellings:
-                raise ConfigError(f"{self.setting} {value!r} has no equal under {self.key}")
+                raise ConfigError(f"{self.setting} {value!r} has no equivalent for {self.key}")
             value = spellings[0]
         return {self.key: value}
 
@@ -308,7 +313,8 @@ class RequiredKeys:
             value = hf_config.get(key, self._defaults.get(key, only))
             if value != only:
                 raise ConfigError(
-                    f"config.json has {key} {value!r}, but models of this family are built here with {only!r} only"
+                    f"config.json has {key} {value!r}, but models of this family are supported "
+                    f"only with {only!r}"
                 )
         return {}
 
@@ -340,8 +346,8 @@ class SameInAllLayers:
         others = [value for value in hf_config.get(self.key) or () if value != self.value]
         if others:
             raise ConfigError(
-                f"config.json has {self.key} with {others[0]!r}, but models of this family are built here with "
-                f"{self.value!r} only"
+                f"config.json has {self.key} with {others[0]!r}, but models of this family are "
+                f"supported only with {self.value!r}"
             )
         return {}
 
@@ -367,8 +373,8 @@ def check_layer_types(kinds: Collection[str] | None, supported: Collection[str])
     """Raise ConfigError for a kind of layer that the family does not support."""
     if unknown := [kind for kind in kinds or () if kind not in supported]:
         raise ConfigError(
-            f"config.json has layer_types with {unknown[0]!r}, but models of this family are built here with "
-            f"{' and '.join(supported)} only"
+            f"config.json has layer_types with {unknown[0]!r}, but models of this family are "
+            f"supported only with {' and '.join(supported)}"
         )
 
 
@@ -415,8 +421,8 @@ def conversion_notes(model: ModelConfig) -> list[str]:
     if not model.multi_latent_attention or model.layernorm_epsilon == LATENT_EPSILON:
         return []
     return [
-        f"norms of latents have layernorm_epsilon {model.layernorm_epsilon:g} here, as in Megatron-LM and vLLM; "
-        f"transformers takes {LATENT_EPSILON:g} for them, so its logits differ"
+        f"norms of latents use layernorm_epsilon {model.layernorm_epsilon:g} here, as in "
+        f"Megatron-LM and vLLM; transformers uses {LATENT_EPSILON:g}, so its logits differ"
     ]
 
 

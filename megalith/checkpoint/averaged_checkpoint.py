@@ -136,6 +136,6 @@ def _check_same(checkpoint: Checkpoint, last: Checkpoint) -> None:
         )
     if checkpoint.manifest.base != last.manifest.base:
         raise CheckpointError(
-            f"{checkpoint.folder} and {last.folder} hold adapters of different base weights; average adapters of one "
-            "base"
+            f"{checkpoint.folder} and {last.folder} have adapters of different base weights; "
+            "average adapters of one base"
         )

@@ -101,7 +101,7 @@ class StoredTensor(TensorRecord):
     @model_validator(mode="after")
     def _cover_the_tensor(self) -> StoredTensor:
         if not covers_exactly(self.shape, [piece.extent for piece in self.pieces]):
-            raise ValueError(f"its shards do not cover {self} once")
+            raise ValueError(f"its shards do not cover {self} exactly once")
         return self
 
 

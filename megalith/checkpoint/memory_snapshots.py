@@ -328,7 +328,9 @@ def fill(snapshot: Snapshot, shards: Shards) -> None:
     """
     tensors = placed_tensors(shards)
     if snapshot.description["tensors"] != [placed.entry() for placed in tensors]:
-        raise CheckpointError("a snapshot in host memory does not fit the run's state; resume from storage")
+        raise CheckpointError(
+            "a snapshot in host memory does not match the run's state; resume from a saved checkpoint"
+        )
     buffers, at = iter(snapshot.buffers), 0
     current = next(buffers, None)
     for tensor in (placed.values for placed in tensors):

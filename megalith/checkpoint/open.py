@@ -237,7 +237,8 @@ def _manifest_of(folder: Path | StorePath) -> Manifest:
     named = STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
         raise DamagedCheckpointError(
-            f"{folder / MANIFEST} is for step {manifest.step}, unlike its folder; use another step"
+            f"{folder / MANIFEST} is for step {manifest.step}, but its folder has another step's "
+            "name; use another step"
         )
     for part, table in manifest.tensors.items():
         for name, stored in table.items():
@@ -259,7 +260,7 @@ def _needed_files(
     for part in manifest.tensors if parts is None else parts:
         if part not in manifest.tensors:
             raise CheckpointError(
-                f"{folder} has no {part}: it was saved without; to start with a new optimizer state, set "
+                f"{folder} was saved without {part}; to start with a new optimizer state, set "
                 "checkpoint.load_optim to false"
             )
         needed |= manifest.files_of(part) if shards is None else files_for(manifest, part, shards[part])

@@ -162,7 +162,8 @@ class StepFolder:
         for name, record in files.items():
             if sizes.get(name) != record["bytes"]:
                 raise CheckpointError(
-                    f"{self.final / name}, written by another process, is not visible here; {self.shared}"
+                    f"{self.final / name} was written by another process, but is not visible "
+                    f"here; {self.shared}"
                 )
 
     def _sizes(self, names: Iterable[str]) -> dict[str, int]:
@@ -202,7 +203,7 @@ class StepFolder:
 class StoredStep(StepFolder):
     """A step in an object store."""
 
-    shared = "checkpoint.save must be a store that all processes share, which memory:// is not"
+    shared = "checkpoint.save must be a store that all processes share; memory:// is not"
     is_published = False  # True once a manifest was sent: the store may have it although its reply was lost
 
     def begin(self) -> str:

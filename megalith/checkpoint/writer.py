@@ -164,7 +164,8 @@ class StepWriter:
         record = TensorRecord(dtype=tensor_record(values).dtype, shape=list(global_shape))
         if self._table.setdefault(part, {}).setdefault(name, record) != record:
             raise CheckpointError(
-                f"{name} was added as {self._table[part][name]} and as {record}; use the same for all slices"
+                f"{name} was added as {self._table[part][name]} and as {record}; use the same "
+                "dtype and shape for all slices"
             )
         with cleanup_on_error(self._step):
             self._shards.add(WriteItem(part, name, values, extent, global_shape))

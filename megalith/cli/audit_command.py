@@ -21,8 +21,9 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Rerun the steps that audit_hook.py has recorded, in one process in fp32, and print which gradients depart "
-        "beyond what the job's precision explains, with the likely cause. Exit code 5 if any does."
+        "Rerun the steps that audit_hook.py has recorded, in one process in fp32. Print which "
+        "gradients differ by more than the job's precision explains, and the likely cause. Exit "
+        "code 5 if any does."
     )
     parser.add_argument(
         "dump", metavar="DUMP", help="folder with the files that AuditHook has written on all ranks"
@@ -47,8 +48,8 @@ def run_audit(args: Arguments) -> int:
     print(as_json(report) if args.json else as_text(report))
     if report.findings:
         raise TrainingError(
-            f"{printable(args.dump)} departs from one process in fp32: {', '.join(report.causes)}; see "
-            "docs/audit.md for the causes"
+            f"{printable(args.dump)} differs from one process in fp32: {', '.join(report.causes)}; "
+            "see docs/audit.md for the causes"
         )
     return 0
 
@@ -68,7 +69,9 @@ def as_text(report: AuditReport) -> str:
     """Return the report as lines: for each step its verdict, its findings and the worst gradients."""
     lines = []
     for step in report.steps:
-        verdict = "equal" if not step.departing else f"{step.departing} of {step.gradients} gradients depart"
+        verdict = (
+            "equal" if not step.departing else (f"{step.departing} of {step.gradients} gradients differ")
+        )
         loss = ", and so do losses" if step.losses_depart else ""
         lines.append(f"step {step.step}: {verdict}{loss} ({report.ranks} ranks, {report.precision})")
         for finding in step.findings:

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Checks this machine for training: software, GPUs and their links, shared memory, the output's disk, optional "
-        "packages, ports. Exits with code 1 if a check is bad."
+        "Check this machine for training: software, GPUs and their links, shared memory, the "
+        "output's disk, optional packages, ports. Exit code 1 if a check fails."
     )
     parser.add_argument("--output", default=".", help="folder on the disk that runs will write to")
     parser.add_argument("--reach", action="append", default=[], metavar="HOST:PORT",
-                        help="also try to connect there, such as to the rendezvous on another machine")  # fmt: skip
+                        help=("also try to connect to this address, such as the rendezvous on "
+"another machine"))  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="skip measurements (all-reduce, disk speed)")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -97,21 +98,24 @@ def add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology",
         metavar="LABEL",
-        help="node label; nodes with the same value are near each other. Required with --queue, else preferred",
+        help=(
+            "node label whose equal values mark nodes that are near each other. A requirement "
+            "with --queue, otherwise a preference"
+        ),
     )
     parser.set_defaults(time=None, account=None, array=None)
 
 
 def _add_launch_arguments(parser: argparse.ArgumentParser, system: str, files: str) -> None:
     parser.description = (
-        f"Prints {files} for a run; --submit submits it. The run is validated as the trainer does. "
-        "`--section.key value` overrides its settings, as for `train`."
+        f"Print {files} for a run, or submit it with --submit. The run is checked as the trainer "
+        "would. `--section.key value` overrides its settings, as for `train`."
     )
     parser.set_defaults(system=system, takes_settings=True)
     add = parser.add_argument
     add("run_file", help="run file")
     add("--nodes", type=int, required=True, help="number of nodes")
-    add("--gpus-per-node", type=int, default=8, help="GPUs, and processes, per node")
+    add("--gpus-per-node", type=int, default=8, help="GPUs per node; each gets a process")
     add("--device", metavar="NAME", help="check that the job fits these GPUs, named as in `plan`")
     add("--program", choices=("train", "sft", "dpo", "kto", "reward", "distill", "grpo"), default="train")
     add("--name", help="name of the job (default: derived from the run file's)")
@@ -199,7 +203,8 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
     grace = args.grace or cluster.grace_seconds(parameters, args.nodes)
     if not (parameters or args.grace):
         more.append(
-            f"the grace period is {grace} s because the model's size is unknown: set --grace to twice a save's time"
+            f"the grace period is {grace} s, because the model's size is unknown; set --grace to "
+            "twice the time of a save"
         )
     for note in [*notes, *more]:
         print(f"note: {printable(note)}", file=sys.stderr)

@@ -264,7 +264,7 @@ def run_data_show(args: Arguments) -> int:
         return _show_run(args)
     if not args.data_path or args.seq_length is None or args.num_samples is None:
         raise ConfigError(
-            "data show needs a dataset prefix, --seq-length and --num-samples, or --config RUN.yaml"
+            "data show needs a dataset prefix with --seq-length and --num-samples, or --config RUN.yaml"
         )
     data_path = args.data_path[0] if len(args.data_path) == 1 else args.data_path
     positions = _whole_numbers("--position", args.position)

@@ -42,8 +42,9 @@ def run_evaluate(args: Arguments) -> int:
     named = {key for section, key, _ in overrides if section == "data"}
     if stored_dataset and not named & {"dataset", "data_path", "valid_data_path", "test_data_path", "mock"}:
         raise ConfigError(
-            f"{args.checkpoint} was trained on data.dataset {stored_dataset[:200]!r}, which is code, and a checkpoint "
-            "does not choose the code that runs here; if you trust this file, name it with --data.dataset"
+            f"{args.checkpoint} was trained on data.dataset {stored_dataset[:200]!r}, which is a "
+            "Python file, and code that a checkpoint names is not run; if you trust the file, "
+            "pass it with --data.dataset"
         )
     for section, key, value in overrides:
         tree.setdefault(section, {})[key] = value
@@ -92,7 +93,7 @@ def run_tasks(args: Arguments) -> int:
             config_of(checkpoint).train.precision,
         )
     if tokenizer is None:
-        raise ConfigError(f"{args.checkpoint} carries no tokenizer, which --tasks needs")
+        raise ConfigError(f"{args.checkpoint} has no tokenizer, which --tasks needs; pass --tokenizer-type")
     tree = {
         "model": {"init_from": args.checkpoint},
         "data": {

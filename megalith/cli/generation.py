@@ -53,7 +53,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="run folder, one of its step folders, or a Hugging Face folder")
     parser.add_argument("prompts", help="JSONL or parquet file, or a save_to_disk folder")
     parser.add_argument("--reward", action="append", metavar="NAME|FILE:FUNCTION",
-                        help="as in rl.reward_funcs; repeat it to add rewards up")  # fmt: skip
+                        help="as in rl.reward_funcs; repeat it to add up several rewards")  # fmt: skip
     parser.add_argument(
         "--tool", action="append", metavar="FILE:FUNCTION", help="as in rl.tools; repeat it for several"
     )
@@ -89,14 +89,16 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
 def run_generate(args: Arguments) -> int:
     prompts = _prompts(args)
     if args.num_generations < 1:
-        raise ConfigError(f"--num-generations is {args.num_generations}; it has to be at least 1")
+        raise ConfigError(f"--num-generations is {args.num_generations}; it must be at least 1")
     if args.stream and (len(prompts), args.num_generations, args.json) != (1, 1, False):
         raise ConfigError(
             f"--stream prints a single completion, but there are {len(prompts) * args.num_generations}; give one "
             "--prompt without --json, or omit --stream"
         )
     if args.stream and args.stop:
-        raise ConfigError("--stream prints text as it comes, before a --stop text is known; omit one of them")
+        raise ConfigError(
+            "--stream prints text before it is known whether a --stop text follows; omit one of them"
+        )
     if args.nproc is not None:
         from megalith.launch.launcher import launch
 
@@ -163,7 +165,7 @@ def _prompts(args: Arguments) -> list[str]:
         for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
             where = f"{args.prompt_file} line {number}"
             if not is_json and not line:
-                raise DataError(f"{where} is empty; write a prompt there, or take the line out")
+                raise DataError(f"{where} is empty; write a prompt there, or remove the line")
             if line.strip() or not is_json:
                 prompts.append(_prompt_of(line, where) if is_json else line)
     if not prompts:
@@ -184,7 +186,7 @@ def _prompt_of(line: str, where: str) -> str:
         error: object = f"the prompt is {prompt!r:.60}"
     except (ValueError, RecursionError) as reason:
         error = reason
-    raise DataError(f'{where} is no object with a "prompt" that is text ({error}); give {{"prompt": "text"}}')
+    raise DataError(f'{where} is not an object with a text "prompt" ({error}); give {{"prompt": "text"}}')
 
 
 def without_nproc(args: Arguments) -> list[str]:
@@ -208,13 +210,13 @@ def checkpoint_tokenizer(args: Arguments, tokenizer: Tokenizer | None, vocab_siz
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
     if tokenizer is None:
         raise ConfigError(
-            f"{args.checkpoint} carries no tokenizer; name the one that it was trained with, with --tokenizer-type and "
-            "--tokenizer-model"
+            f"{args.checkpoint} has no tokenizer; pass the one that it was trained with, by "
+            "--tokenizer-type and --tokenizer-model"
         )
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size:,} entries and the model {vocab_size:,}; name the "
-            "tokenizer that it was trained with"
+            f"the tokenizer has {tokenizer.vocab_size:,} entries and the model {vocab_size:,}; "
+            "pass the tokenizer that the model was trained with"
         )
     return tokenizer
 

@@ -29,7 +29,7 @@ def add_logits_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--frequency-penalty", type=float, default=0.0, metavar="P",
-        help="subtract P times their number from the logits of tokens in the completion",
+        help="subtract P times a token's count in the completion from its logit",
     )  # fmt: skip
     add("--bad-word", action="append", metavar="TEXT", help="text that no completion contains; repeatable")
     add("--stop", action="append", metavar="TEXT", help="end a completion before this text; repeatable")

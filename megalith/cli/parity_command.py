@@ -29,7 +29,7 @@ PLAIN_WIDTH = 120
 def run_parity(args: Arguments) -> int:
     if args.nproc_max < 2 or args.steps < 2:
         raise ConfigError(
-            f"--nproc-max is {args.nproc_max} and --steps {args.steps}; each has to be at least 2"
+            f"--nproc-max is {args.nproc_max} and --steps is {args.steps}; both must be at least 2"
         )
     full_config = with_init_from(RunConfig.load(args.config, args.settings))
     vocab_size = full_config.model.vocab_size or VOCAB_SIZE

@@ -71,8 +71,12 @@ def _job_options(parser: Parser) -> None:
         "--seq-length", type=int, help="override the run file's (default for presets: up to 8,192)"
     )
     parser.add_argument("--global-batch-size", type=int, help="override the run file's")
-    parser.add_argument("--tokens", type=float, help="tokens to train on; adds the days")
-    parser.add_argument("--price-per-gpu-hour", type=float, help="adds the cost, with --tokens")
+    parser.add_argument("--tokens", type=float, help=("tokens to train on; prints the days that it takes"))
+    parser.add_argument(
+        "--price-per-gpu-hour",
+        type=float,
+        help=("price of a GPU for an hour; prints the cost, with --tokens"),
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
     parser.add_argument(
         "--png", metavar="FILE", help="draw memory by stage, the pipeline, and the best layouts"
@@ -88,7 +92,9 @@ def _layout_options(parser: Parser) -> None:
     _job_options(parser)
     parser.add_argument("--top", type=int, default=10, help="number of layouts to show")
     parser.add_argument(
-        "--explain", action="store_true", help="explain why others are slower, do not fit, or are invalid"
+        "--explain",
+        action="store_true",
+        help=("explain why the other layouts are slower, do not fit, or are invalid"),
     )
     parser.add_argument("--write", metavar="FILE", help="write the run file with the best layout")
     parser.add_argument(
@@ -110,7 +116,8 @@ def run_layouts(args: Arguments) -> int:
         )
         if answer is None:
             raise ConfigError(
-                f"not even 1,024 tokens fit {args.gpus} {rates.device}; take more, or larger ones"
+                f"a sequence of 1,024 tokens already does not fit on {args.gpus} {rates.device}; "
+                "use more GPUs, or GPUs with more memory"
             )
     else:
         options = dict(rates=rates, gpus_per_node=args.gpus_per_node, memory_gb=args.memory_gb, top=args.top)
@@ -164,7 +171,7 @@ def run_show(args: Arguments) -> int:
         print(wrap_paragraph(fit_sentence(args.gpus, rates.device, layout.bytes, answer.usable)))
         print(
             wrap_paragraph(
-                f"{ms} ms a step, {tokens} tokens/s/GPU, MFU {mfu} (causal); rates: {rates.source}"
+                f"{ms} ms per step, {tokens} tokens/s/GPU, MFU {mfu} (causal); rates: {rates.source}"
             )
         )
         if args.tokens:

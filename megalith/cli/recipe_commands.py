@@ -82,7 +82,7 @@ def run_list(args: Arguments) -> int:
         return 0
     if not rows:
         raise ConfigError(
-            "no recipe is for that task, model and number of GPUs; `megalith recipes list` has them all"
+            "no recipe matches that task, model and number of GPUs; `megalith recipes list` lists all of them"
         )
     cells = [COLUMNS, *(_cells(facts) for facts in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -148,8 +148,8 @@ def run_init(args: Arguments) -> int:
     weights = args.weights or MODELS.get(preset)
     if weights is None:
         raise ConfigError(
-            f"--weights: megalith knows no hub name of {preset}; give the folder or hub name with its tokenizer"
-            + ("" if task == "pretrain" else " and weights")
+            f"--weights is not set, and preset {preset} has no hub name; give the folder or hub "
+            "name with its tokenizer" + ("" if task == "pretrain" else " and weights")
         )
     gpus = _answer("gpus", args.gpus, lambda: str(_gpus_here()[0] or 1), _gpu_count)
     device = args.device or _gpus_here()[1] or "H100"
@@ -193,8 +193,8 @@ def _preset(preset: str) -> str:
 
     if preset not in PRESETS:
         raise ConfigError(
-            f"--model is {preset!r}, which is no preset{did_you_mean(preset, PRESETS)}; `megalith config presets` "
-            "lists them"
+            f"--model is {preset!r}, which is not a preset{did_you_mean(preset, PRESETS)}; "
+            "`megalith config presets` lists them"
         )
     return preset
 

@@ -52,11 +52,14 @@ def _rollout(args: Arguments) -> dict[str, float]:
     for option in ("limit", "num_generations", "rows"):
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise ConfigError(
-                f"--{option.replace('_', '-')} is {getattr(args, option)}; it has to be at least 1"
+                f"--{option.replace('_', '-')} is {getattr(args, option)}; it must be at least 1"
             )
     model, tokenizer = load_with_tokenizer(args.checkpoint, pick_device(args.device), show_progress=True)
     if tokenizer is None:
-        raise ConfigError(f"{args.checkpoint} carries no tokenizer, which scoring completions needs")
+        raise ConfigError(
+            f"{args.checkpoint} has no tokenizer, which scoring completions needs; "
+            "pass --tokenizer-type and --tokenizer-model"
+        )
     room, longest = model.config.max_position_embeddings, args.max_completion_length
     if longest >= room:
         raise ConfigError(
@@ -87,11 +90,13 @@ def _rollout(args: Arguments) -> dict[str, float]:
     sampling = with_logits_options(sampling, args, tokenizer)
     if args.output and not sampling.processing.is_off:
         raise ConfigError(
-            "--output writes rollouts to train on, and the trainer's probabilities have no penalties or bad words; "
-            "leave out --output, or the penalties and bad words"
+            "--output writes rollouts to train on, but the trainer computes probabilities "
+            "without penalties and bad words; leave out --output, or the penalties and bad words"
         )
     if agent is not None and args.stop:
-        raise ConfigError("--stop ends single answers; leave it out with --tool, --environment and --agent")
+        raise ConfigError(
+            "--stop applies to completions of one turn; leave it out with --tool, --environment and --agent"
+        )
     tokens = max(len(prompt.ids) for prompt in prompts) + longest
     if rl.environment or rl.agent:  # which may extend the prompts
         tokens = room
@@ -129,7 +134,7 @@ def _rollout(args: Arguments) -> dict[str, float]:
         print(printable(f"warning: {absent_message(name, groups)}"))
     if args.output:
         save_rollouts(args.output, Rollouts(groups, rewards.names, tokenizer.fingerprint))
-        print(f"wrote {len(groups):,} groups into {args.output}")
+        print(f"wrote {len(groups):,} groups to {args.output}")
     totals = np.array(
         [[np.nansum(one.rewards) for one in group.completions] for group in groups]
     )  # [prompts, G]

@@ -35,9 +35,15 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--adapter", action="append", default=[], metavar="NAME=FOLDER",
-        help="serve adapters as model NAME too: a PEFT folder, or a run with lora.rank; repeat it for several",
+        help=("also serve these adapters, as model NAME: a PEFT folder, or a run with lora.rank; "
+"repeat it for several"),
     )  # fmt: skip
-    add("--max-loras", type=int, metavar="N", help="room for adapters; default: those of --adapter")
+    add(
+        "--max-loras",
+        type=int,
+        metavar="N",
+        help=("number of adapters that there is room for; default: the number of --adapter options"),
+    )
     add(
         "--max-lora-rank",
         type=int,
@@ -54,8 +60,15 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens of a prompt and its completion; default: the model's positions, at most {DEFAULT_LENGTH}",
     )  # fmt: skip
     add("--prefix-cache-gb", type=float, default=0.0, metavar="GB",
-        help="memory per rank for keys and values of earlier requests whose row was given to others")  # fmt: skip
-    add("--max-requests", type=int, default=1024, metavar="N", help="completions in progress; others get 429")
+        help=("memory per rank for keys and values of earlier requests, which later requests with "
+"the same prefix reuse"))  # fmt: skip
+    add(
+        "--max-requests",
+        type=int,
+        default=1024,
+        metavar="N",
+        help=("maximum number of completions in progress; further requests get status 429"),
+    )
     add("--tool-call-format", default="auto", metavar="NAME", help="as in rl.tool_call_format")
     add("--nproc", type=int, metavar="N", help="start N processes; torchrun works too")
     add("--tensor-model-parallel-size", type=int, default=1, metavar="N",
@@ -69,10 +82,10 @@ def run_serve(args: Arguments) -> int:
     for option in ("rows", "max_requests"):
         if getattr(args, option) < 1:
             raise ConfigError(
-                f"--{option.replace('_', '-')} is {getattr(args, option)}; it has to be at least 1"
+                f"--{option.replace('_', '-')} is {getattr(args, option)}; it must be at least 1"
             )
     if not 0 <= args.prefix_cache_gb < float("inf"):
-        raise ConfigError(f"--prefix-cache-gb is {args.prefix_cache_gb}; it has to be 0 or more")
+        raise ConfigError(f"--prefix-cache-gb is {args.prefix_cache_gb}; it must be at least 0")
     if args.nproc is not None:
         from megalith.launch.launcher import launch
 
@@ -164,8 +177,8 @@ class _Adapters:
         self._check_options()
         if (self.sources or args.max_loras) and model.has_adapters:
             raise ConfigError(
-                f"{args.checkpoint} is a run with adapters; serve its base, and name it with --adapter NAME="
-                f"{args.checkpoint}"
+                f"{args.checkpoint} is a run with adapters; serve its base model with --adapter "
+                f"NAME={args.checkpoint}"
             )
         self._pairs = [self.load(folder) for folder in self.sources.values()]
 
@@ -173,11 +186,11 @@ class _Adapters:
         args = self._args
         if args.max_loras is not None and args.max_loras < max(1, len(self.sources)):
             raise ConfigError(
-                f"--max-loras is {args.max_loras}, but there are {len(self.sources)} adapters; it has to be at least "
-                f"{max(1, len(self.sources))}"
+                f"--max-loras is {args.max_loras}, but there are {len(self.sources)} adapters; it "
+                f"must be at least {max(1, len(self.sources))}"
             )
         if args.max_lora_rank is not None and args.max_lora_rank < 1:
-            raise ConfigError(f"--max-lora-rank is {args.max_lora_rank}; it has to be at least 1")
+            raise ConfigError(f"--max-lora-rank is {args.max_lora_rank}; it must be at least 1")
         if args.allow_runtime_lora_updating and not args.max_loras:
             raise ConfigError("--allow-runtime-lora-updating needs room for adapters; set --max-loras")
         if args.max_lora_rank is not None and not args.allow_runtime_lora_updating:
@@ -275,9 +288,7 @@ def _serve(args: Arguments, live, tokenizer, chat, key: str | None) -> int:
     if loaded:
         print(f"adapters: {', '.join(printable(one.name) for one in loaded)}", flush=True)
     if not is_local and key is None:
-        print(
-            "warning: everyone who can reach this address can use the model; set --api-key-file", flush=True
-        )
+        print("warning: anyone who can reach this address can use the model; set --api-key-file", flush=True)
     try:
         live.run()
     finally:

@@ -73,8 +73,8 @@ def train(arguments: list[str]) -> int:
         return 0
     if arguments == implied_settings(typed):
         raise ConfigError(
-            f"`megalith {typed}` has neither a run file nor settings; give a run file (examples/quickstart.yaml is "
-            "one), or settings such as --model.preset gpt2; `megalith train --help` lists them"
+            f"`megalith {typed}` needs a run file (such as examples/quickstart.yaml) or settings "
+            "(such as --model.preset gpt2); `megalith train --help` lists the settings"
         )
     launcher, arguments = _launcher_options().parse_known_args(arguments)
     with text_on_stderr(launcher.json):

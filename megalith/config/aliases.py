@@ -65,9 +65,10 @@ def _virtual_stages(layers_per_stage: Any, tree: dict[str, dict[str, Any]]) -> i
     counts = (layers, stages, layers_per_stage)
     if any(type(count) is not int or count < 1 for count in counts) or layers % (stages * layers_per_stage):
         raise ConfigError(
-            f"num_layers_per_virtual_pipeline_stage {layers_per_stage!r} × pipeline_model_parallel_size {stages!r} "
-            f"does not divide model.num_layers {layers!r}; choose whole numbers that do, or set "
-            "parallel.virtual_pipeline_model_parallel_size (model chunks per pipeline rank) itself"
+            f"num_layers_per_virtual_pipeline_stage {layers_per_stage!r} × "
+            f"pipeline_model_parallel_size {stages!r} does not divide model.num_layers {layers!r}; "
+            "choose whole numbers that do, or set parallel.virtual_pipeline_model_parallel_size "
+            "(model chunks per pipeline rank) directly"
         )
     return layers // (stages * layers_per_stage)
 
@@ -79,7 +80,8 @@ def _granularity(recompute: Any, tree: dict[str, dict[str, Any]]) -> str | None:
 def _resamples(batches: Any, tree: dict[str, dict[str, Any]]) -> int | None:
     if batches is not None and batches < 1:
         raise ConfigError(
-            f"the maximum number of generation batches is {batches}, which means no limit elsewhere; set rl.max_resamples"
+            f"the maximum number of generation batches is {batches}, which means no limit in "
+            "other systems; set rl.max_resamples to a finite number instead"
         )
     return None if batches is None else batches - 1
 
@@ -88,7 +90,8 @@ def _vllm_mode(mode: Any, tree: dict[str, dict[str, Any]]) -> str | None:
     url = tree["rl"].get("engine_url") or tree["rl"].get("vllm_server_base_url")
     if mode not in ("server", "colocate") or (mode == "colocate" and url):
         raise ConfigError(
-            f"rl.vllm_mode is {mode!r} and rl.engine_url {url!r}: server has an address, colocate none; leave vllm_mode out"
+            f"rl.vllm_mode is {mode!r} and rl.engine_url is {url!r}; server needs an address and "
+            "colocate must not have one; leave vllm_mode out"
         )
     return url or "http://127.0.0.1:8000" if mode == "server" else None
 

@@ -154,7 +154,8 @@ class Section(BaseModel):
             if bool not in (annotation, *typing.get_args(annotation)):
                 raise PydanticCustomError(
                     "bool_for_number",
-                    "a value is needed, not true or false; on the command line a name without a value is true",
+                    "a value is needed, not true or false; on the command line, a name without a "
+                    "value means true",
                 )
         return value
 
@@ -196,7 +197,7 @@ class Section(BaseModel):
                 outer, current = "" if "." in unmet.path else f"{path}.", unmet.current_value(self, config)
                 raise ConfigError(
                     f"{path}.{name} is {value}, but it requires {outer}{unmet}, which is "
-                    f"{'not set' if current is None else current}; set it, or leave {name} out"
+                    f"{'not set' if current is None else current}; set that, or leave {name} out"
                 )
 
     def resolved(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:

@@ -36,12 +36,12 @@ class DataConfig(Section):
     blend_schedule: Annotated[list[Any] | None, RequiresSetting("dataloader_type", "single", strict=True)] = (
         None
     )
-    """Weights of the training sources that change during the run: points `{samples: N, weights: [...]}` or `{tokens:
-    N, weights: [...]}`, each with the weights from there on. With `interpolation: linear`, weights move to them in a
-    straight line from the previous point."""
+    """Schedule of the training sources' weights: points `{samples: N, weights: [...]}` or `{tokens: N, weights:
+    [...]}`, each with the weights that apply from there on. With `interpolation: linear`, weights change linearly from
+    the previous point's to the point's."""
 
     blend_temperature: PositiveFloat | None = None
-    """Weight training sources without weights by `tokens ** (1 / blend_temperature)`. 1: proportional to their tokens;
+    """Weight sources that have no weight by `tokens ** (1 / blend_temperature)`. 1: proportional to their tokens;
     higher values make the weights more equal."""
 
     max_epochs_per_source: Annotated[
@@ -53,11 +53,12 @@ class DataConfig(Section):
     packing: Annotated[
         Literal["concat", "best_fit"], RequiresSetting("model.model_type", "gpt", strict=True)
     ] = "concat"
-    """Filling of samples: `concat` cuts them from concatenated documents; `best_fit` packs documents into samples,
-    cuts only those that are longer than a sample, and pads the rest."""
+    """Method of filling samples: `concat` cuts them from concatenated documents; `best_fit` packs documents into
+    samples, cuts only those that are longer than a sample, and pads the rest."""
 
     fim_data: Annotated[bool, RequiresSetting("model.model_type", "gpt", strict=True)] = False
-    """Rearrange documents for fill-in-the-middle: prefix, suffix, middle (PSM) or suffix, prefix, middle (SPM)."""
+    """Rearrange documents for fill-in-the-middle training: prefix, suffix, middle (PSM) or suffix, prefix, middle
+    (SPM)."""
 
     fim_rate: Annotated[float, Field(gt=0.0, le=1.0), FIM] = 0.5
     """Probability that a document of a sample is rearranged."""
@@ -66,12 +67,14 @@ class DataConfig(Section):
     """Probability that a rearranged document is SPM instead of PSM."""
 
     fim_split_sample: Annotated[str | None, FIM] = None
-    """Token between the fragments of a document, such as the files of a repository, which are rearranged one by one."""
+    """Token that separates fragments of a document, such as the files of a repository. Each fragment is rearranged
+    separately."""
 
     fim_fragment_rate: Annotated[
         Annotated[float, Field(ge=0.0, le=1.0)] | None, FIM, RequiresSetting("fim_split_sample")
     ] = None
-    """Probability that a fragment is rearranged, in documents with fragments (chosen with probability fim_rate)."""
+    """Probability that a fragment is rearranged, in a document with fragments that was itself chosen with probability
+    fim_rate."""
 
     fim_no_prefix: Annotated[str | None, FIM] = None
     """Do not rearrange documents and fragments that begin with this text."""
@@ -86,20 +89,20 @@ class DataConfig(Section):
     """Token before the suffix."""
 
     fim_pad_token: Annotated[str, FIM] = "<fim_pad>"
-    """Token that fills samples that become shorter."""
+    """Token that pads samples that rearranging makes shorter."""
 
     fim_eod_token: Annotated[str, FIM] = "<|endoftext|>"
     """Token between the documents of a sample."""
 
     dataset: str | None = None
-    """Your own dataset: a name passed to `register_dataset`, or `path.py:function`. The function gets a DatasetRequest
-    (with the data paths) and returns a torch Dataset or IterableDataset."""
+    """Your own dataset: a name passed to `register_dataset`, or `path.py:function`. The function takes a
+    DatasetRequest (with the data paths) and returns a torch Dataset or IterableDataset."""
 
     text_key: str = "text"
     """Key or column of the text, if data_path names text."""
 
     text_documents: TextDocuments = "file"
-    """Documents of a .txt file: the file, or each block of lines between blank lines."""
+    """Document unit in a .txt file: the whole file, or each block of lines between blank lines."""
 
     append_eod: bool = True
     """End each document of text with the end-of-document token. Not used for BERT and T5, or for indexed datasets."""
@@ -112,11 +115,11 @@ class DataConfig(Section):
     hf://NAME?streaming=true."""
 
     shuffle_buffer: PositiveInt = 1000
-    """Documents per lane that are read and shuffled together, if text is streamed. 1: the order of the files."""
+    """Documents per lane that are read and shuffled together, if text is streamed. 1: keep the files' order."""
 
     stream_lanes: PositiveInt | None = None
-    """Parts of a stream that are read in parallel, each with its own shards; the order of samples depends on it.
-    Default: the largest divisor of train.global_batch_size up to the number of shards and 64."""
+    """Parts of a stream that are read in parallel, each with its own shards. The order of samples depends on this
+    number. Default: the largest divisor of train.global_batch_size that is at most the number of shards and 64."""
 
     mock: bool = False
     """Use synthetic tokens instead of a dataset, for speed measurements and tests."""
@@ -177,8 +180,8 @@ class DataConfig(Section):
     seq_length_schedule: Annotated[
         list[Any] | None, Decides.UPDATES, RequiresSetting("model.model_type", "gpt", strict=True)
     ] = None
-    """Tokens per sequence that change during the run: points `{samples: N, seq_length: L}` or `{tokens: N, seq_length:
-    L}`, from 0 on. Samples keep seq_length tokens, and attention stays within sequences of L tokens."""
+    """Sequence length schedule: points `{samples: N, seq_length: L}` or `{tokens: N, seq_length: L}`, the first at 0.
+    Samples keep data.seq_length tokens, and attention stays within sequences of L tokens."""
 
     balance_batches: Annotated[bool, Decides.NOTHING] = False
     """Assign the packed samples of each step to data-parallel ranks by the cost of their attention, so that the
@@ -207,8 +210,8 @@ class DataConfig(Section):
     """Sentinel tokens appended to a WordPiece vocabulary, one per masked span. T5's own tokenizer includes them."""
 
     num_workers: Annotated[NonNegativeInt, Decides.NOTHING] = 2
-    """Threads that prepare batches ahead of training, and for streamed text processes that tokenize. 0: the training
-    thread prepares them between steps."""
+    """Threads that prepare batches ahead of training; for streamed text, also the processes that tokenize. 0: the
+    training thread prepares batches between steps."""
 
     @property
     def decoder_length(self) -> int:

@@ -111,14 +111,14 @@ class DenseModel(Section):
         Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None,
         Resolved("windows"),
     ] = None
-    """Sliding window: numbers of tokens before and after a query that it attends to, such as [4095, 0]. Default: all
-    before it."""
+    """Sliding window: how many tokens before and after itself a query attends to, such as [4095, 0]. Default: all
+    tokens before it."""
 
     window_attn_skip_freq: Annotated[PositiveInt | list[Literal[0, 1]] | None, Resolved(None), WINDOWED] = (
         None
     )
-    """Layers without the window: every N-th layer, or a list with 0 for layers without and 1 for layers with a window.
-    Default: none."""
+    """Layers without the window: every N-th layer, or a list with one entry per layer, 1 with the window and 0
+    without. Default: all layers have it."""
 
     attention_chunk_size: Annotated[
         PositiveInt | None,
@@ -203,7 +203,7 @@ class DenseModel(Section):
     """Gated MLP: activation(gate) · up."""
 
     activation_func_clamp_value: PositiveFloat | None = None
-    """Bound in a gated MLP: gates are at most this, ups between this and its negative (gpt-oss)."""
+    """Clamp in a gated MLP: gate is at most this value, up is between minus and plus this value (gpt-oss)."""
 
     glu_linear_offset: float = 0.0
     """Offset in a gated MLP: activation(gate) · (up + offset) (gpt-oss: 1)."""
@@ -266,7 +266,7 @@ class DenseModel(Section):
     """Layers with query_scaling_beta. `no_rope`: those without RoPE, where positions count from 1 (Llama 4)."""
 
     query_pre_attn_scalar: Annotated[PositiveInt | None, Resolved("attention_divisor")] = None
-    """Number whose square root divides attention scores. Default: the size of a head."""
+    """Attention scores are divided by the square root of this number. Default: the size of a head."""
 
     softmax_scale: Annotated[
         PositiveFloat | None, RequiresSetting("query_pre_attn_scalar", None, strict=True)
@@ -284,7 +284,7 @@ class DenseModel(Section):
     """Soft cap on logits: c · tanh(logit / c) (Gemma 2)."""
 
     untie_embeddings_and_output_weights: bool = False
-    """Use a separate output matrix instead of the embedding's."""
+    """Use a separate output matrix instead of the embedding matrix."""
 
     add_output_bias: Annotated[bool, RequiresSetting("model_type", "gpt", "t5", strict=True)] = False
     """Add a bias to the output matrix (Phi-2, GPT-J, Megatron-LM's T5)."""
@@ -329,7 +329,7 @@ class DenseModel(Section):
     add_position_embedding: Annotated[bool, RequiresSetting("multi_latent_attention", True, strict=True)] = (
         False
     )
-    """MLA: add learned positions to the embedding in addition to RoPE, as Megatron-LM can."""
+    """MLA: add learned position embeddings in addition to RoPE, as Megatron-LM can."""
 
     mtp_num_layers: Annotated[PositiveInt | None, ROTARY_ONLY] = None
     """Number of multi-token prediction (MTP) layers; each predicts one token further in training (DeepSeek-V3)."""
@@ -340,8 +340,8 @@ class DenseModel(Section):
     """Weight of the mean MTP loss."""
 
     output_z_loss_coeff: Annotated[NonNegativeFloat, Decides.UPDATES] = 0.0
-    """Weight of the squared log of the sum of exponentials of each token's logits in the gradient, which keeps logits
-    small (PaLM used 1e-4). The logged loss does not include it."""
+    """Weight of the z-loss, log² Σ exp(logit) of each token, which keeps logits small (PaLM used 1e-4). It affects the
+    gradient only; the logged loss does not include it."""
 
     num_experts: PositiveInt | None = None
     """Number of experts in each mixture-of-experts layer."""

@@ -28,10 +28,10 @@ class ChatConfig(Section):
     """A Jinja file, or a folder with chat_template.jinja. Default: the tokenizer's template."""
 
     truncation_mode: Literal["keep_start", "keep_end", "drop"] | None = None
-    """Treatment of samples longer than data.seq_length: cut one end, or drop them. Default: they are errors."""
+    """Treatment of samples longer than data.seq_length: cut one end, or drop them. Default: stop with an error."""
 
     skip_bad_samples: bool = False
-    """Leave out and count invalid samples. Off: the first one ends the run."""
+    """Skip and count invalid samples. Off: the first one ends the run."""
 
     num_train_epochs: Annotated[PositiveFloat | None, Decides.UPDATES] = None
     """Passes over the samples, in place of train.train_iters."""

@@ -128,7 +128,7 @@ class LoraConfig(Section):
     model.layers.0.self_attn.q_proj, from a dot on, as in PEFT. The first match counts."""
 
     alpha_pattern: Annotated[dict[str, PositiveFloat], Decides.FUNCTION] = Field(default={})
-    """Values of alpha of some adapters, by name as in rank_pattern."""
+    """Alpha of some adapters, by name as in rank_pattern."""
 
     layers_to_transform: Annotated[list[Annotated[int, Field(ge=0)]] | None, Decides.FUNCTION] = Field(
         default=None, min_length=1
@@ -136,7 +136,8 @@ class LoraConfig(Section):
     """Numbers of the layers with adapters, from 0 in each stack. Default: all."""
 
     use_dora: Annotated[bool, Decides.FUNCTION] = False
-    """Train the length of each row of the adapted matrices too, apart from its direction (DoRA, Liu et al. 2024)."""
+    """Also train the magnitude of each row of the adapted matrices, separately from its direction (DoRA, Liu et al.
+    2024)."""
 
     init_lora_weights: Annotated[str, Decides.FUNCTION] = "default"
     """Initial A and B, in PEFT's words. default: A random, B 0. pissa: the largest singular values of the matrix and
@@ -253,8 +254,9 @@ class LoraConfig(Section):
         for site, parts in targeted.items():
             if WHOLE in parts and len(parts) > 1:
                 raise ConfigError(
-                    f"lora.targets {', '.join(self.targets)} gives {site.rpartition('.')[2]} an adapter for all its "
-                    "rows and others for some of them; name either the fused matrix or its parts"
+                    f"lora.targets {', '.join(self.targets)} names both the fused matrix "
+                    f"{site.rpartition('.')[2]} and parts of it; name either the fused matrix or "
+                    "its parts"
                 )
         return {
             site: tuple(part for part in (WHOLE, *order) if part in targeted[site])
@@ -323,8 +325,8 @@ def _sites_of(target: str) -> Mapping[str, Parts]:
     )
     if name in ROUTERS:
         raise ConfigError(
-            f"lora.targets names {target}: a router has no adapter, because a change of its scores sends tokens to "
-            "other experts, which were not trained for them; leave it out"
+            f"lora.targets names {target}, but routers cannot have adapters: changed scores would "
+            "send tokens to experts that were not trained on them; leave it out"
         )
     if name not in TARGETS:
         raise ConfigError(f"lora.targets names {target!r}{nearest_of(target, SHORT_NAMES)}")

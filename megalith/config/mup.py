@@ -65,8 +65,8 @@ class MupModel(DenseModel):
     (µP), so that tuned learning rates transfer."""
 
     mup_base_hidden_size: Annotated[PositiveInt | None, MUP] = None
-    """µP: hidden_size of the base model, on which rates were tuned. Default: this model's, which changes nothing but
-    attention scores."""
+    """µP: hidden_size of the base model, whose learning rates were tuned. Default: this model's, so that only
+    attention scores change."""
 
     mup_base_head_dim: Annotated[PositiveFloat | None, MUP] = None
     """µP: size of a head at which attention scores are divided by its square root, as without µP. Default: 1."""

@@ -116,10 +116,10 @@ class OptimConfig(Section):
     """Shape of the decay after the warm-up."""
 
     lr_decay_iters: PositiveInt | None = None
-    """Iterations until min_lr. Default: train_iters."""
+    """Iterations after which the learning rate is min_lr. Default: train_iters."""
 
     lr_decay_samples: PositiveInt | None = None
-    """Samples until min_lr, if training is counted in samples. Default: train_samples."""
+    """Samples after which the learning rate is min_lr, if training is counted in samples. Default: train_samples."""
 
     lr_warmup_iters: NonNegativeInt = 0
     """Iterations of linear warm-up."""
@@ -134,15 +134,16 @@ class OptimConfig(Section):
     """Learning rate at the start of the warm-up."""
 
     lr_rewarm_start: PositiveInt | None = None
-    """Step (in runs counted in samples, sample) at which the learning rate starts to rise again from lr_warmup_init to
-    the schedule's value: usually the checkpoint's, if a run continues with other settings. Default: never."""
+    """Step (or sample, in runs counted in samples) at which a second warm-up starts: the learning rate rises from
+    lr_warmup_init to the schedule's value. Usually the checkpoint's step, if a run continues with other settings.
+    Default: never."""
 
     lr_rewarm_length: Annotated[PositiveInt, RequiresSetting("lr_rewarm_start")] = 100
-    """Steps, or samples, of this linear rise."""
+    """Length of the second warm-up, in steps or samples."""
 
     schedule_unit: Literal["iters", "samples"] = "iters"
-    """Unit that advances the schedules of a run counted in iterations: iterations or, as in Megatron-LM, samples, with
-    lengths of iterations × global_batch_size. Both are the same if the batch size is constant."""
+    """Unit in which the schedules of a run counted in iterations advance: iterations or, as in Megatron-LM, samples,
+    with lengths multiplied by global_batch_size. Both are the same if the batch size is constant."""
 
     lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], WSD] = (
         "exponential"
@@ -201,7 +202,7 @@ class OptimConfig(Section):
     Default: none."""
 
     adafactor_beta2_decay: Annotated[NegativeFloat, ADAFACTOR] = -0.8
-    """Power of the step that weights the new squared gradient in Adafactor's averages."""
+    """Adafactor weights the new squared gradient by the step number to this power."""
 
     adafactor_clip_threshold: Annotated[PositiveFloat, ADAFACTOR] = 1.0
     """RMS above which Adafactor divides an update by it."""
@@ -271,7 +272,7 @@ class OptimConfig(Section):
     """Steps between updates of SOAP's bases. Unused with soap_use_kl_shampoo, which updates them in every step."""
 
     soap_max_precond_dim: Annotated[PositiveInt | None, SOAP] = 10000
-    """Largest number of rows or columns for which SOAP has a basis; larger ones are not rotated. Null: no limit."""
+    """Largest dimension for which SOAP keeps a basis; longer dimensions are not rotated. Null: no limit."""
 
     soap_use_kl_shampoo: Annotated[bool, SOAP] = False
     """Use the averages of KL-Shampoo (Lin et al. 2025) and update the bases before each step, as Megatron-LM's soap
@@ -310,7 +311,7 @@ class OptimConfig(Section):
     """Overflowing steps before the loss scale halves."""
 
     optimizer_cpu_offload: Annotated[bool, Decides.NOTHING] = False
-    """Store optimizer state in host memory and update its parameters on the CPU."""
+    """Store optimizer state in host memory and update these parameters on the CPU."""
 
     optimizer_offload_fraction: Annotated[Fraction, Decides.NOTHING, OFFLOADED] = 1.0
     """Fraction of the optimizer state in host memory."""

@@ -141,7 +141,7 @@ def hint_of_other_name(key: str) -> str:
     return f"; here it is {setting}" if setting else ""
 
 
-IN_OURS = "write its values into a run file"
+IN_OURS = "copy its values into a run file"
 # (system, top-level keys of its files, advice); `{file}` is the file.
 OTHER_FORMATS: tuple[tuple[str, str, str], ...] = (
     ("Oumi", "training model", "run megalith oumi train -c {file}"),
@@ -153,8 +153,9 @@ OTHER_FORMATS: tuple[tuple[str, str, str], ...] = (
     ("TRL's or LLaMA-Factory's commands", "model_name_or_path",
      f"{IN_OURS} for megalith sft, dpo or grpo (model_name_or_path is model.init_from): docs/sft.md; a script with a "
      "trainer of transformers' is run by megalith accelerate launch SCRIPT.py"),
-    ("NeMo", "trainer model", f"{IN_OURS} for megalith train or sft: docs/configuration.md; a .nemo checkpoint is no model "
-     "folder, so have NeMo export it to Hugging Face's form"),
+    ("NeMo", "trainer model", f"{IN_OURS} for megalith train or sft: docs/configuration.md; a "
+".nemo checkpoint is not a model folder, so first export it to "
+"Hugging Face's format with NeMo"),
     ("Megatron-LM", "MODEL_ARGS", "pass its flags to megalith pretrain-gpt: docs/from_megatron.md"),
     ("Megatron-LM", "language_model model_parallel",
      "pass the corresponding flags to megalith pretrain-gpt: docs/from_megatron.md"),

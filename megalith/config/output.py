@@ -16,15 +16,15 @@ class CheckpointConfig(Section):
     """Steps between checkpoints."""
 
     memory_interval: PositiveInt | None = None
-    """Steps between snapshots in host memory, from which ranks continue after another rank's failure without a restart
-    of all processes (with --max-restarts). They take four times the memory of a rank's state. Default: none."""
+    """Steps between snapshots in host memory. With --max-restarts, ranks continue from them after another rank fails,
+    without restarting all processes. Snapshots take four times the memory of a rank's state. Default: none."""
 
     save_at_end: bool = True
     """Save a checkpoint when the run finishes. For runs that stop early, see save_when_stopped."""
 
     save: str | None = None
-    """URL to save steps to (s3://, gs://), in its `checkpoints` folder. Default: output_dir. A local folder here sets
-    output_dir."""
+    """URL (s3://, gs://) under whose `checkpoints` folder steps are saved. Default: output_dir. A local folder here
+    sets output_dir."""
 
     load: str | None = None
     """Run folder or URL, or one of its steps, to resume from. May be the folder that the run saves to, even if it is
@@ -69,7 +69,7 @@ class LogConfig(Section):
     """Steps between log lines."""
 
     console: Literal["auto", "lines"] = "auto"
-    """Console output: `lines` prints Megatron-LM's log lines on terminals too, instead of a live line, and the
+    """Console output: `lines` prints Megatron-LM's log lines even on a terminal, instead of a live line, and the
     parameter count in billions at the start."""
 
     log_throughput: bool = True
@@ -86,8 +86,8 @@ class LogConfig(Section):
     matmul of attention."""
 
     log_gradient_noise_interval: NonNegativeInt = 0
-    """Steps between estimates of the gradient noise scale in metrics.jsonl. These steps repeat the passes of the first
-    micro-batch, and need at least two. 0: never."""
+    """Steps between estimates of the gradient noise scale in metrics.jsonl. These steps repeat the passes of their
+    first micro-batch and must have at least two micro-batches. 0: never."""
 
     log_norms_interval: NonNegativeInt = 0
     """Steps between records of each layer's gradient norm, before clipping, and update norm, in metrics.jsonl. These
@@ -157,18 +157,19 @@ class RuntimeConfig(Section):
     norms (parallel.recompute_modules), then norms and MLPs, then whole layers."""
 
     distributed_timeout_minutes: PositiveFloat = 10
-    """Minutes that ranks may wait for each other in a step. After that the run ends and names the rank that hangs. With
-    inference servers, rl.weight_sync_timeout and rl.generation_timeout are added."""
+    """Minutes that ranks may wait for each other in a step. After that, the run ends and the error names the rank that
+    hangs. With inference servers, rl.weight_sync_timeout and rl.generation_timeout are added."""
 
     max_bad_steps: PositiveInt = 20
     """Consecutive skipped steps with NaN or Inf in loss or gradients after which the run ends."""
 
     rerun_bad_steps: bool = False
-    """Repeat a step with NaN, Inf or a loss spike before its update. Waits for the device in every step."""
+    """Repeat a step with NaN, Inf or a loss spike before its update. The host then waits for the device in every
+    step."""
 
     loss_spike_threshold: Annotated[float, Field(gt=1)] | None = None
-    """Multiple of the recent mean loss that counts as a spike; the run then goes back and skips the data. Default:
-    never."""
+    """A loss above this multiple of the recent mean counts as a spike; the run then goes back and skips the data.
+    Default: never."""
 
     loss_spike_window: Annotated[PositiveInt, RequiresSetting("loss_spike_threshold")] = 100
     """Number of steps in the mean that spikes are compared with."""

@@ -53,8 +53,8 @@ class ParallelConfig(Section):
     microbatch_group_size_per_virtual_pipeline_stage: Annotated[
         PositiveInt | None, RequiresSetting("pipeline_model_parallel_size", greater_than=1, strict=True)
     ] = None
-    """Interleaving: micro-batches that pass through a chunk before the next chunk. Default: the pipeline parallel
-    size."""
+    """Interleaving: micro-batches that run through a chunk before the rank starts its next chunk. Default: the
+    pipeline parallel size."""
 
     pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """Pipeline schedule. 1f1b with several chunks per rank is interleaved."""
@@ -66,10 +66,10 @@ class ParallelConfig(Section):
     """Number of layers on the last pipeline rank, if it differs from the others."""
 
     account_for_embedding_in_pipeline_split: Annotated[bool, STAGES] = False
-    """Count the embedding as a layer in the even split, so that the first stage has one layer less."""
+    """Count the embedding as a layer in the even split, so that the first stage has one layer fewer."""
 
     account_for_loss_in_pipeline_split: Annotated[bool, STAGES] = False
-    """Count head and loss as a layer in the even split, so that the last stage has one layer less."""
+    """Count head and loss as a layer in the even split, so that the last stage has one layer fewer."""
 
     pipeline_model_parallel_layout: str | None = None
     """Explicit stages, separated by `|`: E embedding, t layer, L head and loss, such as `Et*3|(tt|)*6,t*2|L`."""
@@ -82,7 +82,7 @@ class ParallelConfig(Section):
         ShardsSequences("context_parallel_size", greater_than=1),
     ] = "auto"
     """Communication of context parallelism: p2p (ring), all_gather, a2a (Ulysses), or a2a+p2p on two levels. auto: a2a
-    within one host if the size divides the heads, a ring otherwise and between hosts; a2a for encoder-decoders."""
+    within a host where the heads are divisible, p2p otherwise and between hosts; a2a for encoder-decoders."""
 
     hierarchical_context_parallel_sizes: Annotated[
         Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None,
@@ -116,13 +116,13 @@ class ParallelConfig(Section):
         Literal["auto"] | bool, RequiresSetting("expert_model_parallel_size", greater_than=1)
     ] = "auto"
     """Dispatch tokens in buffers large enough for any routing, so that the host never waits for sizes. No token is
-    dropped. All ranks need micro-batches of the same size. auto: in training on GPUs in bf16, if nearly every rank has
-    experts of a token and memory allows."""
+    dropped. All ranks need micro-batches of the same size. auto: on in bf16 training on GPUs, if each token's experts
+    are spread over nearly all ranks and memory allows."""
 
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
         "no_shard"
     )
-    """State sharded over data-parallel ranks: nothing, optimizer state, also gradients, also parameters."""
+    """State sharded over data-parallel ranks: none; the optimizer state; gradients too; parameters too."""
 
     dp_comm_overlap_bucket_size: Annotated[
         PositiveInt | None, RequiresSetting("data_parallel_sharding_strategy", "no_shard")
@@ -133,14 +133,15 @@ class ParallelConfig(Section):
         NonNegativeInt | Literal["auto"],
         RequiresSetting("data_parallel_sharding_strategy", "optim_grads_params"),
     ] = "auto"
-    """Number of last layers per stage whose parameters stay gathered during a step. auto: as many as memory allows."""
+    """Number of layers at the end of each stage whose parameters stay gathered during a step. auto: as many as memory
+    allows."""
 
     reduce_scatter_with_fp32_accumulation: Annotated[
         bool | Literal["auto"],
         RequiresSetting("data_parallel_sharding_strategy", "optim_grads", "optim_grads_params"),
     ] = "auto"
     """Send layers' gradients by all-to-all in the compute dtype and add them in fp32: half the bytes of an fp32
-    reduce-scatter. auto: if all devices of the run are on one host."""
+    reduce-scatter. auto: on if all devices of the run are on one host."""
 
     num_distributed_optimizer_instances: Annotated[
         PositiveInt,
@@ -174,7 +175,7 @@ class ParallelConfig(Section):
     """Full recomputation: shard saved inputs over TP ranks instead of replicating them."""
 
     cpu_offloading_num_layers: NonNegativeInt = 0
-    """Number of first layers per pipeline stage whose saved activations are offloaded to host memory."""
+    """Number of layers at the start of each pipeline stage whose saved activations are offloaded to host memory."""
 
     @property
     def shards_sequences(self) -> bool:

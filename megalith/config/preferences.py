@@ -25,8 +25,8 @@ class RewardConfig(ChatConfig):
     name: ClassVar[str] = "reward"
 
     packing: bool = False
-    """Pack several answers into a row, with separate attention: of pairs the chosen ones into one row and the
-    rejected ones into another. Off: one padded answer per row."""
+    """Pack several answers into a row, with separate attention. Of pairs, chosen answers share one row and rejected
+    answers another. Off: one padded answer per row."""
 
     loss_type: Literal["bradley_terry", "ordinal", "mse", "bce"] = "bradley_terry"
     """bradley_terry: the chosen answer of a pair gets the higher score. ordinal: pairs with graded feedback, by how
@@ -68,12 +68,12 @@ class KtoConfig(ChatConfig, ReferenceSync):
     """Pack several answers into a row, with separate attention. Off: one padded answer per row."""
 
     loss_type: Annotated[Literal["kto", "apo_zero_unpaired", "bco"], Decides.SAMPLES] = "kto"
-    """kto compares an answer's log-ratio to the reference with an estimate of the KL divergence, apo_zero_unpaired
-    with 0. bco is the cross-entropy of a classifier, with the mean log-ratio of all answers of the run so far as
-    shift."""
+    """kto compares an answer's log-ratio to the reference with an estimate of the KL divergence, and apo_zero_unpaired
+    compares it with 0. bco is the cross-entropy of a classifier, shifted by the mean log-ratio of all answers of the
+    run so far."""
 
     beta: Annotated[PositiveFloat, Decides.UPDATES] = 0.1
-    """Strength of the pull towards the reference: larger stays closer to it."""
+    """Strength of the pull towards the reference model. With larger values, the policy stays closer to it."""
 
     desirable_weight: Annotated[NonNegativeFloat, Decides.UPDATES] = 1.0
     """Weight of the losses of desirable answers."""
@@ -119,7 +119,7 @@ class DpoConfig(ChatConfig, ReferenceSync):
     """Weight of each loss in loss_type. Default: 1 each."""
 
     beta: Annotated[PositiveFloat, Decides.UPDATES] = 0.1
-    """Strength of the pull towards the reference: larger stays closer to it."""
+    """Strength of the pull towards the reference model. With larger values, the policy stays closer to it."""
 
     label_smoothing: Annotated[
         NonNegativeFloat,

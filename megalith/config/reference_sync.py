@@ -27,4 +27,4 @@ class ReferenceSync(Section):
     ref_model_mixup_alpha: Annotated[
         float, Field(ge=0, le=1), RequiresSetting("sync_ref_model", True), Decides.UPDATES
     ] = 0.6
-    """Share of the policy in an update: reference = alpha · policy + (1 − alpha) · reference."""
+    """Weight of the policy in an update: reference = alpha · policy + (1 − alpha) · reference."""

@@ -67,18 +67,19 @@ class RlConfig(
     """Times that each rollout batch is trained on."""
 
     mini_batches: PositiveInt = 1
-    """Optimizer steps per pass over a rollout batch, each of train.global_batch_size completions."""
+    """Optimizer steps per pass over a rollout batch, each on train.global_batch_size completions."""
 
     exact: Annotated[bool, RequiresSetting("prompts"), Decides.NOTHING] = False
     """Use the same batch-invariant operators in the trainer and in Megalith's own engine, so that both have the same
     log-probabilities bit for bit, and end the run if any differs (docs/exactness.md). Slower."""
 
     old_logprobs: Literal["policy", "rollout"] = "policy"
-    """Denominator of the ratio: the policy before the rollout batch, or the rollouts' log-probabilities."""
+    """Denominator of the policy ratio: log-probabilities of the trainer's policy before the rollout batch's first
+    step, or those of the engine that sampled the rollouts."""
 
     router_replay: Literal["none", "policy", "all"] = "none"
-    """Forward passes whose routers use the experts that the engine chose while sampling: those of the policy, or
-    `all`, also those of the reference model. For models with experts."""
+    """Replay the experts that the engine chose while sampling: in forward passes of the policy, or of the policy and
+    the reference model (`all`). For models with experts."""
 
     @field_validator("loss_type", "advantage_estimator")
     @classmethod

@@ -36,7 +36,7 @@ class AdvantageSettings(Section):
     """Divide advantages by the standard deviation of the group or of the rollout batch, + advantage_epsilon."""
 
     advantage_epsilon: NonNegativeFloat = 1e-4
-    """Added to that standard deviation: 1e-4 in TRL, 1e-6 in verl and NeMo-RL."""
+    """Added to the standard deviation that divides advantages: 1e-4 in TRL, 1e-6 in verl and NeMo-RL."""
 
     advantage_deviation: Literal["group", "others"] = "group"
     """With scale_rewards group: standard deviation of the whole group, or of the other completions in it

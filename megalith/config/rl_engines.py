@@ -38,8 +38,8 @@ class EngineSettings(Section):
     workspace."""
 
     vllm_sleep_level: Annotated[Literal[0, 1, 2], RequiresSetting("engine", "vllm"), Decides.NOTHING] = 2
-    """GPU memory that vLLM in the trainer's processes frees during training: 1: KV cache, and weights moved
-    to the host. 2: KV cache and weights. 0: none."""
+    """Sleep level of vLLM in the trainer's processes during training. 1: it frees the KV cache and moves weights to
+    host memory. 2: it frees both. 0: it frees nothing."""
 
     weight_sync_method: Annotated[
         Literal["nccl", "gloo", "checkpoint", "ipc", "lora"],

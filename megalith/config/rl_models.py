@@ -52,7 +52,7 @@ class OtherModels(Section):
     """λ of generalized advantage estimation: 0 trusts the critic's next value alone, 1 the sum of the rewards."""
 
     cliprange_value: Annotated[PositiveFloat | None, GAE] = 0.5
-    """Distance from the values before the rollout batch's updates at which the critic's loss is clipped. null: no
+    """Distance from the values before the rollout batch's first update at which the critic's loss is clipped. null: no
     clip."""
 
     @property

@@ -64,7 +64,7 @@ class PolicyLossSettings(Section):
     """τ of sapo for positive advantages: the larger it is, the faster the gate falls as the ratio departs from 1."""
 
     sapo_temperature_neg: Annotated[PositiveFloat, RequiresSetting("loss_type", "sapo")] = 1.05
-    """τ of sapo for the other advantages."""
+    """τ of sapo for zero and negative advantages."""
 
     vespo_k_pos: Annotated[NonNegativeFloat, RequiresSetting("loss_type", "vespo")] = 2.0
     """k in vespo's weight w^k · exp(λ · (1 − w)) for advantages of at least 0."""
@@ -136,16 +136,16 @@ class PolicyLossSettings(Section):
     entropy is at most entropy_target, otherwise down. A step after a higher entropy has no bonus."""
 
     entropy_coef_min: Annotated[float, RequiresSetting("use_adaptive_entropy", True)] = 0.0
-    """Lower bound of the adaptive weight."""
+    """Lower bound of the entropy bonus's adaptive weight."""
 
     entropy_coef_max: Annotated[float, RequiresSetting("use_adaptive_entropy", True)] = 1.0
-    """Upper bound of the adaptive weight."""
+    """Upper bound of the entropy bonus's adaptive weight."""
 
     entropy_coef_delta: Annotated[NonNegativeFloat, RequiresSetting("use_adaptive_entropy", True)] = 0.005
     """Change of the adaptive weight per step."""
 
     entropy_target: Annotated[NonNegativeFloat, RequiresSetting("use_adaptive_entropy", True)] = 0.2
-    """Mean entropy per token below which the adaptive weight grows."""
+    """Mean entropy per token below which the entropy bonus's adaptive weight grows."""
 
     entropy_aggregation: Annotated[Literal["tokens", "loss"], RequiresSetting("has_entropy_bonus", True)] = (
         "tokens"
@@ -170,25 +170,25 @@ class PolicyLossSettings(Section):
         ],
         RequiresSetting("vllm_importance_sampling_correction", True),
     ] = "token_truncate"
-    """Weight per token or per sequence; outside the bounds it is capped (truncate), 0 (mask) or unbounded.
-    geometric_mask: per token, and 0 if the geometric mean over the sequence is outside the bounds."""
+    """Weight per token or per sequence. Outside the bounds, truncate caps it, mask sets it to 0, and unbounded has no
+    bounds. geometric_mask: per token, and 0 if the geometric mean over the sequence is outside the bounds."""
 
     vllm_importance_sampling_clip_max: Annotated[
         PositiveFloat | None, RequiresSetting("vllm_importance_sampling_correction", True)
     ] = None
-    """Upper bound of that weight. Default: 2 for token_truncate and sequence_truncate, 5 for token_mask
-    (IcePop), 3 for sequence_mask (TRL), 1.002 for geometric_mask (NeMo-RL)."""
+    """Upper bound of the importance sampling weight. Default: 2 for token_truncate and sequence_truncate, 5 for
+    token_mask (IcePop), 3 for sequence_mask (TRL), 1.002 for geometric_mask (NeMo-RL)."""
 
     vllm_importance_sampling_clip_min: Annotated[
         NonNegativeFloat | None, RequiresSetting("vllm_importance_sampling_correction", True)
     ] = None
-    """Lower bound of that weight. Default: none, as in TRL; if the upper bound is absent too, 0.5 for
-    token_mask and 0.999 for geometric_mask."""
+    """Lower bound of the importance sampling weight. Default: none, as in TRL; if the upper bound is absent too, 0.5
+    for token_mask and 0.999 for geometric_mask."""
 
     rollout_is_batch_normalize: Annotated[
         bool, RequiresSetting("vllm_importance_sampling_correction", True)
     ] = False
-    """Divide that weight by its mean over the rollout batch (verl)."""
+    """Divide the importance sampling weight by its mean over the rollout batch (verl)."""
 
     rollout_rs: str | None = None
     """Reject tokens or sequences by how far the trainer's probabilities are from the engine's (verl): token_k1 to k3,

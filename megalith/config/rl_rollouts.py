@@ -96,7 +96,7 @@ class RolloutSettings(Section):
     the completion's last."""
 
     generation_rows: Annotated[PositiveInt, RequiresSetting("prompts"), Decides.NOTHING] = 256
-    """Maximum number of completions that a rank generates at a time: the rows of its KV cache."""
+    """Maximum number of completions that a rank generates at a time, which is the number of rows of its KV cache."""
 
     prefix_reuse: Annotated[
         bool, RequiresSetting("prompts"), RequiresSetting("engine", "own"), Decides.NOTHING
@@ -109,8 +109,8 @@ class RolloutSettings(Section):
         RequiresSetting("engine", "own"),
         Decides.NOTHING,
     ] = 0.0
-    """Memory per rank, in GB, for keys and values of completions whose row of the KV cache was given to others, as
-    while a tool runs. Without it, such completions are prefilled again."""
+    """Memory per rank, in GB, that keeps keys and values of completions that have lost their row of the KV cache, for
+    example while a tool runs. Without it, such completions are prefilled again."""
 
     max_resamples: Annotated[
         NonNegativeInt, RequiresSetting("filter_zero_std", True), RequiresSetting("prompts")

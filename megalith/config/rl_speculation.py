@@ -27,12 +27,13 @@ class SpeculationSettings(Section):
     """Drafts per decode step."""
 
     prompt_lookup_max: Annotated[PositiveInt, RequiresSetting("speculative_method", "ngram")] = 4
-    """Maximum number of last tokens that ngram looks for."""
+    """Longest sequence of last tokens whose earlier occurrence ngram looks for."""
 
     prompt_lookup_min: Annotated[PositiveInt, RequiresSetting("speculative_method", "ngram")] = 1
-    """Minimum number of last tokens that ngram looks for."""
+    """Shortest sequence of last tokens whose earlier occurrence ngram looks for."""
 
     draft_model: Annotated[str | None, RequiresSetting("speculative_method", "draft_model", strict=True)] = (
         None
     )
-    """The smaller model, which is not trained: a run or a Hugging Face folder with the policy's tokenizer."""
+    """The smaller model of draft_model, a run or a Hugging Face folder with the policy's tokenizer. It is not
+    trained."""

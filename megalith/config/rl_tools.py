@@ -49,11 +49,12 @@ class ToolSettings(Section):
     """Maximum number of tool calls in a completion. Later calls are answered with an error. Default: no limit."""
 
     advantage_level: Annotated[Literal["trajectory", "turn"], RequiresSetting("environment")] = "trajectory"
-    """trajectory: all tokens of a completion have its advantage. turn: those of a turn have the advantage of the
-    rewards from that turn on, compared with the same turn of the group's other completions."""
+    """trajectory: every token of a completion has the completion's advantage. turn: the tokens of a turn have an
+    advantage computed from the rewards from that turn on, compared with the same turn of the group's other
+    completions."""
 
     step_discount: Annotated[float, Field(ge=0, le=1), RequiresSetting("environment")] = 1.0
-    """Discount per turn of the rewards that an environment gives to its steps."""
+    """Discount per turn of the rewards that an environment returns for its steps."""
 
     tool_timeout: Annotated[PositiveFloat, RequiresSetting("tools_or_environment"), Decides.SAMPLES] = 60.0
     """Time limit of a tool call or an environment's step, in seconds."""

@@ -243,7 +243,7 @@ def read_yaml(path: str | Path) -> Tree:
         raise ConfigError(f"the run file {path} is not valid YAML: {message}") from None
     if content is not None and not isinstance(content, dict):
         raise ConfigError(
-            f"the run file {path} holds a {type(content).__name__}; it needs sections: {_sections()}"
+            f"the run file {path} contains a {type(content).__name__}; it needs sections: {_sections()}"
         )
     if sentence := format_error(path, content or {}):
         raise ConfigError(sentence)
@@ -272,13 +272,13 @@ def _sections_of(content: dict[Any, Any]) -> Tree:
         if section not in tree:
             raise ConfigError(f"there is no section {section!r}{_hint_for_section(str(section))}")
         if values is not None and not isinstance(values, dict):
-            raise ConfigError(f"section {section!r} holds {values!r}; it needs keys with values")
+            raise ConfigError(f"section {section!r} contains {values!r}; it needs keys with values")
         tree[section] = dict(values or {})
         for key in tree[section]:
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"{section} has the key {key!r}, but names of settings are text; inside braces, quote values with "
-                    'commas, such as {split: "98,2,0"}'
+                    f"{section} has the key {key!r}, but settings' names are strings; inside "
+                    'braces, quote values that contain commas, such as {split: "98,2,0"}'
                 )
     return tree
 
@@ -390,7 +390,8 @@ def _unfold_nested(tree: Tree) -> None:
             parent = values.get(outer) or {}
             if not isinstance(parent, dict):
                 raise ConfigError(
-                    f"{section}.{key} is set, but {section}.{outer} is {parent!r}, which has no parts; remove one"
+                    f"{section}.{key} is set, but {section}.{outer} is {parent!r}, not a mapping; "
+                    "remove one of them"
                 )
             values[outer] = {**parent, inner: values.pop(key)}
 

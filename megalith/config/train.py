@@ -99,7 +99,7 @@ class BatchSizeSchedule:
                 "the same"
             )
         if self.rampup_batch_size is not None:
-            raise ConfigError(f"{written} and train.rampup_batch_size exclude each other; leave one out")
+            raise ConfigError(f"{written} and train.rampup_batch_size are both set; leave one of them out")
         for size in sizes:
             self._check_divides("a size of train.step_batch_size_schedule", size)
 
@@ -110,9 +110,9 @@ class BatchSizeSchedule:
         below = size // slice_size * slice_size
         near = f"{below} or {below + slice_size}" if below else f"{slice_size}"
         raise ConfigError(
-            f"{what} ({size}) is not micro_batch_size ({self.micro_batch_size}) × data parallel "
-            f"({self.data_parallel_size}) × accumulation: {size} / {slice_size} = {size / slice_size:.4g} "
-            f"is not whole; use {near}, or change micro_batch_size"
+            f"{what} ({size}) is not a multiple of micro_batch_size ({self.micro_batch_size}) × "
+            f"data parallel ({self.data_parallel_size}) = {slice_size}; use {near}, or change "
+            "micro_batch_size"
         )
 
     def size(self, consumed_samples: int) -> int:
@@ -198,7 +198,7 @@ class TrainConfig(Section):
     """Number of sequences to train on, instead of train_iters."""
 
     micro_batch_size: PositiveInt = 1
-    """Sequences per forward pass and data-parallel rank."""
+    """Sequences per forward pass on each data-parallel rank."""
 
     global_batch_size: Annotated[PositiveInt | None, Decides.UPDATES] = None
     """Sequences per optimizer step: micro × data parallel × accumulation. Required for training."""
@@ -232,7 +232,7 @@ class TrainConfig(Section):
     """FP8 scales: from earlier steps, from each tensor, or from blocks of 128 (needs e4m3)."""
 
     fp8_margin: Annotated[NonNegativeInt, Decides.UPDATES, RequiresSetting("fp8_format")] = 0
-    """FP8, delayed: reduce scales by this power of two."""
+    """FP8, delayed: divide scales by 2 to the power of this number."""
 
     fp8_interval: PositiveInt = 1
     """Accepted for Megatron-LM's scripts without effect: scales are updated every step."""

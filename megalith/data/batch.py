@@ -15,7 +15,7 @@ from megalith.errors import ConfigError
 from megalith.hardware import to_device
 
 PADDING = -1
-"""Value in samples after the last token of a sample that is not full."""
+"""Value that fills a sample after its last token."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,8 @@ def build_datasets(
             path = split_path if data_path is None else data_path
             if path is None:
                 raise ConfigError(
-                    f"{samples} {name} samples are needed; set {name}_data_path, or request none"
+                    f"{samples} {name} samples are needed, but there is no data path for them; "
+                    f"set {name}_data_path, or request none"
                 )
             shares, share = (split, number) if data_path is not None else ("1", 0)
             settings = mixture or MixtureSettings() if name == "train" else None
@@ -252,7 +253,7 @@ def _check_streams(
             f"weights; give weights, as in [0.5, {entries[0].path}, 0.5, {entries[1].path}]"
         )
     if len({entry.path for entry in entries}) < len(entries):
-        raise ConfigError(f"the data path names a source twice, next to the stream {name}; name each once")
+        raise ConfigError(f"the data path with the stream {name} names a source twice; name each source once")
 
 
 def _parse_mappings(parts: Sequence[object]) -> list[BlendEntry]:
@@ -265,7 +266,7 @@ def _parse_mappings(parts: Sequence[object]) -> list[BlendEntry]:
         weight = _weight(part["weight"]) if "weight" in part else None
         max_epochs = _number(part["max_epochs"]) if "max_epochs" in part else None
         if "max_epochs" in part and (max_epochs is None or not 0 < max_epochs < math.inf):
-            raise ConfigError(f"data_path max_epochs {part['max_epochs']!r} is not a number above 0")
+            raise ConfigError(f"data_path max_epochs {part['max_epochs']!r} must be a number above 0")
         entries.append(BlendEntry(str(part["path"]), weight, max_epochs))
     weights = sum(entry.weight is not None for entry in entries)
     if 0 < weights < len(entries):
@@ -285,5 +286,7 @@ def _number(part: object) -> float | None:
 def _weight(part: object) -> float:
     weight = _number(part)
     if weight is None or not 0 < weight < math.inf:
-        raise ConfigError(f"data_path weight {part!r} is not a number above 0; omit datasets without weight")
+        raise ConfigError(
+            f"data_path weight {part!r} is not a number above 0; remove datasets that should have no weight"
+        )
     return weight

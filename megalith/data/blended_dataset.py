@@ -46,7 +46,7 @@ class BlendedDataset:
     def locate(self, i: int) -> tuple[int, int]:
         """Return the index of the dataset that provides sample i, and the sample's index within it."""
         if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a blend that has {len(self)}")
+            raise IndexError(f"sample {i} is out of range of a blend of {len(self)} samples")
         return self._locate(i)
 
     def _locate(self, i: int) -> tuple[int, int]:

@@ -103,7 +103,9 @@ class GPTDataset:
 
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {self.indexed.prefix}, which has {len(self)}")
+            raise IndexError(
+                f"sample {i} is out of range of {self.indexed.prefix}, which has {len(self)} samples"
+            )
         sample = np.empty(self.seq_length + 1, dtype=np.int64)
         at, offset = self._locate(int(self._order[i]) * self.seq_length)
         filled = 0

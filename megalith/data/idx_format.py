@@ -105,14 +105,16 @@ def require_files(prefix: str) -> tuple[Path | StorePath, Path | StorePath]:
         names = sorted(path.name[:-4] for path in idx_path.parent.iterdir() if path.suffix == ".idx")
     similar = [other for other in names if other.startswith(name)] or difflib.get_close_matches(name, names)
     if prefix.endswith((".bin", ".idx")):
-        remedy = f"a data path has no ending: write {prefix[:-4]}"
+        remedy = f"a data path is written without file extension: use {prefix[:-4]}"
     elif hint := file_hint(Path(prefix)) if isinstance(idx_path, Path) else "":
         remedy = f"{hint}; use the prefix that `megalith preprocess` wrote"
     elif similar:
         remedy = f"did you mean {' or '.join(os.path.join(folder, other) for other in similar[:3])}?"
     else:
         remedy = "check the path, or make the dataset with megalith preprocess"
-    raise DataError(f"{' and '.join(missing)} not found, but a dataset is a .bin and an .idx; {remedy}")
+    raise DataError(
+        f"{' and '.join(missing)} not found, but a dataset consists of a .bin and an .idx file; {remedy}"
+    )
 
 
 def map_index(path: Path | StorePath) -> mmap.mmap | bytes:

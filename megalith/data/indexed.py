@@ -102,7 +102,8 @@ class IndexedDataset:
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(
-                f"tokens [{offset}, {offset + length}) of sequence {i} of {self.prefix}, which has {size}"
+                f"tokens [{offset}, {offset + length}) are out of range of sequence {i} of "
+                f"{self.prefix}, which has {size} tokens"
             )
         start = int(self.sequence_offsets[i]) + offset * self.dtype.itemsize
         return np.frombuffer(self._tokens.read(start, length * self.dtype.itemsize), self.dtype)

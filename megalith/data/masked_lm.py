@@ -134,7 +134,9 @@ class SentenceSamples(ABC):
 
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {self.indexed.prefix}, which has {len(self)}")
+            raise IndexError(
+                f"sample {i} is out of range of {self.indexed.prefix}, which has {len(self)} samples"
+            )
         first, end, target = self._index[i].tolist()
         sentences = [self.indexed.get(sentence).tolist() for sentence in range(first, end)]
         tokens = [*chain(*sentences)]

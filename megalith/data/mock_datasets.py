@@ -24,7 +24,7 @@ class _MockSamples:
 
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a mock dataset that has {len(self)}")
+            raise IndexError(f"sample {i} is out of range of a mock dataset of {len(self)} samples")
         return self._sample(i)
 
     def epochs(self) -> dict[str, int]:

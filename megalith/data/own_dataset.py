@@ -108,8 +108,8 @@ class MapDataset(_OwnDataset):
             self._length = len(dataset)
         except TypeError:
             raise ConfigError(
-                f"data.dataset {name} returns {type(dataset).__name__}, which has no length; add __len__, or derive it "
-                "from torch.utils.data.IterableDataset"
+                f"data.dataset {name} returns {type(dataset).__name__}, which has no length; add "
+                "__len__, or derive the class from torch.utils.data.IterableDataset"
             ) from None
         if self._length == 0:
             raise DataError(f"data.dataset {name} returns a dataset without samples; add some")
@@ -166,7 +166,10 @@ class StreamDataset(_OwnDataset, SampleStream):
     def __getitem__(self, position: int) -> Any:
         with self._lock:
             if position < self._position:
-                raise IndexError(f"sample {position} of a stream that is at {self._position}")
+                raise IndexError(
+                    f"sample {position} cannot be read, because the stream is at "
+                    f"sample {self._position}; read a stream in order"
+                )
             self._advance(position)
             self._keep_state()
             return self._converted(self._next(), position)

@@ -80,7 +80,9 @@ class PackedDataset:
 
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {self.indexed.prefix}, which has {len(self)}")
+            raise IndexError(
+                f"sample {i} is out of range of {self.indexed.prefix}, which has {len(self)} samples"
+            )
         epoch, at = divmod(i, self.samples_per_epoch)
         row = int(self._rows[epoch][at])
         sample, filled = np.full(self.seq_length + 1, PADDING, dtype=np.int64), 0

@@ -63,8 +63,9 @@ class StoredLogits:
         for first in self._firsts:
             if first != self.samples:
                 raise DataError(
-                    f"{self.folder} has no predictions of the samples from {self.samples:,} to {first:,}, which "
-                    f"{_name(self.samples)} had; delete the files from {_name(first)} on, and write them again"
+                    f"{self.folder} has no predictions of samples {self.samples:,} to {first:,}, "
+                    f"because {_name(self.samples)} is missing; delete the files from "
+                    f"{_name(first)} on, and write them again"
                 )
             self.samples += len(_opened(self.folder / _name(first)).get_slice("digests")[:])
 
@@ -152,8 +153,8 @@ def _read_record(path: Path) -> LogitsRecord:
     except (OSError, ValidationError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it has no valid description"
         raise DataError(
-            f"{path.parent} is no folder of a teacher's predictions ({RECORD}: {reason}); create one with "
-            "`megalith teacher-logits`"
+            f"{path.parent} is not a folder of a teacher's predictions ({RECORD}: {reason}); "
+            "create one with `megalith teacher-logits`"
         ) from error
 
 

@@ -29,9 +29,7 @@ def check_disk(folder: Path, measured: bool = True) -> Iterator[Check]:
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = (
-            f"make room, or {elsewhere}"
-            if is_full
-            else "name a folder that exists and that you may write: --output"
+            f"make room, or {elsewhere}" if is_full else "give a folder that exists and is writable: --output"
         )
         yield Check(name, BAD, f"{folder}: {error.strerror or error}", advice)
         return

@@ -18,14 +18,14 @@ from megalith.comm.collectives import Axis, gather_json
 
 SLOWED = {
     0x08: "slowed by hardware (heat or power)",
-    0x20: "slowed for heat by the driver",
-    0x40: "slowed for heat by hardware",
+    0x20: "slowed by the driver because of heat",
+    0x40: "slowed by hardware because of heat",
     0x80: "slowed by the power supply's brake",
 }
 """Bits of NVML's clock throttle reasons that are faults. Bits for idle and for the power cap (0x04), which a busy GPU
 usually reaches, are not."""
 
-MEMORY_FULL = "its memory is full or in pieces"  # a fault of the settings, not of the hardware
+MEMORY_FULL = "its memory is full or fragmented"  # a fault of the settings, not of the hardware
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class GpuState:
             faults.append("a row of its memory waits to be replaced: reset it")
         if self.alloc_retries:
             faults.append(
-                f"{MEMORY_FULL}, and all its kernels waited {self.alloc_retries} times while PyTorch "
-                "freed its cache and retried: recompute more (parallel.recompute_granularity), or make "
-                "train.micro_batch_size smaller"
+                f"{MEMORY_FULL}, so PyTorch freed its cache and retried {self.alloc_retries} "
+                "times while all kernels waited: recompute more "
+                "(parallel.recompute_granularity), or lower train.micro_batch_size"
             )
         return faults
 

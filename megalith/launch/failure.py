@@ -168,7 +168,7 @@ class Failure:
 
 def planned_end(rank: int) -> Failure:
     """Return the failure of a rank that the launcher has ended because its hardware is unhealthy."""
-    text = "its hardware is unhealthy, so its process was ended"
+    text = "its hardware is unhealthy, so its process was stopped"
     error = {
         "exit_code": 1,
         "expected": True,

@@ -112,8 +112,9 @@ def init_distributed(
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ConfigError(
-                f"WORLD_SIZE is {process.world_size} but {name} is not set, so there is no rendezvous; start them "
-                "with --nproc or torchrun, or set it to the first process's"
+                f"WORLD_SIZE is {process.world_size} but {name} is not set, so the processes "
+                "cannot find each other; start them with --nproc or torchrun, or set it to the "
+                "address or port of rank 0"
             )
     if is_loopback(os.environ["MASTER_ADDR"]):  # a single-node job
         use_loopback_interface()

@@ -38,8 +38,8 @@ class OutputLock:
     def __init__(self, output_dir: str | Path):
         if is_url(output_dir):
             raise ConfigError(
-                f"train.output_dir is {output_dir}, but a run's log and lock need a local folder: name one, and set "
-                "checkpoint.save to the URL"
+                f"train.output_dir is {output_dir}, but a run's log and lock need a local folder; "
+                "set it to one, and set checkpoint.save to the URL"
             )
         folder = Path(output_dir)
         self.path = folder / LOCK_NAME
@@ -180,7 +180,7 @@ def check_output_dir(
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"train.output_dir is {folder}, which is a file; name a folder")
+        raise ConfigError(f"train.output_dir is {folder}, which is a file; give a folder")
     folders = [folder] + ([] if save is None else [open_location(save)])
     if load is not None and any(is_inside(open_location(load), target) for target in folders):
         return

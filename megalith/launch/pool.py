@@ -87,7 +87,7 @@ class Pool:
             ready = wait(list(waiting), self.timeout + 10)
             if not ready:
                 self.close()
-                raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer within {self.timeout} s")
+                raise RankFailed(f"ranks {sorted(waiting.values())} did not answer within {self.timeout} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 results[rank] = self._receive(rank, pipe, waiting)

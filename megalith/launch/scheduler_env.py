@@ -113,7 +113,9 @@ def _processes(text: str) -> int:
     if text.isdigit() and int(text):
         return int(text)
     if text not in ("auto", "gpu", "cpu"):
-        raise ConfigError(f"PET_NPROC_PER_NODE is {text!r}; it is a number of processes, auto, gpu or cpu")
+        raise ConfigError(
+            f"PET_NPROC_PER_NODE is {text!r}; it must be a number of processes, auto, gpu or cpu"
+        )
     import torch
 
     gpus = 0 if text == "cpu" else torch.cuda.device_count()
@@ -141,5 +143,5 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     if not text.isdigit():
-        raise ConfigError(f"{name} is {text!r} in the environment; it is a whole number")
+        raise ConfigError(f"{name} is {text!r} in the environment; it must be a whole number")
     return int(text)

@@ -111,7 +111,7 @@ class StopSignals:
                 flush=True,
             )
         if number in IMMEDIATE and now - first > REPEAT_WINDOW and self._is_second_request(number, first):
-            _exit_now(number, f"a second {number.name}: leaving at once, without a checkpoint")
+            _exit_now(number, f"a second {number.name}: exiting at once, without a checkpoint")
 
     def _is_second_request(self, number: signal.Signals, first: float) -> bool:
         """Return True if a repeated signal is a new request: a SIGINT, or the loop has acted on the first."""

@@ -123,6 +123,6 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
 
 def not_a_rendezvous(host: str, port: int) -> ConfigError:
     return ConfigError(
-        f"the program listening at {host}:{port} is not a job's rendezvous: it does not answer as one; choose a port "
-        "that no other program on that machine uses"
+        f"the program that listens at {host}:{port} does not answer as a job's rendezvous; choose "
+        "a port that no other program on that machine uses"
     )

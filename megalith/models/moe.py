@@ -203,7 +203,7 @@ class MoE(Runnable):
     ) -> Tensor:
         """Return the experts' output for x [batch, seq, hidden], added to the residual stream if there is one.
 
-        `plan` is the result of `plan` for the same x.
+        `plan` is what the method `plan` has returned for the same x.
         """
         shared = None if self.shared_experts is None else partial(self._shared, x, context)
         y = self.dispatch(x.flatten(0, -2), plan, self.experts, shared, context.layout).view_as(x)

@@ -212,8 +212,8 @@ def _check_positions(config: ModelConfig, length: int) -> None:
     longest = config.max_position_embeddings
     if config.learns_positions and length > longest:
         raise ConfigError(
-            f"{length} tokens are more than the {longest} learned positions of the model "
-            "(model.max_position_embeddings); shorten the input"
+            f"the input has {length} tokens, but the model has {longest} learned positions "
+            "(model.max_position_embeddings); shorten it"
         )
 
 

@@ -215,7 +215,7 @@ class MetaModel:
         return matmuls
 
     def base_matrices(self, number: int) -> list[list[int]]:
-        """Return the shapes on a rank of the weights of a layer that `lora.quantize_base` quantizes."""
+        """Return the shapes, on one rank, of a layer's weights that `lora.quantize_base` quantizes."""
         return [
             self._shape(name, module, "weight", module.weight.shape)
             for name, module in self.layer(number).named_modules()

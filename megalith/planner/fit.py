@@ -49,14 +49,15 @@ def memory_warnings(layout: Layout, memory: int, device: str = "a GPU here") -> 
     state = estimate.weights + estimate.optimizer
     if state > memory:
         raise ConfigError(
-            f"weights and optimizer state alone take {state / GB:.1f} GB on the fullest of {layout.world_size} "
-            f"processes, and {device} has {memory / GB:.1f} GB; {_way_out(layout)}"
+            f"weights and optimizer state alone take {state / GB:.1f} GB on the fullest of "
+            f"{layout.world_size} processes, but {device} has only {memory / GB:.1f} GB; "
+            f"{_way_out(layout)}"
         )
     if estimate.total <= memory:
         return []
     return [
-        f"warning: {estimate.total / GB:.1f} GB are expected on the fullest of {layout.world_size} processes, and "
-        f"{device} has {memory / GB:.1f} GB; {_way_out(layout)}"
+        f"warning: {estimate.total / GB:.1f} GB are expected on the fullest of {layout.world_size} "
+        f"processes, but {device} has only {memory / GB:.1f} GB; {_way_out(layout)}"
     ]
 
 

@@ -149,8 +149,9 @@ def share_with_memory(costs: Costs, save: float, restart: float, between: float)
 
 
 def best_interval(stall: float, between: float) -> float:
-    """Return Daly's interval in seconds of work between saves; the mean time between failures M if the stall is 2 M or
-    more."""
+    """Return Daly's interval in seconds of work between saves. If the stall is at least 2 M, it is M, the mean time
+    between failures.
+    """
     if stall >= 2 * between:
         return between
     ratio = stall / (2 * between)

@@ -62,7 +62,7 @@ class Layout:
     micro_batches: int
     """Micro-batches per step and data-parallel rank, at the full global batch size."""
     bubble: float
-    """Bubble of the schedule with equal stages and free transfers, 0 to 1."""
+    """Bubble of the schedule if all stages take equal time and transfers take none, 0 to 1."""
     weighed_bubble: float
     """Bubble with stage times proportional to FLOPs, 0 to 1."""
     transfers: list[Transfer]

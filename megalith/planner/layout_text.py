@@ -24,7 +24,7 @@ def layout_text(layout: Layout, hosts: Sequence[str] | None = None) -> str:
         ),
         render(ranks_table(layout, hosts)),
         wrap_paragraph(
-            "expected of each stage, memory on one of its devices (E: embedding, L: head and loss)"
+            "expected for each stage: memory on one of its devices (E: embedding, L: head and loss)"
         ),
         render(stages_table(layout)),
     ]
@@ -180,11 +180,11 @@ def bubble_text(layout: Layout) -> str:
     """Return a sentence about the schedule and its expected bubble."""
     parallel = layout.config.parallel
     text = (
-        f"pipeline: {schedule_kind(parallel)}, {layout.micro_batches} micro-batches a step: ranks are expected to "
-        f"wait {layout.bubble:.1%} of the time (the bubble)"
+        f"pipeline: {schedule_kind(parallel)}, {layout.micro_batches} micro-batches per step: "
+        f"ranks are expected to wait {layout.bubble:.1%} of the time (the bubble)"
     )
     if abs(layout.weighed_bubble - layout.bubble) > 0.005:
-        text += f", {layout.weighed_bubble:.1%} with stages weighed by their FLOPs"
+        text += f", {layout.weighed_bubble:.1%} with stages weighted by their FLOPs"
     return text
 
 

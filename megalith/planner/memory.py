@@ -100,7 +100,8 @@ class StageMemory:
         self.expert_fsdp = is_sharded and expert_data_parallel_size(parallel, world_size) > 1
         self.expert_shards = expert_shard_size(parallel, world_size)
         self.sums = 1
-        """Gradients that a rank holds: with train.batch_invariant one per level of the tree that adds its rows'."""
+        """Gradients that a rank holds; with train.batch_invariant, one for each level of the tree that sums the rows'
+        gradients."""
         if config.train.batch_invariant and schedule_kind(parallel) != "zero_bubble":
             rows = max((config.train.global_batch_size or 1) // copies, 1)
             self.sums += math.ceil(math.log2(rows))

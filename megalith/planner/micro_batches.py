@@ -14,8 +14,8 @@ from megalith.planner.memory_choices import USABLE, with_auto
 MAX_TOKENS = 32_768  # per micro-batch and GPU, as in the GPT-2-large benchmarks
 
 PASS_BY_PASS = {
-    "optim_grads": "casts weights, reduces gradients and adds them up",
-    "optim_grads_params": "gathers and casts weights, reduces gradients and adds them up",
+    "optim_grads": "casts weights, and reduces and accumulates gradients",
+    "optim_grads_params": "gathers and casts weights, and reduces and accumulates gradients",
 }
 """Sharding strategy → work that every micro-batch repeats."""
 
@@ -60,7 +60,7 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
         if expected <= USABLE * machine.memory and (cheap or after == before) and not gathers_again:
             modules = " and ".join(larger.parallel.recompute_modules)
             lowered = f" with {modules} recomputed" if after != before else ""
-            each = "casts weights and adds gradients up"
+            each = "casts weights and accumulates gradients"
             if sharded:
                 each = PASS_BY_PASS.get(strategy, each)
             return [

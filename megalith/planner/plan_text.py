@@ -41,13 +41,13 @@ def plan_text(answer: PlanResult, tokens: float | None, price: float | None, exp
     precision = "FP8" if config.train.fp8_format else config.train.precision
     model = config.model.preset or config.model.init_from or "the model"
     tried = "One layout" if answer.tried == 1 else f"{answer.tried:,} layouts"
-    room = f"{answer.fitting:,} fit in {answer.usable / GB:.0f} GB a GPU"
+    room = f"{answer.fitting:,} fit in {answer.usable / GB:.0f} GB per GPU"
     sequences = "one sequence" if batch == 1 else f"{batch:,} sequences"
     parts = [
         wrap_paragraph(
-            f"{model} on {answer.gpus:,} {rates.device}, {answer.gpus_per_node} a node: "
-            f"{sequences} of {seq:,} tokens a step, {precision}. "
-            f"{tried} tried, {room}. Rates: {rates.source}."
+            f"{model} on {answer.gpus:,} {rates.device}, {answer.gpus_per_node} per node: "
+            f"{sequences} of {seq:,} tokens per step, {precision}. {tried} tried, {room}. Rates: "
+            f"{rates.source}."
         )
     ]
     if not answer.best:
@@ -62,9 +62,11 @@ def plan_text(answer: PlanResult, tokens: float | None, price: float | None, exp
     return "\n".join(parts)
 
 
-MFU_NOTE = "MFU by the causal convention (attention's matrix at half); memory of the fullest GPU, estimated."
+MFU_NOTE = (
+    "MFU counts causal attention (half of the attention matrix). Memory is an estimate for the fullest GPU."
+)
 MOMENTS_NOTE = (
-    "note: nothing fits with the moments in fp32 on the GPUs. In {} the optimizer's updates differ: see "
+    "note: nothing fits with fp32 moments on the GPUs. In {} the optimizer's updates differ; see "
     "optim.exp_avg_dtype"
 )
 
@@ -120,8 +122,8 @@ def layout_details(layout: PlannedLayout) -> str:
     note = caution(layout.config)
     return "\n".join(
         [
-            wrap_paragraph(f"{layout.name}: {1e3 * layout.time.seconds:,.1f} ms a step: {shares}"),
-            wrap_paragraph("(tensor, context, expert, data: communication that is waited for)"),
+            wrap_paragraph(f"{layout.name}: {1000.0 * layout.time.seconds:,.1f} ms per step: {shares}"),
+            wrap_paragraph("(tensor, context, expert, data: exposed communication)"),
             *([wrap_paragraph(f"note: {note}")] if note else []),
             render(memory),
             *_snapshot_memory(layout),
@@ -167,8 +169,9 @@ def _nothing_fits(answer: PlanResult) -> Iterator[str]:
     least = answer.too_large[0]
     more = 2 ** max((int(answer.gpus * least.bytes / answer.usable) - 1).bit_length(), 1)
     yield (
-        f"It would take about {least.bytes / GB:.0f} GB a GPU, or about {more} of these GPUs; a shorter "
-        "--seq-length and a smaller --global-batch-size take less, as do adapters (lora.rank)"
+        f"It would take about {least.bytes / GB:.0f} GB per GPU, or about {more} of these GPUs. A "
+        "shorter --seq-length, a smaller --global-batch-size and adapters (lora.rank) need less "
+        "memory"
     )
 
 

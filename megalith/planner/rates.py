@@ -216,7 +216,7 @@ def read_rates(text: str, name: str) -> Rates:
         _check_numbers(table)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{name} is no table of rates: {error}; `megalith plan calibrate --output FILE` writes one"
+            f"{name} is not a table of rates: {error}; `megalith plan calibrate --output FILE` writes one"
         ) from None
     return table
 
@@ -258,8 +258,8 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
     """
     if device and device_json:
         raise ConfigError(
-            f"--device is {device} and --device-json {device_json}, which has the rates of its own GPU; give "
-            "one of the two"
+            f"--device is {device} and --device-json is {device_json}, which names a GPU too; "
+            "give one of the two"
         )
     if device_json is not None:
         try:
@@ -298,7 +298,9 @@ def _by_ratio(table: Rates, name: str) -> Rates:
     return replace(
         table,
         device=name,
-        source=f"{table.device}'s measured rates by the ratio of the datasheets, not measured on {name}",
+        source=(
+            f"{table.device}'s measured rates scaled by the ratio of the datasheets, not measured on {name}"
+        ),
         matmuls=matmuls,
         attention=[[*row[:4], row[4] * compute, row[5] * compute] for row in table.attention],
         memory=table.memory * there.bandwidth / here.bandwidth,
@@ -320,8 +322,8 @@ def check_precision(config: RunConfig, rates: Rates) -> None:
     """Raise ConfigError if the run uses FP8 and the chip has no FP8 matmuls."""
     if config.train.fp8_format is not None and "fp8" not in rates.matmuls:
         raise ConfigError(
-            f"train.fp8_format is {config.train.fp8_format}, and {rates.device} has no FP8 matmuls; leave it out to "
-            "train in bf16, or name another --device"
+            f"train.fp8_format is {config.train.fp8_format}, but {rates.device} has no FP8 "
+            "matmuls; leave it out to train in bf16, or choose another --device"
         )
 
 

@@ -141,8 +141,9 @@ def _distinct(layouts: Iterable[PlannedLayout]) -> Iterator[PlannedLayout]:
 def _too_few(answer: PlanResult, least: int) -> str:
     batch = answer.config.train.global_batch_size
     return (
-        f"train.global_batch_size is {batch}, and {answer.gpus} GPUs need {least} or a multiple of it: each replica "
-        f"takes a sequence, each pipeline stage a micro-batch; set train.global_batch_size, or give fewer --gpus"
+        f"train.global_batch_size is {batch}, but {answer.gpus} GPUs need {least} or a multiple "
+        "of it, with a sequence for each replica and a micro-batch for each pipeline stage; "
+        "change train.global_batch_size, or give fewer --gpus"
     )
 
 
@@ -154,8 +155,8 @@ def usable_bytes(rates: Rates, memory_gb: float | None = None) -> float:
         return usable
     if memory_gb * 1e9 > usable:
         raise ConfigError(
-            f"--memory-gb is {memory_gb:g}, but a job can use {usable / 1e9:.1f} GB of {rates.device}'s "
-            f"{rates.wiring.memory:g}; give less, or leave it out"
+            f"--memory-gb is {memory_gb:g}, but a job can use only {usable / 1000000000.0:.1f} of "
+            f"{rates.device}'s {rates.wiring.memory:g} GB; give less, or leave it out"
         )
     return memory_gb * 1e9
 
@@ -202,7 +203,7 @@ class _Search:
         self.fitting: list[PlannedLayout] = []
         self.too_large: list[PlannedLayout] = []
         self.without_state: list[tuple[float, _Candidate]] = []
-        """(smallest memory without optimizer state, candidate) of the candidates of which nothing fits."""
+        """(smallest memory without optimizer state, candidate) of the candidates that do not fit in any variant."""
         self.tight = False
         self.clean = self.config.with_settings(SEARCHED_DEFAULTS | {"optim.optimizer_cpu_offload": False})
         on_rank = self.meta.on_rank(self.clean.parallel)

@@ -146,10 +146,10 @@ def _over_pcie(size: int, locations: Sequence[RankLocation]) -> Iterable[str]:
         for other, link in sorted(location.links.items()):
             if link == PCIE:
                 yield (
-                    f"warning: tensor-parallel ranks {rank} and {other} on {location.host} have no NVLink between "
-                    "them: they communicate over PCIe, and every layer waits; lower "
-                    f"parallel.tensor_model_parallel_size from {size}, or use pipeline_model_parallel_size or "
-                    "a data_parallel_sharding_strategy, which move less"
+                    f"warning: tensor-parallel ranks {rank} and {other} on {location.host} have "
+                    "no NVLink between them, so they communicate over PCIe and every layer "
+                    f"waits; lower parallel.tensor_model_parallel_size from {size}, or use "
+                    "pipeline or sharded data parallelism, which communicate less"
                 )
                 return
 
@@ -159,6 +159,7 @@ def _sequence_parallel_hint(layout: Layout, with_sp: Layout) -> str:
         max(stage.memory.activations for stage in each.stages) for each in (layout, with_sp)
     )
     return (
-        "hint: every tensor-parallel rank keeps the whole residual stream; set parallel.sequence_parallel to true, "
-        f"which moves little more: activations then take about {requirements / kept:.0%} of what they take now"
+        "hint: every tensor-parallel rank keeps the whole residual stream. With "
+        f"parallel.sequence_parallel true, activations take about {requirements / kept:.0%} of "
+        "that memory, for little more communication"
     )

@@ -50,7 +50,7 @@ def planned_tree(
     result = plan(RunConfig.from_tree(job), recipe.gpus, rates=rates, memory_gb=memory, top=1)
     if not result.best:
         raise ConfigError(
-            f"no layout of {recipe.name} fits {recipe.gpus} {device}; take more GPUs or a smaller model"
+            f"no layout of {recipe.name} fits on {recipe.gpus} {device}; use more GPUs or a smaller model"
         )
     best = result.best[0]
     for section, values in changed(best).items():
@@ -91,8 +91,8 @@ def heading(recipe: Recipe, best: PlannedLayout, file: str, device: str = DEVICE
 
 def _not_counted(recipe: Recipe) -> str:
     if recipe.task == "grpo":
-        return " in training; sampling comes on top"
-    return ", the teacher not counted" if recipe.task == "distill" else ""
+        return " in training; sampling takes additional time"
+    return ", not counting the teacher" if recipe.task == "distill" else ""
 
 
 def start_command(recipe: Recipe, file: str) -> str:

@@ -135,7 +135,7 @@ def measured_text(
         name: sum(getattr(each.times, name) for each in measurements) / total
         for name in ("compute", "communication", "bubble", "idle")
     }
-    text = f"of the step, all ranks together: compute {mean['compute']:.1%}, exposed communication "
+    text = f"of the step, over all ranks: compute {mean['compute']:.1%}, exposed communication "
     text += f"{mean['communication']:.1%}"
     if len(layout.stages) > 1:
         text += f", bubble {mean['bubble']:.1%} (expected {layout.bubble:.1%} for equal stages"

@@ -81,7 +81,7 @@ class StepMetrics:
     num_zeros: float | None = None
     """Zeros in the gradients. The key is written only at log intervals with log.log_num_zeros_in_grad."""
     params_norm: float | None = None
-    """Norm of the weights after the step. Likewise, with log.log_params_norm."""
+    """Norm of the weights after the step. The key is written only at log intervals with log.log_params_norm."""
     max_attention_logit: float | None = None
     """Largest attention logit of the step, with log.log_max_attention_logit or optim.qk_clip."""
 
@@ -93,11 +93,11 @@ class ExpertStepMetrics(StepMetrics):
     moe_aux_loss: float | None = None
     """Balancing loss before its coefficient, mean over layers and micro-batches; 1 if balanced."""
     moe_z_loss: float | None = None
-    """Router z-loss before its coefficient, likewise."""
+    """Router z-loss before its coefficient, mean over layers and micro-batches."""
     moe_dropped: float | None = None
     """Fraction of (token, expert) assignments dropped by the capacity, 0 to 1."""
     moe_imbalance: float | None = None
-    """Tokens of the busiest expert over the mean, averaged over layers; 1 if balanced."""
+    """Tokens of the busiest expert divided by the mean over experts, averaged over layers; 1 if balanced."""
 
 
 def perplexity(loss: float) -> float:

@@ -88,8 +88,9 @@ def describe_other_processes(device: torch.device) -> str:
     if others < LIBRARY_BYTES:
         return ""
     return (
-        f"About {others / GB:.0f} GB of this GPU are outside PyTorch's allocator: other processes (nvidia-smi lists "
-        "them; end them, or give each rank a GPU of its own), or NCCL's buffers of this one. "
+        f"About {others / GB:.0f} GB of this GPU's memory are outside PyTorch's allocator: in "
+        "other processes (nvidia-smi lists them; end them, or give each rank its own GPU), or in "
+        "NCCL's buffers of this one. "
     )
 
 

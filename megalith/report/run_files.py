@@ -74,7 +74,7 @@ class RunFiles:
     steps: list[Record] = field(repr=False)
     """Records of metrics.jsonl."""
     _curves: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)
-    """The points of metrics that were read before."""
+    """Curves of metrics that have been read already."""
 
     @classmethod
     def open(cls, name: str, folder: str | Path | StorePath, progress: Progress | None = None) -> RunFiles:
@@ -87,8 +87,8 @@ class RunFiles:
         steps = read_records(location / METRICS_FILE, progress)
         if not steps:
             raise DataError(
-                f"there is nothing to show in {folder}: {METRICS_FILE} is missing or empty; name the output folder of "
-                "a run that has made a step"
+                f"there is nothing to show in {folder}: {METRICS_FILE} is missing or empty; give "
+                "the output folder of a run that has finished a step"
             )
         return cls(name, location, steps)
 

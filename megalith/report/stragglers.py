@@ -60,9 +60,9 @@ class StragglerDetector:
         for stage in stages.values():
             for rank, ratio in slow_ranks(stage, self._threshold).items():
                 self._on_event(
-                    f"rank {rank} is slow: in step {self._step} it computed for {compute_times[rank]:.1f} ms, "
-                    f"{ratio:.2f} times the median of ranks with the same work; check its device's clock and "
-                    "temperature",
+                    f"rank {rank} is slow: in step {self._step} its compute time was "
+                    f"{compute_times[rank]:.1f} ms, {ratio:.2f} times the median of ranks with "
+                    "the same work; check its device's clock and temperature",
                     event="straggler",
                     step=self._step,
                     rank=rank,

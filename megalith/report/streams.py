@@ -41,8 +41,8 @@ class GuardedStream:
             if not self.failed:
                 self.failed = True
                 message = (
-                    f"{self._name} cannot be written ({error}); the command continues, and a run still logs to "
-                    "its folder"
+                    f"{self._name} cannot be written ({error}); the command continues, and a run "
+                    "still writes logs to its folder"
                 )
                 print(f"warning: {message}", file=sys.stderr)
 

@@ -158,7 +158,7 @@ def _batch(layout: Layout, schedule: BatchSizeSchedule) -> str:
     size = schedule.global_batch_size
     text = (
         f"{size} = micro {train.micro_batch_size} × data parallel {layout.size.dp} × accumulation "
-        f"{layout.micro_batches}; × {seq_length:,} = {size * seq_length:,} tokens a step"
+        f"{layout.micro_batches}; × {seq_length:,} = {size * seq_length:,} tokens per step"
     )
     if schedule.steps is not None:
         text += f"\nfrom {', '.join(f'{size} at {start:,}' for start, size in schedule.steps)} sequences on"
@@ -173,7 +173,7 @@ def _length(config: RunConfig, schedule: BatchSizeSchedule, counts: ParameterCou
     samples = schedule.samples_for_iterations(steps)
     tokens = samples * config.data.seq_length
     each = format_si(tokens / counts.total)
-    return f"{steps:,} steps, {samples:,} sequences, {format_si(tokens)} tokens ({each} a parameter)"
+    return f"{steps:,} steps, {samples:,} sequences, {format_si(tokens)} tokens ({each} per parameter)"
 
 
 def _memory(layout: Layout, device: DeviceInfo) -> str:

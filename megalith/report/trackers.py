@@ -67,8 +67,8 @@ def _open(tracker: Callable[..., Tracker], *arguments: Any) -> Tracker | None:
         raise
     except Exception as error:
         warnings.warn(
-            f"{tracker.__name__} is disabled, it could not be opened: {type(error).__name__}: {error}; "
-            "metrics.jsonl in the output folder has all metrics",
+            f"{tracker.__name__} is disabled, because it could not be opened ({type(error).__name__}: "
+            f"{error}); metrics.jsonl in the output folder has all metrics",
             stacklevel=3,
         )
         return None
@@ -154,8 +154,8 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                f"log.tensorboard needs TensorBoard, which cannot be imported ({error}); "
-                f"install it with: {install_line('log')}, or do without log.tensorboard"
+                f"log.tensorboard needs TensorBoard, which cannot be imported ({error}); install "
+                f"it with: {install_line('log')}, or leave log.tensorboard out"
             ) from None
         if folder is None:
             folder = str(make_subfolder(Path(output_dir) / "tensorboard"))
@@ -203,8 +203,8 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                f"log.wandb needs Weights & Biases, which cannot be imported ({error}); "
-                f"install it with: {install_line('log')}, or do without log.wandb"
+                f"log.wandb needs Weights & Biases, which cannot be imported ({error}); install "
+                f"it with: {install_line('log')}, or leave log.wandb out"
             ) from None
         folder = Path(output_dir)
         make_folder(folder)

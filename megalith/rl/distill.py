@@ -121,9 +121,9 @@ def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, dev
     consumed = sizes.samples_for_iterations(step)
     if existing < total and consumed != existing:
         raise ConfigError(
-            f"distill.logits_dir {config.distill.logits_dir} has predictions of {existing:,} samples, which ends "
-            f"inside a step of this run (its last sample is {consumed:,}); use the train.global_batch_size that it was "
-            "started with"
+            f"distill.logits_dir {config.distill.logits_dir} has predictions of {existing:,} "
+            f"samples, which end inside a step of this run (the step ends at sample {consumed:,}); "
+            "use the train.global_batch_size that the folder was started with"
         )
     folder = StoredLogits(config.distill.logits_dir) if writes else None
     if writes and existing:

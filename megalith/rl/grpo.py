@@ -102,8 +102,8 @@ def require_source(config: RunConfig) -> None:
     """Raise ConfigError if the run has neither prompts nor rollouts."""
     if not config.rl.prompts_or_rollouts:
         raise ConfigError(
-            "neither rl.prompts nor rl.rollouts is set; name the prompts to sample completions of, with "
-            "rl.reward_funcs, or files of rollouts (docs/grpo.md)"
+            "neither rl.prompts nor rl.rollouts is set; set rl.prompts and rl.reward_funcs to "
+            "sample completions, or rl.rollouts to read rollout files (docs/grpo.md)"
         )
 
 
@@ -331,7 +331,8 @@ class PolicyTask(ReferenceTask):
         for name, other in names.items():
             if name != other and name not in self._renamed:
                 run.log(
-                    f"a reward logs the metric {name}, a name that the run uses itself: it is logged as {other}"
+                    f"a reward logs the metric {name}, but the run has a metric of that name: the "
+                    f"reward's is logged as {other}"
                 )
                 self._renamed.add(name)
         return metrics | {names[name]: value for name, value in logged.items()}

@@ -67,8 +67,8 @@ class ChatFormat:
         """
         if self._parse not in (hermes, llama3_json):
             raise ConfigError(
-                "tool_choice requires a call, which is supported for the formats hermes and llama3_json only; use "
-                "tool_choice auto"
+                "tool_choice requires a call, which is supported only with the formats hermes "
+                "and llama3_json; use tool_choice auto"
             )
         key = "arguments" if self._parse is hermes else "parameters"
         functions = [tool["function"] for tool in tools if tool["function"].get("name") in names]

@@ -69,7 +69,8 @@ class ChatSession:
         room = self._model.config.max_position_embeddings - len(ids)
         if room < 1:
             raise ConfigError(
-                f"the conversation has {len(ids)} tokens and the model {len(ids) + room} positions; start a new one"
+                f"the conversation has {len(ids)} tokens and the model has {len(ids) + room} "
+                "positions, so no room is left; start a new conversation"
             )
         sampling = replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, room))
         (done,) = complete(self._model, [ids], sampling, on_token=on_token)

@@ -15,7 +15,7 @@ Event = tuple[int, list[int], list[float], str | None]
 
 
 class EventRelay:
-    """The way from other threads to the mailboxes of one event loop."""
+    """Passes events from other threads to the mailboxes of one event loop."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[Mailbox, Event]] = deque()

@@ -296,7 +296,7 @@ def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
 
 def _content_length(headers: dict[str, str]) -> int:
     if "transfer-encoding" in headers:
-        raise HttpError(411, "the body has no Content-Length; send it in one piece")
+        raise HttpError(411, "the body has no Content-Length; send it unchunked, with a Content-Length")
     value = headers.get("content-length", "0")
     if not (value.isascii() and value.isdigit() and len(value) < 19):
         raise HttpError(

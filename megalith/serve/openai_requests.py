@@ -173,10 +173,10 @@ COMMON: dict[str, Rule] = {
     "model": (lambda v: isinstance(v, str), "text"),
     "max_tokens": POSITIVE,
     "temperature": (lambda v: _is_number(v) and 0 <= v <= 100, "a number from 0 to 100"),
-    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
-    "top_k": (lambda v: _is_int(v) and -1 <= v < 2**24, "a whole number; 0 or -1 is all tokens"),
+    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1"),
+    "top_k": (lambda v: _is_int(v) and -1 <= v < 2**24, "a whole number; 0 or -1 means all tokens"),
     "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (lambda v: _is_number(v) and 0 < v <= 100, "a number above 0; 1 is off"),
+    "repetition_penalty": (lambda v: _is_number(v) and 0 < v <= 100, "a number above 0; 1 means off"),
     "presence_penalty": (lambda v: _is_number(v) and -2 <= v <= 2, "a number from -2 to 2"),
     "frequency_penalty": (lambda v: _is_number(v) and -2 <= v <= 2, "a number from -2 to 2"),
     "logit_bias": (_is_bias, f"an object of up to {MAX_BIASES} token ids with biases from -100 to 100"),
@@ -252,7 +252,7 @@ def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
         values[name] = value
     needed = "messages" if is_chat else "prompt"
     if needed not in values:
-        raise HttpError(400, f"{needed} is absent; add it")
+        raise HttpError(400, f"{needed} is missing; add it")
     temperature = float(values.get("temperature", 1.0))
     texts = {name: values.get(name, ()) for name in ("stop", "bad_words")}
     texts = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in texts.items()}
@@ -261,7 +261,7 @@ def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
     required = _required_tools(tools, choice)
     if required and schema is not None:
         raise HttpError(
-            400, "tool_choice requires a call, and response_format is JSON; leave one of them out"
+            400, "tool_choice requires a call, but response_format requires JSON; leave one of them out"
         )
     return CompletionRequest(
         model=values.get("model"),

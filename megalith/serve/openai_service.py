@@ -48,7 +48,7 @@ class Conversation(Protocol):
         """Return the engine's request for a choice of a prompt, of at most `limit` tokens."""
 
     def end_choice(self, prompt: Any, choice: ChoiceText, turn: ParsedTurn | None) -> None:
-        """Take a complete choice."""
+        """Handle a complete choice."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class PlainConversation:
         )
 
     def end_choice(self, prompt: PlainPrompt, choice: ChoiceText, turn: ParsedTurn | None) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Clients that are admitted."""
+    """Rules for which clients are admitted."""
 
     key: str | None = None
     """Required as `Authorization: Bearer KEY`, except for /health."""
@@ -169,7 +169,7 @@ class OpenAiService:
             part, _, rest = path.partition("/v1/")
             conversation, path = self._conversation(part.strip("/")), f"/v1/{rest}"
             if conversation is None:
-                raise HttpError(404, "there is no such session; it has ended, or its address is wrong")
+                raise HttpError(404, "there is no such session: it has ended, or its address is wrong")
         routes = {
             ("GET", "/health"): self._health,
             ("GET", "/v1/models"): self._models,
@@ -195,7 +195,9 @@ class OpenAiService:
         if self._access.key is not None and request.path != "/health":
             expected = f"Bearer {self._access.key}".encode()
             if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
-                raise HttpError(401, "the key is absent or wrong; send Authorization: Bearer KEY")
+                raise HttpError(
+                    401, "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+                )
 
     async def _health(self) -> HttpResponse:
         engine = self._live.engine
@@ -252,7 +254,9 @@ class OpenAiService:
             raise HttpError(400, "the tokenizer has no chat template; use /v1/completions")
         if request.tools and not self._chat.supports_tools:
             raise HttpError(
-                400, "the chat template shows no format of tool calls; start with --tool-call-format"
+                400,
+                "the chat template uses no tool call format that is built in; start the "
+                "server with --tool-call-format",
             )
 
     def _model(self, request: CompletionRequest, conversation: Any) -> tuple[int, str]:

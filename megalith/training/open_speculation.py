@@ -32,7 +32,8 @@ def open_speculation(
     if (method == "draft_model") != (draft_model is not None):
         has = "no draft_model is named" if draft_model is None else f"draft_model is {draft_model}"
         raise ConfigError(
-            f"speculative_method is {method} and {has}; draft_model names the model of the method draft_model"
+            f"speculative_method is {method} and {has}; set draft_model if, and only if, "
+            "speculative_method is draft_model"
         )
     if method == "none":
         return None
@@ -41,7 +42,7 @@ def open_speculation(
         model, other = load_with_tokenizer(draft_model, "cpu")
         if tokenizer is not None and other is not None and tokenizer.fingerprint != other.fingerprint:
             raise ConfigError(
-                f"draft_model {draft_model} has another tokenizer than the model, so its ids mean other tokens; name a "
-                "model with the same tokenizer"
+                f"draft_model {draft_model} has a different tokenizer than the model, so its ids "
+                "mean other tokens; use a model with the same tokenizer"
             )
     return Speculation(method, num_speculative_tokens, prompt_lookup_max, prompt_lookup_min, model)

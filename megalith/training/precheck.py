@@ -145,7 +145,7 @@ def _forbidden_machines(config: RunConfig, world_sizes: Sequence[int], nproc: in
     if not forbidden:
         return ""
     machines = ", ".join(map(str, forbidden))
-    return f"note: the job ends if {machines} machines are left: {next(iter(forbidden.values()))}"
+    return f"note: the job cannot continue on {machines} machines: {next(iter(forbidden.values()))}"
 
 
 def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
@@ -248,7 +248,7 @@ def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus
         )
     used = "no device was used"
     if rates is None and config.runtime.device != "cpu":
-        used += ", and auto settings were chosen for CPUs; use --device NAME to choose them for that GPU"
+        used += ", and auto settings were chosen for CPUs; pass --device NAME to choose them for that GPU"
     return "\n".join([*lines, *weight_lines, f"dry run: {world_size} processes can train this; {used}"])
 
 

@@ -90,8 +90,8 @@ def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton:
         )
     if not has_triton:
         raise ConfigError(
-            f"train.fp8_format is {train.fp8_format}, but its casts on a GPU need Triton, which is not installed; "
-            "install PyTorch's build for this GPU, which includes it"
+            f"train.fp8_format is {train.fp8_format}, but FP8 casts on a GPU need Triton, which "
+            "is not installed; install PyTorch's build for this GPU, which includes Triton"
         )
 
 

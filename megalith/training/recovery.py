@@ -48,9 +48,10 @@ class FaultHandler:
             self._find_origin(status.bad_step)
         if status.too_many_bad_steps:
             raise TrainingError(
-                f"NaN or Inf in the loss or the gradients of {self._max_bad_steps} consecutive steps up to step "
-                f"{self._run.step} (runtime.max_bad_steps); they changed no weights. events.jsonl names the origin of "
-                "the first; lower optim.lr, or check the data, and resume from a checkpoint"
+                f"NaN or Inf in the loss or the gradients of {self._max_bad_steps} consecutive "
+                f"steps up to step {self._run.step} (runtime.max_bad_steps); these steps changed "
+                "no weights. events.jsonl names the origin of the first; lower optim.lr, or "
+                "check the data, and resume from a checkpoint"
             )
         return status.spike is not None and self._go_back(status)
 

@@ -152,7 +152,7 @@ def _notes_on_updates(run: Run, before: RunConfig, checkpoint: Checkpoint) -> It
     others, position = _changed(before, run.config, Decides.UPDATES), run.schedule_position
     was, now = (build_schedule(c.optim, c.train).learning_rate(*position) for c in (before, run.config))
     if was != now:
-        others.append(f"the learning rate of the next step would have been {was:.4g} and is {now:.4g}")
+        others.append(f"the learning rate of the next step would have been {was:.4g} and is now {now:.4g}")
     if others:
         yield f"training continues differently from the run of {checkpoint.folder}: {'; '.join(others)}"
 
@@ -164,10 +164,10 @@ def _notes_on_length(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Ite
     now = run.batch_sizes.samples_for_iterations(run.total_steps)
     if was != now and not run.data.preserves_order(was):
         yield (
-            f"the run is {now:,} samples long, and that of {checkpoint.folder} was {was:,}: the order of samples "
-            "depends on the length and changes here, so some are repeated and others skipped. To stop early and resume "
-            "without a difference, set the full length and stop with train.exit_interval or "
-            "train.exit_duration_in_mins"
+            f"the run is {now:,} samples long, but that of {checkpoint.folder} was {was:,}. The "
+            "order of samples depends on the length, so some samples are repeated and others "
+            "skipped. To stop early and resume exactly, set the full length and stop with "
+            "train.exit_interval or train.exit_duration_in_mins"
         )
 
 
@@ -200,8 +200,9 @@ def check_resumable(
     if checkpoint is None:
         if not is_inside(load, output):
             raise CheckpointError(
-                f"there is no checkpoint in {load} (checkpoint.load); only the run's own folder {output} may be empty, "
-                "at the first start: correct the path, or omit it"
+                f"there is no checkpoint in {load} (checkpoint.load), and only the run's own "
+                f"output folder {output} may be empty, at the first start; correct the path, or "
+                "omit it"
             )
         return None
     _check_tokenizer(checkpoint, tokenizer)
@@ -291,8 +292,9 @@ def check_same_model(folder: Path, trained: RunConfig, config: RunConfig) -> Non
         before, now = getattr(trained.lora, name), getattr(config.lora, name)
         if before != now:
             raise CheckpointError(
-                f"{folder} was saved with lora.{name} {before}, but this run has {now}, so its adapters would not "
-                "match; set it as before, or merge them first: megalith lora merge"
+                f"{folder} was saved with lora.{name} {before}, but this run has {now}, so its "
+                f"adapters would not match; set lora.{name} as before, or merge the adapters "
+                "first: megalith lora merge"
             )
     learned = config.model.learns_positions
     others = changed_settings(

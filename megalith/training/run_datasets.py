@@ -142,8 +142,9 @@ class Data:
             after.append(slowest(costs, assign(costs, micro, ranks)))
             first = batch.stop
         return (
-            f"data.balance_batches: in the first {len(after)} steps, the slowest of {ranks} data-parallel ranks has "
-            f"{sum(after) / len(after):.3f} × the mean work, and {sum(before) / len(before):.3f} × without balancing"
+            f"data.balance_batches: in the first {len(after)} steps, the slowest of {ranks} "
+            f"data-parallel ranks has {sum(after) / len(after):.3f} × the mean work ({sum(before) / len(before):.3f} "
+            "× without balancing)"
         )
 
     def _schedule_note(self) -> str:

@@ -28,8 +28,9 @@ def restarts_in_process(config: RunConfig, task: Task) -> bool:
         return False
     if not task.restarts_in_process:
         raise ConfigError(
-            f"checkpoint.memory_interval is {config.checkpoint.memory_interval}, but this task keeps other processes "
-            "or models that a restart in the same processes would lose; omit it"
+            f"checkpoint.memory_interval is {config.checkpoint.memory_interval}, but this task "
+            "has further processes or models, which a restart within the processes would lose; "
+            "omit it"
         )
     return True
 

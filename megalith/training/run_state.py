@@ -63,7 +63,9 @@ class Task:
     """Name of the training loss in log lines."""
 
     def console_line(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """Return the task's own log line of a step, from its metrics. None: the log has a line per interval."""
+        """Return the log line of a step that the task writes itself. None: the usual lines, one per log interval, are
+        written.
+        """
         return None
 
     def build_data(self, run: Run) -> Data:

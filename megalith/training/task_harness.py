@@ -73,9 +73,9 @@ def run_harness_tasks(config: RunConfig, tokenizer: Tokenizer, request: TaskRequ
     manager = _tasks_of(request)
     if unknown := _unknown(request, manager):
         raise ConfigError(
-            f"--tasks names {', '.join(unknown)}, but lm-evaluation-harness has no such task "
-            f"({len(manager.all_tasks):,} tasks and groups); see `lm-eval ls tasks`, or name the folder of custom "
-            "tasks with --include-path"
+            f"--tasks has {', '.join(unknown)}, but lm-evaluation-harness has no such task ({len(manager.all_tasks):,} "
+            "tasks and groups); see `lm-eval ls tasks`, or give the folder of custom tasks with "
+            "--include-path"
         )
     process = this_process()
     config = prepare(config, process.world_size).config

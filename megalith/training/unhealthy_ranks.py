@@ -73,7 +73,7 @@ class UnhealthyRanks:
             raise RankLost(f"rank {', '.join(planned)} is replaced")
         self._heartbeat.end_long("training")
         self._report.event(
-            "the launcher has not replaced it: no restarts are left; training goes on",
+            "the launcher has not replaced it, because no restarts are left; training continues",
             event="no_replacement",
             step=step,
         )

@@ -125,7 +125,7 @@ def test_an_index_of_another_form(folder: Path, weight_map: object) -> None:
 def test_an_index_with_a_tensor_that_its_shard_lacks(folder: Path) -> None:
     where = in_shards(folder)
     write_index(folder, where | {"model.other.weight": "part0.safetensors"})
-    assert "part0.safetensors lacks tensors of its index: model.other.weight" in refused(folder)
+    assert "part0.safetensors lacks tensors that the index lists: model.other.weight" in refused(folder)
 
 
 @pytest.mark.parametrize("damage", ["cut", "huge header", "no header"])
@@ -288,4 +288,4 @@ def test_the_commands_convert_and_tell_mistakes_in_a_sentence(
 def test_a_shard_name_of_thousands_of_characters(folder: Path) -> None:
     in_shards(folder)
     write_index(folder, {"lm_head.weight": "x" * 5_000})
-    assert "names a file of 5,000 characters (xxx" in refused(folder)
+    assert "names a file with 5,000 characters (xxx" in refused(folder)

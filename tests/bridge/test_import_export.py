@@ -76,7 +76,7 @@ def test_another_epsilon_of_latents_than_that_of_transformers_is_told(tmp_path: 
     with pytest.warns(UserWarning, match="layernorm_epsilon 1e-05 here, as in Megatron-LM and vLLM"):
         import_hf(tmp_path / "hf", tmp_path / "run")
     notes = export_hf(tmp_path / "run", tmp_path / "out").notes
-    assert "transformers takes 1e-06" in " ".join(notes)
+    assert "transformers uses 1e-06" in " ".join(notes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -187,7 +187,7 @@ def test_a_model_of_our_own_is_written_in_the_family_that_fits(
 
 def test_a_model_that_no_family_can_say_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     run = own_run(tmp_path, preset="tiny-gpt", qk_layernorm=True)
-    with pytest.raises(ConfigError, match="no family of transformers can express this model"):
+    with pytest.raises(ConfigError, match="no model family of transformers can represent this model"):
         export_hf(run, tmp_path / "hf")
     assert not list(tmp_path.glob("hf*"))
 

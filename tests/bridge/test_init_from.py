@@ -268,5 +268,5 @@ def test_a_model_without_a_family_is_refused_before_training_when_a_folder_is_as
         },
         "checkpoint": {"export_hf": True},
     }
-    with pytest.raises(ConfigError, match="no family of transformers can express this model"):
+    with pytest.raises(ConfigError, match="no model family of transformers can represent this model"):
         prepare(RunConfig.from_tree(tree), 1)

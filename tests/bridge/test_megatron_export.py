@@ -276,7 +276,7 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
     assert "already exists" in capsys.readouterr().err
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial/own").write_text("kept")
-    with pytest.raises(CheckpointError, match="was not left by a conversion"):
+    with pytest.raises(CheckpointError, match="was not created by a conversion"):
         export_megatron(tmp_path / "run", tmp_path / "new")
     assert {path.name for path in (*tmp_path.glob("out/*"), *tmp_path.glob("new*/*"))} == {"own"}
 

@@ -92,7 +92,7 @@ def test_what_is_not_known_is_left_and_named(tmp_path: Path, what: str) -> None:
     else:
         (tmp_path / "elsewhere").mkdir()
         theirs.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"out\.partial exists and was not left by a conversion"):
+    with pytest.raises(CheckpointError, match=r"out\.partial exists but was not created by a conversion"):
         PartialFolder(tmp_path / "out").begin()
     assert theirs.is_symlink() or (theirs / "thesis.txt" if theirs.is_dir() else theirs).read_text() == "mine"
 

@@ -203,9 +203,7 @@ def test_a_base_that_was_trained_on_since_is_refused_and_one_of_its_steps_is_not
     merge(run, tmp_path / "merged", show_progress=False)
     further = run_config(hf_folder(name), base, checkpoint={"load": str(base)})
     megalith.train(further.with_settings({"train.train_iters": 4}))
-    message = (
-        r"step_00000003 were trained on other weights than those in .*base, which have been trained further"
-    )
+    message = r"step_00000003 were trained on other weights than those in .*base, which have since been trained further"
     for refused in (
         lambda: megalith.train(run_config(base, run, **goes_on)),
         lambda: megalith.load(run),
@@ -304,7 +302,7 @@ def test_adapters_of_another_model_or_of_some_layers_are_refused(hf_folder, tmp_
     config = run_config(hf_folder("llama"), tmp_path / "run", lora={"load": str(tmp_path / "given")})
     some = {name: tensor for name, tensor in tensors.items() if "layers.1.self_attn.q_proj" not in name}
     for found, message in (
-        (some, "has adapters on linear_qkv in some layers and none"),
+        (some, "has adapters on linear_qkv in some layers, but not the same"),
         (
             {**some, "base_model.model.lm_head.lora_A.weight": torch.ones(3, 64)},
             "it has base_model.model.lm_head",
@@ -398,9 +396,9 @@ def test_adapters_alone_are_no_model_to_export_or_to_begin_from(hf_folder, tmp_p
     step = megalith.train(run_config(hf_folder("llama"), tmp_path / "run", lora={"rank": 1})).checkpoint
     with pytest.raises(ConfigError, match="holds only adapters; write them with megalith lora export"):
         export_hf(step, tmp_path / "hf")
-    with pytest.raises(ConfigError, match="holds only adapters; merge them with their base first"):
+    with pytest.raises(ConfigError, match="contains only adapters; merge them with their base first"):
         prepare(run_config(tmp_path / "run", tmp_path / "other"), 1)
-    with pytest.raises(CheckpointError, match="is of a run without adapters"):
+    with pytest.raises(CheckpointError, match="is from a run without adapters"):
         export_adapters(
             import_hf(hf_folder("llama"), tmp_path / "base", show_progress=False), tmp_path / "peft"
         )

@@ -319,7 +319,10 @@ def test_a_file_that_is_not_as_long_as_its_writer_says_stops_the_commit(tmp_path
     elif what != "missing":
         file.write_bytes(content[:-1] if what == "shorter" else content + b"\0")
     table = {"model": {"a": TensorRecord(dtype="F32", shape=[3])}}
-    with pytest.raises(CheckpointError, match=r"model-00000-000.*written by another process, is not visible"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model-00000-000.*was written by another process, but is not visible",
+    ):
         step.commit(RunRecord(step=1, consumed_samples=0, config={}), table, [written], None)
     assert not step.final.exists() and not (tmp_path / "latest").exists()
 

@@ -78,7 +78,7 @@ def test_micro_batches_follow_the_ramp():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((100, 8, 4), ["100", "micro_batch_size (8)", "data parallel (4)", "accumulation", "96 or 128"]),
+        ((100, 8, 4), ["100", "micro_batch_size (8)", "data parallel (4)", "96 or 128"]),
         ((3, 8, 4), ["use 32"]),
         ((64, 4, 4, (8, 14, 100)), ["start", "(8)", "use 16"]),
         ((64, 4, 4, (16, 24, 100)), ["increment", "(24)", "16 or 32"]),

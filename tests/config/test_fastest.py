@@ -80,7 +80,9 @@ def test_halves_are_not_made_of_less_than_the_host_launches_in_time(axis, fp8):
         )
         found, choices = resolve_auto(config, node)
         assert found.parallel.tp_comm_overlap is halves
-        assert halves or "tp_comm_overlap false (a layer's 3.5 TFLOP finish before" in "".join(choices)
+        assert halves or "tp_comm_overlap false (the GPU finishes a layer's 3.5 TFLOP before" in "".join(
+            choices
+        )
 
 
 def test_what_is_set_by_hand_stays():

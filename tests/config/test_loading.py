@@ -224,7 +224,7 @@ REFUSED = [
     # wrong types and values
     ("train: {train_iters: many}", "train.train_iters is 'many': a whole number is needed"),
     ("train: {train_iters: 2.5}", "train.train_iters is 2.5: a whole number is needed"),
-    ("train: {train_iters: true}", r"train_iters is True: .*; on the command line a name without a value is true"),
+    ("train: {train_iters: true}", "train_iters is True: .*; on the command line, a name without a value means true"),
     ("train: {train_iters: 0}", "train.train_iters is 0: input should be greater than 0"),
     ("train: {train_iters: -5}", "greater than 0"),
     ("train: {train_iters: [5]}", "a whole number is needed"),
@@ -250,13 +250,13 @@ REFUSED = [
     ("data: {data_path: {a: 1}}", "data.data_path is {'a': 1}"),
     ("parallel: {recompute_modules: [mpl]}", "recompute_modules.0 is 'mpl': input should be 'core_attn', 'mlp'"),
     # shapes that are no tree of settings
-    ("- 1\n- 2", "holds a list; it needs sections: model, parallel"),
-    ("just text", "holds a str"),
-    ("model: 5", "section 'model' holds 5; it needs keys with values"),
-    ("model: [1]", "section 'model' holds"),
+    ("- 1\n- 2", "contains a list; it needs sections: model, parallel,"),
+    ("just text", "contains a str"),
+    ("model: 5", "section 'model' contains 5; it needs keys with values"),
+    ("model: [1]", "section 'model' contains"),
     ("1: {a: 2}", "there is no section 1"),
     ("null: {a: 2}", "there is no section None"),
-    ("model: {1: 2}", "model has the key 1, but names of settings are text"),
+    ("model: {1: 2}", "model has the key 1, but settings' names are strings"),
     ("model: {null: 2}", "model has the key None"),
     ("model.num_layers: 2", "there is no section 'model.num_layers'"),
     # YAML that is broken or hostile
@@ -324,7 +324,7 @@ def test_anchors_and_merges_of_a_sane_size_are_taken(load):
         (["--"], "there is no setting"),
         (
             ["--train.train_iters", "5", "--train.train_iters.x", "1"],
-            "train.train_iters is 5, which has no parts",
+            "train.train_iters is 5, not a mapping",
         ),
         (["--train.train_iters.x", "1"], "train.train_iters is {'x': 1}"),
         (["--train.seed", "!!python/object/apply:os.system ['true']"], "train.seed is"),

@@ -172,7 +172,7 @@ UNBOUNDED = {
     "{{ 'a' * 10**10 }}": "needs more than 2 GB of memory",
     "{{ '%1000000000000d' | format(1) }}": "needs more than 2 GB of memory",
     "{{ 'a' | center(4 * 10**7) }}": "its text is longer than 33,554,432 characters",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "5 s of processor time",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "5 s of CPU time",
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": "recursion depth",
 }
 
@@ -378,8 +378,8 @@ def test_every_form_of_a_preference_learns_both_answers_behind_the_prompt(folder
 
 
 BAD_PAIRS = {
-    "missing": ({"prompt": "a", "rejected": "b"}, "its keys are 'prompt', 'rejected', which match none of the forms"),
-    "null": ({"prompt": "a", "chosen": None, "rejected": "b"}, "none of the forms"),
+    "missing": ({"prompt": "a", "rejected": "b"}, "its keys are 'prompt', 'rejected', which match none"),
+    "null": ({"prompt": "a", "chosen": None, "rejected": "b"}, "none of these formats"),
     "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, "its chosen answer is empty"),
     "empty turn": (
         {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:2], "rejected": [{"role": "assistant", "content": ""}]},

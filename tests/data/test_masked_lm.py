@@ -92,7 +92,7 @@ def test_what_begins_a_word_is_the_tokenizers_word() -> None:
         expected.mask,
         expected.pad,
     )
-    with pytest.raises(ConfigError, match="ByteTokenizer has no spelling of its entries"):
+    with pytest.raises(ConfigError, match="ByteTokenizer does not provide its entries as text"):
         WordPieces.from_tokenizer(ByteTokenizer({}, None), 300)
     without = BertWordPieceLowerCase({"vocab.txt": b"[UNK]\n[CLS]\n[SEP]\n"})
     with pytest.raises(ConfigError, match=r"has no \[MASK\], \[PAD\], which masked-word samples need"):

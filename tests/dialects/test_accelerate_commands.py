@@ -446,7 +446,7 @@ def test_processes_that_do_not_divide_are_refused(monkeypatch):
     monkeypatch.delenv("MEGATRON_LM_PP_DEGREE")
     with pytest.raises(ConfigError, match="1 processes are not divisible by tp_degree 2"):
         fresh_accelerator(tp_degree=2)
-    with pytest.raises(ConfigError, match="a whole number from 1"):
+    with pytest.raises(ConfigError, match="a whole number of at least 1"):
         MegatronLMPlugin(pp_degree=0)
 
 

@@ -159,7 +159,7 @@ def test_a_failed_save_leaves_no_whole_weights_in_memory(tmp_path, monkeypatch):
     (dict(label_smoothing_factor=0.1), {}, "label_smoothing_factor is 0.1, which"),
     ({}, dict(compute_loss_func=lambda *args, **options: None), "compute_loss_func is set, which"),
     (BEST_ALONE, {}, "leave save_only_model out"),
-    (dict(neftune_noise_alpha=5.0), {}, "neftune_noise_alpha is 5.0, which is not supported: its hook"),
+    (dict(neftune_noise_alpha=5.0), {}, "neftune_noise_alpha is 5.0, which is not supported: it hooks"),
     (dict(average_tokens_across_devices=False), {}, "average_tokens_across_devices is False, which is not supported"),
     (dict(bf16_full_eval=True), {}, "bf16_full_eval is True, which is not supported"),
 ])  # fmt: skip

@@ -253,7 +253,7 @@ CASES = [
      "--num-layers 9 has no effect with --hybrid-override-pattern, which has 4 layers"),
     ("--num-experts 4 --quick-geglu --softmax-type learnable --activation-func-clamp-value 7 --glu-linear-offset 1",
      {"model.softmax_type": "learnable", "model.activation_func_clamp_value": 7.0, "model.glu_linear_offset": 1.0,
-      "model.add_router_bias": True}, "has no attention dropout here"),
+      "model.add_router_bias": True}, "turns attention dropout off here"),
     ("--num-experts 4 --disable-bias-linear", {"model.add_router_bias": False}, ""),
     ("--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64 "
      "--no-yarn-correction-range-round-to-int", {"model.rope_scaling.truncate": False}, ""),
@@ -336,7 +336,7 @@ CASES = [
     ("--multi-latent-attention --qk-layernorm --position-embedding-type rope --disable-bias-linear",
      {"model.latent_layernorm": True, "model.add_position_embedding": False, "model.add_bias_linear": False}, ""),
     ("--softmax-type learnable", {"model.softmax_type": "learnable", "model.attention_dropout": 0.0},
-     "Megatron's is 0.1; give --attention-dropout 0"),
+     "Megatron's default is 0.1; give --attention-dropout 0"),
     ("--enable-gpt-oss --export-force-local-attention --export-model-type GPTModel --export-kv-cache-quant none",
      {"model.position_embedding_type": "learned_absolute"}, "--enable-gpt-oss (Megatron-LM reads it only for"),
     ("--save out", {"checkpoint.megatron_tracker": True}, ""),
@@ -451,8 +451,8 @@ def test_all_that_is_wrong_is_told_at_once():
         "--lr is fast: a number is needed",
         "--bf16 and --fp16 contradict each other",
         "--train-iters and --train-samples contradict each other",
-        "--moe-token-dispatcher-type flex is refused: there are alltoall, allgather",
-        "--fp8-recipe custom is refused: there are delayed, tensorwise, blockwise, mxfp8",
+        "--moe-token-dispatcher-type flex is refused: choose among alltoall, allgather",
+        "--fp8-recipe custom is refused: choose among delayed, tensorwise, blockwise, mxfp8",
         "--warmup is refused: Megatron has removed it; give --lr-warmup-fraction",
         "--position-embedding-type relative is refused",
         "--optimizer is sophia: one of adam, sgd, muon, dist_muon, lion, soap, adaptive_muon is needed",
@@ -470,7 +470,7 @@ def test_all_that_is_wrong_is_told_at_once():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("−−lr 3", "'−−lr' begins with another character than -; write --lr"),
+        ("−−lr 3", "'−−lr' begins with a character that looks like - but is not; write --lr"),
         ("stray", "--save is out stray: one value is needed"),
         ("--seed nan", "a whole number is needed"),
         ("--weight-decay inf", "a finite number is needed"),
@@ -536,7 +536,7 @@ def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, message):
         ("--hidden-size 66", "--hidden-size 66 is not divisible by --num-attention-heads 4"),
         (
             "--global-batch-size 7 --micro-batch-size 2",
-            "--global-batch-size (7) is not --micro-batch-size (2)",
+            "--global-batch-size (7) is not a multiple of --micro-batch-size (2)",
         ),
         ("--save-interval 2 --save-retain-interval 0", "--save-retain-interval is 0:"),
         ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by is 0:"),

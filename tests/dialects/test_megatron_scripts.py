@@ -421,7 +421,7 @@ def test_the_counter_of_scripts_names_flags_and_keeps_quoted_values_whole(tmp_pa
     for problem, subject in (
         ("there is no flag --frob; did you mean --fp16?", "there is no flag --frob"),
         (
-            "--moe-token-dispatcher-type flex is refused: there are alltoall",
+            "--moe-token-dispatcher-type flex is refused: choose among alltoall",
             "--moe-token-dispatcher-type flex",
         ),
         ("--a and --b contradict each other; leave one out", "--a and --b contradict each other"),

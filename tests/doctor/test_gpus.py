@@ -86,11 +86,11 @@ def test_without_the_package_or_an_answer_nothing_is_known(monkeypatch):
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        (dict(slowed=0x40, temperature=91, clock=345, max_clock=1980), "for heat by hardware, at 91 °C and 345 of"),
+        (dict(slowed=0x40, temperature=91, clock=345, max_clock=1980), "by hardware because of heat, at 91 °C and 345"),
         (dict(ecc_errors=3), "3 memory errors that ECC could not correct: reset it, and replace"),
         (dict(rows_failed=True, rows_pending=True), "could not be replaced: replace the GPU"),
         (dict(rows_pending=True), "waits to be replaced: reset it"),
-        (dict(alloc_retries=3), "waited 3 times while PyTorch freed its cache and retried: recompute"),
+        (dict(alloc_retries=3), "retried 3 times while all kernels waited: recompute"),
     ],
 )  # fmt: skip
 def test_a_fault_says_what_to_do(state, text):
@@ -120,7 +120,7 @@ def test_allocation_retries_are_reported_except_in_the_first_step(monkeypatch):
     watch.begin()
     assert [watch.read(step)["gpu_alloc_retries"] for step in (10, 20, 30)] == [0, 2, 3]
     [(figures, text)] = [each for each in events if each[0]["event"] == "gpu"]
-    assert figures["step"] == 20 and "its memory is full or in pieces" in text
+    assert figures["step"] == 20 and "its memory is full or fragmented" in text
 
 
 def test_a_fault_is_reported_when_it_begins_and_when_it_returns(monkeypatch):
@@ -172,7 +172,7 @@ def test_a_run_logs_its_gpu_and_names_one_that_is_slowed(tmp_path, monkeypatch, 
     assert steps[2] | figures == steps[2] and steps[4] | figures == steps[4] and "gpu_power_w" not in steps[3]
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
     (named,) = [event for event in events if event["event"] == "gpu"]
-    assert (named["step"], named["rank"], "for heat by hardware" in named["text"]) == (2, 0, True)
+    assert (named["step"], named["rank"], "by hardware because of heat" in named["text"]) == (2, 0, True)
     assert named["text"] in " ".join(capsys.readouterr().out.split())
     board = EventAccumulator(str(tensorboard)).Reload()
     assert len(board.Scalars(next(tag for tag in board.Tags()["scalars"] if "gpu_temperature" in tag))) == 2

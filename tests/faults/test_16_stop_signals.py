@@ -78,7 +78,7 @@ def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkp
     time.sleep(1.1 * REPEAT_WINDOW)
     running.send(signal.SIGTERM)
     assert running.end() == [128 + signal.SIGTERM]
-    assert "a second SIGTERM: leaving at once" in running.text()
+    assert "a second SIGTERM: exiting at once" in running.text()
     assert saved(output) == ["step_00000004"] and stored(output, 4) == before
     again = Ranks([*command, "--train.exit_interval", "5"], 1, tmp_path / "log")
     assert again.end() == [20] and "resuming from" in again.text()

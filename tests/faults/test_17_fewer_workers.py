@@ -101,7 +101,9 @@ def test_a_group_of_fewer_than_model_parallelism_needs_is_refused_at_once(tmp_pa
 def test_the_global_batch_is_kept_or_the_size_refused(size):
     config = RunConfig.load(None, words("run", train__train_iters=4)[1:])
     if size == 3:
-        with pytest.raises(ConfigError, match=r"global_batch_size \(4\) is not micro_batch_size"):
+        with pytest.raises(
+            ConfigError, match=r"global_batch_size \(4\) is not a multiple of micro_batch_size"
+        ):
             check_training(config, size)
     else:
         check_training(config, size)
@@ -112,7 +114,7 @@ def test_numbers_of_machines_that_the_layout_forbids_are_named_before_the_start(
     check_job(config, [1, 2, 4], 1, one_machine=False)
     assert "machines" not in capsys.readouterr().out
     check_job(config, [1, 2, 3, 4], 1, one_machine=False)
-    assert "the job ends if 3 machines are left: train.global_batch_size (4)" in " ".join(
+    assert "the job cannot continue on 3 machines: train.global_batch_size (4)" in " ".join(
         capsys.readouterr().out.split()
     )
 

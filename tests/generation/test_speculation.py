@@ -329,7 +329,7 @@ def test_what_cannot_be_combined_is_refused_by_name(model, draft_model):
         experimental_attention_variant="gated_delta_net", linear_attention_freq=2, linear_num_value_heads=4,
         linear_num_key_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
     )  # fmt: skip
-    refused(recurrent, "recurrent mixer gated_delta_net, whose state cannot return", method="ngram")
+    refused(recurrent, "recurrent mixer gated_delta_net, whose state cannot be rewound", method="ngram")
     capacity = LLAMA | EXPERTS | dict(moe_expert_capacity_factor=1.0)
     refused(capacity, "drafts could displace other tokens", method="ngram")
     t5 = ModelConfig(

@@ -144,8 +144,8 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--partition", "gpu\n#SBATCH --wrap=x"], "'gpu\\n#SBATCH --wrap=x' is not possible in the line `#SBATCH --"),
-        (["--name", "Run 1"], "--name is 'Run 1'; jobs, pods and hosts get this name"),
+        (["--partition", "gpu\n#SBATCH --wrap=x"], "'gpu\\n#SBATCH --wrap=x' cannot be used in the line `#SBATCH --"),
+        (["--name", "Run 1"], "--name is 'Run 1', but jobs, pods and hosts get this name"),
         (["--env", "1X=2"], "--env is '1X=2'; give NAME=VALUE"),
         (["--env", "X=1", "--env", "X=2", "--env", "Y"], "--env is 'Y'; give NAME=VALUE"),
         (["--volume", "claim"], "--volume is 'claim'; give CLAIM:/PATH"),
@@ -154,8 +154,8 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
         (["--program", "sft"], "data.mock is on, but sft.enabled reads chat data"),
         (["--program", "grpo"], "neither rl.prompts nor rl.rollouts is set"),
         (["--program", "distill"], "distill.teacher"),
-        (["--image", "m:1"], "the run file run.yaml is in no folder of --volume"),
-        (["--image", "m:1", "--volume", ".:/mnt"], "train.output_dir is /data/out, which is on no volume of the cont"),
+        (["--image", "m:1"], "the run file run.yaml is not in a folder of --volume"),
+        (["--image", "m:1", "--volume", ".:/mnt"], "/data/out, which is not on a volume of the cont"),
         (["--before", "preprocess 'x"], "preprocess 'x\", which is not a command of megalith: No closing quotation"),
         (["--after", "export-hff a b"], "did you mean 'export-hf'"),
         (["--before", ""], "--before is ''"),
@@ -164,7 +164,7 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
         (["--time", "2"], "--time is 2, and Slurm signals the job to save 120 s before"),
         (["--time", "0-0:2"], "--time is 0-0:2, and Slurm signals the job to save 120 s"),
         (["--time", "tomorrow"], "--time is 'tomorrow'; give minutes"),
-        (["--grace", "70000"], "the grace is 70,000 s"),
+        (["--grace", "70000"], "the grace period is 70,000 s"),
         (["--grace", "-1"], "--grace is -1; give 1 or more"),
         (["--max-restarts", "-1"], "--max-restarts is -1; give 0 or more"),
         (["--cpus", "0"], "--cpus is 0; give 1 or more"),
@@ -296,16 +296,16 @@ def test_efa_and_a_queue_are_asked_for_where_they_are_wanted(capsys):
 
 def test_paths_of_pods_are_on_their_volumes(capsys):
     run = ["kubernetes", "run.yaml", "--nodes", "2"]
-    assert "--image is not given" in refused(capsys, *run, "--volume", "claim:/data")
-    assert "train.output_dir is /data/out, which is on no volume of the pods (/mnt)" in refused(
+    assert "--image is missing" in refused(capsys, *run, "--volume", "claim:/data")
+    assert "train.output_dir is /data/out, which is not on a volume of the pods (/mnt)" in refused(
         capsys, *run, "--image", "m:1", "--volume", "claim:/mnt"
     )
     hub = ["--data.tokenizer_type", "HuggingFaceTokenizer", "--data.tokenizer_model"]
-    assert "./models/gpt2, which is on no volume" in refused(capsys, *run, *POD, *hub, "./models/gpt2")
+    assert "./models/gpt2, which is not on a volume" in refused(capsys, *run, *POD, *hub, "./models/gpt2")
     assert main(["launch", *run, *POD, *hub, "openai/gpt2"]) == 0
     assert "openai/gpt2 is a name on the Hugging Face hub" in capsys.readouterr().err
     assert "the claim 'My Claim'" in refused(capsys, *run, "--image", "m", "--volume", "My Claim:/data")
-    assert "/data/../out, which is on no volume" in refused(
+    assert "/data/../out, which is not on a volume" in refused(
         capsys, *run, *POD, "--train.output_dir", "/data/../out"
     )
     for path in ("/dev/shm", "/dev", "/etc", "/proc/1", "/"):

@@ -59,7 +59,9 @@ def test_a_launcher_that_is_alone_has_a_new_store_for_each_attempt():
 
 def test_a_port_that_says_nothing_is_no_rendezvous(port, monkeypatch):
     monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 0.5)
-    with pytest.raises(ConfigError, match=f"listening at 127.0.0.1:{port} is not a job's rendezvous"):
+    with pytest.raises(
+        ConfigError, match=f"listens at 127.0.0.1:{port} does not answer as a job's rendezvous"
+    ):
         connect_store("127.0.0.1", port, MINUTE)
 
 
@@ -81,7 +83,7 @@ def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting, monke
 
         threading.Thread(target=answer, daemon=True).start()
         began = time.monotonic()
-        with pytest.raises(ConfigError, match="is not a job's rendezvous"):
+        with pytest.raises(ConfigError, match="does not answer as a job's rendezvous"):
             connect_store("127.0.0.1", server.getsockname()[1], MINUTE)
         assert time.monotonic() - began < 50
 
@@ -255,7 +257,7 @@ def test_a_rendezvous_that_is_gone_while_ranks_connect_is_said(watches):
 def test_a_store_that_no_launcher_holds_is_no_rendezvous(monkeypatch):
     monkeypatch.setattr("megalith.launch.rendezvous.ANSWER_TIMEOUT", 0.5)
     store = serve_store()
-    with pytest.raises(ConfigError, match="is not a job's rendezvous"):
+    with pytest.raises(ConfigError, match="does not answer as a job's rendezvous"):
         MultiNodeRendezvous(f"127.0.0.1:{store.port}", "ours", (2, 2))
     with pytest.raises(ConfigError, match="--rdzv-endpoint is 'node0:port'"):
         MultiNodeRendezvous("node0:port", "ours", (2, 2))

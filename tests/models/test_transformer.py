@@ -172,7 +172,7 @@ def test_padding_of_the_vocabulary_changes_no_logits_and_no_gradients(family):
 
 def test_more_tokens_than_learned_positions_are_refused_and_rotary_ones_have_no_end():
     longer = torch.zeros(1, LONGEST + 1, dtype=torch.int64)
-    with pytest.raises(ConfigError, match="33 tokens are more than the 32 learned positions"):
+    with pytest.raises(ConfigError, match="has 33 tokens, but the model has 32 learned positions"):
         build("gpt")(longer)
     assert build("llama").eval()(longer).shape == (1, LONGEST + 1, VOCAB)
 

@@ -138,9 +138,9 @@ MODEL = ModelConfig(
             {"make_vocab_size_divisible_by": 1, "vocab_size": 4},
             {"tensor_model_parallel_size": 3},
             32,
-            "leaves nothing to the last of 3",
+            "none are left for the last of 3",
         ),
-        ({}, {"tensor_model_parallel_size": 3, "sequence_parallel": True}, 32, "cuts the 32 tokens"),
+        ({}, {"tensor_model_parallel_size": 3, "sequence_parallel": True}, 32, "shards the 32 tokens"),
         (
             {"attention_output_gate": True, "num_query_groups": 1},
             {"tensor_model_parallel_size": 2},
@@ -151,7 +151,7 @@ MODEL = ModelConfig(
             {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 4},
             {"tensor_model_parallel_size": 3},
             32,
-            "linear_num_key_heads 4 is not divisible by .*size 3; .*among 1, 2, 4",
+            "linear_num_key_heads 4 is not divisible by .*size 3, but .*among 1, 2, 4",
         ),
     ],
 )

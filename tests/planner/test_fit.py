@@ -68,7 +68,7 @@ def test_launch_without_a_device_warns_and_refuses_what_no_gpu_can_hold(run_file
     assert main(launch) == 0
     assert "more than an H100's 85.0; pass --device NAME" in text(capsys)
     assert main([*launch, "--model.num_layers", "12"]) == ConfigError.exit_code
-    assert "the largest GPU has 310.0 GB; `megalith plan RUN_FILE --gpus 8`" in text(capsys)
+    assert "the largest GPU has only 310.0 GB; `megalith plan RUN_FILE --gpus 8`" in text(capsys)
     assert main(["launch", "slurm", run_file(LARGE, **SHARDED), "--nodes", "1"]) == 0
     assert "note" not in text(capsys)
 

@@ -152,7 +152,7 @@ def test_screen_answers_where_the_split_is_and_why_memory_is_uneven():
     assert "stage 0 takes 5.99 GB more than stage 1: activations and cast weights, 2 in flight" in " ".join(
         text.split()
     )
-    assert "8 micro-batches a step: ranks are expected to wait 11.1%" in text
+    assert "8 micro-batches per step: ranks are expected to wait 11.1%" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -362,9 +362,11 @@ def test_larger_micro_batch_that_fits_is_named():
     alone = {strategy: "no_shard", "parallel__tensor_model_parallel_size": 2}
     alone |= {"parallel__sequence_parallel": True}
     assert "is expected to fit with mlp_act recomputed (" in noted(126_000_000_000, **alone)
-    assert "batches gathers and casts weights, reduces" in noted(10**12, parallel__context_parallel_size=2)
-    assert "micro-batches casts weights, reduces gradients" in noted(10**12, **{strategy: "optim_grads"})
-    assert "micro-batches casts weights and adds" in noted(10**12, **{strategy: "optim"})
+    assert "batches gathers and casts weights, and reduces" in noted(
+        10**12, parallel__context_parallel_size=2
+    )
+    assert "micro-batches casts weights, and reduces and" in noted(10**12, **{strategy: "optim_grads"})
+    assert "micro-batches casts weights and accumulates" in noted(10**12, **{strategy: "optim"})
 
 
 def test_alternative_that_the_trainer_refuses_is_none():

@@ -74,5 +74,5 @@ def test_pipeline_between_machines_is_nothing_to_warn_of():
 
 def test_tensor_parallelism_without_sequence_parallelism_gets_a_hint_with_its_gain():
     (note,) = topology_notes(large(2, tensor_model_parallel_size=2), [RankLocation("a"), RankLocation("a")])
-    assert note.startswith("hint:") and "set parallel.sequence_parallel to true" in note
-    assert "90% of what they take now" in note
+    assert note.startswith("hint:") and "With parallel.sequence_parallel true" in note
+    assert "90% of that memory" in note

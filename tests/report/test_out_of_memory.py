@@ -23,7 +23,8 @@ def test_what_was_asked_for_is_read_from_torchs_words():
 
 
 @pytest.mark.parametrize(
-    "reserved, others", [(76e9, ""), (0.5e9, "About 78 GB of this GPU are outside PyTorch's allocator")]
+    "reserved, others",
+    [(76e9, ""), (0.5e9, "About 78 GB of this GPU's memory are outside PyTorch's allocator")],
 )
 def test_memory_outside_of_the_allocator_is_stated(reserved, others, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(1e9), int(79.5e9)))

@@ -35,8 +35,8 @@ def test_summary_shows_parameters_flops_batch_memory_and_device():
     assert "774,090,240, without embedding and head 708,390,400" in text
     assert "= embedding 65.7M + attention 236M + MLP 472M + norms 187k; head tied to embedding" in text
     assert "4.92 GFLOP causal (as in the log), 5.20 GFLOP full" in text
-    assert "128 = micro 32 × data parallel 2 × accumulation 2; × 1,024 = 131,072 tokens a step" in text
-    assert "500 steps, 64,000 sequences, 65.5M tokens (0.0847 a parameter)" in text
+    assert "128 = micro 32 × data parallel 2 × accumulation 2; × 1,024 = 131,072 tokens per step" in text
+    assert "500 steps, 64,000 sequences, 65.5M tokens (0.0847 per parameter)" in text
     assert "weights 3.1 GB + bf16 copy 1.5 GB + gradients 3.1 GB + optimizer 6.2 GB" in text
     sharded = _summary("--parallel.data_parallel_sharding_strategy", "optim")
     assert "weights 1.5 GB + gathered copy 1.8 GB" in sharded

@@ -333,7 +333,7 @@ def test_harmonys_channels_are_read():
     )
     turn = parse(answer, context)
     assert turn.calls == [] and (turn.message["content"], turn.message["reasoning_content"]) == ("4", "2 + 2")
-    for arguments, reason in (("{x}", "are not JSON"), ("[1]", "are no object")):
+    for arguments, reason in (("{x}", "are not JSON"), ("[1]", "are not an object")):
         (call,) = parse(f"<|channel|>commentary to=functions.f<|message|>{arguments}<|call|>", context).calls
         assert call.name == "f" and reason in call.error
     assert parse("plain text", context).message["content"] == "plain text"
@@ -424,7 +424,11 @@ def test_unusable_tools_are_named(tmp_path):
         PolicyAgent(rl, tokenizer, [add, add])
     plain = tokenizer_in(tmp_path / "plain", TEMPLATE.replace("tool_call", "a").replace("tool_call", "a"))
     with pytest.raises(
-        ConfigError, match=r"rl\.tool_call_format is auto, but the chat template shows no format"
+        ConfigError,
+        match=(
+            r"rl\.tool_call_format is auto, but the chat template uses none of the built-in tool call "
+            "formats"
+        ),
     ):
         PolicyAgent(rl, plain, [add])
     endless = tokenizer_in(tmp_path / "endless", TEMPLATE.replace("<|im_end|>", "<|end|>"))

@@ -235,17 +235,17 @@ BAD_ANSWERS = {
     "null ones": (first(tokens([1, 2], [None, None])), "no log-probabilities"),
     "NaN": (first(tokens([1, 2], [None, math.nan])), "no log-probabilities"),
     "fewer log-probabilities": (first(tokens([1, 2, 3], [-0.5])), "3 tokens but 1 log-prob"),
-    "odd log-probabilities": (first(tokens([1, 2], [-0.5, "x"])), "log-probability 'x', which is no finite number"),
+    "odd log-probabilities": (first(tokens([1, 2], [-0.5, "x"])), "log-probability 'x', but log-probabilities are"),
     "too long": (first(tokens([1] * 7, [-0.5] * 7)), "7 tokens, but at most 6"),
     "outside": (first(tokens([1, 17], [-0.5, -0.5])), "token 17, but the vocabulary has 17"),
     "aborted": (first(ended("abort")), "ended a completion with finish_reason 'abort'"),
-    "above 0": (first(tokens([1, 2], [-0.5, 3.5])), "log-probability 3.5, which is no finite number up to 0"),
+    "above 0": (first(tokens([1, 2], [-0.5, 3.5])), "log-probability 3.5, but log-probabilities are"),
     "no completions": (everywhere(lambda path: status(path, 200, {"error": "x"})), "without (choices|completions)"),
     "no JSON": (everywhere(lambda path: status(path, 200, None)), "without (choices|completions)"),
-    "half an answer": (everywhere(cut_off), "ended the connection during POST .*IncompleteRead"),
+    "half an answer": (everywhere(cut_off), "closed the connection during POST .*IncompleteRead"),
     "an error": (everywhere(lambda path: status(path, 500, {"error": "out of memory"})), "with 500: .*out of memory"),
-    "died": (everywhere(lambda path: status(path, None, "")), "ended the connection during POST /(v1|generate)"),
-    "old weights": (sets(version="4"), "with version '4', not those of step 5 that it was sent: it was restarted"),
+    "died": (everywhere(lambda path: status(path, None, "")), "closed the connection during POST /(v1|generate)"),
+    "old weights": (sets(version="4"), "with version '4', not those of step 5, which were sent to it"),
     "restarted": (sets(version=None), "with version 'default', not those of step 5"),
 }  # fmt: skip
 UNTOLD = {("vllm 0.24", "old weights"), ("vllm 0.24", "restarted")}  # it has no word for its weights
@@ -328,14 +328,14 @@ def at(request, act, *more):
 
 
 BAD_SYNCS = {
-    "not there": (unreachable, "cannot be reached for GET /health .*: it is not running, .* gave up waiting after"),
+    "not there": (unreachable, "cannot be reached for GET /health .*: it is not running, .* stopped waiting after"),
     "slow": (at(UPDATE, hangs), r"has not answered POST /update_weights\w* within .* s .rl.weight_sync_timeout"),
-    "dead": (at(UPDATE, status, None, ""), "ended the connection during POST /update_weights"),
+    "dead": (at(UPDATE, status, None, ""), "closed the connection during POST /update_weights"),
     "refuses the update": (at(UPDATE, status, 500, {"error": "shape mismatch"}), "with 500: .*shape mismatch"),
     "refuses the group": (at(GROUP, status, 500, {"error": "no port"}), "500: .*no port"),
     "no transfer": (at(BEGIN, status, 404, {}), "(has no|refuses POST) /(start_weight_update|pause_generation)"),
     "does not resume": (at(FINISH, status, 500, {}), "refuses POST /(finish_weight_update|continue_generation)"),
-    "loading for ever": (status("/health", 503, {}), "refuses GET /health with 503.* gave up waiting after 1 s"),
+    "loading for ever": (status("/health", 503, {}), "refuses GET /health with 503.* stopped waiting after 1 s"),
     "more workers than join": (
         sets(workers=2, sizes={"tp_size": 2}),
         "joining the group of weights (is not over|failed)|answered POST /init_weight\\w* within",

@@ -326,7 +326,9 @@ def test_openenv_sends_turns_as_the_text_of_an_action(tmp_path, monkeypatch):
         )
         texts["other"] = {"type": "string"}
         schema["action"]["required"] = []
-        with pytest.raises(DataError, match="fields message, metadata, other, of which 2 are text"):
+        with pytest.raises(
+            DataError, match="fields message, metadata, other, 2 of them text; only actions with one text"
+        ):
             rollouts(tmp_path, guesses, environment=f"openenv:{url}", **rl)
     (one,) = groups[0].completions
     assert one.rewards == [0.5] and one.messages[1]["content"] == '{"said": "0", "count": 1}'

@@ -85,7 +85,11 @@ def test_a_new_built_in_one_is_a_file_and_a_row(page, monkeypatch):
 BAD = {
     "no file": ("loss_type", "absent.py:f", "rl.loss_type has 'absent.py:f', but there is no file absent.py"),
     "no name": ("loss_type", "my_loss.py:f", "my_loss.py has no function f; correct the name"),
-    "another class": ("loss_type", "my_class.py:Loss", "a class that is no megalith.rl.GrpoLoss"),
+    "another class": (
+        "loss_type",
+        "my_class.py:Loss",
+        "a class that does not derive from megalith.rl.GrpoLoss",
+    ),
     "raises": ("advantage_estimator", "raises.py:f", "importing it raised ValueError: no; correct the file"),
 }
 

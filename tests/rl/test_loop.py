@@ -252,7 +252,7 @@ def test_what_a_user_sees(tmp_path, capsys, monkeypatch):
         "note: 11 prompts have the id of an earlier one, so logs and files cannot tell them apart: 'q4' of ",
         "prompts.jsonl, line 6 is also in ",
         "prompts.jsonl, line 5; 'q40' of ",
-        "a reward logs the metric loss, a name that the run uses itself: it is logged as reward/loss",
+        "a reward logs the metric loss, but the run has a metric of that name: the reward's is logged as reward/loss",
         "step 1: the reward silent is None or NaN for all 8 completions and has no effect; correct",
         "step 2: the reward silent is None or NaN for all 8 completions (2 rollout batches in a row) and has no effect",
         "| drift 1.00000",
@@ -275,7 +275,7 @@ def test_what_a_user_sees(tmp_path, capsys, monkeypatch):
         assert isinstance(found[name], float), name
     assert found["mismatch"] < 1.0001 and found["ratio"] == 1.0
     assert found["reward/loss"] == found["reward/time_training"] == 7.0 != found["loss"]
-    assert found["time_training"] != 7.0 and out.count("it is logged as reward/loss") == 1
+    assert found["time_training"] != 7.0 and out.count("the reward's is logged as reward/loss") == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
     assert all(line["completion"] and line["reward/completion"] == "" for line in lines)
     assert len(lines) == 24 and lines[-1]["step"] == 3 and lines[0]["loud"] == lines[0]["loud"].upper()
@@ -347,16 +347,22 @@ def _failing(folder: str) -> str:
         ),
         (dict(presence_penalty=0.1), "rl.presence_penalty is 0.1"),
         (dict(frequency_penalty=0.1), "rl.frequency_penalty is 0.1"),
-        (dict(stop_strings=["a", ""]), "rl.stop_strings has an empty text"),
+        (dict(stop_strings=["a", ""]), r"rl\.stop_strings has an empty string"),
         (
             dict(stop_strings="a", engine="sglang"),
-            "rl.engine is sglang, but only Megalith's engine looks for them",
+            r"rl\.engine is sglang, but stop strings are supported only by Megalith's engine,",
         ),
         (dict(rollouts="r.jsonl"), "leave out one"),
         (dict(reward_weights=[1.0, 2.0]), "2 weights for 1 reward_funcs"),
         (dict(max_completion_length=25), "do not fit"),
         (dict(max_prompt_length=20), "do not fit"),
-        (dict(num_generations=1), "num_generations is 1, but an advantage is over the other completions"),
+        (
+            dict(num_generations=1),
+            (
+                r"rl\.num_generations is 1, but an advantage compares a completion with the prompt's "
+                "other completions,"
+            ),
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, rl, said):
@@ -390,7 +396,7 @@ def test_the_trainer_with_trls_signature(tmp_path):
         (dict(callbacks=[1]), "takes no callbacks; omit it"),
         (
             dict(peft_config=dict(r=2, target_modules=["q_proj"], bias="all")),
-            "bias 'all', which is more",
+            "bias 'all', but only plain LoRA",
         ),
         (dict(peft_config=dict(r=2)), "has no target_modules"),
     ):
@@ -490,7 +496,7 @@ def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch
     assert figures["pass@4"] == np.mean([count > 0 for count in passed]) and "pass@8" not in figures
     penalized = [*command, *options, "--output", "r.jsonl", "--presence-penalty", "0.5", "--device", "cpu"]
     assert main(penalized) != 0
-    assert "the trainer's probabilities have no penalties" in capsys.readouterr().err
+    assert "the trainer computes probabilities without penalties" in capsys.readouterr().err
 
 
 def test_the_engine_has_room_for_what_is_sampled_and_not_for_the_trainers_rows(tmp_path):

@@ -163,7 +163,7 @@ def test_by_a_folder_too(tmp_path, tree, whole):
 
 
 def test_a_server_that_does_not_come_back_ends_the_run_whose_checkpoint_goes_on(tmp_path, tree, whole):
-    said = r"cannot be reached for GET /health .* gave up waiting after 1 s \(rl.weight_sync_timeout\)"
+    said = r"cannot be reached for GET /health .* stopped waiting after 1 s \(rl.weight_sync_timeout\)"
     with served("vllm 0.29", tree) as server:
         dies(server, COMPLETIONS, WHERE["sampling"][1], returns=False)
         with pytest.raises(TrainingError, match=said):
@@ -178,7 +178,7 @@ def test_a_server_that_does_not_come_back_ends_the_run_whose_checkpoint_goes_on(
 def test_a_server_that_dies_again_and_again_ends_the_run(tmp_path, tree):
     with served("vllm 0.29", tree) as server:
         server.plant["/v1/completions"] = lambda handler, body: (None, "")
-        with pytest.raises(TrainingError, match="ended the connection during POST /v1/completions"):
+        with pytest.raises(TrainingError, match="closed the connection during POST /v1/completions"):
             train_grpo(a_run(tmp_path, "run", server))
         assert server.calls.count("/init_weight_transfer_engine") == 3
 

@@ -338,9 +338,9 @@ REFUSED = [
     (dict(delta=1.1), "rl.delta 1.1 is not above 1 \\+ epsilon_high"),
     (dict(loss_type="cispo", delta=3.0), "rl.delta is 3.0, but loss_type cispo"),
     (dict(loss_type="cispo", importance_sampling_level="sequence"), "cispo caps each token's ratio"),
-    (dict(use_decoupled_loss=True, vllm_importance_sampling_clip_max=3.0), "has no bound but rl.behav_imp_weight_cap"),
-    (dict(use_decoupled_loss=True, old_logprobs="rollout"), "the proximal policy would be the one that sampled"),
-    (dict(use_decoupled_loss=True, prox_logp_method="loglinear", mini_batches=2), "whose versions say nothing of this"),
+    (dict(use_decoupled_loss=True, vllm_importance_sampling_clip_max=3.0), "behav_imp_weight_cap is the weight's only"),
+    (dict(use_decoupled_loss=True, old_logprobs="rollout"), "the proximal policy would be the sampling policy"),
+    (dict(use_decoupled_loss=True, prox_logp_method="loglinear", mini_batches=2), "whose weight versions do not apply"),
     (dict(vllm_importance_sampling_clip_min=4.0), "clip_min 4.0 is above vllm_importance_sampling_clip_max 2.0"),
 ]  # fmt: skip
 

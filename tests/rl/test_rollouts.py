@@ -45,7 +45,7 @@ HOSTILE = [  # header, group, the sentence
     ({"version": 2}, {}, "format version 2, but this Megalith reads 1"),
     ({"version": True}, {}, "format version True"),
     ({"rewards": []}, {}, "has rewards \\[\\]"),
-    ({"tokenizer": "other"}, {}, "has the ids of another tokenizer \\(fingerprint other\\)"),
+    ({"tokenizer": "other"}, {}, r"has token ids of another tokenizer \(fingerprint other\)"),
     ({}, {"prompt_ids": []}, "line 2 has prompt_ids \\[\\]"),
     ({}, {"prompt_ids": [1, True]}, "line 2 has prompt_ids"),
     ({}, {"samples": []}, "line 2 has no list of samples"),
@@ -186,7 +186,7 @@ def test_a_run_stopped_inside_of_a_rollout_batch_goes_on_as_it_was_or_says_what_
     train_grpo(whole)
     assert first + again == [step["loss"] for step in read_records(tmp_path / "whole" / "metrics.jsonl")]
     with pytest.raises(
-        DataError, match=r"row 0 of mini-batch 2 had 0 tokens and has \d+ now; keep rl\.packing"
+        DataError, match=r"row 0 of its mini-batch 2 had 0 tokens then but has \d+ now; keep rl\.packing"
     ):
         run("other", "first", mini_batches=4)
     run("older", old_logprobs="rollout")

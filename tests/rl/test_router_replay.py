@@ -173,8 +173,8 @@ def test_files_keep_routes_and_damaged_ones_are_refused(tmp_path):
         (encoded | {"data": "$" + encoded["data"][1:]}, "they are an object with shape"),
         (encoded | {"shape": [1, 2]}, "they are an object with shape"),
         (encoded | {"data": encoded["data"][:-4]}, "bytes of data; sample again"),
-        (encode_routes(routes[1:]), "needed: the tokens of prompt and completion but the last"),
-        (encode_routes(routes[:, :1]), "needed: the tokens of prompt and completion but the last"),
+        (encode_routes(routes[1:]), "needed: all tokens of prompt and completion except the last,"),
+        (encode_routes(routes[:, :1]), "needed: all tokens of prompt and completion except the last,"),
         (encode_routes(routes + 3), "the model has the experts 0 to 3"),
         (encode_routes(twice), "routed to the same expert twice"),
     ):

@@ -302,7 +302,7 @@ def wait_for(condition, seconds: float = 20.0) -> None:
 USER = {"role": "user", "content": "x"}
 GOOD = {"model": "tiny", "messages": [USER]}
 BAD = [  # body, status, message
-    ({}, 400, "messages is absent"),
+    ({}, 400, "messages is missing"),
     ({"messages": []}, 400, "messages is []; it must be a list of messages"),
     ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role is 'king'"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "a part that is not text"),
@@ -436,7 +436,10 @@ def test_a_chat_in_this_process_gets_the_answers_of_the_server(serve, live, engi
         status, value = client.post("/v1/chat/completions", body)
         assert status == 200 and value["choices"][0]["message"]["content"] == answer
     before = list(session.messages)
-    with pytest.raises(ConfigError, match=r"tokens and the model 256 positions; start a new one"):
+    with pytest.raises(
+        ConfigError,
+        match="tokens and the model has 256 positions, so no room is left; start a new conversation",
+    ):
         session.say("and " * 300)
     assert session.messages == before
 

@@ -195,7 +195,7 @@ def test_predictions_of_other_samples_or_settings_are_refused(predictions, tmp_p
     with pytest.raises(DataError, match=r"samples_000000000004\.safetensors cannot be read"):
         StoredLogits(damaged)
     (damaged / "logits.json").write_text("{}")
-    with pytest.raises(DataError, match="is no folder of a teacher's predictions"):
+    with pytest.raises(DataError, match="is not a folder of a teacher's predictions"):
         StoredLogits(damaged)
 
 
@@ -215,7 +215,7 @@ def test_what_cannot_be_learned_from_is_refused(models, tmp_path):
     sizes = dict(vocab_size=LLAMA["vocab_size"], hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
                  intermediate_size=64)  # fmt: skip
     transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ConfigError, match="has model_type bert, which does not predict next tokens"):
+    with pytest.raises(ConfigError, match="has model_type bert, but the student predicts next tokens"):
         start(config_of(models, distill={"teacher": str(tmp_path / "bert")}), DistillationTask())
     with pytest.raises(ConfigError, match=r"distill\.teacher .*nowhere"):
         start(config_of(models, distill={"teacher": str(tmp_path / "nowhere")}), DistillationTask())

@@ -114,7 +114,7 @@ def test_a_finished_run_that_is_started_again_writes_nothing_whatever_it_is_give
     before = contents(tmp_path / "run")
     other = dict(data=dict(dataloader_type="single"), log=dict(tensorboard=True))
     again = run(train=dict(train_iters=2, seed=7), checkpoint=dict(load=str(tmp_path / "run")), **other)
-    assert "step 2, and the run's length is 2 steps; to continue, raise it" in capsys.readouterr().out
+    assert "step 2, and the run ends at step 2; to continue, raise" in capsys.readouterr().out
     assert contents(tmp_path / "run") == before
     assert (again.step, again.consumed_samples, again.ended) == (2, 16, "train_iters")
     assert again.checkpoint == first.checkpoint
@@ -142,7 +142,7 @@ def test_a_run_made_longer_is_told_where_its_samples_come_in_another_order(run, 
     again = dict(train_iters=steps, exit_interval=4)
     run("again", data=data, train=again, checkpoint=dict(load=str(first.checkpoint)))
     printed = " ".join(capsys.readouterr().out.split())
-    sentence = f"the run is {8 * steps:,} samples long, and that of {first.checkpoint} was 64"
+    sentence = f"the run is {8 * steps:,} samples long, but that of {first.checkpoint} was 64"
     assert (sentence in printed) == told
 
 
@@ -369,7 +369,7 @@ def test_a_run_that_goes_on_with_other_updates_says_which_settings_differ(run, c
     assert (
         f"training continues differently from the run of {folder}: model.hidden_dropout was 0.0 and is 0.1; "
         "optim.lr was 0.01 and is 0.005; train.global_batch_size was 8 and is 16; the learning rate of the next step "
-        "would have been 0.005 and is 0.0025"
+        "would have been 0.005 and is now 0.0025"
     ) in other
     longer = goes_on("longer", run, capsys, folder, train=dict(train_iters=400))
     assert (

@@ -74,7 +74,7 @@ def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
         kind = hf_config.get("model_type")
         reason = f": model_type {kind} {reasons()[kind]}" if kind in reasons() else ""
         raise ConfigError(  # no suggestion: a similar name is a different model
-            f"{where} names the architecture {name}, which cannot be built here{reason}; known: "
+            f"{where} names the architecture {name}, which is not supported{reason}; supported: "
             f"{', '.join(sorted(FAMILIES))}"
         )
     return family_named(name, where)
@@ -106,6 +106,7 @@ def family_for(model: ModelConfig) -> Family:
             return family
     nearest = sorted(reasons, key=lambda reason: reason.count(", not ") or math.inf)[:NEAREST]
     raise ConfigError(
-        f"no family of transformers can express this model, so it has no Hugging Face form; the nearest of "
-        f"{len(reasons)}: {'; '.join(nearest)}; --family NAME shows what another lacks"
+        "no model family of transformers can represent this model, so it cannot be exported; the "
+        f"nearest of {len(reasons)}: {'; '.join(nearest)}; --family NAME shows why another one "
+        "cannot"
     )

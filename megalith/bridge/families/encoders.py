@@ -106,7 +106,7 @@ PRE_NORMS = {
 
 
 class Tokentypes:
-    """Row for `type_vocab_size`. A model without token types is rejected, because transformers has none."""
+    """Maps `type_vocab_size`. A model without token types is rejected, because transformers has none."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"num_tokentypes": hf_config.get("type_vocab_size", 2)}
@@ -278,7 +278,7 @@ ACTIVATIONS = {
 
 
 class Stacks:
-    """Row for the number of layers: per stack in Hugging Face, total and encoder's in Megalith."""
+    """Maps the number of layers: per stack in Hugging Face, total and encoder's in Megalith."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         encoder = hf_config.get("num_layers")
@@ -297,7 +297,7 @@ class Stacks:
 
 
 class FeedForward:
-    """Row for `feed_forward_proj`, the activation and gate. `gated-gelu` is the tanh approximation.
+    """Maps `feed_forward_proj`, the activation and gate. `gated-gelu` is the tanh approximation.
 
     Files may repeat it in `dense_act_fn` and `is_gated_act`, which then have priority in transformers."""
 
@@ -322,12 +322,14 @@ class FeedForward:
         pair = model.mlp_activation, model.gated
         names = [name for name, value in ACTIVATIONS.items() if value == pair]
         if not names:
-            raise ConfigError(f"activation {pair[0]}{' with a gate' if pair[1] else ''} has no equal there")
+            raise ConfigError(
+                f"activation {pair[0]}{' with a gate' if pair[1] else ''} has no equivalent there"
+            )
         return {"feed_forward_proj": names[0]}
 
 
 class TieAndScale:
-    """Row for `tie_word_embeddings` and `scale_decoder_outputs`.
+    """Maps `tie_word_embeddings` and `scale_decoder_outputs`.
 
     Older files have only the first key. It then also means that the output matrix's input is scaled.
     """

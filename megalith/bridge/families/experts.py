@@ -87,7 +87,7 @@ OLMOE = Family(
 
 
 class SparseLayers:
-    """Row for the layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    """Maps the layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or ()
@@ -157,7 +157,7 @@ QWEN2_MOE = Family(
 
 
 class DenseFirst:
-    """Row for `first_k_dense_replace`, the number of first layers without experts."""
+    """Maps `first_k_dense_replace`, the number of first layers without experts."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         dense = hf_config.get("first_k_dense_replace") or 0
@@ -168,7 +168,7 @@ class DenseFirst:
 
 
 class MlpLayerTypes:
-    """Row for `mlp_layer_types`, a list of `dense` and `sparse`; the latter have experts.
+    """Maps `mlp_layer_types`, a list of `dense` and `sparse`; the latter have experts.
 
     If config.json omits the list, the key `count`, or else `dense`, is the number of first layers without experts.
     """
@@ -184,7 +184,8 @@ class MlpLayerTypes:
             return {"moe_layer_freq": [0] * dense + [1] * (layers - dense)}
         if others := [kind for kind in kinds if kind not in ("dense", "sparse")]:
             raise ConfigError(
-                f"config.json has mlp_layer_types with {others[0]!r}, but layers are dense or sparse"
+                f"config.json has mlp_layer_types with {others[0]!r}, but layers must be dense or "
+                "sparse; correct it"
             )
         return {"moe_layer_freq": [int(kind == "sparse") for kind in kinds]}
 
@@ -194,7 +195,7 @@ class MlpLayerTypes:
 
 
 class SharedExperts:
-    """Row for the number of shared experts, which Megalith joins into one MLP.
+    """Maps the number of shared experts, which Megalith joins into one MLP.
 
     Args:
         key: key of the number.
@@ -225,7 +226,7 @@ class SharedExperts:
 
 
 class RouterGroups:
-    """Row for `n_group` and `topk_group`, where 1 means no limit.
+    """Maps `n_group` and `topk_group`, where 1 means no limit.
 
     DeepSeek-V2 has a key for the method. V3 scores a group by its two best experts.
     """
@@ -236,7 +237,7 @@ class RouterGroups:
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         for key in ("n_group", "topk_group"):
             if hf_config.get(key) == 0:
-                raise ConfigError(f"config.json has {key} 0; use 1 for choosing among all experts")
+                raise ConfigError(f"config.json has {key} 0; use 1 to choose among all experts")
         groups, best = hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
         if groups == 1 or (self._method and hf_config.get("topk_method", "greedy") == "greedy"):
             return {}
@@ -259,7 +260,7 @@ class RouterGroups:
 
 
 class SigmoidScores:
-    """Row for sigmoid scores that are divided by their sum over a token's experts.
+    """Maps sigmoid scores that are divided by their sum over a token's experts.
 
     With one expert per token, transformers gives it the weight 1 and Megalith its score, so that is rejected.
     """
@@ -317,7 +318,7 @@ class RotaryHeads:
 
 
 class MscaleRope(Rope):
-    """Row for Rope with YaRN's mscale and mscale_all_dim."""
+    """Maps RoPE with YaRN's mscale and mscale_all_dim."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)

@@ -127,7 +127,7 @@ VAULT_GEMMA = Family(
 
 
 class LogitFactor:
-    """Row for a factor that multiplies the logits, `logits_scaling` or another `key`."""
+    """Maps a factor that multiplies the logits, `logits_scaling` or another `key`."""
 
     def __init__(self, key: str = "logits_scaling"):
         self._key = key
@@ -141,7 +141,7 @@ class LogitFactor:
 
 
 class AttentionMultiplier:
-    """Row for `attention_multiplier`, by default 1 / √head_dim."""
+    """Maps `attention_multiplier`, by default 1 / √head_dim."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         value, heads = hf_config.get("attention_multiplier"), hf_config["num_attention_heads"] or 1
@@ -153,7 +153,7 @@ class AttentionMultiplier:
 
 
 class PostNorm:
-    """Row for `use_post_norm`, norms after attention and MLP in addition to those before."""
+    """Maps `use_post_norm`, norms after attention and MLP in addition to those before."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"norm_placement": "sandwich" if hf_config.get("use_post_norm", True) else "pre"}

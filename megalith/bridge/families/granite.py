@@ -15,7 +15,7 @@ from megalith.errors import ConfigError
 
 
 class SharedSize:
-    """Row for `shared_intermediate_size`, the width of the shared expert; 0 without one."""
+    """Maps `shared_intermediate_size`, the width of the shared expert; 0 without one."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size = hf_config.get("shared_intermediate_size")
@@ -29,7 +29,7 @@ WINDOWS = WindowsByLayer(every=4, default=128, pattern=None, unused=128, first=T
 
 
 class RopePerLayer(Rope):
-    """Row for Rope with `layer_rope_theta`, a base per layer; 0 means a layer without RoPE.
+    """Maps RoPE with `layer_rope_theta`, a base per layer; 0 means a layer without RoPE.
 
     Layers with a window share one base, and so do the others.
     """
@@ -49,8 +49,9 @@ class RopePerLayer(Rope):
             by_kind[0] != by_kind[1] and all(by_kind) and "rope_scaling" in fields
         ):
             raise ConfigError(
-                f"config.json has layer_rope_theta {bases!r}, but layers with a window need one base, and the others "
-                "one, and with RoPE scaling all the same"
+                f"config.json has layer_rope_theta {bases!r}, but only one base for layers with a "
+                "window and one for the others are supported, and with RoPE scaling only one for "
+                "all layers"
             )
         full, local = (next(iter(kind), None) for kind in by_kind)
         fields["rotary_base"] = full or local or fields["rotary_base"]

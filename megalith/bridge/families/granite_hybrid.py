@@ -26,7 +26,7 @@ WIDTH = Field("ffn_hidden_size", "intermediate_size")
 
 
 class GraniteWidths:
-    """Row for experts with a shared expert, or for an MLP of the shared expert's width without experts."""
+    """Maps experts with a shared expert, or for an MLP of the shared expert's width without experts."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         experts, shared = (
@@ -60,14 +60,14 @@ class GraniteWidths:
 
 
 class RopeOrNoPositions(Rope):
-    """Row for `position_embedding_type`: rope, or null for no positions."""
+    """Maps `position_embedding_type`: rope, or null for no positions."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         kind = hf_config.get("position_embedding_type")
         if kind not in (None, "rope", "nope"):
             raise ConfigError(
-                f"config.json has position_embedding_type {kind!r}, but models of this family are built here with "
-                "'rope' or null"
+                f"config.json has position_embedding_type {kind!r}, but models of this family are "
+                "supported only with 'rope' or null"
             )
         return super().read(hf_config) if kind == "rope" else {"position_embedding_type": "none"}
 

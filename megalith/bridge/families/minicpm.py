@@ -19,7 +19,7 @@ from megalith.errors import ConfigError
 
 
 class DepthScale:
-    """Row for `scale_depth`, which is divided by the square root of the number of layers; null means no factor."""
+    """Maps `scale_depth`, which is divided by the square root of the number of layers; null means no factor."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         scale, root = hf_config.get("scale_depth", 1.4), math.sqrt(hf_config["num_hidden_layers"] or 1)
@@ -34,12 +34,14 @@ class DepthScale:
 
 
 class LogitBase:
-    """Row for `dim_model_base`: logits are divided by hidden_size / dim_model_base; null means no divisor."""
+    """Maps `dim_model_base`: logits are divided by hidden_size / dim_model_base; null means no divisor."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         base = hf_config.get("dim_model_base", 256)
         if base == 0:
-            raise ConfigError("config.json has dim_model_base 0, by which hidden_size is divided; correct it")
+            raise ConfigError(
+                "config.json has dim_model_base 0, but hidden_size is divided by it; correct it"
+            )
         return {"logits_scaling": 1.0 if base is None else hf_config["hidden_size"] / base}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -47,7 +49,7 @@ class LogitBase:
 
 
 class ValueHeads:
-    """Row for `v_head_dim`, by default hidden_size / heads."""
+    """Maps `v_head_dim`, by default hidden_size / heads."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size = hf_config.get("v_head_dim")

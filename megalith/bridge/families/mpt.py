@@ -23,7 +23,7 @@ ATTENTION = RequiredKeys(
 
 
 class AttentionConfig:
-    """Row for `attn_config`, an object with the keys of attention; its dropout rate applies everywhere."""
+    """Maps `attn_config`, an object with the keys of attention; its dropout rate applies everywhere."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         attention = hf_config.get("attn_config") or {}
@@ -37,13 +37,13 @@ class AttentionConfig:
 
 
 class Length:
-    """Row for `max_seq_len`. transformers has no ALiBi at a length of 1, which is rejected."""
+    """Maps `max_seq_len`. transformers has no ALiBi at a length of 1, which is rejected."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         length = hf_config.get("max_seq_len", 2048)
         if length == 1:
             raise ConfigError(
-                "config.json has max_seq_len 1, at which transformers uses no positions; correct it"
+                "config.json has max_seq_len 1, with which transformers uses no positions; correct it"
             )
         return {"max_position_embeddings": length}
 

@@ -29,7 +29,7 @@ OLDER_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 class BlockTypes:
-    """Row for `layers_block_type`, or `hybrid_override_pattern`: the branch of every layer."""
+    """Maps `layers_block_type`, or `hybrid_override_pattern`: the branch of every layer."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         kinds, pattern = hf_config.get("layers_block_type"), hf_config.get("hybrid_override_pattern")
@@ -41,8 +41,8 @@ class BlockTypes:
             kinds = [OLDER_LAYERS.get(kind, kind) for kind in kinds]
             if unknown := [kind for kind in kinds if kind not in branches]:
                 raise ConfigError(
-                    f"config.json has layers_block_type with {unknown[0]!r}, but models of this family are built here "
-                    f"with {', '.join(branches)} only"
+                    f"config.json has layers_block_type with {unknown[0]!r}, but models of this "
+                    f"family are supported only with {', '.join(branches)}"
                 )
             pattern = "".join(letters[branches[kind]] for kind in kinds)
         return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
@@ -50,12 +50,12 @@ class BlockTypes:
     def write(self, model: ModelConfig) -> Tree:
         branches = model.pattern_layers
         if branches is None or "gated_delta_net" in branches:
-            raise ConfigError("its layers are not Mamba-2, attention, MLP or experts alone")
+            raise ConfigError("it has layers that are not a single Mamba-2, attention, MLP or experts branch")
         return {"layers_block_type": [NEMOTRON_LAYERS[branch] for branch in branches]}
 
 
 class NemotronExperts:
-    """Row for the experts, which config.json describes even if no layer has them."""
+    """Maps the experts, which config.json describes even if no layer has them."""
 
     _rows = (
         Field("num_experts", "n_routed_experts", default=8),

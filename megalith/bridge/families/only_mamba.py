@@ -17,7 +17,7 @@ from megalith.config import ModelConfig
 
 
 class OnlyMamba:
-    """Row for layers that have Mamba-2 alone."""
+    """Maps layers that have Mamba-2 alone."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"hybrid_layer_pattern": "M" * hf_config["num_hidden_layers"]}

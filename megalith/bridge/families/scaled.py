@@ -21,7 +21,7 @@ from megalith.config import ModelConfig
 
 
 class LogitScale:
-    """Row for `logit_scale`, which multiplies the logits."""
+    """Maps `logit_scale`, which multiplies the logits."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"logits_scaling": 1 / (hf_config.get("logit_scale") or 0.0625)}
@@ -31,7 +31,7 @@ class LogitScale:
 
 
 class QKNormPerHead:
-    """Row for `use_qk_norm`: QK norms with weights per head (Command-R+)."""
+    """Maps `use_qk_norm`: QK norms with weights per head (Command-R+)."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         uses_norm = bool(hf_config.get("use_qk_norm"))
@@ -42,7 +42,7 @@ class QKNormPerHead:
 
 
 class RopeInWindows:
-    """Row for RoPE only in layers with a window.
+    """Maps RoPE only in layers with a window.
 
     Args:
         windows: the family's row of windows.

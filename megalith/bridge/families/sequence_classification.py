@@ -40,7 +40,7 @@ CLASSES = {  # architecture of the decoder → that with a score; the name of it
 
 
 class OneLabel:
-    """Row for the number of labels, which must be 1."""
+    """Maps the number of labels, which must be 1."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         labels = hf_config.get("id2label")
@@ -79,6 +79,6 @@ FAMILIES = _families()
 
 
 def with_score(family: Family) -> Family:
-    """Return the family of reward models on a family's decoder; the family itself if it is one, or has none."""
+    """Return the reward-model family of a decoder family; the family itself if it is one already, or has none."""
     name, _ = CLASSES.get(family.architecture, (None, None))
     return next((each for each in FAMILIES if each.architecture == name), family)

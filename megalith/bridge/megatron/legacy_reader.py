@@ -70,8 +70,8 @@ def read_legacy(folder: Path, trust: bool) -> tuple[dict[str, JoinedTensor], dic
     try:
         if (ranks := args.get("expert_model_parallel_size") or 1) > 1:
             raise CheckpointError(
-                f"{folder} is of {ranks} expert-parallel ranks, whose legacy files cannot be joined; save it with "
-                "--ckpt-format torch_dist"
+                f"{folder} was written by {ranks} expert-parallel ranks in the legacy format, "
+                "whose files cannot be merged; save it with --ckpt-format torch_dist"
             )
         experts = int(args.get("num_experts") or 0)
         for state in states.values():

@@ -137,7 +137,8 @@ def _open_export_source(
     config = config_of(checkpoint)
     if config.lora.rank is not None:
         raise ConfigError(
-            f"{checkpoint.folder} holds only adapters; merge them with their base first: megalith lora merge"
+            f"{checkpoint.folder} contains only adapters; merge them with their base first: "
+            "megalith lora merge"
         )
 
     def read(part: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -176,8 +177,9 @@ def _arguments(exported: _ExportSource, tp: int, pp: int, dtype: torch.dtype, di
     model = config.model
     if model.num_experts and model.mlp_bias and not model.add_router_bias:
         raise ConfigError(
-            "its experts have biases but its router has none (model.add_router_bias), while Megatron core then has "
-            "one; export it to Hugging Face's format"
+            "its experts have biases but its router has none (model.add_router_bias), whereas in "
+            "Megatron core experts with biases imply a router bias; export it to Hugging Face's "
+            "format"
         )
     try:
         args = family_of(model).write_config(model)
@@ -223,7 +225,8 @@ def _arguments(exported: _ExportSource, tp: int, pp: int, dtype: torch.dtype, di
 def _check_sizes(model: ModelConfig, tp: int, pp: int, divisible_by: int) -> None:
     if min(tp, pp, divisible_by) < 1:
         raise ConfigError(
-            f"tp is {tp}, pp {pp} and make_vocab_size_divisible_by {divisible_by}; give numbers from 1"
+            f"tp is {tp}, pp is {pp} and make_vocab_size_divisible_by is {divisible_by}; each "
+            "must be at least 1"
         )
     cut = {
         "num_attention_heads": model.num_attention_heads,
@@ -328,8 +331,8 @@ def convert(
         kind = "megalith"
         if open_checkpoint(path, ()) is None:
             raise CheckpointError(
-                f"{path} has nothing to convert: no {CONFIG} with weights (hf), no Megatron checkpoint, no Megalith "
-                "run; give the folder that does"
+                f"{path} has nothing to convert: no {CONFIG} with weights (hf), no Megatron "
+                "checkpoint, no Megalith run; give a folder that has one of them"
             )
     if source not in (None, kind) and (source, kind) != ("megatron", "megalith"):
         if not path_exists(open_location(path)):

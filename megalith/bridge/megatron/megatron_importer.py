@@ -187,7 +187,7 @@ def _iteration(folder: Path) -> Path:
         ) from None
     if not re.fullmatch(f"{RELEASE}|[0-9]{{1,15}}", text):
         raise CheckpointError(
-            f"{latest} holds {text!r}, which is not an iteration; give the folder iter_NNNNNNN itself"
+            f"{latest} contains {text!r}, which is not an iteration; give the folder iter_NNNNNNN itself"
         )
     iteration = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not iteration.is_dir():

@@ -28,7 +28,7 @@ LATENT_YARN = {
 
 
 class CorePositions:
-    """Row for position_embedding_type, rotary_base and rope_scaling."""
+    """Maps position_embedding_type, rotary_base and rope_scaling."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         """Return settings of ModelConfig."""
@@ -99,8 +99,9 @@ def _scaling(args: Mapping[str, Any], latent: bool) -> Tree | None:
         factor, of_all = args.get("rotary_scaling_factor") or 1, args.get("mscale_all_dim")
         if of_all and factor > 1:
             raise ConfigError(
-                f"config.json has mscale_all_dim {of_all} and rotary_scaling_factor {factor} with rope_type rope, "
-                "which scale the attention scores but not the positions in Megatron core; no model here does that"
+                f"config.json has mscale_all_dim {of_all} and rotary_scaling_factor {factor} with "
+                "rope_type rope, with which Megatron core scales the attention scores but not "
+                "the positions; that is not supported"
             )
         return None
     if args.get("use_rope_scaling"):
@@ -114,7 +115,7 @@ def _yarn(args: Mapping[str, Any], latent: bool) -> Tree | None:
     factor = args.get("rotary_scaling_factor")
     if factor is None:
         raise ConfigError(
-            "config.json has no rotary_scaling_factor, which decides how far YaRN stretches; add it"
+            "config.json has no rotary_scaling_factor, by which YaRN extends the context; add it"
         )
     if factor <= 1:
         return None
@@ -154,11 +155,12 @@ def _yarn_arguments(scaling: RopeScaling, latent: bool) -> Tree:
     if latent:
         _check_fixed_for_latents(scaling)
     if (scaling.mscale or of_all) and not latent:
-        raise ConfigError("rope_scaling with mscale, which Megatron core has for latent attention alone")
+        raise ConfigError("rope_scaling with mscale, which Megatron core supports only for latent attention")
     if (magnitude := scaling.attention_factor) is not None and scaling.factor > 1:
         if magnitude < 1 and latent:
             raise ConfigError(
-                f"rope_scaling with attention_factor {magnitude}, which latents have from 1 there"
+                f"rope_scaling with attention_factor {magnitude}, which is below 1, the minimum "
+                "for latent attention there"
             )
         if magnitude < 1:
             mscale, of_all = 0.0, (1 / magnitude - 1.0) / (scaling.magnitude() - 1.0)

@@ -132,7 +132,7 @@ class _Required:
 
 
 class _Heads:
-    """Row for attention heads.
+    """Maps attention heads.
 
     num_query_groups is used only with group_query_attention. Latent attention uses neither.
     """
@@ -161,7 +161,7 @@ class _Heads:
 
 
 class _Windows:
-    """Row for window_size in the layers given by window_attn_skip_freq."""
+    """Maps window_size in the layers given by window_attn_skip_freq."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if args.get("window_size") is None:
@@ -185,7 +185,7 @@ class _Windows:
 
 
 class _MTP:
-    """Row for multi-token prediction."""
+    """Maps multi-token prediction."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if not args.get("mtp_num_layers"):
@@ -202,7 +202,7 @@ class _MTP:
 
 
 class _Activation:
-    """Row for the activation. GELU uses the tanh approximation in Megatron's fused kernel and with openai_gelu."""
+    """Maps the activation. GELU uses the tanh approximation in Megatron's fused kernel and with openai_gelu."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if args.get("swiglu"):
@@ -226,7 +226,7 @@ class _Activation:
 
 
 class _Biases:
-    """Row for add_bias_linear (all linear layers and the router) and add_qkv_bias (unless attention is latent)."""
+    """Maps add_bias_linear (all linear layers and the router) and add_qkv_bias (unless attention is latent)."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         names = ["add_bias_linear"] + ["add_qkv_bias"] * (not args.get("multi_latent_attention"))
@@ -243,7 +243,7 @@ class _Biases:
 
 
 class _Experts:
-    """Row for experts. Their arguments are read only with num_experts, because they have defaults in Megatron too."""
+    """Maps experts. Their arguments are read only with num_experts, because they have defaults in Megatron too."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if not args.get("num_experts"):
@@ -325,7 +325,7 @@ GPT = CoreFamily(
 
 
 class _BinaryHead:
-    """Row for bert_binary_head, which implies two segments and a pooler."""
+    """Maps bert_binary_head, which implies two segments and a pooler."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         binary = args.get("bert_binary_head", True)

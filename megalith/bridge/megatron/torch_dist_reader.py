@@ -133,7 +133,8 @@ def read_torch_dist(
 def _stored(folder: Path, extent: Extent, info: Any) -> StoredShard:
     if Path(info.relative_path).name != info.relative_path:
         raise CheckpointError(
-            f"{folder} names the file {info.relative_path!r}, which is outside it; it is not to be trusted"
+            f"{folder} names the file {info.relative_path!r}, which is outside it; do not trust "
+            "this checkpoint"
         )
     return StoredShard(extent, folder / info.relative_path, info.offset, info.length)
 
@@ -150,7 +151,7 @@ def _common_state(folder: Path, where: Mapping[tuple[str, tuple[int, ...]], Any]
 
 def _check_stored(shard: StoredShard, name: str) -> None:
     if not shard.file.is_file():
-        raise CheckpointError(f"{shard.file} is missing, which holds {name}; copy the checkpoint again")
+        raise CheckpointError(f"{shard.file}, which contains {name}, is missing; copy the checkpoint again")
     if not 0 <= shard.start <= shard.start + shard.length <= shard.file.stat().st_size:
         raise CheckpointError(f"{shard.file} ends before {name} does; copy the checkpoint again")
 
@@ -159,7 +160,7 @@ def _check_shards(folder: Path, name: str, tensor: DistributedTensor) -> None:
     for shard in tensor.shards:
         _check_stored(shard, name)
     if not covers_exactly(tensor.stored_shape, [shard.extent for shard in tensor.shards]):
-        raise CheckpointError(f"{folder}: the shards of {name} do not cover it; copy the checkpoint again")
+        raise CheckpointError(f"{folder}: the shards of {name} are incomplete; copy the checkpoint again")
 
 
 def _split_stacks(name: str, tensor: DistributedTensor) -> dict[str, DistributedTensor]:

@@ -179,7 +179,7 @@ def _refused(path: Path, error: Exception) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return CheckpointError(f"{path} is missing; copy the checkpoint again")
     if isinstance(error, RefusedFile):
-        return CheckpointError(f"{path} is not read: {error.strerror}")
+        return CheckpointError(f"{path} cannot be read: {error.strerror}")
     reason = str(error).strip().split("\n")[0].split(". ")[0]
     if named := _REFUSED_BY_TORCH.search(str(error)):
         reason = f"it names {named[1]}, which is not allowed"

@@ -32,7 +32,7 @@ NO_EFFECT = (
 )  # fmt: skip
 """Keys that do not change what the tensors of a folder mean."""
 LEAVES_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights with which PEFT leaves the base as it is."""
+"""Values of init_lora_weights with which PEFT does not change the base."""
 MAGNITUDE = "lora_magnitude_vector"
 
 

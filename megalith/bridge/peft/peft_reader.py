@@ -258,8 +258,9 @@ class PeftFolder:
                 if names
             ]
             raise CheckpointError(
-                f"{self.path / TENSORS_FILE} does not fit this model: it {' and '.join(messages) or 'is empty'}; "
-                "give adapters of the same base, on the matrices of its layers; routers have none here"
+                f"{self.path / TENSORS_FILE} does not fit this model: it "
+                f"{' and '.join(messages) or 'is empty'}; give adapters of the same base, on "
+                "matrices of its layers other than routers"
             )
 
     def _find_fused_parts(self) -> dict[str, tuple[str, ...]]:
@@ -363,8 +364,9 @@ class PeftFolder:
             expected = {layer for layer in with_site[site] if stack_indices[layer] in adapted}
             if layers.keys() != expected or len(set(map(frozenset, layers.values()))) > 1:
                 raise CheckpointError(
-                    f"{self.path} has adapters on {site.rpartition('.')[2]} in some layers and none, or others, in the "
-                    "rest; here the layers with adapters all have the same"
+                    f"{self.path} has adapters on {site.rpartition('.')[2]} in some layers, but "
+                    "not the same ones in the other layers; only adapters on the same matrices "
+                    "of every adapted layer are supported"
                 )
         return None if adapted == set(stack_indices.values()) else sorted(adapted)
 
@@ -402,9 +404,9 @@ class PeftFolder:
             )
         if value not in LEAVES_BASE and str(value).lower() not in ("pissa", "olora"):
             raise CheckpointError(
-                f"{self.path / CONFIG_FILE} has init_lora_weights {value!r:.60}, whose adapters are for another base "
-                "than the published one; save them again in PEFT with path_initial_model_for_weight_conversion, which "
-                "makes plain LoRA of them"
+                f"{self.path / CONFIG_FILE} has init_lora_weights {value!r:.60}, with which PEFT "
+                "changes the base weights; save the adapters again in PEFT with "
+                "path_initial_model_for_weight_conversion, which converts them to plain LoRA"
             )
         for key, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
             if type(self._config.get(key)) not in kinds:

@@ -165,8 +165,9 @@ def _peft_pairs(
         }
     if pairs and not modules:
         raise CheckpointError(
-            f"{target.name} has other parts in this family's models than its adapters; train one adapter for all its "
-            f"rows, {target.site}.{WHOLE} in lora.targets, or merge them"
+            f"{target.name} is divided into other parts in this family's models than in its "
+            f"adapters; train one adapter for the whole matrix ({target.site}.{WHOLE} in "
+            "lora.targets), or merge the adapters"
         )
     if WHOLE in modules and pairs:
         return {modules[WHOLE]: _fused_pair(target, pairs, lora, lengths)}

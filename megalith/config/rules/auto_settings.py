@@ -167,11 +167,14 @@ def _obstacle(config: RunConfig, machine: Machine) -> str:
     if config.model.num_experts is not None:
         return "not with experts"
     if config.parallel.dynamic_context_parallel:
-        return "not with dynamic_context_parallel, whose passes have one row"
+        return "not with dynamic_context_parallel, because its passes have one row"
     if config.parallel.pipeline_schedule == "zero_bubble":
         return "not with zero_bubble"
     if (work := _layer_work(config)) < machine.least_work:
-        return f"a layer's {work / 1e12:.2g} TFLOP finish before the host has launched two halves"
+        return (
+            f"the GPU finishes a layer's {work / 1000000000000.0:.2g} TFLOP before the host "
+            "has launched the kernels of two halves"
+        )
     try:
         if config.train.fp8_format is not None:
             check_fp8(config.with_unvalidated({"parallel.tp_comm_overlap": True}))

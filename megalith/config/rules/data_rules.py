@@ -40,7 +40,9 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
             "data.dataset to your own dataset, or data.mock to true"
         )
     if part_paths and data.train_data_path is None:
-        raise ConfigError(f"{', '.join(part_paths)} is set but data.train_data_path is not; set it too")
+        raise ConfigError(
+            f"{', '.join(part_paths)} is set, but data.train_data_path is not; set data.train_data_path too"
+        )
 
 
 def _check_indexed_data(config: RunConfig) -> None:

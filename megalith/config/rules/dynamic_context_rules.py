@@ -48,8 +48,9 @@ def check_dynamic_context(config: RunConfig, ranks: int) -> None:
     largest, tokens, length = degrees[-1], config.tokens_per_pass, config.data.seq_length
     if largest * tokens < length:
         raise ConfigError(
-            f"data.seq_length {length} does not fit on {largest} data × context ranks, the most that a sequence can "
-            f"take, of {tokens} tokens (parallel.max_seqlen_per_dp_cp_rank); set it to at least {-(-length // largest)}"
+            f"data.seq_length {length} does not fit on {largest} data × context ranks, the most "
+            f"that a sequence can take, at {tokens} tokens per rank "
+            f"(parallel.max_seqlen_per_dp_cp_rank); set that to at least {-(-length // largest)}"
         )
     heads = config.model.num_attention_heads // parallel.tensor_model_parallel_size
     if parallel.cp_comm_type == "a2a" and heads % largest:

@@ -16,8 +16,8 @@ def check_experts(model: ModelConfig) -> None:
         return
     if topk > experts:
         raise ConfigError(
-            f"model.moe_router_topk {topk} is more than model.num_experts {experts}; a token goes to different "
-            "experts: lower it"
+            f"model.moe_router_topk {topk} is more than model.num_experts {experts}, but the "
+            "experts of a token must differ; lower model.moe_router_topk"
         )
     if model.moe_apply_probs_on_input and topk != 1:
         raise ConfigError(
@@ -69,8 +69,8 @@ def _check_sinkhorn(model: ModelConfig) -> None:
     for name in others:
         if value := getattr(model, name):
             raise ConfigError(
-                f"model.moe_router_load_balancing_type sinkhorn and model.{name} {value} contradict: sinkhorn alone "
-                "balances the choices; leave one of them out"
+                f"model.moe_router_load_balancing_type is sinkhorn and model.{name} is {value}, "
+                "but sinkhorn balances the experts without it; leave one of them out"
             )
 
 
@@ -82,8 +82,9 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
     expert_data_parallel_size(parallel, world_size)
     if model.num_experts % ep:
         raise ConfigError(
-            f"model.num_experts {model.num_experts} is not divisible by parallel.expert_model_parallel_size {ep}; "
-            f"each rank holds the same number: choose among {divisors(model.num_experts)}"
+            f"model.num_experts {model.num_experts} is not divisible by "
+            f"parallel.expert_model_parallel_size {ep}, but every rank must hold the same number; "
+            f"choose among {divisors(model.num_experts)}"
         )
     if model.expert_size % etp:
         raise ConfigError(
@@ -92,8 +93,9 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
         )
     if ep > 1 and parallel.moe_token_dispatcher_type == "alltoall" and model.hidden_size % 2:
         raise ConfigError(
-            f"model.hidden_size {model.hidden_size} is odd, but tokens are dispatched in rows with 4-byte metadata, "
-            "the size of two bf16 elements; choose an even size, or set parallel.moe_token_dispatcher_type to allgather"
+            f"model.hidden_size {model.hidden_size} is odd, but tokens are dispatched together "
+            "with 4 bytes of metadata, which must be aligned to 4 bytes; choose an even size, or "
+            "set parallel.moe_token_dispatcher_type to allgather"
         )
     shared, tp = model.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
     if shared and shared % tp:

@@ -46,8 +46,8 @@ def check_score_head(config: RunConfig) -> None:
     """Raise ConfigError if a reward model has no score head, or a model with one is trained otherwise."""
     if config.model.score_head and not config.reward.enabled:
         raise ConfigError(
-            "model.score_head is on, so the model gives scores in place of tokens, and only `megalith reward` trains "
-            "such a model; use that, or omit model.score_head"
+            "model.score_head is on, so the model predicts scores instead of tokens, and only "
+            "`megalith reward` trains such a model; use that, or omit model.score_head"
         )
     if not config.reward.enabled:
         return

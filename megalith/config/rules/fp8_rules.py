@@ -18,7 +18,7 @@ def check_fp8(config: RunConfig) -> None:
         return
     if train.fp8_recipe == "mxfp8":
         raise ConfigError(
-            "train.fp8_recipe is mxfp8, whose blocks of 32 only GPUs of compute capability 10 multiply; choose "
+            "train.fp8_recipe is mxfp8, which needs a GPU of compute capability 10; choose "
             "delayed, tensorwise or blockwise"
         )
     if train.fp8_recipe == "blockwise" and train.fp8_format != "e4m3":
@@ -37,9 +37,9 @@ def check_fp8(config: RunConfig) -> None:
     wrong = [f"{name} {value}" for name, value in (*_widths(config), *_tokens(config)) if value % multiple]
     if wrong:
         raise ConfigError(
-            f"train.fp8_recipe {train.fp8_recipe} takes multiples of {multiple}, and on a rank there are "
-            f"{', '.join(dict.fromkeys(wrong))}; change these sizes or their parallel sizes, or leave "
-            "train.fp8_format out"
+            f"train.fp8_recipe {train.fp8_recipe} needs matrix dimensions that are multiples of "
+            f"{multiple}, but a rank has {', '.join(dict.fromkeys(wrong))}; change these sizes or "
+            "the parallel sizes that divide them, or leave train.fp8_format out"
         )
 
 

@@ -20,7 +20,9 @@ def check_model(model: ModelConfig) -> None:
                 f"model.{name} is not set; set it, or choose a model.preset: {', '.join(PRESETS)}"
             )
     if model.vocab_size is None:
-        raise ConfigError("model.vocab_size is not set and there is no tokenizer to take it from; set either")
+        raise ConfigError(
+            "model.vocab_size is not set, and there is no tokenizer to take it from; set one of them"
+        )
     model.check_requirements("model")
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
@@ -133,8 +135,9 @@ def _check_two_stacks(model: ModelConfig) -> None:
         return
     if not 0 < model.encoder_layers < model.num_layers:
         raise ConfigError(
-            f"model.encoder_num_layers {model.encoder_layers} of model.num_layers {model.num_layers} are the "
-            "encoder's, and the others the decoder's: each has at least one; change one of the two"
+            f"model.encoder_num_layers {model.encoder_layers} of model.num_layers "
+            f"{model.num_layers} leaves no layers for the encoder or none for the decoder; change "
+            "one of the two"
         )
     required = {
         "num_experts": (model.num_experts, None),
@@ -325,14 +328,15 @@ def _check_mamba(model: ModelConfig) -> None:
         )
     if heads % groups:
         raise ConfigError(
-            f"model.mamba_num_groups {groups} does not divide the {heads} heads (model.mamba_num_heads): each group "
-            "has the same number; change one"
+            f"model.mamba_num_groups {groups} does not divide the {heads} heads "
+            "(model.mamba_num_heads), but every group must have the same number; change one of "
+            "them"
         )
     limit = model.mamba_dt_limit
     if limit is not None and not limit[0] < limit[1] < math.inf:
         raise ConfigError(
-            f"model.mamba_dt_limit {limit} is not a smallest and a larger, finite step size; correct it, or leave it "
-            "out for no limits"
+            f"model.mamba_dt_limit {limit} must be two step sizes, the second larger than the "
+            "first and finite; correct it, or leave it out for no limits"
         )
     if model.parallel_mixers:
         required = {
@@ -362,8 +366,8 @@ def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
         count = len(getattr(scaling, name) or ())
         if count != pairs:
             raise ConfigError(
-                f"model.rope_scaling.{name} has {count} numbers, but a head has {pairs} pairs of rotary dimensions; "
-                "longrope needs one for each"
+                f"model.rope_scaling.{name} has {count} numbers, but a head has {pairs} pairs of "
+                "rotary dimensions; give longrope one number for each pair"
             )
     bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     for low, high in [bounds[scaling.type]] if scaling.type in bounds else []:

@@ -24,9 +24,12 @@ def check_schedule(optim: OptimConfig, train: TrainConfig) -> tuple[float, int, 
             "exactly one: the run's length in steps or in sequences"
         )
     if train.global_batch_size is None:
-        raise ConfigError("train.global_batch_size is not set; training needs it")
+        raise ConfigError(
+            "train.global_batch_size is not set, and training needs it; set it to "
+            "the sequences per optimizer step"
+        )
     if optim.lr is None:
-        raise ConfigError("optim.lr is not set; training needs the highest learning rate, for example 3e-4")
+        raise ConfigError("optim.lr is not set; set it to the peak learning rate, for example 3e-4")
     unit, total = train.length
     _refuse_other_unit(optim, unit)
     decay = getattr(optim, f"lr_decay_{unit}") or total
@@ -95,8 +98,9 @@ def check_muon(optim: OptimConfig) -> None:
         )
     if optim.muon_split_heads and not optim.muon_split_qkv:
         raise ConfigError(
-            "optim.muon_split_heads is true and optim.muon_split_qkv is false, but the matrix of all of query, key and "
-            "value has no heads; turn one of them off or on"
+            "optim.muon_split_heads is true and optim.muon_split_qkv is false, but heads can "
+            "only be split after query, key and value are; turn optim.muon_split_qkv on, or "
+            "optim.muon_split_heads off"
         )
     if optim.muon_scalar_optimizer == "muon":
         raise ConfigError(
@@ -165,8 +169,8 @@ def _check_lengths(optim: OptimConfig, unit: str, warmup: float, decay: int, wsd
     if optim.lr_decay_style == "WSD" and not 0 < wsd_decay <= decay - warmup:
         current = f"is {wsd_decay}" if wsd_decay else "is not set"
         raise ConfigError(
-            f"optim.lr_wsd_decay_{unit} {current}; WSD needs its last decay to be between 1 and "
-            f"{decay - warmup:g} {unit}: the decay ({decay}) less the warm-up ({warmup:g})"
+            f"optim.lr_wsd_decay_{unit} {current}; set WSD's final decay to between 1 and "
+            f"{decay - warmup:g} {unit}, the total ({decay}) less the warm-up ({warmup:g})"
         )
 
 

@@ -39,9 +39,10 @@ def _check_decoder_tokens(config: RunConfig) -> None:
     _check_chunks("decoder_seq_length", length, context)
     if parallel.sequence_parallel and length // context % size:
         raise ConfigError(
-            f"parallel.sequence_parallel cuts the {length // context} tokens of the decoder's sequence "
-            f"(data.decoder_seq_length {length} / context_parallel_size {context}) over tensor_model_parallel_size "
-            f"{size} ranks, which does not divide them; choose a multiple"
+            f"parallel.sequence_parallel shards the {length // context} tokens of the decoder's "
+            f"sequence (data.decoder_seq_length {length} / context_parallel_size {context}) over "
+            f"tensor_model_parallel_size {size} ranks, but {size} does not divide them; choose a "
+            "multiple"
         )
 
 
@@ -104,8 +105,9 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
     for name, value in sizes.items():
         if value % size:
             raise ConfigError(
-                f"model.{name} {value} is not divisible by parallel.tensor_model_parallel_size {size}; each rank "
-                f"takes the same number; choose a tensor size among {divisors(value)}"
+                f"model.{name} {value} is not divisible by parallel.tensor_model_parallel_size "
+                f"{size}, but every rank must have the same number; choose a tensor size among "
+                f"{divisors(value)}"
             )
     groups = model.mamba_num_groups
     if "mamba2" in model.recurrent_mixers and groups % size and size % groups:
@@ -134,15 +136,17 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
     rows = -(-model.padded_vocab_size // size)
     if rows * (size - 1) >= model.padded_vocab_size:
         raise ConfigError(
-            f"a padded vocabulary of {model.padded_vocab_size} rows leaves nothing to the last of "
-            f"{size} tensor-parallel ranks at {rows} rows each; raise model.make_vocab_size_divisible_by"
+            f"the padded vocabulary has {model.padded_vocab_size} rows, so at {rows} rows per "
+            f"rank none are left for the last of {size} tensor-parallel ranks; raise "
+            "model.make_vocab_size_divisible_by"
         )
     tokens = seq_length // parallel.context_parallel_size
     if parallel.sequence_parallel and tokens % size:
         raise ConfigError(
-            f"parallel.sequence_parallel cuts the {tokens} tokens of a sequence (data.seq_length {seq_length} / "
-            f"context_parallel_size {parallel.context_parallel_size}) over tensor_model_parallel_size {size} ranks, "
-            "which does not divide them; change one, or leave sequence_parallel out"
+            f"parallel.sequence_parallel shards the {tokens} tokens of a sequence "
+            f"(data.seq_length {seq_length} / context_parallel_size "
+            f"{parallel.context_parallel_size}) over tensor_model_parallel_size {size} ranks, but "
+            f"{size} does not divide them; change one, or leave sequence_parallel out"
         )
 
 
@@ -209,13 +213,13 @@ def _check_distributed_inputs(model: ModelConfig, parallel: ParallelConfig) -> N
         )
     if parallel.cpu_offloading_num_layers:
         raise ConfigError(
-            f"{name} and parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers} both take away the "
-            "inputs that recomputation keeps; leave one out"
+            f"{name} and parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers} "
+            "both apply to the inputs that recomputation saves; leave one of them out"
         )
     if model.hidden_size % size:
         raise ConfigError(
-            f"{name} divides hidden states over parallel.tensor_model_parallel_size {size}, which does not divide "
-            f"model.hidden_size {model.hidden_size}; leave it out"
+            f"{name} shards hidden states over parallel.tensor_model_parallel_size {size} ranks, "
+            f"but {size} does not divide model.hidden_size {model.hidden_size}; leave it out"
         )
 
 

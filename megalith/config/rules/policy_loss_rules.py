@@ -28,14 +28,15 @@ def check_clips(config: RunConfig) -> None:
         raise ConfigError(f"rl.epsilon is {rl.epsilon}, but a ratio is never below 0; choose at most 1")
     if rl.delta is not None and rl.delta <= 1 + rl.upper_epsilon and rl.loss_type not in OTHER_RATIOS:
         raise ConfigError(
-            f"rl.delta {rl.delta} is not above 1 + epsilon_high = {1 + rl.upper_epsilon}, so the clip would never "
-            "count; raise it, or leave it out"
+            f"rl.delta {rl.delta} is not above 1 + epsilon_high = {1 + rl.upper_epsilon}, so it "
+            "would never take effect; raise it, or leave it out"
         )
     if rl.loss_type in OTHER_RATIOS:
         unread = {"delta": rl.delta, "clip_ratio_c": rl.clip_ratio_c}
         for name in (name for name, value in unread.items() if value is not None):
             raise ConfigError(
-                f"rl.{name} is {unread[name]}, but loss_type {rl.loss_type} has no clip of PPO's; leave it out"
+                f"rl.{name} is {unread[name]}, but loss_type {rl.loss_type} does not use PPO's "
+                "clip; leave it out"
             )
         if rl.importance_sampling_level == "sequence" and (ratio := OTHER_RATIOS[rl.loss_type]):
             raise ConfigError(
@@ -60,19 +61,20 @@ def check_clips(config: RunConfig) -> None:
         )
     if rl.use_decoupled_loss and rl.old_logprobs == "rollout":
         raise ConfigError(
-            "rl.use_decoupled_loss is set, but rl.old_logprobs is rollout: the proximal policy would be the one that "
-            "sampled, and nothing decoupled; leave out one"
+            "rl.use_decoupled_loss is set, but rl.old_logprobs is rollout: the proximal policy "
+            "would be the sampling policy, so nothing would be decoupled; leave one of them out"
         )
     clips = rl.vllm_importance_sampling_clip_min, rl.vllm_importance_sampling_clip_max
     if rl.use_decoupled_loss and clips != (None, None):
         raise ConfigError(
-            f"rl.vllm_importance_sampling_clip_min is {clips[0]} and _max {clips[1]}, but with rl.use_decoupled_loss "
-            "the weight has no bound but rl.behav_imp_weight_cap; set that, or leave out one"
+            f"rl.vllm_importance_sampling_clip_min is {clips[0]} and _max {clips[1]}, but with "
+            "rl.use_decoupled_loss, rl.behav_imp_weight_cap is the weight's only bound; set that "
+            "instead, or leave out use_decoupled_loss"
         )
     if rl.interpolates_old_logprobs and rl.rollouts:
         raise ConfigError(
-            "rl.prox_logp_method is loglinear, but rl.rollouts are of another run, whose versions say nothing of this "
-            "one's weights; set it to recompute"
+            "rl.prox_logp_method is loglinear, but rl.rollouts are from another run, whose "
+            "weight versions do not apply to this one; set it to recompute"
         )
     if rl.vllm_importance_sampling_mode.endswith("_unbounded") and clips != (None, None):
         raise ConfigError(
@@ -113,8 +115,8 @@ def check_pairs(config: RunConfig) -> None:
     }
     if used := [name for name, is_used in others.items() if is_used]:
         raise ConfigError(
-            f"rl.loss_type is {rl.loss_type}, a loss of pairs of completions, which rl.{used[0]} does not apply to; "
-            "leave it out"
+            f"rl.loss_type is {rl.loss_type}, a loss of pairs of completions, to which rl.{used[0]} "
+            "does not apply; leave that out"
         )
 
 
@@ -124,9 +126,9 @@ def check_rollout_correction(rl: RlConfig) -> None:
         rejection_criteria(rl.rollout_rs, rl.rollout_rs_threshold)
     if rl.normalizes_mismatch and (rl.old_logprobs == "rollout" or rl.loss_type == "reinforce"):
         raise ConfigError(
-            f"rl.rollout_is_batch_normalize is set, but with rl.old_logprobs {rl.old_logprobs} and rl.loss_type "
-            f"{rl.loss_type} the weights change within the step, and their mean would be that of a micro-batch; leave "
-            "it out"
+            f"rl.rollout_is_batch_normalize is set, but with rl.old_logprobs {rl.old_logprobs} "
+            f"and rl.loss_type {rl.loss_type} the weights change within the step, so only their "
+            "mean over a micro-batch would be known; leave it out"
         )
     if rl.corrects_batches and (rl.interpolates_old_logprobs or rl.uses_critic):
         other = "advantage_estimator is gae" if rl.uses_critic else "prox_logp_method is loglinear"
@@ -138,9 +140,9 @@ def check_rollout_correction(rl: RlConfig) -> None:
 def _check_cispo_bounds(rl: RlConfig) -> None:
     if rl.epsilon_high is None:
         raise ConfigError(
-            f"rl.loss_type is cispo, but rl.epsilon_high, the cap of its ratio, is not set: epsilon, {rl.epsilon:g}, "
-            "would cap every token; set it to 5 (TRL's recommendation), or rl.clip_ratio_high to 0.28 (verl's and "
-            "NeMo-RL's spelling of a cap of 1.28)"
+            "rl.loss_type is cispo, but rl.epsilon_high, the cap of its ratio, is not setand "
+            f"epsilon ({rl.epsilon:g}) would cap every token; set it to 5 (TRL's recommendation), "
+            "or rl.clip_ratio_high to 0.28 (verl's and NeMo-RL's spelling of a cap of 1.28)"
         )
     if rl.cispo_ratio_min is not None and rl.cispo_ratio_min > rl.epsilon_high:
         raise ConfigError(

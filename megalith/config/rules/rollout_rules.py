@@ -20,12 +20,13 @@ def check_rollouts(config: RunConfig) -> None:
         _check_prompts(config)
     if train.rampup_batch_size is not None:
         raise ConfigError(
-            f"train.rampup_batch_size is {train.rampup_batch_size}, but rollout batches are of one size; leave it out"
+            f"train.rampup_batch_size is {train.rampup_batch_size}, but all rollout batches have "
+            "the same size; leave it out"
         )
     if config.runtime.loss_spike_threshold is not None:
         raise ConfigError(
-            f"runtime.loss_spike_threshold is {config.runtime.loss_spike_threshold}, but a policy's loss is around 0 "
-            "and no measure of its health; leave it out"
+            f"runtime.loss_spike_threshold is {config.runtime.loss_spike_threshold}, but a "
+            "policy's loss is around 0 and does not show spikes; leave it out"
         )
     if rl.use_adaptive_entropy and rl.top_entropy_quantile < 1:
         raise ConfigError(
@@ -41,8 +42,8 @@ def check_rollouts(config: RunConfig) -> None:
         )
     if rl.num_generations == 1 and not rl.uses_critic and rl.teacher is None:
         raise ConfigError(
-            "rl.num_generations is 1, but an advantage is over the other completions of a prompt, so all would be 0; "
-            "choose at least 2"
+            "rl.num_generations is 1, but an advantage compares a completion with the prompt's "
+            "other completions, so all would be 0; choose at least 2"
         )
     completions = (train.global_batch_size or 0) * rl.mini_batches
     if completions % rl.num_generations:
@@ -120,8 +121,8 @@ def _check_prompts(config: RunConfig) -> None:
     if weights not in (None, 0) and not (rl.environment and weights == 1):
         models = f" and {len(rl.reward_model_paths)} reward_models" if rl.reward_models else ""
         raise ConfigError(
-            f"rl.reward_weights has {len(rl.reward_weights)} weights for {len(rl.rewards)} reward_funcs{models}; give "
-            "one each"
+            f"rl.reward_weights has {len(rl.reward_weights)} weights for {len(rl.rewards)} "
+            f"reward_funcs{models}; give one weight for each"
         )
     of_all, unpenalized = "are those of all tokens", "have no penalties"
     for name, neutral, reason in (
@@ -136,11 +137,12 @@ def _check_prompts(config: RunConfig) -> None:
     if rl.stop_texts and (rl.engine != "own" or rl.uses_turns):
         where = f"rl.engine is {rl.engine}" if rl.engine != "own" else "rollouts have several turns"
         raise ConfigError(
-            f"rl.stop_strings is {list(rl.stop_texts)} and {where}, but only Megalith's engine looks for them, in "
-            "single answers; leave it out, or set rl.engine to own without tools, environments and agents"
+            f"rl.stop_strings is {list(rl.stop_texts)} and {where}, but stop strings are "
+            "supported only by Megalith's engine, in completions of one turn; leave it out, or "
+            "set rl.engine to own without tools, environments and agents"
         )
     if not all(rl.stop_texts):
-        raise ConfigError("rl.stop_strings has an empty text; give each at least one character")
+        raise ConfigError("rl.stop_strings has an empty string; give each string at least one character")
     if rl.engine_url in ([], ""):
         raise ConfigError(
             f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave it out"
@@ -191,13 +193,14 @@ def _check_prompts(config: RunConfig) -> None:
         )
     if rl.max_staleness and rl.old_logprobs == "policy" and not rl.mismatch_mode:
         raise ConfigError(
-            f"rl.max_staleness is {rl.max_staleness} without rl.vllm_importance_sampling_correction, so nothing would "
-            "correct for the older weights; leave it on, or set rl.use_decoupled_loss, or rl.old_logprobs to rollout"
+            f"rl.max_staleness is {rl.max_staleness} without "
+            "rl.vllm_importance_sampling_correction, so nothing would correct for the older "
+            "weights; turn that on, set rl.use_decoupled_loss, or set rl.old_logprobs to rollout"
         )
     room = seq_length + 1 - rl.max_completion_length
     if (rl.max_prompt_length or 1) > room:
         raise ConfigError(
-            f"rl.max_prompt_length {rl.max_prompt_length or 'of one token'} and rl.max_completion_length "
-            f"{rl.max_completion_length} do not fit into data.seq_length + 1 = {seq_length + 1}; raise it, or shorten "
-            "one of them"
+            f"rl.max_prompt_length {rl.max_prompt_length or 'of one token'} and "
+            f"rl.max_completion_length {rl.max_completion_length} do not fit into data.seq_length "
+            f"+ 1 = {seq_length + 1}; raise data.seq_length, or lower one of them"
         )

@@ -73,8 +73,9 @@ def _check_qk_clip(config: RunConfig) -> None:
     norms = [name for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)]
     if norms and not model.multi_latent_attention:
         raise ConfigError(
-            f"optim.qk_clip is true and model.{norms[0]} is true, but normalized queries and keys do not depend on the "
-            "size of their weights, and their logits are bounded already; turn qk_clip off"
+            f"optim.qk_clip is true and model.{norms[0]} is true, but normalized queries and keys "
+            "do not depend on the magnitude of their weights, and their logits are bounded "
+            "already; turn qk_clip off"
         )
     if config.lora.rank is not None or config.lora.load is not None:
         raise ConfigError(
@@ -152,17 +153,18 @@ def _check_encoder(config: RunConfig) -> None:
     conflicting += ["distill.teacher"] if config.distill.teacher_or_logits is not None else []
     if conflicting:
         raise ConfigError(
-            f"{' and '.join(conflicting)} {'are' if conflicting[1:] else 'is'} for models that continue a text, but "
-            f"model.model_type is {model.model_type}, which learns what an encoder has read; leave it out"
+            f"{' and '.join(conflicting)} {'require' if conflicting[1:] else 'requires'} a decoder-only model, but "
+            f"model.model_type is {model.model_type}; leave {'them' if conflicting[1:] else 'it'} out"
         )
     if not model.add_lm_head:
         raise ConfigError(
-            "model.add_lm_head is false, so there is nothing that masked words are learnt by; set it to true"
+            "model.add_lm_head is false, but predicting masked tokens needs the head; set it to true"
         )
     if model.model_type == "bert" and data.mask_prob * (data.seq_length - SPECIAL_COUNT) < 1:
         raise ConfigError(
-            f"data.mask_prob {data.mask_prob} of data.seq_length {data.seq_length} without its {SPECIAL_COUNT} special "
-            "tokens is less than one token, so that none would ever be masked; raise one of the two"
+            f"data.mask_prob {data.mask_prob} of data.seq_length {data.seq_length} without its "
+            f"{SPECIAL_COUNT} special tokens is less than one token, so no token would ever be "
+            "masked; raise one of the two"
         )
 
 

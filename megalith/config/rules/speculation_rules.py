@@ -44,8 +44,8 @@ def check_rolls_back(model: ModelConfig, which: str) -> None:
     """Raise ConfigError if a model cannot drop the drafts that it does not accept."""
     if mixers := [mixer for mixer in model.recurrent_mixers if model.layers_with(mixer)]:
         raise ConfigError(
-            f"speculative_method is set, but {which} has the recurrent mixer {mixers[0]}, whose state cannot return to "
-            "the last accepted token; set it to none"
+            f"speculative_method is set, but {which} has the recurrent mixer {mixers[0]}, whose "
+            "state cannot be rewound to the last accepted token; set speculative_method to none"
         )
     if model.moe_expert_capacity_factor is not None:
         raise ConfigError(

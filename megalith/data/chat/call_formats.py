@@ -160,7 +160,7 @@ def _object_call(value: Any, keys: Sequence[str]) -> ToolCall:
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        return _malformed(f"its {keys[0]} are no object", keys[0], value["name"])
+        return _malformed(f"its {keys[0]} are not an object", keys[0], value["name"])
     return ToolCall(value["name"], arguments)
 
 
@@ -204,7 +204,7 @@ def _format_of(template: str, response: Any, setting: str) -> str:
     if "python_tag" in template or '"parameters"' in template:
         return "llama3_json"
     raise ConfigError(
-        f"{setting} is auto, but the chat template shows no format of tool calls that is built in (hermes, "
-        "llama3_json, qwen3_coder, glm45, harmony), and tokenizer_config.json has no response_template; name the "
-        "format, or write path.py:function"
+        f"{setting} is auto, but the chat template uses none of the built-in tool call formats "
+        "(hermes, llama3_json, qwen3_coder, glm45, harmony), and tokenizer_config.json has no "
+        "response_template; set the format, or write path.py:function"
     )

@@ -81,7 +81,7 @@ class ChatDataset:
 
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of chat data that has {len(self)}")
+            raise IndexError(f"row {i} is out of range of chat data of {len(self)} rows")
         members, answers = self._samples_of(i), self.samples.sequences_per_sample
         rows = [
             self.packed_row([sample * answers + answer for sample in members], self.seq_length)

@@ -120,8 +120,8 @@ def _parse(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], A
             return parse(record)
     forms = "; ".join(" and ".join(keys) for keys in all_forms)
     raise ValueError(
-        f"its keys are {', '.join(map(repr, record)) or 'none'}, which match none of the forms: {forms}"
-        f"{record_hint(record)}"
+        f"its keys are {', '.join(map(repr, record)) or 'none'}, which match none of these "
+        f"formats: {forms}{record_hint(record)}"
     )
 
 
@@ -241,8 +241,8 @@ def _prompted_answers(record: Record) -> list[ParsedSequence]:
     are_text = [isinstance(record[name], str) for name in ("prompt", "chosen", "rejected")]
     if any(are_text) and not all(are_text):
         raise ValueError(
-            "some of prompt, chosen and rejected are text and others lists of messages; if chosen and rejected are "
-            "full conversations, remove the prompt"
+            "prompt, chosen and rejected are partly text and partly lists of messages; use one "
+            "kind, or if chosen and rejected are full conversations, remove the prompt"
         )
     if not any(are_text):
         _require_messages(prompt=prompt, chosen=record["chosen"], rejected=record["rejected"])
@@ -378,8 +378,8 @@ def _check_learned(number: int, role: str, turn: Mapping[str, Any]) -> None:
     for key in UNSUPPORTED_KEYS:
         if turn.get(key) is not None:
             raise ValueError(
-                f"message {number} has {key}, but a message is either learned or not: set its weight to 1 or 0, or "
-                "give tokens with a mask"
+                f"message {number} has {key}, but a message is learned as a whole or not at all; "
+                "set its weight to 1 or 0, or give tokens with a mask"
             )
     for key in (*LEARNED_KEYS, MASKED):
         value = turn.get(key)
@@ -419,5 +419,5 @@ def unicode_text(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("it has half of a surrogate pair, which is no character") from None
+        raise ValueError("it has half of a surrogate pair, which is not a character") from None
     return text

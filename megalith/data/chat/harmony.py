@@ -54,7 +54,7 @@ def _call(name: str, body: str) -> ToolCall:
     except (ValueError, RecursionError) as error:
         return _malformed(name, f"its arguments are not JSON ({error})")
     if not isinstance(arguments, dict):
-        return _malformed(name, "its arguments are no object")
+        return _malformed(name, "its arguments are not an object")
     return ToolCall(name, arguments)
 
 

@@ -76,7 +76,7 @@ def _conversations(record: Record, chat: ChatConfig) -> list[ParsedSample]:
 def _weighted_pairs(record: Record, chat: ChatConfig) -> list[ParsedSample]:
     value = _number(record, "weight") if record.get("weight") is not None else None
     if value is not None and value < 0:
-        raise ValueError(f"its weight is {value:g}, but a weight is at least 0; correct it")
+        raise ValueError(f"its weight is {value:g}, but weights must be at least 0; correct it")
     return [ParsedSample(parse_preference(_without(record, "weight")), value)]
 
 
@@ -89,7 +89,8 @@ def _pairs_with_preference(record: Record, chat: ChatConfig) -> list[ParsedSampl
     value = _number(record, "preference") if record.get("preference") is not None else None
     if value is not None and not 0 <= value <= 1:
         raise ValueError(
-            f"its preference is {value:g}; give a number from 0, the rejected answer is better, to 1, the chosen one is"
+            f"its preference is {value:g}; give a number from 0 (the rejected answer is better) "
+            "to 1 (the chosen answer is better)"
         )
     return [ParsedSample(parse_preference(_without(record, "preference")), value)]
 
@@ -203,7 +204,7 @@ def token_values(value: float | list[float] | None, learned: np.ndarray, default
     stretch = np.cumsum(np.diff(learned.astype(np.int8), prepend=0) == 1)  # from 1 on
     if stretch[-1] != len(value):
         raise ValueError(
-            f"its {len(value)} steps have {stretch[-1]} separate ends in tokens; choose a reward.step_separator that "
-            "the tokenizer does not merge with the steps"
+            f"its {len(value)} steps have only {stretch[-1]} separate end tokens; choose a "
+            "reward.step_separator that the tokenizer does not merge with the steps"
         )
     return np.concatenate([[0.0], np.array(value)])[stretch].astype(np.float32)

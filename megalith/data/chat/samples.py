@@ -153,7 +153,8 @@ class _Reader:
             return sequence
         if self.tokenizer is None:
             raise DataError(
-                "chat data has text, but data.tokenizer_type is not set; name the model's tokenizer"
+                "data.tokenizer_type is not set, but the chat data has text to tokenize; set it "
+                "to the model's tokenizer"
             )
         if isinstance(sequence, Text):
             start = len(sequence.prompt) if self.completion_only else 0

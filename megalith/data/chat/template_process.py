@@ -87,7 +87,7 @@ class TemplateProcess:
             return json.loads(line)
         code = self._stop()
         if code == -signal.SIGXCPU:
-            raise ValueError(f"the chat template takes more than {SECONDS} s of processor time")
+            raise ValueError(f"the chat template takes more than {SECONDS} s of CPU time")
         raise ValueError(
             f"the process that renders the chat template, in {MEMORY >> 30} GB of memory, ended with exit code {code}"
         )

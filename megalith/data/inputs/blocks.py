@@ -94,7 +94,7 @@ def reason_of(error: ValueError | RecursionError) -> str:
         utf16 = error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
         return f"{reason}; the file is UTF-16: convert it with iconv -f utf-16 -t utf-8" if utf16 else reason
     if isinstance(error, UnicodeEncodeError):
-        return "it escapes half of a surrogate pair, which is no character"
+        return "it escapes half of a surrogate pair, which is not a character"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at character {error.pos} of the line"
     if isinstance(error, RecursionError):

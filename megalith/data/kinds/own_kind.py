@@ -33,11 +33,11 @@ class OwnKind(DatasetKind):
         streams = [id(split.dataset) for split in opened if isinstance(split, StreamDataset)]
         if len(set(streams)) < len(streams):
             raise ConfigError(
-                f"data.dataset {self.data.dataset} returns one stream for two splits, so that both would advance it; "
-                "return a new object for each"
+                f"data.dataset {self.data.dataset} returns the same stream for two splits, so "
+                "both would advance it; return a new object for each"
             )
         if opened[0] is None and num_samples[0]:
             raise ConfigError(
-                f"data.dataset {self.data.dataset} returns None for the split train; return a dataset"
+                f"data.dataset {self.data.dataset} returns None for the split `train`; return a dataset"
             )
         return opened

@@ -212,8 +212,8 @@ def _processes(encoder: BlockEncoder, workers: int) -> Iterator[Executor | None]
         )
     except OSError as error:
         raise DataError(
-            f"{workers} worker processes cannot be started: {error.strerror}. Their semaphores are in /dev/shm; free "
-            "space there, or set 0 workers to encode in the main process"
+            f"{workers} worker processes cannot be started: {error.strerror}. They need space in "
+            "/dev/shm; free some, or set 0 workers to encode in the main process"
         ) from error
     try:
         yield pool

@@ -232,8 +232,8 @@ class Lane:
                 f"{settings.lanes}{last}: {documents}; remove empty shards, or set data.stream_lanes to 1"
             )
         return DataError(
-            f"{settings.entry} ended: lane {self._number + 1} of {settings.lanes} has read its {len(shards):,} shards"
-            f"{last}, {documents}, and made {self.position.samples:,} samples ({self._num_tokens:,} tokens are left), "
-            "but the run reads more; lower train.train_iters, add data, or set data.dataloader_type to cyclic to read "
-            "it again"
+            f"{settings.entry} ended: lane {self._number + 1} of {settings.lanes} has read its "
+            f"{len(shards):,} shards{last}, {documents}, and made {self.position.samples:,} "
+            f"samples ({self._num_tokens:,} tokens are left over), but the run needs more; lower "
+            "train.train_iters, add data, or set data.dataloader_type to cyclic to read it again"
         )

@@ -77,7 +77,10 @@ class TextStream(SampleStream):
         number, lane = divmod(i, self.settings.lanes)
         with self._lock:
             if number < self._positions[lane][-1].samples:
-                raise IndexError(f"sample {i} of a stream that is past it")
+                raise IndexError(
+                    f"sample {i} cannot be read, because the stream is already past "
+                    "it; read a stream in order"
+                )
             while True:
                 sample = self._next(lane)
                 self._positions[lane].append(sample.position)

@@ -31,8 +31,9 @@ def local_folder(name: str, patterns: Sequence[str]) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise DataError(
-            f"{name!r} is no local file or folder, and huggingface_hub, which could look it up as a hub name, "
-            "is not installed; pass a local path, or run: pip install huggingface_hub"
+            f"{name!r} is not a local file or folder, and huggingface_hub, which could look it up "
+            "as a hub name, is not installed; pass a local path, or run: pip install "
+            "huggingface_hub"
         ) from error
     try:
         folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True))
@@ -47,7 +48,7 @@ def local_folder(name: str, patterns: Sequence[str]) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise DataError(
-            f"{name!r} is no local file or folder, is not in the local Hugging Face cache, and could not be "
-            f"downloaded ({reason}); download it on a machine with a network (hf download {name}) and pass that "
-            "folder, or check the spelling"
+            f"{name!r} is not a local file or folder, is not in the local Hugging Face cache, and "
+            f"could not be downloaded ({reason}); download it on a machine with a network (hf "
+            f"download {name}) and pass that folder, or check the spelling"
         ) from error

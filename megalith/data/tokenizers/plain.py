@@ -43,8 +43,8 @@ class NullTokenizer(Tokenizer):
         super().__init__(files or {}, vocab_size)
         if vocab_size is None or vocab_size < 1:
             raise ConfigError(
-                f"NullTokenizer has vocab_size {vocab_size}, but needs a positive one (the ids in the "
-                "text are below it): set vocab_size"
+                f"NullTokenizer has vocab_size {vocab_size}; set it to a positive number above "
+                "all ids of the text"
             )
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size

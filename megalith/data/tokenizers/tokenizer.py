@@ -150,8 +150,9 @@ class Tokenizer(ABC):
     def pieces(self) -> list[str]:
         """Return the spelling of each vocabulary entry, by id. Raise ConfigError for kinds without one."""
         raise ConfigError(
-            f"{self.tokenizer_type} has no spelling of its entries, which masking needs to find word starts; use "
-            "BertWordPieceLowerCase, BertWordPieceCase or HuggingFaceTokenizer"
+            f"{self.tokenizer_type} does not provide its entries as text, which masking needs to "
+            "find word starts; use BertWordPieceLowerCase, BertWordPieceCase or "
+            "HuggingFaceTokenizer"
         )
 
     def content(self) -> bytes:

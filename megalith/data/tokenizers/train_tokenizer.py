@@ -108,7 +108,7 @@ def train_tokenizer(
     if counts["bytes"] == 0:
         raise DataError(
             f"no text was found under {', '.join(json_keys)} in {', '.join(map(str, paths))}; "
-            "a tokenizer cannot be trained on nothing"
+            "check the files and keys"
         )
     with atomic_file(path) as file:
         file.write(tokenizer.to_str(pretty=True).encode("utf-8"))

@@ -100,9 +100,10 @@ class Accelerator(accelerate.Accelerator):
         replica, replicas = self._replica
         if options.split_batches and replicas * count > 1:
             raise ConfigError(
-                f"split_batches is true, but a dataloader's batch is a micro-batch here, and each replica gets {count} "
-                f"of them per iteration; leave it out, and divide the dataloader's batch_size by {replicas} replicas × "
-                f"num_micro_batches {count} = {replicas * count}"
+                "split_batches is true, but a dataloader's batch is a micro-batch here, and each "
+                f"replica reads {count} of them per iteration; leave split_batches out, and "
+                f"divide the dataloader's batch_size by {replicas} replicas × num_micro_batches "
+                f"{count} = {replicas * count}"
             )
         if options.use_stateful_dataloader:
             raise ConfigError(
@@ -125,8 +126,9 @@ class Accelerator(accelerate.Accelerator):
         modules = [obj for obj in new if isinstance(obj, nn.Module)]
         if len(modules) > 1 or (modules and self._engine is not None):
             raise ConfigError(
-                "prepare has a second model, but an Accelerator trains one model here; prepare the others with another "
-                "Accelerator without the plugin, or leave them unprepared"
+                "prepare is given a second model, but an Accelerator trains one model here; "
+                "prepare the others with another Accelerator without the plugin, or leave them "
+                "unprepared"
             )
         self._set_batch(new)
         optimizer = next((obj for obj in new if isinstance(obj, torch.optim.Optimizer)), None)
@@ -141,7 +143,7 @@ class Accelerator(accelerate.Accelerator):
             self._models.append(engine)
         elif optimizer is not None:
             if self._engine is None:
-                raise ConfigError("prepare has an optimizer without its model; pass both to one call")
+                raise ConfigError("prepare is given an optimizer without its model; pass both to one call")
             plugin.set_optimizer_type(optimizer)
             self._engine.set_optimizer(optimizer)
         result = []
@@ -222,7 +224,7 @@ class Accelerator(accelerate.Accelerator):
             return super().prepare_scheduler(scheduler)
         optimizers = self._optimizers
         if self._engine is None or self._engine.optimizer is None:
-            raise ConfigError("prepare has a scheduler before its optimizer; pass both to one call")
+            raise ConfigError("prepare is given a scheduler before its optimizer; pass both to one call")
         if isinstance(scheduler, MegatronLMDummyScheduler):
             scheduler = scheduler.build(self._engine.optimizer, self._plugin)
         else:
@@ -259,7 +261,8 @@ class Accelerator(accelerate.Accelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2:
             raise ConfigError(
-                f"clip_grad_norm_ has norm_type {norm_type}, but only the 2-norm is supported; leave it out"
+                f"clip_grad_norm_ is called with norm_type {norm_type}, but only the 2-norm is "
+                "supported; leave it out"
             )
         with collective_call("clip_grad_norm_"):
             return self._prepared_model().optimizer_of(parameters).clip_norm(max_norm)

@@ -137,7 +137,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
     def read(answer: str) -> str:
         match = next((choice for choice in choices if choice.lower() == answer.lower()), None)
         if match is None:
-            raise ValueError(f"answer one of {', '.join(choices)} ({OTHER})")
+            raise ValueError(f"answer with one of {', '.join(choices)} ({OTHER})")
         return match
 
     return read
@@ -153,7 +153,7 @@ def truth(answer: str) -> bool:
 def count(answer: str) -> int:
     """Parse a whole number from 1."""
     if not answer.isdecimal() or int(answer) < 1:
-        raise ValueError("answer a whole number from 1")
+        raise ValueError("answer with a whole number of at least 1")
     return int(answer)
 
 
@@ -163,7 +163,7 @@ def below(bound: int) -> Callable[[str], int]:
     def read(answer: str) -> int:
         if not answer.isdecimal() or int(answer) >= bound:
             raise ValueError(
-                f"answer a whole number from 0 to {bound - 1}, because there are {bound} machines"
+                f"answer with a whole number from 0 to {bound - 1}, because there are {bound} machines"
             )
         return int(answer)
 

@@ -42,7 +42,8 @@ class MegatronLMDummyScheduler:
         steps = plugin.train_iters or self.total_num_steps
         if steps is None:
             raise ConfigError(
-                "MegatronLMDummyScheduler has no total_num_steps and the plugin no train_iters; set one"
+                "MegatronLMDummyScheduler has no total_num_steps, and the plugin has no "
+                "train_iters; set one of them"
             )
         max_lr = optimizer.param_groups[0]["lr"]
         lengths = {"lr_decay_iters": plugin.lr_decay_iters, "lr_warmup_fraction": plugin.lr_warmup_fraction}

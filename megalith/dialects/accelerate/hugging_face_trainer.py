@@ -26,7 +26,7 @@ from megalith.errors import ConfigError
 SCHEDULER = "scheduler.pt"
 SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     # TrainingArguments that act on the Trainer's own model and processes: the supported values, and the reason.
-    "neftune_noise_alpha": ((None, 0), "its hook is on an embedding that Megalith does not call"),
+    "neftune_noise_alpha": ((None, 0), "it hooks an embedding module that Megalith does not call"),
     "average_tokens_across_devices": ((True,), "the loss is the mean over the tokens of all replicas"),
     "fsdp": ((None, False, "", []), "MegatronLMPlugin sets the layout"),
     "deepspeed": ((None,), "MegatronLMPlugin sets the layout"),
@@ -74,9 +74,10 @@ class MegalithTrainer(Trainer):
         unsupported += ["compute_loss_func is set"] * (self.compute_loss_func is not None)
         if unsupported:
             raise ConfigError(
-                f"{' and '.join(unsupported)}, which computes the loss from the model's logits, but these have no "
-                "gradient; leave it out, or set MegatronLMPlugin's custom_loss_function(loss_mask, losses), which gets "
-                "the loss of each token"
+                f"{' and '.join(unsupported)}, which computes the loss from the model's logits, "
+                "but these have no gradient; leave it out, or set MegatronLMPlugin's "
+                "custom_loss_function(loss_mask, losses), which is called with the loss of each "
+                "token"
             )
 
     @property

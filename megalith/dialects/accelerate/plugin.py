@@ -76,7 +76,8 @@ class MegatronLMPlugin(StockPlugin):
         for name in SIZES:
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ConfigError(
-                    f"MegatronLMPlugin's {name} is {getattr(self, name)!r}; set it to a whole number from 1"
+                    f"MegatronLMPlugin's {name} is {getattr(self, name)!r}; set it to a whole "
+                    "number of at least 1"
                 )
 
     def is_set(self, name: str) -> bool:

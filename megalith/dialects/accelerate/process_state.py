@@ -195,7 +195,7 @@ def reduce_over_replicas(tensor: Any, reduction: str) -> Any:
         ConfigError: unknown reduction.
     """
     if reduction not in ("sum", "mean", "max", "none"):
-        raise ConfigError(f"reduce has the reduction {reduction!r}; use sum, mean, max or none")
+        raise ConfigError(f"reduce is called with reduction {reduction!r}; use sum, mean, max or none")
 
     def reduce_tensor(local: Tensor) -> Tensor:
         gathered = _all_gather_tensor(local[None])

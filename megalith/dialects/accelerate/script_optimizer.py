@@ -268,7 +268,8 @@ class CallGradients:
         """Add `weight` times the gradients to those of the step. Raises ConfigError the second time."""
         if self._gradients is None:
             raise ConfigError(
-                "backward was already called on this loss, and its gradients are consumed; call the model again"
+                "backward was already called on this loss, and its gradients have been used; "
+                "call the model again"
             )
         optimizer = self._optimizer
         optimizer.gradients.add(self._gradients, weight)
@@ -329,8 +330,8 @@ def _engine_class(optimizer: torch.optim.Optimizer) -> type:
     names = ", ".join(f"torch.optim.{kind.__name__}" for kind in CLASSES)
     if type(optimizer) not in CLASSES:
         raise ConfigError(
-            f"prepare has the optimizer {type(optimizer).__name__}, which cannot train sharded parameters; use one of "
-            f"{names}"
+            f"prepare is given the optimizer {type(optimizer).__name__}, which cannot train "
+            f"sharded parameters; use one of {names}"
         )
     for group in optimizer.param_groups:
         unsupported = {"amsgrad": group.get("amsgrad"), "dampening": group.get("dampening")}

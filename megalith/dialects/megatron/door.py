@@ -86,7 +86,7 @@ def run_command(words: list[str]) -> int:
     if not words or words[0].startswith("-"):
         return pretrain(words)
     if words[0] not in COMMANDS:
-        hint = did_you_mean(words[0], COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        hint = did_you_mean(words[0], COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {words[0]!r} for Megatron{hint}")
     return COMMANDS[words[0]](words[1:])
 
@@ -166,7 +166,7 @@ def flags(words: list[str]) -> int:
     from megalith.dialects.megatron.translate import listing
 
     if words not in ([], ["--json"]):
-        raise ConfigError(f"megalith megatron flags takes no {' '.join(words)!r}; it takes --json")
+        raise ConfigError(f"megalith megatron flags does not take {' '.join(words)!r}, only --json")
     table = listing()
     if words:
         print(json.dumps(table, indent=1, ensure_ascii=False))

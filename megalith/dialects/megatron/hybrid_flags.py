@@ -26,7 +26,7 @@ def hybrid_layers(flags: ParsedFlags) -> None:
     """
     older, pattern = flags["--hybrid-override-pattern"], flags[PATTERN]
     if older is not None and pattern is not None:
-        flags.problems.append(f"--hybrid-override-pattern is an older name of {PATTERN}; leave one")
+        flags.problems.append(f"--hybrid-override-pattern is an older name of {PATTERN}; keep one of them")
         return
     flag, pattern = (PATTERN, pattern) if older is None else ("--hybrid-override-pattern", older)
     _check_spec(flags, pattern)
@@ -40,7 +40,9 @@ def hybrid_layers(flags: ParsedFlags) -> None:
         if letter in UNSUPPORTED:
             flags.problems.append(f"{flag} {pattern} is refused: {letter!r} {UNSUPPORTED[letter]}; remove it")
         elif letter not in PATTERN_LAYERS:
-            flags.problems.append(f"{flag} {pattern} has {letter!r}, which is no layer; correct it")
+            flags.problems.append(
+                f"{flag} {pattern} has {letter!r}, which does not stand for a layer; correct it"
+            )
     if flags["--num-layers"] not in (None, len(pattern)):
         flags.notes.append(
             f"--num-layers {flags['--num-layers']} has no effect with {flag}, which has {len(pattern)} layers, as in "

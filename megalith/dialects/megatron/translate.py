@@ -184,7 +184,7 @@ def read_words(words: Sequence[str], ignore_unknown: bool = False) -> ParsedFlag
         name, equals, text = word.partition("=")
         if word[0:1] and word[0] in DASHES:
             flags.problems.append(
-                f"{word!r} begins with another character than -; write --{word.lstrip(DASHES + '-')}"
+                f"{word!r} begins with a character that looks like - but is not; write --{word.lstrip(DASHES + '-')}"
             )
             while index < len(words) and not _is_flag(words[index]):
                 index += 1
@@ -294,7 +294,7 @@ def _set(flags: ParsedFlags, flag: str, row: Sets, value: Any) -> None:
     if (row.values is not None and value not in row.values) or (
         row.values is None and there and value not in there
     ):
-        _refuse(flags, f"{flag} {value}", f"there are {', '.join(map(str, there))}", False)
+        _refuse(flags, f"{flag} {value}", f"choose among {', '.join(map(str, there))}", False)
         return
     flags.set(row.path, ours)
 

@@ -130,8 +130,8 @@ def _with_eval_interval(
     if not has_eval_prompts:
         if run.eval_strategy != "no":
             notes.append(
-                f"training.eval_strategy is {run.eval_strategy}, but there are no evaluation prompts: name some in "
-                "data.validation.datasets"
+                f"training.eval_strategy is {run.eval_strategy}, but there are no evaluation "
+                "prompts; add some to data.validation.datasets"
             )
         return config
     if run.eval_strategy == "steps":

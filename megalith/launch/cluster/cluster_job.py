@@ -51,7 +51,7 @@ class ClusterJob:
     output: str
     nodes: int
     gpus: int
-    """GPUs, and processes, per node."""
+    """GPUs per node; each gets a process."""
     grace: int
     """Seconds between the signal to save and the end of the job."""
     restarts: int = 3
@@ -100,7 +100,8 @@ def job_name(run_file: str) -> str:
 def check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"--name is {name!r}; jobs, pods and hosts get this name: give at most 40 of a-z, 0-9 and -, a letter first"
+            f"--name is {name!r}, but jobs, pods and hosts get this name; give at most 40 "
+            "characters of a-z, 0-9 and -, beginning with a letter"
         )
 
 
@@ -108,7 +109,9 @@ def parse_variables(words: Sequence[str]) -> dict[str, str]:
     """Parse the values of `--env`, NAME=VALUE."""
     for word in words:
         if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", word):
-            raise ConfigError(f"--env is {word!r}; give NAME=VALUE, the name of letters, digits and _")
+            raise ConfigError(
+                f"--env is {word!r}; give NAME=VALUE, where NAME consists of letters, digits and _"
+            )
         if SCHEDULER_VARIABLES.match(word):
             raise ConfigError(f"--env is {word!r}, which the scheduler sets on each node; omit it")
     return dict(word.partition("=")[::2] for word in words)
@@ -149,15 +152,16 @@ def check_resumes(config: RunConfig) -> list[str]:
     load, run_folder = config.checkpoint.load, config.run_folder
     if config.checkpoint.save_interval is None:
         raise ConfigError(
-            "checkpoint.save_interval is not set, and a machine of a cluster may fail at any time; set the steps "
-            "between checkpoints, such as 500"
+            "checkpoint.save_interval is not set, but a cluster's machines may fail at any time; "
+            "set it to the number of steps between checkpoints, such as 500"
         )
     if load is None:
         return ["--checkpoint.load", str(run_folder)]
     if not is_inside(open_location(load), open_location(str(run_folder))):
         raise ConfigError(
-            f"checkpoint.load is {load}, but this run saves to {run_folder}: restarted after a failure, it would start "
-            f"from {load} again; set model.init_from instead, or copy {load} to {run_folder}"
+            f"checkpoint.load is {load}, but this run saves to {run_folder}, so after a failure "
+            f"it would start from {load} again; set model.init_from instead, or copy {load} to "
+            f"{run_folder}"
         )
     return []
 
@@ -214,8 +218,9 @@ def check_on_volumes(config: RunConfig, volumes: Sequence[tuple[str, str]], user
                 )
                 continue
             raise ConfigError(
-                f"{setting} is {path}, which is on no volume of the {users} ({mounts}): it would be missing, or lost "
-                f"with them; give a path on a volume, --volume {'CLAIM' if users == 'pods' else 'FOLDER'}:/PATH"
+                f"{setting} is {path}, which is not on a volume of the {users} ({mounts}), so it "
+                "would be missing there or lost with them; give a path on a volume, --volume "
+                f"{'CLAIM' if users == 'pods' else 'FOLDER'}:/PATH"
             )
     return notes
 
@@ -228,6 +233,6 @@ def path_in_container(run_file: str, volumes: Sequence[tuple[str, str]]) -> str:
         if local_path.is_relative_to(Path(folder).resolve()):
             return str(PurePosixPath(path) / local_path.relative_to(Path(folder).resolve()))
     raise ConfigError(
-        f"the run file {run_file} is in no folder of --volume, so the containers of --image would not see it; add "
-        f"--volume {local_path.parent}:/PATH"
+        f"the run file {run_file} is not in a folder of --volume, so the containers of --image "
+        f"would not see it; add --volume {local_path.parent}:/PATH"
     )

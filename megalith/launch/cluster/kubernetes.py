@@ -29,13 +29,14 @@ CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 SYSTEM = ("/", "/bin", "/etc", "/etc/megalith", "/lib", "/lib64", "/sbin", "/usr")
 BELOW_TOO = ("/dev", "/proc", "/sys")
 PATTERNS = {
-    "namespace": (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "at most 63 of a-z, 0-9 and -"),
-    "queue": (r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?", "the name of a LocalQueue: at most 63 of a-z, 0-9, - and ."),
+    "namespace": (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "at most 63 characters of a-z, 0-9 and -"),
+    "queue": (r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?", "the name of a LocalQueue: at most 63 "
+"characters of a-z, 0-9, - and ."),
     "topology": (
         r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?",
-        "a label of nodes, as topology.kubernetes.io/zone",
+        "a node label, such as topology.kubernetes.io/zone",
     ),
-    "image": (r"[!-~]+", "the container image, as registry/name:tag"),
+    "image": (r"[!-~]+", "the container image, such as registry/name:tag"),
     "memory": (r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?", "bytes, as 900Gi"),
 }  # fmt: skip
 """Pattern of an option's valid values, and its description for errors."""
@@ -84,7 +85,7 @@ def _manifests(template: str, **values: Any) -> list[Manifest]:
 def _check_names(job: ClusterJob) -> None:
     if job.image is None:
         raise ConfigError(
-            "--image is not given; name the container image, such as one built from deploy/Dockerfile"
+            "--image is missing; give the container image, such as one built from deploy/Dockerfile"
         )
     for option, (pattern, description) in PATTERNS.items():
         value = getattr(job, option)

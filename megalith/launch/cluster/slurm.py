@@ -47,8 +47,8 @@ def slurm_files(job: ClusterJob, array: tuple[str, Sequence[str]] | None = None)
 def _check_times(job: ClusterJob) -> None:
     if job.grace > MAX_GRACE:
         raise ConfigError(
-            f"the grace is {job.grace:,} s, and Slurm sends no signal earlier than {MAX_GRACE:,} s before the end; "
-            f"give --grace {MAX_GRACE}, or more --nodes to save with"
+            f"the grace period is {job.grace:,} s, but Slurm signals a job at most {MAX_GRACE:,} "
+            f"s before its end; give --grace {MAX_GRACE}, or more --nodes, which save faster"
         )
     if job.time is not None and _seconds(job.time) <= job.grace:
         raise ConfigError(
@@ -62,7 +62,7 @@ def _seconds(limit: str) -> float:
     if limit.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
     if (match := TIME_LIMIT.fullmatch(limit)) is None:
-        raise ConfigError(f"--time is {limit!r}; give minutes, HH:MM:SS or D-HH:MM:SS, as 24:00:00")
+        raise ConfigError(f"--time is {limit!r}; give minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00")
     days, *rest = match.groups()
     first, second, third = (int(each or 0) for each in rest)
     if days is None and rest[-1] is None:
@@ -136,8 +136,8 @@ def _directives(options: Mapping[str, object], flags: Sequence[str]) -> str:
     for name, value in options.items():
         if value is not None and not DIRECTIVE.fullmatch(str(value)):
             raise ConfigError(
-                f"{str(value)!r} is not possible in the line `#SBATCH --{name}=`, which takes letters, digits and "
-                "._:/@%+=,[]- only; choose another name"
+                f"{str(value)!r} cannot be used in the line `#SBATCH --{name}=`, which may "
+                "contain only letters, digits and ._:/@%+=,[]-; choose another name"
             )
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     return "\n".join([*lines, *(f"#SBATCH --{flag}" for flag in flags)])

@@ -107,7 +107,8 @@ def _precision(ranks: Sequence[RankDump]) -> str:
     recorded = next((dump.header.precision for dump in ranks if dump.header.precision), "torch.float32")
     if recorded not in PRECISIONS:
         raise CheckpointError(
-            f"{ranks[0].path} is of a job in {recorded}; the audit needs --precision, one of {', '.join(FLOORS)}"
+            f"{ranks[0].path} was recorded in {recorded}, for which the audit has no bound; give "
+            f"--precision, one of {', '.join(FLOORS)}"
         )
     return PRECISIONS[recorded]
 

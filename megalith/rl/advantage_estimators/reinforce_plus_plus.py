@@ -30,8 +30,7 @@ def reinforce_plus_plus(rl: RlConfig, rewards: np.ndarray, *, lengths: np.ndarra
 
 
 def reinforce_plus_plus_baseline(rl: RlConfig, rewards: np.ndarray, *, lengths: np.ndarray) -> np.ndarray:
-    """Return the rewards minus their group's mean, standardized as in `reinforce_plus_plus`, which has the same
-    arguments."""
+    """Return the rewards minus their group's mean, standardized as in `reinforce_plus_plus`. Same arguments."""
     return _standardized(group_centered(rewards), np.where(np.isnan(rewards), 0, lengths))
 
 

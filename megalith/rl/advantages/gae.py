@@ -27,7 +27,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     Args:
         rewards: float [rows, tokens].
         values: float [rows, tokens], V.
-        mask: bool [rows, tokens], True for the tokens of a row, which are its first ones.
+        mask: bool [rows, tokens], True for the tokens of a row, which come before its padding.
         gamma: discount γ.
         lam: λ; 0 uses the next value alone, 1 the sum of the rewards.
     """

@@ -1,4 +1,4 @@
-"""The client that an agent gets: `openai.AsyncOpenAI` if it is installed, otherwise a small one like it."""
+"""The client that is passed to an agent: `openai.AsyncOpenAI` if it is installed, otherwise a small replacement."""
 
 from __future__ import annotations
 

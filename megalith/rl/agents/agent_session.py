@@ -92,8 +92,9 @@ class AgentSession:
                     )
                 if request.processes_logits:
                     raise ValueError(
-                        "penalties, logit_bias, bad_words, response_format and a required tool_choice change the "
-                        "distribution, but the trainer's probabilities are those of all tokens; leave them out"
+                        "penalties, logit_bias, bad_words, response_format and a required "
+                        "tool_choice change the sampling distribution, but the trainer computes "
+                        "probabilities over all tokens; leave them out"
                     )
                 prompts = (
                     [self._chat_prompt(request)] if request.is_chat else [*map(self._prompt, request.prompts)]
@@ -124,7 +125,7 @@ class AgentSession:
         )  # fmt: skip
 
     def end_choice(self, prompt: SessionPrompt, choice: ChoiceText, turn: ParsedTurn | None) -> None:
-        """Append a complete choice to its branch, or begin one."""
+        """Append a complete choice to its branch, or start a new branch with it."""
         with self._lock:
             if self.is_closed:
                 return
@@ -216,8 +217,9 @@ class AgentSession:
         limit = self._rules.max_prompt_tokens
         if prompt.branch is None and len(prompt.ids) > limit:
             raise ValueError(
-                f"the prompt has {len(prompt.ids):,} tokens, but at most {limit:,} fit (data.seq_length + 1 less "
-                "rl.max_completion_length)"
+                f"the prompt has {len(prompt.ids):,} tokens, but at most {limit:,} fit "
+                "(data.seq_length + 1 − rl.max_completion_length); shorten it, or raise "
+                "data.seq_length"
             )
         if self._room(prompt) < 1:
             raise ValueError(

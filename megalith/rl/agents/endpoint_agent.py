@@ -1,4 +1,4 @@
-"""Agents that know nothing of Megalith (`rl.agent`): they talk to an OpenAI-compatible endpoint during training.
+"""Agents that need no code of Megalith (`rl.agent`): they send requests to an OpenAI-compatible endpoint in training.
 
     agent processes ─▶ http://127.0.0.1:PORT/SESSION/v1 ─▶ live engine of the replica
                                      │
@@ -88,7 +88,7 @@ class EndpointAgent:
         return problems
 
     def open(self, prompts: Sequence[Prompt]) -> None:
-        """Take all prompts of the run, by index."""
+        """Store the run's prompts, to which `sample` refers by index."""
         self._prompts = prompts
         rows = [{self._rl.prompt_column: one.messages or one.text, **one.columns} for one in prompts]
         self._runner = AgentRunner(self._agent, rows, self._rl.agent_workers, self._rl.agent_timeout)
@@ -192,8 +192,8 @@ class EndpointAgent:
         silent = sum(not one.branches for one in sessions)
         if silent == len(sessions) and sessions:
             raise DataError(
-                f"no agent has sampled a token: {self.name} returned without a request; call the client that it gets "
-                f"({SETTING})"
+                f"no agent has sampled a token: {self.name} returned without a request; call the "
+                f"client that is passed to it ({SETTING})"
             )
         if any(one.overridden for one in sessions) and not self._has_noted_sampling:
             self._has_noted_sampling = True

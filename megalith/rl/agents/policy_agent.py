@@ -114,7 +114,7 @@ class PolicyAgent(TurnSteps):
         return []
 
     def open(self, prompts: Sequence[Prompt]) -> None:
-        """Take all prompts of the run, by index."""
+        """Store the run's prompts, to which `sample` refers by index."""
         self._prompts = prompts
 
         def make_host() -> EnvironmentHost:
@@ -163,7 +163,7 @@ class PolicyAgent(TurnSteps):
             timed: context manager that times a phase.
 
         Returns:
-            Trajectories by group, then generation, and the metrics. Other ranks return none.
+            Trajectories by group, then generation, and the metrics. Ranks without `is_first` return no trajectories.
 
         Raises:
             DataError: if an environment makes a prompt too long.
@@ -278,9 +278,10 @@ class PolicyAgent(TurnSteps):
             prompt = self._prompts[one.prompt_index]
             if len(prompt_ids) > max_prompt_tokens:
                 raise DataError(
-                    f"the environment extends prompt {prompt.id} ({prompt.where}) to {len(prompt_ids):,} tokens, but "
-                    f"at most {max_prompt_tokens:,} fit (data.seq_length + 1 less rl.max_completion_length); raise "
-                    "data.seq_length, or shorten what reset returns"
+                    f"the environment extends prompt {prompt.id} ({prompt.where}) to "
+                    f"{len(prompt_ids):,} tokens, but at most {max_prompt_tokens:,} fit "
+                    "(data.seq_length + 1 − rl.max_completion_length); raise data.seq_length, or "
+                    "shorten what reset returns"
                 )
             one.has_own_prompt = prompt_ids != one.prompt_ids
             one.prompt_ids = prompt_ids

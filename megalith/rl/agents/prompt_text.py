@@ -9,7 +9,9 @@ Message = dict[str, Any]
 
 
 def with_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return messages with a text at the end of the user's last one, after an empty line, or as a new one."""
+    """Return messages with `text` appended to the last one if it is the user's, after an empty line, or as a new
+    message.
+    """
     if not messages or messages[-1]["role"] != "user":
         return [*messages, {"role": "user", "content": text}]
     *others, last = messages

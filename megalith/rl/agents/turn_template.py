@@ -51,9 +51,9 @@ class TurnTemplate:
         if not self._end.search(text.rpartition(SENTINEL)[2]):
             raise ConfigError(
                 f"the chat template does not end the assistant's turn with the tokenizer's end of sequence "
-                f"({', '.join(self._ends) or 'it has none'}), so turns cannot be told apart from sampled tokens; set "
-                "eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to the token that ends "
-                "a turn"
+                f"({', '.join(self._ends) or 'it has none'}), so the end of a turn cannot be found "
+                "among the sampled tokens; set eos_token in tokenizer_config.json, or eos_token_id in "
+                "generation_config.json, to the token that ends a turn"
             )
 
     def prompt_ids(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> list[int]:

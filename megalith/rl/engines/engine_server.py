@@ -92,8 +92,7 @@ class EngineServer(ABC):
     def load_adapter(self, path: Path, name: str, deadline: Deadline) -> None:
         """Have the server load the adapter of a folder under a new name, and forget `adapter`.
 
-        Servers refuse a second adapter of a name, and key cached prefixes by adapter: so each version has its own
-        name.
+        Each version has its own name, because servers refuse to load a name twice and key cached prefixes by adapter.
         """
 
     @abstractmethod

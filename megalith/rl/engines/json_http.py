@@ -76,7 +76,7 @@ class JsonServer:
             except ServerLost as lost:
                 if deadline.left() <= 2 * POLL_SECONDS:
                     raise TrainingError(
-                        f"{lost}; gave up waiting after {deadline.seconds:g} s ({deadline.setting})"
+                        f"{lost}; stopped waiting after {deadline.seconds:g} s ({deadline.setting})"
                     ) from None
             time.sleep(POLL_SECONDS)
 
@@ -116,13 +116,14 @@ class JsonServer:
             if isinstance(error.reason, TimeoutError):
                 raise self._late(request, deadline) from None
             raise ServerLost(
-                f"{self} cannot be reached for {request} ({error.reason}): it is not running, or not yet; start it, or "
-                f"correct {self.setting}"
+                f"{self} cannot be reached for {request} ({error.reason}): it is not running, or "
+                f"still starting; start it, or correct {self.setting}"
             ) from None
         except (OSError, HTTPException) as error:
             raise ServerLost(
-                f"{self} ended the connection during {request} ({type(error).__name__}): it has died or was restarted; "
-                "see its log. Start it again and resume from the last checkpoint"
+                f"{self} closed the connection during {request} ({type(error).__name__}): it died "
+                "or was restarted; see its log. Start it again and resume from the last "
+                "checkpoint"
             ) from None
 
     def _read(self, answer: Any, request: str, deadline: Deadline, max_bytes: int) -> bytes:

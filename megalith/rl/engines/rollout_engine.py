@@ -120,8 +120,8 @@ class Answer:
         values = [math.nan if value is None else value for value in logprobs]
         if invalid := [value for value in values if not _is_logprob_or_nan(value)]:
             raise TrainingError(
-                f"{name}: it has the log-probability {invalid[0]!r:.40}, which is no finite number up to 0; look at "
-                "the server's log"
+                f"{name}: it has the log-probability {invalid[0]!r:.40}, but log-probabilities "
+                "are finite and at most 0; look at the server's log"
             )
         return Completion(number, generation, ids, [*map(float, values)], self.truncated, (version,))
 

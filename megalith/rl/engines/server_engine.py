@@ -79,8 +79,9 @@ class ServerEngine:
         remote = [server.http for server in self.servers if not is_loopback(server.http.host)]
         if self.settings.weight_sync_method == "ipc" and remote:
             raise ConfigError(
-                f"rl.weight_sync_method is ipc, but {remote[0]} is not at 127.0.0.1: memory handles "
-                "work only on one machine, and are pickled; choose nccl, gloo or checkpoint"
+                f"rl.weight_sync_method is ipc, but {remote[0]} is not at 127.0.0.1: GPU memory "
+                "handles work only within a machine, and are sent as pickles; choose nccl, gloo "
+                "or checkpoint"
             )
         self._stream: WeightStream | None = None
         self._has_logged_obstacle = False
@@ -191,8 +192,9 @@ class ServerEngine:
     def _require_version(self, server: EngineServer, version: str | None) -> None:
         if version is not None and version != str(self.version):
             raise ServerLost(
-                f"{server.http} has weights with version {version!r:.60}, not those of step {self.version} that it "
-                "was sent: it was restarted, or another trainer sends to it. Resume from the last checkpoint"
+                f"{server.http} has weights with version {version!r:.60}, not those of step "
+                f"{self.version}, which were sent to it: it was restarted, or another trainer "
+                "sends weights to it. Resume from the last checkpoint"
             )
 
     # Weights

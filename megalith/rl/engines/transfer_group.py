@@ -107,8 +107,9 @@ class VllmNcclGroup:
             from vllm.distributed.utils import StatelessProcessGroup
         except ImportError:
             raise ConfigError(
-                "rl.weight_sync_method is nccl, but vLLM is not installed with the trainer, and vLLM's workers only "
-                "accept its own communicator: pip install the server's vLLM here too, or set it to checkpoint"
+                "rl.weight_sync_method is nccl, but vLLM is not installed with the trainer, and "
+                "vLLM's workers accept only vLLM's own communicator: pip install the server's "
+                "vLLM version here too, or set rl.weight_sync_method to checkpoint"
             ) from None
         group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=size)
         self._group = PyNcclCommunicator(group, device=torch.cuda.current_device())

@@ -100,8 +100,9 @@ class VllmServer(EngineServer):
         except RequestRefused as error:
             if error.status in (404, 405):
                 raise TrainingError(
-                    f"{self.http} has no {path.partition('?')[0]}: it is not in development mode, or older than 0.21 "
-                    f"(0.20 by rl.weight_sync_method checkpoint); start it with: {START}"
+                    f"{self.http} has no {path.partition('?')[0]}: it is not in development mode, "
+                    "or older than 0.21 (0.20 is enough for rl.weight_sync_method checkpoint); "
+                    f"start it with: {START}"
                 ) from None
             raise
 
@@ -167,8 +168,9 @@ class VllmServer(EngineServer):
     def open_memory(self, deadline: Deadline) -> None:
         if (workers := self.facts["workers"]) > 1:
             raise ConfigError(
-                f"rl.weight_sync_method is ipc, but {self.http} has {workers} workers on different GPUs, and the "
-                "tensors are in the memory of one; start it on the trainer's GPU only, or choose nccl"
+                f"rl.weight_sync_method is ipc, but {self.http} has {workers} workers on "
+                "different GPUs, and the tensors are in the memory of one GPU; start it on the "
+                "trainer's GPU only, or choose nccl"
             )
         self._request_dev_mode("POST", "/init_weight_transfer_engine", {"init_info": {}}, deadline)
 

@@ -130,7 +130,7 @@ class WeightStream:
 
     @property
     def lora_obstacle(self) -> str | None:
-        """The reason why servers cannot load the run's adapters on their own base; None if they can."""
+        """Return why servers cannot load the run's adapters onto their own base model; None if they can."""
         lora = self._lora
         if lora.use_dora:
             return "lora.use_dora changes the base too"

@@ -52,8 +52,8 @@ def text_field(url: str) -> str:
     chosen = required or texts
     if len(chosen) != 1:
         raise ValueError(
-            f"the server's actions have the fields {', '.join(properties) or 'none'}, of which {len(chosen)} are text; "
-            "an action of one text is needed"
+            f"the server's actions have the fields {', '.join(properties) or 'none'}, "
+            f"{len(chosen)} of them text; only actions with one text field are supported"
         )
     return chosen[0]
 

@@ -1,6 +1,6 @@
 """Games of TextArena for one player by name: `rl.environment: textarena:GuessTheNumber-v0`.
 
-What the game says first is appended to the prompt. Each turn is a move, and the reward is the game's at its end. A
+The game's first message is appended to the prompt. Each turn is a move, and the reward is the game's at its end. A
 prompt's record may have a `seed`.
 """
 
@@ -44,7 +44,7 @@ class TextGame:
         self._game, self._seed, self._shown = game, seed, ""
 
     def init(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Begin, and return the prompt with what the game says."""
+        """Begin, and return the prompt with the game's first message."""
         self._game.reset(num_players=1, seed=self._seed)
         return with_text(messages, self._news()), {}
 

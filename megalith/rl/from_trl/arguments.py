@@ -26,7 +26,7 @@ class Arguments:
 def read_arguments(args: Mapping[str, Any] | object | None) -> Arguments:
     """Read a dict, a dataclass object such as TRL's GRPOConfig, or another object.
 
-    The attributes of an object that is no dataclass count as a dict.
+    An object that is not a dataclass is read as a dict of its attributes.
     """
     if not dataclasses.is_dataclass(args):
         values = dict(args if isinstance(args, Mapping) else vars(args) if args is not None else {})

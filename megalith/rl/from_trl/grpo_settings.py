@@ -1,7 +1,6 @@
 """Translation of TRL's GRPOConfig and RLOOConfig, or a dict with their names, to settings.
 
-A value that differs from the class's default becomes a setting, or has no effect for a printed reason, or is an
-error.
+A value that differs from the class's default becomes a setting, is ignored with a printed reason, or raises an error.
 """
 
 from __future__ import annotations
@@ -147,8 +146,8 @@ def _steps_per_generation(values: dict[str, Any], micro_batch: int, accumulation
         reject(
             "generation_batch_size",
             size,
-            f"it is not steps_per_generation ({count}) × per_device_train_batch_size × processes ({micro_batch}); "
-            "omit one of them",
+            f"it is not equal to steps_per_generation ({count}) × per_device_train_batch_size × "
+            f"processes ({micro_batch}); omit one of them",
         )
     is_fraction = accumulation % count == 0 and values.get("num_iterations", 1) == 1
     if count % accumulation and not (is_fraction and str(values.get("scale_rewards")) != "batch"):

@@ -27,8 +27,10 @@ from megalith.rl.grpo import RewardFunc, train_grpo
 from megalith.training.trainer import TrainingResult
 
 UNSUPPORTED = {
-    "processing_class": ": the tokenizer is that of the weights; name another one by "
-    'settings={"data.tokenizer_type": …, "data.tokenizer_model": …}',
+    "processing_class": (
+        ": the tokenizer is that of the weights; set another one with "
+        'settings={"data.tokenizer_type": …, "data.tokenizer_model": …}'
+    ),
 }
 LORA = {
     "r": "lora.rank",
@@ -101,8 +103,9 @@ class GRPOTrainer:
             )
         if isinstance(environment_factory, Mapping):
             raise ConfigError(
-                f"environment_factory is a dict of {len(environment_factory)} environments, but all completions of a "
-                "run have the same kind; pass one class, which can choose by its record's columns in reset"
+                f"environment_factory is a dict of {len(environment_factory)} environments, but a "
+                "run has one class of environment; pass one class, whose reset can choose by the "
+                "record's columns"
             )
         if train_dataset is None:
             raise ConfigError(f"train_dataset is not set; {name} needs records with prompts")
@@ -179,8 +182,8 @@ def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, A
     for name, only in ONLY.items():
         if fields.get(name) not in (None, only):
             raise ConfigError(
-                f"peft_config has {name} {fields[name]!r:.60}, which is more than plain LoRA; omit it "
-                "(docs/lora.md)"
+                f"peft_config has {name} {fields[name]!r:.60}, but only plain LoRA is supported; "
+                "omit it (docs/lora.md)"
             )
     others = arguments.changed.keys() - {
         *LORA,

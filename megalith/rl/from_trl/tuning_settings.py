@@ -1,8 +1,7 @@
 """Translation of TRL's SFTConfig, DPOConfig, ORPOConfig, KTOConfig, RewardConfig and GKDConfig, or a dict with their
 names, to settings.
 
-A value that differs from the class's default becomes a setting, or has no effect for a printed reason, or is an
-error.
+A value that differs from the class's default becomes a setting, is ignored with a printed reason, or raises an error.
 """
 
 from __future__ import annotations

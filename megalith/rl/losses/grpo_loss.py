@@ -81,14 +81,15 @@ def load_loss(loss_type: str) -> GrpoLoss:
     """Return the loss of a value of `rl.loss_type`: a built-in name, or `path.py:` with a subclass or a function.
 
     Raises:
-        ConfigError: if it does not exist, or is a class that is no GrpoLoss.
+        ConfigError: if it does not exist, or is a class that does not derive from GrpoLoss.
     """
     loss = load_extension(loss_type, LOSSES, "rl.loss_type")
     if not isinstance(loss, type):
         return _FunctionLoss(loss)
     if not issubclass(loss, GrpoLoss):
         raise ConfigError(
-            f"rl.loss_type has {loss_type!r}, a class that is no megalith.rl.GrpoLoss; make it a subclass, or name a "
-            "function of rl, ratio, logprobs and advantages"
+            f"rl.loss_type is {loss_type!r}, a class that does not derive from "
+            "megalith.rl.GrpoLoss; make it a subclass, or give a function of rl, ratio, logprobs "
+            "and advantages"
         )
     return loss()

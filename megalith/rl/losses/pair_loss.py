@@ -2,8 +2,8 @@
 
 With u the sum of log π − log π_ref over a completion's tokens, and h the difference of u between the completion with
 the larger reward and the other one, the loss of a pair is that of `dpo.loss_type` sigmoid or ipo. A micro-batch may
-have one completion of a pair, so each has a term with its own gradient, in which the other's u of before the step is a
-constant (online_pairs.py). Formulas are those of TRL's OnlineDPOTrainer.
+have one completion of a pair, so each has a term with its own gradient, in which the other's u, computed before the
+step, is a constant (online_pairs.py). Formulas are those of TRL's OnlineDPOTrainer.
 """
 
 from __future__ import annotations

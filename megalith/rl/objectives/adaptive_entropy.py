@@ -32,7 +32,7 @@ class EntropyController:
         return self._totals.get(COEFFICIENT, self._rl.entropy_coef)
 
     def update(self, entropy: float) -> None:
-        """Take the mean entropy over a step's tokens."""
+        """Update the coefficient from the mean entropy over a step's tokens."""
         rl = self._rl
         if entropy <= rl.entropy_target:
             self._totals[COEFFICIENT] = min(self._value + rl.entropy_coef_delta, rl.entropy_coef_max)

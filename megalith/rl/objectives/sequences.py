@@ -41,7 +41,9 @@ class Sequences:
         return flat.new_zeros(len(self.tokens)).index_add(0, self.sequence_ids.flatten(), flat)
 
     def maxima(self, x: Tensor) -> Tensor:
-        """Return the maximum over the loss tokens of each sequence of x ≥ 0: [batch, seq] → [sequences]."""
+        """Return the maximum of x, which is at least 0, over the loss tokens of each sequence: [batch, seq] →
+        [sequences].
+        """
         flat = self.masked(x).flatten()
         return flat.new_zeros(len(self.tokens)).scatter_reduce(0, self.sequence_ids.flatten(), flat, "amax")
 

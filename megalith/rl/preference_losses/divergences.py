@@ -1,4 +1,4 @@
-"""Scores of log ratios under other divergences than the reverse KL (f-DPO, Wang et al. 2024), as TRL's."""
+"""Scores of log ratios under divergences other than the reverse KL (f-DPO, Wang et al. 2024), as in TRL."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def reward_model_config(config: RunConfig, path: str) -> RunConfig:
     model = frozen_config(config, path, "rl.reward_models")
     if not model.model.score_head:
         raise ConfigError(
-            f"rl.reward_models {path} is a language model, which gives no score; name a run of `megalith reward`, or a "
-            "…ForSequenceClassification with one label"
+            f"rl.reward_models {path} is a language model, which has no score head; give a run of "
+            "`megalith reward`, or a …ForSequenceClassification with one label"
         )
     return model
 

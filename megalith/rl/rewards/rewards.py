@@ -148,17 +148,17 @@ def _reward_values(result: Any, count: int) -> list[float]:
         raise _InvalidResult(f"it returned {result!r:.60}, not a list with one number per completion")
     if len(result) != count:
         raise _InvalidResult(
-            f"it returned {len(result)} rewards for {count} completions; one per completion is needed"
+            f"it returned {len(result)} rewards for {count} completions; return one per completion"
         )
     values = [value.item() if hasattr(value, "item") else value for value in result]
     for number, value in enumerate(values):
         if value is not None and not isinstance(value, numbers.Real):
             raise _InvalidResult(
-                f"it returned {value!r:.60} for completion {number}; a number or None is needed"
+                f"it returned {value!r:.60} for completion {number}; return a number or None"
             )
         if value is not None and math.isinf(value):
             raise _InvalidResult(
-                f"it returned {value} for completion {number}; a finite number or None is needed"
+                f"it returned {value} for completion {number}; return a finite number or None"
             )
     return [math.nan if value is None else float(value) for value in values]
 

@@ -173,9 +173,10 @@ def open_prompts(
         if len(prompt.ids) > max_tokens:
             if rl.overlong_prompts == "refuse":
                 raise DataError(
-                    f"{where} has a prompt of {len(prompt.ids):,} tokens, but at most {max_tokens:,} fit "
-                    "(rl.max_prompt_length, and data.seq_length + 1 less rl.max_completion_length); raise them, or set "
-                    "rl.overlong_prompts to drop"
+                    f"{where} has a prompt of {len(prompt.ids):,} tokens, but at most "
+                    f"{max_tokens:,} fit (rl.max_prompt_length, and data.seq_length + 1 − "
+                    "rl.max_completion_length); raise rl.max_prompt_length or data.seq_length, "
+                    "or set rl.overlong_prompts to drop"
                 )
             dropped += 1
             continue

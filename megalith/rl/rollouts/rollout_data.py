@@ -112,7 +112,7 @@ class RolloutData:
         return TokenCounts(sum(lengths), sum(length * length for length in lengths))
 
     def preserves_order(self, num_samples: int) -> bool:
-        """True: the order of samples does not depend on the length of the run."""
+        """Return True: the order of samples does not depend on the length of the run."""
         return True
 
     def step(self, step: int) -> RolloutStep:

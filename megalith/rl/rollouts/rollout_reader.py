@@ -61,7 +61,8 @@ def load_rollouts(
 def _require_groups(groups: Sequence[Any], paths: Sequence[str | Path]) -> None:
     if not groups:
         raise DataError(
-            f"there is no group of rollouts in {', '.join(map(str, paths)) or 'no file'}; sample some first"
+            f"rl.rollouts ({', '.join(map(str, paths)) or 'no file'}) has no group of rollouts; "
+            "give a file that save_rollouts wrote"
         )
 
 
@@ -217,8 +218,9 @@ class _Reader:
             current = self._header(path, next(lines, None))
             if None not in (tokenizer, current["tokenizer"]) and tokenizer != current["tokenizer"]:
                 raise DataError(
-                    f"{path} has the ids of another tokenizer (fingerprint {current['tokenizer'][:12]}) than the run's "
-                    f"({tokenizer[:12]}); use the tokenizer that sampled it, or sample again"
+                    f"{path} has token ids of another tokenizer (fingerprint "
+                    f"{current['tokenizer'][:12]}) than the run's ({tokenizer[:12]}); use the "
+                    "tokenizer it was sampled with, or sample again"
                 )
             if header and current != header:
                 raise DataError(
@@ -284,8 +286,9 @@ class _Reader:
             prompt_tokens = len(own_prompt)
         if self.max_tokens is not None and prompt_tokens + len(ids) > self.max_tokens:
             raise DataError(
-                f"{at} has {prompt_tokens} tokens of prompt and {len(ids)} of completion, but at most "
-                f"{self.max_tokens} fit, data.seq_length + 1; raise it, or sample shorter completions"
+                f"{at} has {prompt_tokens} tokens of prompt and {len(ids)} of completion, but at "
+                f"most {self.max_tokens} (data.seq_length + 1) fit; raise data.seq_length, or "
+                "sample shorter completions"
             )
         truncated = sample.get("truncated", False)
         if not isinstance(truncated, bool):
@@ -306,8 +309,9 @@ class _Reader:
         if self.version is not None and (version is None or (version != self.version).any()):
             origin = "of unknown version" if version is None else f"of version {_short(sample['version'])}"
             raise DataError(
-                f"{at} is {origin}, but rl.rollout_version is {self.version}: other weights sampled it; sample again, "
-                "or omit rl.rollout_version to train on rollouts of any version"
+                f"{at} is {origin}, but rl.rollout_version is {self.version}, so other weights "
+                "sampled it; sample again, or omit rl.rollout_version to train on rollouts of "
+                "any version"
             )
         segments, messages = check_segments(at, sample.get("segments"), len(ids)), sample.get("messages")
         if messages is not None and not _is_list(messages, dict):

@@ -61,7 +61,7 @@ def decode_routes(where: str, value: Any) -> np.ndarray | None:
         )
     if len(content) != shape[0] * shape[1] * shape[2] * dtype.itemsize:
         raise DataError(
-            f"{where} has routes of the shape {shape}, but {len(content)} bytes of data; sample again"
+            f"{where} has routes of shape {shape}, but {len(content)} bytes of data; sample again"
         )
     routes = np.frombuffer(content, dtype).reshape(shape)
     if routes.size and routes.max() >= 2**15:
@@ -144,9 +144,9 @@ def check_routes(where: str, routes: np.ndarray, tokens: int, model: ModelConfig
     expected = tokens, len(model.routed_layers), model.moe_router_topk
     if routes.shape != expected:
         raise DataError(
-            f"{where} has routes of the shape {list(routes.shape)}, but {list(expected)} is needed: the tokens of "
-            "prompt and completion but the last, the layers with experts, and the experts per token; use the model "
-            "that sampled it"
+            f"{where} has routes of shape {list(routes.shape)}, but {list(expected)} is needed: "
+            "all tokens of prompt and completion except the last, layers with experts, experts "
+            "per token; use the model that sampled it"
         )
     if not routes.size:
         return

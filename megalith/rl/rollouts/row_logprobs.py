@@ -62,9 +62,10 @@ def restore_row_logprobs(saved: RowLogprobs, rows: Sequence[RowKey], like: Tenso
         values = saved.get((mini_batch, row), [])
         if len(values) != tokens:
             raise DataError(
-                f"the checkpoint is inside a rollout batch whose row {row} of mini-batch {mini_batch} had "
-                f"{len(values)} tokens and has {tokens} now; keep rl.packing, data.seq_length, "
-                "train.global_batch_size and rl.mini_batches, or resume from a checkpoint between rollout batches"
+                f"the checkpoint is inside a rollout batch, and row {row} of its mini-batch "
+                f"{mini_batch} had {len(values)} tokens then but has {tokens} now; keep "
+                "rl.packing, data.seq_length, train.global_batch_size and rl.mini_batches, or "
+                "resume from a checkpoint between rollout batches"
             )
         logprobs[index, :tokens] = torch.tensor(values)
     return logprobs

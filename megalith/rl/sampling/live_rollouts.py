@@ -104,8 +104,8 @@ class LiveRollouts:
         run, rl = self._run, self._rl
         if run.step % rl.steps_per_batch:
             run.log(
-                f"step {run.step} is inside a rollout batch that the checkpoint does not have: it is sampled again, by "
-                "the current weights"
+                f"step {run.step} is inside a rollout batch that the checkpoint does not have: "
+                "the batch is sampled again with the current weights"
             )
         with self._timer("sync"):
             self._metrics = self._weights.sync()

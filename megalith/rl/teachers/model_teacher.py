@@ -104,8 +104,8 @@ def teacher_config(config: RunConfig, path: str, setting: str = "distill.teacher
     model, student = teacher.model, config.model
     if model.model_type != "gpt":
         raise ConfigError(
-            f"{setting} {path} has model_type {model.model_type}, which does not predict next tokens as the "
-            "student does; use a decoder-only teacher"
+            f"{setting} {path} has model_type {model.model_type}, but the student predicts next "
+            "tokens; use a decoder-only teacher"
         )
     if (model.vocab_size, model.padded_vocab_size) != (student.vocab_size, student.padded_vocab_size):
         raise ConfigError(

@@ -104,7 +104,9 @@ class VllmScoring(ScoringServer):
                 for position in self._positions(ids, k, deadline)
             ]
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise TrainingError(f"{self.http} returns prompt_logprobs in another form; update it") from None
+            raise TrainingError(
+                f"{self.http} returns prompt_logprobs in a format that is not supported; update it"
+            ) from None
 
     def _token_logprobs(self, ids: Sequence[int], deadline: Deadline) -> list[float]:
         positions = self._positions(ids, 0, deadline)
@@ -133,7 +135,7 @@ class SglangScoring(ScoringServer):
             return [[(int(token), float(value)) for value, token, *_ in position] for position in values]
         except (TypeError, ValueError):
             raise TrainingError(
-                f"{self.http} returns input_top_logprobs in another form; update it"
+                f"{self.http} returns input_top_logprobs in a format that is not supported; update it"
             ) from None
 
     def _token_logprobs(self, ids: Sequence[int], deadline: Deadline) -> list[float]:
@@ -142,7 +144,7 @@ class SglangScoring(ScoringServer):
             return [float(value) for value, *_ in values]
         except (TypeError, ValueError):
             raise TrainingError(
-                f"{self.http} returns input_token_logprobs in another form; update it"
+                f"{self.http} returns input_token_logprobs in a format that is not supported; update it"
             ) from None
 
 

@@ -55,7 +55,7 @@ def lengths(flags: ParsedFlags) -> None:
         values = {flags[name] for name in (flag, older)} - {None}
         if len(values) > 1:
             flags.problems.append(
-                f"{flag} {flags[flag]} and {older} {flags[older]} contradict each other; leave one"
+                f"{flag} {flags[flag]} and {older} {flags[older]} contradict each other; keep one of them"
             )
         if path == "model.num_layers" and (is_hybrid or flags.program == "pretrain-t5"):
             continue

@@ -85,5 +85,6 @@ def context(flags: ParsedFlags) -> None:
         flags.set("parallel.cp_comm_type", kinds[0])
     if len(set(kinds)) > 1:
         flags.notes.append(
-            f"--cp-comm-type {' '.join(kinds)}: every layer uses the first; they differ only in speed"
+            f"--cp-comm-type {' '.join(kinds)}: every layer uses the first of them; the others "
+            "would differ only in speed"
         )

@@ -33,7 +33,8 @@ def masked_words(flags: ParsedFlags) -> None:
     encoder = flags["--num-layers"] or flags["--encoder-num-layers"]
     if encoder is None:
         flags.problems.append(
-            "pretrain_t5.py needs --encoder-num-layers (or --num-layers), the encoder's; give it"
+            "pretrain_t5.py needs --encoder-num-layers (or --num-layers), the number of encoder "
+            "layers; give it"
         )
         return
     flags.set("model.num_layers", encoder + (flags["--decoder-num-layers"] or encoder))
@@ -69,8 +70,8 @@ def sink(flags: ParsedFlags) -> None:
     if flags["--softmax-type"] != "vanilla" and "--attention-dropout" not in flags:
         flags.set("model.attention_dropout", 0.0)
         flags.notes.append(
-            f"--softmax-type {flags['--softmax-type']} has no attention dropout here: it is off, where without "
-            "--attention-dropout Megatron's is 0.1; give --attention-dropout 0 to both for the same training"
+            f"--softmax-type {flags['--softmax-type']} turns attention dropout off here, but "
+            "Megatron's default is 0.1; give --attention-dropout 0 to both for the same training"
         )
 
 
@@ -82,8 +83,9 @@ def heads(flags: ParsedFlags) -> None:
         flags.set("model.num_query_groups", flags["--num-query-groups"])
     elif "--num-query-groups" in flags and flags["--num-query-groups"] != flags["--num-attention-heads"]:
         flags.notes.append(
-            f"--num-query-groups {flags['--num-query-groups']} has no effect without --group-query-attention, as in "
-            "Megatron: every query head has its own keys and values; give that flag too if you mean grouped heads"
+            f"--num-query-groups {flags['--num-query-groups']} has no effect without "
+            "--group-query-attention, as in Megatron: every query head has its own keys and "
+            "values; add that flag to group the heads"
         )
 
 
@@ -94,7 +96,7 @@ def activation(flags: ParsedFlags) -> None:
     """
     chosen = [flag for flag in ("--swiglu", "--squared-relu", "--quick-geglu") if flags[flag]]
     if len(chosen) > 1:
-        flags.problems.append(f"{' and '.join(chosen)} contradict each other; leave one")
+        flags.problems.append(f"{' and '.join(chosen)} contradict each other; keep one of them")
     if "--swiglu" in chosen:
         flags.set("model.swiglu", True)
     elif "--squared-relu" in chosen:

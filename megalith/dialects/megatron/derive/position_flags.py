@@ -46,8 +46,9 @@ def positions(flags: ParsedFlags) -> None:
     elif kind == "learned_absolute":
         if flags["--no-position-embedding"]:
             flags.problems.append(
-                "--no-position-embedding is refused without rotary positions: Megatron has removed it, and every model "
-                "here has positions; give --position-embedding-type rope, or leave it out"
+                "--no-position-embedding is refused without rotary positions: Megatron has "
+                "removed it, and every model here has position embeddings; give "
+                "--position-embedding-type rope, or leave it out"
             )
         return
     flags.set("model.position_embedding_type", "rope")
@@ -72,9 +73,9 @@ def _rope_scaling(flags: ParsedFlags, kind: str, latent: bool) -> dict[str, Any]
     if latent:
         if flags["--mscale-all-dim"] and factor > 1:
             flags.problems.append(
-                f"--mscale-all-dim {flags['--mscale-all-dim']} is refused with --rope-type rope and "
-                f"--rotary-scaling-factor {factor}: Megatron scales the attention scores but not the positions then, "
-                "which no model here does; leave one of them out"
+                f"--mscale-all-dim {flags['--mscale-all-dim']} is refused with --rope-type rope "
+                f"and --rotary-scaling-factor {factor}: with these, Megatron scales the attention "
+                "scores but not the positions, which is not supported here; leave one of them out"
             )
         return None
     if flags["--use-rope-scaling"]:
