@@ -140,8 +140,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             )
         if config.score_head:
             raise ConfigError(
-                "model.score_head is on: this is a reward model, which scores texts and generates none; generate from "
-                "a language model"
+                "model.score_head is on: this is a reward model, which cannot generate text; "
+                "generate from a language model"
             )
         if max_rows < 1 or max_tokens < 2:
             raise ConfigError(
@@ -167,8 +167,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             self.model, self._slots = engine_model(config, dtype, self.device, tp, lora, adapter_slots)
         elif self.slots:
             raise ConfigError(
-                "an engine that runs a given model has no slots for adapters; build it without `model`, and load the "
-                "weights"
+                "an engine that is built with `model` cannot have slots for adapters; build it "
+                "without `model`, and load the weights"
             )
         else:
             self.model = model
@@ -272,13 +272,14 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         for name, (a, _) in pairs.items():
             if name not in self._slots:
                 raise ConfigError(
-                    f"the engine has no room for an adapter of {name}; it has it for other matrices"
+                    f"the engine has slots for adapters of other matrices, but not of {name}; "
+                    "serve an adapter without this matrix"
                 )
             room = self._slots[name].slots.lora_A.shape[-2]
             if a.shape[-2] > room:
                 raise ConfigError(
-                    f"the adapter of {name} has rank {a.shape[-2]} in all its parts, but the engine has room for "
-                    f"{room}; serve it with a larger --max-lora-rank"
+                    f"the adapter of {name} has a total rank of {a.shape[-2]} over its parts, but "
+                    f"the engine has room for rank {room}; serve it with a larger --max-lora-rank"
                 )
         for name, site in self._slots.items():
             site.fill(slot, pairs.get(name))
@@ -313,8 +314,9 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         return {"weights": sum(weights.values()) + drafter[0], "cache": cache + drafter[1]}
 
     def take_prefill_tokens(self) -> tuple[int, int]:
-        """Return the numbers of prompt tokens since the last call that were prefilled, and that were not because their
-        keys and values were known. The completions of a prompt that begin together count once."""
+        """Return how many prompt tokens were prefilled since the last call, and how many were not because their keys
+        and values were reused. The completions of a prompt that begin together count once.
+        """
         counts = self.prefill_tokens, self.reused_tokens
         self.prefill_tokens = self.reused_tokens = 0
         return counts

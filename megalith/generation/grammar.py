@@ -100,7 +100,7 @@ class GrammarMatcher:
         words[count:] = 0
 
     def advance(self, token: int) -> None:
-        """Take the token that was sampled."""
+        """Record the token that was sampled."""
         self._matcher.consume_token(token)
 
     @property

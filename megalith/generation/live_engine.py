@@ -171,8 +171,8 @@ class LiveEngine:
         """
         if self._load_weights is None:
             raise ConfigError(
-                "the engine cannot load other weights; pass load_weights to LiveEngine, a function that loads those "
-                "of a version"
+                "this LiveEngine cannot load other weights; pass it `load_weights`, a function "
+                "that loads the weights of a version"
             )
         if kv_cache not in get_args(KvCache):
             raise ConfigError(f"kv_cache is {kv_cache}; choose {' or '.join(get_args(KvCache))}")

@@ -27,7 +27,7 @@ class TokenMask(Protocol):
         """Clear the bits of forbidden tokens, int32 [words] with 32 tokens each."""
 
     def advance(self, token: int) -> None:
-        """Take the token that was sampled."""
+        """Record the token that was sampled."""
 
     @property
     def is_finished(self) -> bool:
@@ -56,7 +56,7 @@ class LogitsProcessing:
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the completion."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens, times their number in the completion."""
+    """Subtracted from a token's logit once for each time that it is in the completion."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids and what is added to their logits."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -105,7 +105,7 @@ class LogitsProcessing:
             if not -100 <= bias <= 100:
                 raise ConfigError(f"logit_bias of token {token} is {bias}; it must be from -100 to 100")
         if any(not word for word in self.bad_words):
-            raise ConfigError("a bad word has no tokens; give each at least one")
+            raise ConfigError("a bad word has no tokens; give each at least one token")
         tokens = [token for token, _ in self.logit_bias] + [each for word in self.bad_words for each in word]
         for token in tokens:
             if not 0 <= token < vocab_size:

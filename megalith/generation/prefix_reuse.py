@@ -78,7 +78,9 @@ class PrefixReuse:
     # Choice of rows
 
     def choose_rows(self, sequences: Sequence[RowSequence], free: Collection[int]) -> list[int]:
-        """Return a free row for each sequence: the one that holds its prefix, otherwise the one least worth keeping."""
+        """Return a free row for each sequence: the one that holds its prefix, otherwise the one whose content is least
+        useful.
+        """
         self._refresh()
         rows: list[int | None] = [None] * len(sequences)
         left = set(free)
@@ -128,7 +130,7 @@ class PrefixReuse:
         return [match.length for match in matches]
 
     def filled(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
-        """Take note of the sequences whose tokens have been prefilled into these rows."""
+        """Record that the sequences' tokens have been prefilled into these rows."""
         for row, sequence in begun:
             self._remove(self._rows[row])
             self._rows[row] = Holder(row=row, used=self._time)
@@ -139,7 +141,7 @@ class PrefixReuse:
         self._refresh()
 
     def moved(self, source: int, target: int) -> None:
-        """Take note of a row that was copied to another one."""
+        """Record that a row was copied to another one."""
         holder = self._rows[source]
         self._remove(self._rows[target])
         self._rows[target] = Holder(row=target, sequence=holder.sequence, used=holder.used)

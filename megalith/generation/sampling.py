@@ -59,7 +59,7 @@ def generate(
         repetition_penalty: divides positive logits of tokens in the prompt or completion, and multiplies negative ones.
             1 turns it off.
         presence_penalty: subtracted from the logits of tokens in the completion.
-        frequency_penalty: subtracted from the logits of tokens, times their number in the completion.
+        frequency_penalty: subtracted from a token's logit once for each time that it is in the completion.
 
     Returns:
         Token ids of each prompt with its completion; for an encoder-decoder the completion only.

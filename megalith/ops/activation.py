@@ -22,7 +22,7 @@ from megalith.ops.kernels import CUBIC, SLOPE
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))) in x's dtype, computed in fp32.
 
-    `bias` float32 [width] was added to x [..., width] without its gradient, which is computed here.
+    `bias`, float32 [width], is already part of x [..., width]. Its gradient is computed here, not where it was added.
     """
     if bias is not None and bias.requires_grad and kernels.fuses_backward(x):
         return _BiasedGelu.apply(x, bias)  # one kernel computes the gradient of x and its sum over tokens
@@ -95,8 +95,8 @@ def weighted_activation(
         activation: activation function.
         gated: x contains gates.
         fusion: use one kernel on a GPU, also outside of compiled layers.
-        clamp: as in `gated_activation`, like `offset`.
-        offset: see `clamp`.
+        clamp: see `gated_activation`.
+        offset: see `gated_activation`.
         end: int32 [1]; rows from here on are undefined in inputs, outputs and gradients.
 
     Returns:

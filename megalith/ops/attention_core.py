@@ -401,7 +401,7 @@ def continued_attention(
     sink: Tensor | None = None,
     chunk: int | None = None,  # as in `cached_attention`
 ) -> Tensor:
-    """Return the attention of new tokens. The keys of earlier tokens come before theirs.
+    """Return the attention of new tokens over the keys of earlier tokens, which come first, and their own.
 
     Returns [rows, seq, heads, head_dim].
     """
@@ -435,7 +435,8 @@ def split_qkv(
 
     qkv is [..., groups · (heads_in_group + 2) · head_dim]. Each group has its queries, then its key, then its value.
 
-    `bias` float32 [rows of linear_qkv] was added to qkv without its gradient, which is computed here.
+    `bias`, float32 [rows of linear_qkv], is already part of qkv. Its gradient is computed here, not where it was
+    added.
     """
     qkv = qkv.view(batch, -1, qkv.shape[-1])
     if bias is not None and bias.requires_grad and kernels.fuses_backward(qkv):

@@ -300,8 +300,8 @@ def _each_token(losses: Tensor, logprobs: Tensor) -> Tensor:
     """Return `losses`. Raises ConfigError unless there is one per token."""
     if losses.shape != logprobs.shape:
         raise ConfigError(
-            f"token_losses returned a tensor of shape {list(losses.shape)} for log-probabilities of shape "
-            f"{list(logprobs.shape)}; return one loss per token, which are then summed"
+            f"token_losses returned a tensor of shape {list(losses.shape)} for log-probabilities "
+            f"of shape {list(logprobs.shape)}; return one loss per token"
         )
     return losses
 
@@ -494,7 +494,7 @@ def linear_logits(
 ) -> Tensor:
     """Return the softcapped logits [..., rows] of hidden [..., hidden].
 
-    weight has rows of the output matrix, bias their entries, [rows].
+    `weight` [rows, hidden] is the output matrix or some rows of it, and `bias` [rows] has the entries of these rows.
     """
     bias = None if bias is None else bias.to(hidden.dtype)
     return softcapped(math.linear(hidden, weight.to(hidden.dtype), bias), softcap)

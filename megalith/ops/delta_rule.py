@@ -97,8 +97,8 @@ def transition(
     """Return the linear map from the state before these tokens to the state after them.
 
     Returns:
-        float32 [batch, value heads, key size, value size + key size]: the state after them for the initial state 0, and
-        the matrix that multiplies an initial state of the first token's document.
+        float32 [batch, value heads, key size, value size + key size]: the state after these tokens if the state before
+        them is 0, and the matrix that multiplies a state before them, if that belongs to the first token's document.
     """
     size, width = value.shape[-1], key.shape[-1]
     state = pad(torch.eye(width, device=key.device), (size, 0))

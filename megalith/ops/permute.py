@@ -85,11 +85,11 @@ def group_starts(sizes: Tensor) -> Tensor:
 def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs of tokens and destinations, int64 [tokens, topk], by destination, without waiting for the device.
 
-    The destination `count` means none; such pairs come last. Otherwise a token's destinations must differ.
+    Pairs with the destination `count` are dropped pairs and come last. All other destinations of a token must differ.
 
     Returns:
-        Pairs per destination, int64 [count]; sorted pair numbers, int64 [tokens · topk]; position of each pair, int64
-        [tokens, topk].
+        Pairs per destination, int64 [count]; sorted pair numbers, int64 [tokens · topk]; position of each pair in this
+        order, int64 [tokens, topk].
     """
     sizes, before, _ = count_destinations(destinations, count + 1)
     row = group_starts(sizes)[destinations] + before.gather(1, destinations)

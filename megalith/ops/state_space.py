@@ -99,8 +99,9 @@ def transition(
     """Return the linear map from the state before these tokens to the state after them.
 
     Returns:
-        The state after them for the initial state 0, float32 [batch, heads, state size, head size].
-        The factor of an initial state of the first token's document, float32 [batch, heads, 1, 1].
+        The state after these tokens if the state before them is 0, float32 [batch, heads, state size, head size]. The
+        factor that multiplies a state before them, if that belongs to the first token's document, float32 [batch,
+        heads, 1, 1].
     """
     chunks, groups = -(-x.shape[1] // CHUNK), b.shape[2]
     inputs, g, b = (in_chunks(y.float(), chunks) for y in (x.float() * step[..., None], decay, b))

@@ -72,7 +72,7 @@ class WeightCodes(NamedTuple):
 
 @dataclass(frozen=True)
 class CodedMatrix:
-    """One quantized matrix [rows, columns], with the rows of the weight that it is."""
+    """One quantized matrix [rows, columns], with the numbers of its rows in the weight."""
 
     rows: Tensor  # int64 [rows]
     codes: Tensor
@@ -82,7 +82,9 @@ class CodedMatrix:
 
 
 def coded_bytes(form: str, shape: Sequence[int]) -> int:
-    """Return the bytes of the codes and scales of a weight [..., rows, columns], without those of fixed tables."""
+    """Return the size in bytes of a quantized weight [..., rows, columns]: its codes and scales, not the fixed
+    tables.
+    """
     *_, columns = shape
     rows = math.prod(shape[:-1])
     if form == "int8":
@@ -143,7 +145,7 @@ def fp8_matrix(rows: Tensor, codes: Tensor, scales: Tensor) -> CodedMatrix:
 
 
 def assemble(form: str, shape: Sequence[int], matrices: Iterable[CodedMatrix]) -> WeightCodes:
-    """Return a weight of this shape [rows, columns] from the matrices that its rows are."""
+    """Return a weight of this shape [rows, columns], assembled from the matrices that its rows come from."""
     matrices = list(matrices)
     first, parts = matrices[0], []
     for each in (first.codes, first.scales, first.block_index):

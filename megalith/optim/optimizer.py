@@ -249,7 +249,7 @@ def build_optimizer(
     """
     check_optimizer(config)
     if config.lr is None:
-        raise ConfigError("optim.lr is not set; training needs the highest learning rate, for example 3e-4")
+        raise ConfigError("optim.lr is not set; set it to the peak learning rate, for example 3e-4")
     placements = placements or {}
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     for name, parameter in trained:

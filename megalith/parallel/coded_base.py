@@ -90,7 +90,8 @@ def apply_coded_base(chunk: Transformer, lora: LoraConfig) -> None:
             full = module.weight.shape[-1]
             divided = "" if full == shape[-1] else f", of which a tensor-parallel rank has {shape[-1]}"
             raise ConfigError(
-                f"lora.quantize_base {form} gives {block} values of a row one scale, but {name} has {full} columns"
-                f"{divided}; choose int8 or fp8{', or a smaller tensor_model_parallel_size' if divided else ''}"
+                f"lora.quantize_base {form} has one scale for {block} consecutive values of a "
+                f"row, but {name} has {full} columns{divided}; choose int8 or fp8"
+                f"{', or a smaller tensor_model_parallel_size' if divided else ''}"
             )
         module.keep_in_codes(CodedWeight(form, module.weight.shape, shape, offset, chunk.compute_dtype))

@@ -112,8 +112,8 @@ class ModelSpec:
         }
         for setting in (name for name, is_set in unsupported.items() if is_set):
             raise ConfigError(
-                f"parallel.{setting} is {getattr(parallel, setting)}, but a ModelSpec's own model takes tensor and "
-                "data parallelism alone; leave it out"
+                f"parallel.{setting} is {getattr(parallel, setting)}, but a ModelSpec's own model "
+                "supports only tensor and data parallelism; leave it out"
             )
         with torch.device("meta"):
             model = self.build(mesh)

@@ -475,6 +475,7 @@ class _CollectLogprobs(Loss):
 def _check_z_loss(config: ModelConfig | None, loss: Loss) -> None:
     if config is not None and config.output_z_loss_coeff and not isinstance(loss, CrossEntropy):
         raise ConfigError(
-            f"model.output_z_loss_coeff is {config.output_z_loss_coeff:g}, which supports the cross-entropy of "
-            f"`megalith train` and `megalith sft`, but the loss is {type(loss).__name__}; set it to 0"
+            f"model.output_z_loss_coeff is {config.output_z_loss_coeff:g}, which is supported "
+            "only with the cross-entropy of `megalith train` and `megalith sft`, but the loss is "
+            f"{type(loss).__name__}; set it to 0"
         )

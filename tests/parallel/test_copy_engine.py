@@ -26,7 +26,7 @@ def test_gpus_that_share_no_memory_are_told_with_the_way_out():
     assert message.startswith(
         "cuda:1 cannot share 2,048 bytes with the other ranks of its axis (no peer access); "
     )
-    assert "parallel.symmetric_memory_groups" in message and "leave the axis out of it" in message
+    assert "parallel.symmetric_memory_groups" in message and "remove the axis from that setting" in message
 
 
 def test_a_full_memory_is_not_taken_for_gpus_apart(monkeypatch):

@@ -189,7 +189,7 @@ def test_the_checker_finds_too_many_in_flight_and_ranks_that_wait_for_each_other
     ("arguments", "message"),
     [
         (("gpipe", 2, 4), "pipeline_schedule is 'gpipe'; choose one of 1f1b, interleaved, zero_bubble"),
-        (("1f1b", 2, 0), "the number of micro-batches is 0; it has to be at least 1"),
+        (("1f1b", 2, 0), "the number of micro-batches is 0; it must be at least 1"),
         (
             ("interleaved", 4, 6, 2),
             "6 micro-batches per step are not divisible .* so that there are 4 or 8, or",

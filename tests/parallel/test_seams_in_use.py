@@ -205,7 +205,7 @@ def refused(parallel: dict, **kinds) -> None:
         (
             {"context_parallel_size": 2},
             {"cross": True},
-            "the model has CrossAttention, which needs full ones; set context_parallel_size",
+            "the model has CrossAttention, which needs full sequences; set context_parallel_size",
         ),
         ({"context_parallel_size": 2}, {"mixer": CausalConvolution}, "the model has CausalConvolution"),
         (

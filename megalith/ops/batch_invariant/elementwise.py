@@ -21,7 +21,9 @@ PIECE = 2**15  # elements that PyTorch computes in one thread
 
 
 def by_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return function(x) for an elementwise function, computed by the same instructions for every element."""
+    """Return function(x) for an elementwise function, computed with vector instructions for every element, the last
+    ones too.
+    """
     if x.is_cuda or torch.compiler.is_compiling():
         return function(x)
     flat = x.reshape(-1)

@@ -89,7 +89,7 @@ def token_logprobs(
     Args:
         logits: [rows, entries], of `invariant_linear`. Entries from vocab_size on are overwritten.
         ids: int64 [rows].
-        temperature: of the softmax, or float32 [rows, 1].
+        temperature: temperature of the softmax, a number or float32 [rows, 1].
         vocab_size: number of entries that are normalized over.
         axis: the ranks among which the vocabulary is sharded.
         first: vocabulary entry of this rank's first logit.

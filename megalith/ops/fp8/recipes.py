@@ -116,8 +116,10 @@ class AmaxTable:
         return rows | {f"{name}.scale": self.scale[row] for name, row in self.rows.items()}
 
     def load_state(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-        """Load `names` with `read`; of a longer history the most recent entries. Ready if everything is loaded and not
-        initial."""
+        """Load the tensors `names` with `read`. Of a longer history, load the most recent entries.
+
+        Delayed scaling starts at once if all tensors are loaded and their history is not all zero.
+        """
         state = self.state()
         for name in state.keys() & names:
             stored = read(name).to(state[name].device)

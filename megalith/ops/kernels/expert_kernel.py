@@ -98,7 +98,7 @@ _launch_take, _launch_forward, _launch_backward = map(
 
 
 def take_rows(x: Tensor, index: Tensor, end: Tensor, each: int = 1) -> Tensor:
-    """Gather the rows index // each of x [n, width], contiguous, on a GPU. index is int64 [rows].
+    """Gather the rows `index // each` of contiguous x [n, width] on a GPU. `index` is int64 [rows].
 
     Rows from `end`, int32 [1], on are left uninitialized.
     """

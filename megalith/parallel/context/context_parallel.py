@@ -75,8 +75,9 @@ def apply_context(
         others += [m for m in mixers if isinstance(m, CrossAttention)]
     if others:
         raise ConfigError(
-            f"context_parallel_size {axis.size} shards sequences, but the model has {type(others[0]).__name__}, which "
-            "needs full ones; set context_parallel_size to 1 and use tensor or sequence parallelism"
+            f"context_parallel_size {axis.size} shards sequences, but the model has "
+            f"{type(others[0]).__name__}, which needs full sequences; set context_parallel_size "
+            "to 1 and use tensor or sequence parallelism"
         )
     if crosses and cp_comm_type != "a2a":
         raise ConfigError(

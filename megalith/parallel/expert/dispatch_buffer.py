@@ -108,7 +108,7 @@ def unpack_replicated(
 ) -> tuple[Tensor, Tensor, Permutation]:
     """Unpack rows that were sent by `replicate_rows`, into a buffer sized for any routing.
 
-    Returns as `unpack`. Rows from `end`, int32 [1], on are undefined.
+    Returns the same as `unpack`. Rows from position `end`, int32 [1], on are undefined.
     """
     rows, weights = _UnpackReplicated.apply(packed, plan.pair, plan.row, end, hidden, fused)
     order = Permutation(plan.pair // plan.row.shape[1], plan.row, all_kept=False, all_hold=False, end=end)

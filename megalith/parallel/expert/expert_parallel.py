@@ -289,10 +289,13 @@ def local_expert_ids(destinations: Tensor, rank: int, local_experts: int, droppe
 
 
 def max_micro_batches(ranks: int, sharing: int) -> int:
-    """Return the maximum number of micro-batches on `ranks` adjacent ranks, if `sharing` adjacent ranks share each.
+    """Return the maximum number of different micro-batches that `ranks` adjacent ranks have tokens of.
 
-    An expert accepts its capacity from each micro-batch, so this bounds the rows that it gets from the gathered tokens.
-    Both kinds of groups start at multiples of their size.
+    Each micro-batch is shared by a group of `sharing` adjacent ranks. Both kinds of groups start at multiples of their
+    size.
+
+    An expert accepts its capacity from each micro-batch, so this bounds the rows that it gets from the gathered
+    tokens.
     """
     return 1 + -(-(ranks - math.gcd(ranks, sharing)) // sharing)
 

@@ -124,8 +124,9 @@ class Slot:
         except RuntimeError as error:
             raise TrainingError(
                 f"{here} cannot share {size:,} bytes with the other ranks of its axis ({error}); "
-                "parallel.symmetric_memory_groups needs GPUs of one host connected by NVLink, and that much memory "
-                "outside PyTorch's allocator: leave the axis out of it"
+                "parallel.symmetric_memory_groups needs GPUs of one host connected by NVLink, "
+                "and that much memory outside PyTorch's allocator; remove the axis from that "
+                "setting"
             ) from error
         self.rank: int = self._handle.rank
         self.ranks: int = self._handle.world_size

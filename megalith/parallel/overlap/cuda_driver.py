@@ -101,14 +101,14 @@ def _bindings() -> tuple[Any, Any]:
         from cuda.bindings import driver, runtime
     except ImportError as error:
         raise TrainingError(
-            "parallel.symmetric_memory_groups needs the package cuda-bindings, which torch's builds for CUDA bring "
-            "along on Linux: install it, or leave the setting out"
+            "parallel.symmetric_memory_groups needs the package cuda-bindings, which torch's "
+            "CUDA builds include on Linux; install it, or leave the setting out"
         ) from error
     return driver, runtime
 
 
 def _driver_error(status: Any, doing: str) -> TrainingError:
     return TrainingError(
-        f"CUDA answered {status.name} ({int(status)}) to {doing}; "
-        "leave out parallel.symmetric_memory_groups, whose collectives need that"
+        f"{doing} failed with CUDA's status {status.name} ({int(status)}); leave out "
+        "parallel.symmetric_memory_groups, whose collectives need it"
     )

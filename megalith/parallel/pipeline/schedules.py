@@ -116,7 +116,7 @@ def check_schedule(kind: str, stages: int, micro_batches: int, virtual: int, gro
         ("virtual_pipeline_model_parallel_size", virtual),
     ):
         if value < 1:
-            raise ConfigError(f"{name} is {value}; it has to be at least 1")
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
     if kind == "interleaved":
         _check_interleaved(stages, micro_batches, virtual, group)
     elif group is not None:
@@ -182,9 +182,10 @@ def _check_interleaved(stages: int, micro_batches: int, virtual: int, group: int
         lower, upper = micro_batches // stages * stages, -(-micro_batches // stages) * stages
         counts = f"{lower} or {upper}" if lower else f"{upper}"
         raise ConfigError(
-            f"{micro_batches} micro-batches per step are not divisible by pipeline_model_parallel_size {stages}, as "
-            f"pipeline_schedule interleaved needs; change global_batch_size so that there are {counts}, or leave "
-            "virtual_pipeline_model_parallel_size out (1f1b takes any number)"
+            f"{micro_batches} micro-batches per step are not divisible by "
+            f"pipeline_model_parallel_size {stages}, as pipeline_schedule interleaved needs; "
+            f"change global_batch_size so that there are {counts}, or leave "
+            "virtual_pipeline_model_parallel_size out (1f1b supports any number)"
         )
 
 

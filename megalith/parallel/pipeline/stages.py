@@ -203,8 +203,8 @@ def _by_layout(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     plain = letters.replace("|", "")
     if plain.count("E") != 1 or plain.count("L") != 1 or letters[0] != "E" or letters[-1] != "L":
         raise ConfigError(
-            f"pipeline_model_parallel_layout {layout!r} has to begin with the one E (embedding) and end with the "
-            f"one L (head and loss); it expands to {letters[:80]}"
+            f"pipeline_model_parallel_layout {layout!r} must begin with its only E (embedding) "
+            f"and end with its only L (head and loss), but it expands to {letters[:80]}"
         )
     if plain.count("t") != model.num_layers:
         stages = letters.count("|") + 1
