@@ -107,7 +107,8 @@ def test_impossible_durations_are_refused(durations):
 
 def test_showing_a_schedule_does_not_load_torch():
     code = (
-        "import argparse, sys; from megalith.cli.pipeline_command import add_pipeline_show as add, run_pipeline_show as run\n"
+        "import argparse, sys\n"
+        "from megalith.cli.pipeline_command import add_pipeline_show as add, run_pipeline_show as run\n"
         "p = argparse.ArgumentParser(); add(p); assert 'megalith.report.pipeline_drawing' not in sys.modules\n"
         "a = p.parse_args(['--stages', '2', '--micro-batches', '2']); run(a); assert 'torch' not in sys.modules"
     )
