@@ -290,7 +290,8 @@ def test_a_disk_that_is_full_leaves_nothing(ckpt_format: str, tmp_path: Path, mo
 
     monkeypatch.setattr(CoreTensors, "value", refused)
     with pytest.raises(
-        CheckpointError, match="could not be written: No space left on device; nothing of it is left"
+        CheckpointError,
+        match="out could not be written: No space left on device; the partial output was removed: free disk",
     ):
         export_megatron(tmp_path / "run", tmp_path / "out", ckpt_format=ckpt_format)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -148,7 +148,7 @@ def test_blocks_that_are_not_whole_are_read_and_scales_of_another_shape_refused(
 def test_a_note_tells_of_blocks_that_transformers_takes_for_others():
     tensors = {"a": (torch.float32, (96, 256)), "b": (torch.float32, (160, 64))}
     (note,) = notes_on_blocks(tensors, {"a", "b"}, "fp8")
-    assert note.startswith("b is [160, 64], which 128 does not divide")
+    assert note.startswith("b is [160, 64], which is not divisible by 128, and transformers without FP8")
     assert not notes_on_blocks(tensors, {"a"}, "fp8") and not notes_on_blocks(tensors, {"a", "b"}, "int8")
 
 

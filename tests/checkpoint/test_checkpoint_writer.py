@@ -48,9 +48,9 @@ def test_an_error_in_the_block_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("boxes", "words"),
     [
-        ([((0,), 2), ((3,), 1)], r"model\.a: .* do not cover F32 \[4\] once"),
-        ([((0,), 3), ((2,), 2)], r"do not cover F32 \[4\] once"),
-        ([((2,), 3)], r"do not cover F32 \[4\] once"),
+        ([((0,), 2), ((3,), 1)], r"model\.a: .* do not cover F32 \[4\] exactly once"),
+        ([((0,), 3), ((2,), 2)], r"do not cover F32 \[4\] exactly once"),
+        ([((2,), 3)], r"do not cover F32 \[4\] exactly once"),
     ],
     ids=["gap", "overlap", "outside"],
 )

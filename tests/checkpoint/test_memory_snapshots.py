@@ -236,7 +236,7 @@ def test_a_snapshot_of_another_state_is_rejected():
     buffers = [torch.zeros(12, dtype=torch.uint8)]
     snapshot = Snapshot(1, {"tensors": [["model", "w", "torch.float32", [3], [0], [3]]]}, buffers)
     fill(snapshot, {"model": {"w": shard(torch.ones(3))}})
-    with pytest.raises(CheckpointError, match="does not fit"):
+    with pytest.raises(CheckpointError, match="does not match the run's state"):
         fill(snapshot, {"model": {"w": shard(torch.ones(4))}})
 
 

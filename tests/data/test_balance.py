@@ -1,5 +1,6 @@
 """The assignment of a step's packed samples to ranks by cost, and sequence lengths that change during a run."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,7 +62,8 @@ def test_a_balanced_step_has_the_samples_and_the_loss_of_the_step_in_order(corpu
     in_order_steps, _ = batches_of(packed(corpus, tmp_path), 4)
     steps, notes = batches_of(packed(corpus, tmp_path, balance_batches=True), 4)
     [note] = {note for note in notes if "balance" in note}
-    balanced, plain = (float(text.split()[-1]) for text in note.split(" ×")[:2])
+    told = re.search(r"of 4 data-parallel ranks has ([\d.]+) × the mean work \(([\d.]+) × without bal", note)
+    balanced, plain = map(float, told.groups())
     assert 1 <= balanced < plain
     model = parallelize(packed(corpus, tmp_path), Mesh.alone(), torch.device("cpu"))
     moved = 0

@@ -226,7 +226,9 @@ def test_evaluate_runs_the_code_of_a_dataset_only_if_it_is_named(tmp_path, monke
     megalith.train(RunConfig.from_tree(tree))
     (tmp_path / "ran").unlink()
     assert main(["evaluate", "run"]) == 2
-    assert "data.dataset 'rows.py:rows', which is code" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "data.dataset 'rows.py:rows', which is a Python file, and code that a checkpoint names" in error
+    assert "is not run; if you trust the file, pass it with --data.dataset" in error
     assert not (tmp_path / "ran").exists()
     assert main(["evaluate", "run", "--data.dataset", "rows.py:rows"]) == 0
     assert (tmp_path / "ran").exists()

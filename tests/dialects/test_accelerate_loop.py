@@ -186,7 +186,7 @@ def test_a_second_backward_pass_and_one_from_logits_are_refused():
     accelerator, model, _, batch = one_step(return_logits=True)
     outputs = model(**batch)
     accelerator.backward(outputs.loss)
-    with pytest.raises(ConfigError, match="gradients are consumed"):
+    with pytest.raises(ConfigError, match="its gradients have been used; call the model again"):
         outputs.loss.backward()
     with pytest.raises(ConfigError, match="custom_loss_function"):
         nn.functional.cross_entropy(outputs.logits.flatten(0, 1), batch["input_ids"].flatten()).backward()

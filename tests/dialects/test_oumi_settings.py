@@ -546,7 +546,7 @@ def test_torchruns_words_are_taken(monkeypatch):
     assert machines_of({}, {"nproc_per_node": "auto"}, 4).processes == 8
     monkeypatch.setattr(oumi_command, "_gpus", lambda: 0)
     assert machines_of({}, {"nproc_per_node": "auto"}, 4).processes == 4
-    with pytest.raises(ConfigError, match="--nproc-per-node is gpu, but this machine has none"):
+    with pytest.raises(ConfigError, match="--nproc-per-node is gpu, but this machine has no GPUs; give a"):
         machines_of({}, {"nproc_per_node": "gpu"}, 4)
 
 

@@ -79,7 +79,7 @@ def test_the_first_pod_is_reached_by_its_name_though_it_is_told_localhost():
 
 
 def test_numbers_that_are_none_are_refused():
-    with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE is 'many'; it is a number"):
+    with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE is 'many'; it must be a number"):
         read_launch_settings(POD | {"PET_NPROC_PER_NODE": "many"}, None, None)
     with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS is 'x' in the environment"):
         read_launch_settings({"SLURM_STEP_NUM_TASKS": "x"}, None, None)

@@ -12,7 +12,9 @@ import megalith.launch.signals as signals
 from megalith.config import ParallelConfig, TrainConfig
 from megalith.launch.agent import Agent
 from megalith.launch.failure import CRASH_FILE
+from megalith.launch.in_process import IN_PROCESS, RESIZES
 from megalith.launch.peer_watch import CONNECTED_FILE
+from megalith.launch.rendezvous import SingleNodeRendezvous
 from megalith.launch.signals import STOP_SIGNALS, StopSignals, handled_stop_signals
 from megalith.launch.stops import EXIT_CODES, STOP_CODE_FILE, STOP_REASONS, Stops
 from megalith.parallel.gather import ALONE
@@ -154,6 +156,8 @@ def test_a_launcher_hands_on_the_signals_that_it_heeds_though_elastic_takes_them
     elastic = LocalElasticAgent
     for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE):
         monkeypatch.setenv(name, str(tmp_path / name))
+    for name in (IN_PROCESS, RESIZES):  # which the agent sets for its workers
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(elastic, "__init__", lambda self, *given: None)
     monkeypatch.setattr(
         elastic, "_start_workers", lambda *given: [signal.signal(signal.SIGHUP, print), {}][1]
@@ -162,9 +166,10 @@ def test_a_launcher_hands_on_the_signals_that_it_heeds_though_elastic_takes_them
         for number in STOP_SIGNALS:
             before.enter_context(handled(number, signal.getsignal(number)))
         signal.signal(signal.SIGHUP, signal.SIG_DFL if heeds else signal.SIG_IGN)
-        agent = Agent(SimpleNamespace(local_world_size=1, rdzv_handler=SimpleNamespace(job="job")), None)
+        spec = SimpleNamespace(local_world_size=1, rdzv_handler=SingleNodeRendezvous())
+        agent = Agent(spec, None)
         agent._remaining_restarts = 0  # of torch's agent, whose constructor the test replaces
-        alone = dict(store=None, group_rank=0, group_world_size=1)
+        alone = dict(spec=spec, store=None, group_rank=0, group_world_size=1)
         agent._start_workers(SimpleNamespace(workers=[SimpleNamespace(world_size=1)], **alone))
         assert signal.getsignal(signal.SIGHUP) == (agent._forward_signal if heeds else signal.SIG_IGN)
         assert signal.getsignal(signal.SIGTERM) == agent._forward_signal

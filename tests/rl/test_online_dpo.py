@@ -93,7 +93,7 @@ def test_a_run_learns_what_its_reward_prefers_in_any_micro_batches(tmp_path):
 REFUSED = [
     ({"num_generations": 4}, "rl.num_generations is 4"),
     ({"beta": 0.0}, "rl.beta, its β, is 0"),
-    ({"mask_truncated_completions": True}, "which rl.mask_truncated_completions does not apply to"),
+    ({"mask_truncated_completions": True}, "to which rl.mask_truncated_completions does not apply; leave"),
 ]
 
 

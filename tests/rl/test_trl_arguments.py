@@ -278,7 +278,7 @@ def test_lora_arguments_beyond_plain_lora_are_refused_by_name():
     with pytest.raises(ConfigError, match="loftq_bits 2; PEFT has 4"):
         lora_settings(given | loftq | {"loftq_config": {"loftq_bits": 2}})
     with pytest.raises(
-        ConfigError, match=r"peft_config has alora_invocation_tokens \[3\], which is more than plain"
+        ConfigError, match=r"peft_config has alora_invocation_tokens \[3\], but only plain LoRA"
     ):
         lora_settings(given | {"alora_invocation_tokens": [3]})
 

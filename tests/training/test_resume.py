@@ -197,6 +197,11 @@ WHOLE = {  # a model that reads every setting but those of MLA
     "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 32,
 }  # fmt: skip
 SIDE_BY_SIDE = {**WHOLE, "parallel_attn_mlp": True}
+LLAMA4 = {
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 64,
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "qk_l2_norm": True, "query_scaling_beta": 0.1,
+    "num_experts": 8, "moe_router_topk": 1,
+}  # fmt: skip
 LATENT = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 64,
     "position_embedding_type": "rope", "add_bias_linear": False, "multi_latent_attention": True,
@@ -270,6 +275,10 @@ OTHER_FUNCTIONS = {
     "attention_out_multiplier": (2.0, FALCON), "key_multiplier": (0.5, WHOLE),
     "mlp_multipliers": ([0.5, 2.0], GATED),
     "short_conv_bias": (True, LEARNED | {"experimental_attention_variant": "short_conv"}),
+    "attention_chunk_size": (16, LLAMA4), "qk_l2_norm_rope_only": (True, LLAMA4),
+    "qk_layernorm_after_rope": (True, WHOLE), "query_scaling_beta": (0.2, LLAMA4),
+    "query_scaling_length": (4096, LLAMA4), "query_scaling_layers": ("no_rope", LLAMA4),
+    "moe_apply_probs_on_input": (True, LLAMA4),
 }  # fmt: skip
 
 

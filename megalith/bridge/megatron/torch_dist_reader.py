@@ -160,7 +160,9 @@ def _check_shards(folder: Path, name: str, tensor: DistributedTensor) -> None:
     for shard in tensor.shards:
         _check_stored(shard, name)
     if not covers_exactly(tensor.stored_shape, [shard.extent for shard in tensor.shards]):
-        raise CheckpointError(f"{folder}: the shards of {name} are incomplete; copy the checkpoint again")
+        raise CheckpointError(
+            f"{folder}: the shards of {name} do not cover it exactly once; copy the checkpoint again"
+        )
 
 
 def _split_stacks(name: str, tensor: DistributedTensor) -> dict[str, DistributedTensor]:
