@@ -149,7 +149,7 @@ def test_all_ranks_load_the_weights_between_the_same_windows(pool, models):
 
 def test_updates_that_cannot_be_are_refused(models):
     engine = engine_for(models[0], max_rows=1, max_tokens=8)
-    with pytest.raises(ConfigError, match="cannot load other weights; pass load_weights"):
+    with pytest.raises(ConfigError, match="cannot load other weights; pass it `load_weights`"):
         LiveEngine(engine).update_weights(2)
     with pytest.raises(ConfigError, match="kv_cache is drop; choose keep or recompute"):
         LiveEngine(engine, load_weights=print).update_weights(2, "drop")

@@ -167,7 +167,9 @@ def test_what_the_driver_refuses_is_told(call):
     answering = mock.Mock(**{f"{name}.return_value": (status,) for name in CALLS})
     with (
         mock.patch.object(cuda_driver, "_bindings", lambda: (answering, answering)),
-        pytest.raises(TrainingError, match=r"CUDA_ERROR_INVALID_VALUE \(1\) to .*leave out parallel"),
+        pytest.raises(
+            TrainingError, match=r"GPUs? failed .* CUDA_ERROR_INVALID_VALUE \(1\); leave out parallel"
+        ),
     ):
         call()
 

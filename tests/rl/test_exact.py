@@ -232,7 +232,7 @@ def tensor_layouts(size: int) -> dict[str, dict]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, in_full(4)])
 def test_tensor_parallel_engines_and_trainers_have_the_bits_of_one_process(pool, tmp_path, size):
     cases, alone = {}, {}
     for name, model in TENSOR_MODELS.items():
