@@ -86,6 +86,13 @@ class SharedMLP:
         return {}
 
 
+SHARED_MLP = {
+    "layers.{layer}.mlp.shared_experts.linear_fc1.weight":
+        gate_up("model.layers.{layer}.mlp.shared_mlp.gate_proj.weight",
+                "model.layers.{layer}.mlp.shared_mlp.up_proj.weight"),
+    "layers.{layer}.mlp.shared_experts.linear_fc2.weight":
+        same("model.layers.{layer}.mlp.shared_mlp.down_proj.weight"),
+}
 HUNYUAN_MOE = Family(
     architecture="HunYuanMoEV1ForCausalLM",
     model_type="hunyuan_v1_moe",
@@ -96,11 +103,7 @@ HUNYUAN_MOE = Family(
         **EXPERTS,
         "layers.{layer}.mlp.router.weight":
             same("model.layers.{layer}.mlp.gate.wg.weight"),
-        "layers.{layer}.mlp.shared_experts.linear_fc1.weight":
-            gate_up("model.layers.{layer}.mlp.shared_mlp.gate_proj.weight",
-                    "model.layers.{layer}.mlp.shared_mlp.up_proj.weight"),
-        "layers.{layer}.mlp.shared_experts.linear_fc2.weight":
-            same("model.layers.{layer}.mlp.shared_mlp.down_proj.weight"),
+        **SHARED_MLP,
     },
     settings=(
         *HUNYUAN.settings,

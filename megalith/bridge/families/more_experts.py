@@ -21,10 +21,11 @@ from megalith.bridge.families.experts import (
     SigmoidScores,
     SparseLayers,
 )
+from megalith.bridge.families.hunyuan import SHARED_MLP
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, TENSORS
 from megalith.bridge.families.scaled import RopeInWindows
 from megalith.bridge.family import Family
-from megalith.bridge.rows import RowRun, Rule, gate_up, same
+from megalith.bridge.rows import RowRun, Rule, same
 from megalith.bridge.settings import (
     Field,
     FixedSettings,
@@ -96,11 +97,7 @@ HY_V3 = Family(
         **EXPERTS,
         **QK_NORMS,
         **ROUTER,
-        "layers.{layer}.mlp.shared_experts.linear_fc1.weight":
-            gate_up("model.layers.{layer}.mlp.shared_mlp.gate_proj.weight",
-                    "model.layers.{layer}.mlp.shared_mlp.up_proj.weight"),
-        "layers.{layer}.mlp.shared_experts.linear_fc2.weight":
-            same("model.layers.{layer}.mlp.shared_mlp.down_proj.weight"),
+        **SHARED_MLP,
     },
     settings=(
         *SETTINGS,
