@@ -150,6 +150,7 @@ BEFORE = {  # what a page's reader has done besides, or has not
         "sed -i 's/h_size: 8/h_size: 256/; s/n_size: 128/n_size: 1024/; s/n_size: 384/n_size: 4096/' run.yaml",
     ),
     "docs/preference.md": ("cp -r runs/quickstart runs/sft && cp -r data/tokenizer data/sft_tokenizer",),
+    "docs/recipes.md": ("rm run.yaml",),
     "docs/runs.md": (
         'python -c \'import s3fs; s3fs.S3FileSystem().put("runs/a", "bucket/runs/a", recursive=True)\'',
     ),
