@@ -84,9 +84,8 @@ class MTPDrafter:
         first, hidden = self._first[:count], self._hidden[:count]
         has_window = (first >= 0) & rows.alive.bool()
         first = first.clamp(min=0) * rows.alive
-        at = (rows.position - 1 - first).clamp(0, self._drafts)[
-            :, None
-        ]  # of the newest known h in the window
+        # Index of the newest known h in the window.
+        at = (rows.position - 1 - first).clamp(0, self._drafts)[:, None]
         tokens = torch.cat([self._tokens[:count], rows.token.new_zeros(count, width)], 1)
         positions = first[:, None] + torch.arange(width, device=first.device)
         drafts: list[Tensor] = []
@@ -128,8 +127,7 @@ class MTPDrafter:
 
     def _decode(self, positions: Tensor, longest: int) -> Decode:
         """Return the cache of a pass over these positions of the first rows, int64 [rows, tokens]."""
-        by_token = enumerate(positions.unbind(1))
-        seen = [(at, visible_positions(at, longest + self._drafts)) for _, at in by_token]
+        seen = [(at, visible_positions(at, longest + self._drafts)) for at in positions.unbind(1)]
         return Decode(self._cache[:, :, : len(positions)], self._layers, seen)
 
     def _run(

@@ -249,9 +249,7 @@ class Fp32SumReduceScatter(ReduceScatter):
         op,
         async_op: bool = False,
     ) -> None:
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        parts = received.view(group.size(), -1)
+        parts = _exchanged(input_tensor, group)
         if kernels.AVAILABLE and parts.is_cuda:
             kernels.sum_rows(parts, output_tensor)
         else:
@@ -270,9 +268,14 @@ class OrderedReduceScatter(ReduceScatter):
         op,
         async_op: bool = False,
     ) -> None:
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        output_tensor.copy_(sum_over_ranks(received.view(group.size(), -1), neighbours=True))
+        output_tensor.copy_(sum_over_ranks(_exchanged(input_tensor, group), neighbours=True))
+
+
+def _exchanged(input_tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return every rank's part for this rank, [ranks, elements], by an all-to-all."""
+    received = torch.empty_like(input_tensor)
+    dist.all_to_all_single(received, input_tensor, group=group)
+    return received.view(group.size(), -1)
 
 
 def _fully_shard(

@@ -12,6 +12,7 @@ A rank holds one sum per level of its part of the tree.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -52,19 +53,18 @@ class OrderedGradients:
     def __init__(self, parameters: Iterable[nn.Parameter], order: Iterable[tuple[int, int]]):
         """Take the parameters of one chunk of the model, whose gradients are None."""
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._counts = iter([count for _, count in order])
+        self._counts = deque(count for _, count in order)
         self._sums: list[list[Tensor | None]] = []
 
     @torch.no_grad()
     def add_pass(self) -> None:
         """Add the gradients of a complete backward pass. After the last one, `.grad` is the sum."""
         gradients = [parameter.grad for parameter in self._trained]
-        for _ in range(next(self._counts)):
+        for _ in range(self._counts.popleft()):
             gradients = _add_gradients(self._sums.pop(), gradients)
         self._sums.append(gradients)
-        is_last = self._counts.__length_hint__() == 0
         for parameter, gradient in zip(self._trained, gradients, strict=True):
-            parameter.grad = gradient if is_last else None
+            parameter.grad = None if self._counts else gradient
 
 
 def _add_gradients(
