@@ -134,7 +134,7 @@ PADDING = torch.arange(SEQ) < torch.tensor([[0], [9], [133]])
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize(("heads", "groups", "size"), [(8, 2, 64), (6, 6, 80), (28, 4, 128)])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(8, 2, 64), (6, 6, 80), (28, 4, 128), (4, 4, 192)])
 def test_attention_is_right_and_has_the_same_bits_in_prefill_decode_and_packed_rows(
     heads, groups, size, window, dtype
 ):
@@ -182,7 +182,7 @@ MODELS = {
         qk_head_dim=128,
         qk_pos_emb_head_dim=64,
         v_head_dim=128,
-        num_query_groups=None,
+        num_query_groups=0,
     ),
     "experts": dict(num_experts=8, moe_ffn_hidden_size=128, moe_router_topk=3),
 }

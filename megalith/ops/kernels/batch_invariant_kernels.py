@@ -82,7 +82,7 @@ def tiled_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, ends: Tensor | N
 
 @triton.jit(do_not_specialize=["rows"])
 def _matmul_in_parts(
-    x, weight, out, rows,
+    x, weight, out, rows, zero,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +93,8 @@ def _matmul_in_parts(
     left = x + row[:, None] * K + inner[None, :]
     right = weight + column[None, :] * K + inner[:, None]
     for part in tl.static_range(PARTS):
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        # With a constant zero, Triton turns `one + dot(a, b, 0)` into `dot(a, b, one)`, another order of additions.
+        total = tl.full([ROWS, COLUMNS], zero, tl.float32)
         for start in range(0, size, INNER):
             near = inner < size - start
             a = tl.load(left + part * size + start, mask=(row < rows)[:, None] & near[None, :], other=0.0)
@@ -132,7 +133,7 @@ def matmul_in_parts(x: Tensor, weight: Tensor, dtype: torch.dtype, parts: int) -
     if out.numel():
         # Four sums of a tile are alive at once, so it has half of the columns.
         _matmul_in_parts[(triton.cdiv(rows, ROWS), triton.cdiv(len(weight), COLUMNS // 2))](
-            x, weight, out, rows, len(weight), inner, parts, "ieee" if wide else "tf32",
+            x, weight, out, rows, 0.0, len(weight), inner, parts, "ieee" if wide else "tf32",
             ROWS, COLUMNS // 2, NARROW if wide else INNER, num_warps=8, num_stages=3,
         )  # fmt: skip
     return out
