@@ -101,7 +101,17 @@ def test_a_resumed_run_of_the_gpu_tests_runs_what_was_not_reached(tmp_path):
     (tmp_path / "one_gpu.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     runner.prepare_logs(tmp_path, run | {"date": "2026-01-02"}, resume=True)
     assert (tmp_path / "done.txt").read_text().split() == ["a.py::passes", "a.py::fails"]
+    later = run | {"commit": "def"}
     with pytest.raises(ValueError, match="had commit abc, this one has def"):
-        runner.prepare_logs(tmp_path, run | {"commit": "def"}, resume=True)
+        runner.prepare_logs(tmp_path, later, resume=True)
+    mended = {"commit": "def", "failed_before": ["a.py::fails"]}
+    assert runner.prepare_logs(tmp_path, later, resume=False, mended=True) == run | {"mended": mended}
+    assert (tmp_path / "done.txt").read_text() == ""  # the whole file of the failure runs again
+    with open(tmp_path / "one_gpu.jsonl", "a") as log:
+        log.write(json.dumps({"test": "a.py::fails", "outcome": "passed", "seconds": 1.0}) + "\n")
+    assert runner.prepare_logs(tmp_path, later, resume=True) == run | {"mended": mended}
+    assert (tmp_path / "done.txt").read_text().split() == ["a.py::passes", "a.py::fails"]
+    with pytest.raises(ValueError, match="had commit def, this one has abc"):
+        runner.prepare_logs(tmp_path, run, resume=True)
     runner.prepare_logs(tmp_path, run, resume=False)
     assert runner.outcomes(tmp_path) == ({}, [])

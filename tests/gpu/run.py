@@ -1,6 +1,6 @@
 """Run the tests of this folder on a machine with GPUs, within a time limit, and write a record of the result.
 
-    python tests/gpu/run.py --seconds 560 --logs build/gpu [--record tests/gpu/record.json] [--resume]
+    python tests/gpu/run.py --seconds 560 --logs build/gpu [--record tests/gpu/record.json] [--resume | --mended]
 
 Tests that measure time run first and alone. Then pytest-xdist sessions for one, two and four GPUs share the GPUs: each
 worker sees as many as its tests need. The record has the commit, the GPUs, the versions, and for each file how many
@@ -8,6 +8,10 @@ tests passed, failed, were skipped and were not reached. The exit status is 0 if
 
 Where the time limit cut a run short, --resume runs the tests that it did not reach. It needs the logs of that run, of
 the same commit on the same kind of GPUs. A test that failed is not run again: the record keeps its failure.
+
+A commit that mends the failures of a run, and changes nothing else, need not run everything again: --mended runs at
+that commit every test of the files with a failure, and what was not reached. The record keeps the first commit, and
+says which commit mended which tests.
 """
 
 from __future__ import annotations
@@ -169,30 +173,39 @@ def described_run(commit: str | None) -> dict[str, Any]:
     }
 
 
-def prepare_logs(logs: Path, run: dict[str, Any], resume: bool) -> None:
-    """Empty the folder of logs, or, to resume, list the tests that have run.
+def prepare_logs(logs: Path, run: dict[str, Any], resume: bool, mended: bool = False) -> dict[str, Any]:
+    """Empty the folder of logs, or list the tests that have run and need not run again. Return the run to record.
 
     Raises:
         ValueError: The logs are of another commit, other GPUs or another version, or there are none.
     """
     logs.mkdir(parents=True, exist_ok=True)
     done: list[str] = []
-    if resume:
+    if resume or mended:
         if not (logs / RUN_FILE).is_file():
-            raise ValueError(f"{logs} has no logs of a run to resume; run without --resume.")
+            raise ValueError(f"{logs} has no logs of a run to resume; run without --resume and --mended.")
         earlier = json.loads((logs / RUN_FILE).read_text())
-        for key in ("commit", "gpus", "torch", "python"):
-            if earlier[key] != run[key]:
+        commit = earlier.get("mended", earlier)["commit"]
+        for key, value in (earlier | {"commit": run["commit"] if mended else commit}).items():
+            if key in ("commit", "gpus", "torch", "python") and value != run[key]:
                 raise ValueError(
-                    f"the run in {logs} had {key} {earlier[key]}, this one has {run[key]}: a record is of one commit "
-                    "on one kind of machine. Run without --resume."
+                    f"the run in {logs} had {key} {value}, this one has {run[key]}: a record is of one commit on one "
+                    "kind of machine. Run without --resume, or with --mended if this commit only mends failures."
                 )
-        done = [name for name, outcome in outcome_of_each_test(logs)[0].items() if outcome != "not_reached"]
+        found = outcome_of_each_test(logs)[0]
+        failed = sorted(name for name, outcome in found.items() if outcome == "failed")
+        again = {file_of(name) for name in failed} if mended else set()
+        done = [name for name, was in found.items() if was != "not_reached" and file_of(name) not in again]
+        if mended:
+            before = earlier.get("mended", {}).get("failed_before", [])
+            earlier["mended"] = {"commit": run["commit"], "failed_before": sorted({*before, *failed})}
+        run = run | {"commit": earlier["commit"]} | {k: v for k, v in earlier.items() if k == "mended"}
     else:
         for old in logs.glob("*.jsonl"):
             old.unlink()
     (logs / DONE_FILE).write_text("".join(f"{name}\n" for name in done))
     (logs / RUN_FILE).write_text(json.dumps(run))
+    return run
 
 
 def record_of(
@@ -233,10 +246,15 @@ def main() -> int:
     parser.add_argument(
         "--resume", action="store_true", help="run only the tests that the run in --logs did not reach"
     )
+    parser.add_argument(
+        "--mended",
+        action="store_true",
+        help="after a commit that only mends failures of the run in --logs: run their files and what it did not reach",
+    )
     args = parser.parse_args()
     run = described_run(args.commit)
     try:
-        prepare_logs(args.logs, run, args.resume)
+        run = prepare_logs(args.logs, run, args.resume, args.mended)
     except ValueError as error:
         parser.error(str(error))
     gpus = visible_gpus()
