@@ -27,7 +27,7 @@ BARS = {f"{DOCUMENTS} documents": 1.2, f"window {WINDOW}": 0.6}  # × the causal
 
 
 def dense(ends: Tensor | None, window: int | None, seq: int) -> Tensor | None:
-    """Return the mask, bool [1, 1, seq, seq]."""
+    """Return the mask of documents and window, bool [1, 1, seq, seq], or None without either."""
     mask = None if window is None else window_mask(seq, seq, window, torch.device("cuda"))
     if ends is not None:
         ids = document_ids(ends, seq)
@@ -43,7 +43,7 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def measure(work: Callable[[], None]) -> tuple[float, float, list[str]]:
-    """Return milliseconds, gigabytes, and the three slowest kernels."""
+    """Return the milliseconds per call, the peak memory in gigabytes, and the names of the three slowest kernels."""
     for _ in range(WARM_UP):
         work()
     torch.cuda.synchronize()

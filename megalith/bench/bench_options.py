@@ -12,7 +12,7 @@ from megalith.bench.workloads import WORKLOADS
 
 
 def workload_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with a workload."""
+    """Return a parser with the argument `workload`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -27,7 +27,7 @@ def add_result_options(parser: argparse.ArgumentParser, results: str = "append a
 
 
 def append_result(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Append a line of JSON to a file, if there is one."""
+    """Append the result to the file as a line of JSON; do nothing without a file."""
     if path is not None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")

@@ -120,7 +120,7 @@ class Bench:
         return figures
 
     def _dtensors(self) -> dict[str, Tensor]:
-        """Return the same state as DTensors, with the parameters' placements, for torch's save."""
+        """Return the state that Megalith saves, as DTensors, for torch.distributed.checkpoint."""
         state: dict[str, Tensor] = {}
         parameters = {
             name: parameter for chunk in self.model.chunks for name, parameter in chunk.named_parameters()

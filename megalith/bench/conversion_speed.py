@@ -95,10 +95,10 @@ def main() -> None:
 
 
 def model_of(size: float, dtype: str, settings: Sequence[str]) -> ModelConfig:
-    """Return the shape of SHAPE and `settings`, with as many layers as fill `size` bytes.
+    """Return a model with the layers of SHAPE and `settings`, and as many of them as fill `size` bytes.
 
     Raises:
-        ConfigError: embeddings and one layer are larger.
+        ConfigError: embeddings and one layer take more than `size` bytes.
     """
     import torch
 
@@ -135,9 +135,9 @@ def make_source(folder: Path, size: float, dtype: str, settings: Sequence[str]) 
 
 
 def measure(code: tuple[str, str], *arguments: object) -> tuple[float, int]:
-    """Run code in a Python process of its own; return the seconds of its second part and its peak memory in bytes.
+    """Run code in a new Python process; return the seconds that its second part takes, and the peak memory in bytes.
 
-    The process pauses between the two parts.
+    The process pauses before the second part.
     """
     prepare, work = code
     text = f"""

@@ -20,7 +20,7 @@ HELD_OUT_EVERY = 20  # of the files of TextBytes
 
 
 def write_text(folder: Path, megabytes: int, vocab_size: int = VOCAB_SIZE) -> tuple[Path, int]:
-    """Write a tokenizer, and the corpus: repeated or cut to about `megabytes`; whole for 0.
+    """Write a tokenizer and the corpus, repeated or cut to about `megabytes`; 0 writes the corpus once.
 
     Returns:
         The text file, and its size in bytes.
@@ -63,7 +63,7 @@ def build_dataset(folder: Path, megabytes: int = 0, vocab_size: int = VOCAB_SIZE
 
 
 def python_files() -> Iterator[Path]:
-    """Yield the standard library's modules, those of its packages, and those of the installed packages."""
+    """Yield Python files: the standard library's, its subpackages', then those of installed packages."""
     library = Path(os.__file__).parent
     yield from sorted(library.glob("*.py"))
     installed = {"site-packages", "dist-packages"}
@@ -85,7 +85,7 @@ class TextBytes:
         """Read the first `megabytes` of `python_files`.
 
         Args:
-            seq_length: tokens of a sample.
+            seq_length: tokens per sample, without the last label.
             num_samples: samples, each at a random position.
             seed: of the positions.
             megabytes: size of the text.

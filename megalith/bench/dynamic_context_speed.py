@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def sample_lengths(args: argparse.Namespace) -> np.ndarray:
-    """Return the tokens of each sample, int64 [count], enough for all rows of the run."""
+    """Return the length of each sample, int64 [count]; together they fill all rows of the run."""
     rng = np.random.default_rng(SEED)
     mean = rng.lognormal(np.log(args.median), args.sigma, 100_000).clip(2, args.seq_length).mean()
     count = int(1.02 * (args.steps + 1) * args.batch * args.seq_length / mean)
@@ -97,7 +97,7 @@ def write_samples(path: Path, lengths: np.ndarray, vocab: int) -> None:
 
 
 def run(args: argparse.Namespace, name: str, samples: Path) -> list[dict[str, Any]]:
-    """Train in a layout, or `dynamic`. Return the metrics of each step."""
+    """Train in the layout `name`, or with dynamic context parallelism (`dynamic`). Return each step's metrics."""
     layout = args.layout[-1] if name == "dynamic" else name
     options = [f"--{setting}" for setting in args.set]
     with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +183,7 @@ def show_expected(expected: dict[str, float]) -> None:
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], warmup: int) -> dict[str, Any]:
-    """Return the speed of dynamic compared with the fastest layout, and the largest difference of the losses."""
+    """Return the speed of the dynamic run relative to the fastest layout, and the largest difference of losses."""
     times = {name: np.array([step[STEP_TIME] for step in steps[warmup:]]) for name, steps in runs.items()}
     fastest = min((name for name in times if name != "dynamic"), key=lambda name: np.median(times[name]))
     losses = {name: np.array([step["loss"] for step in steps]) for name, steps in runs.items()}

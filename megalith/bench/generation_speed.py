@@ -142,7 +142,7 @@ def sync_speed(config: ModelConfig, dtype: torch.dtype, args: argparse.Namespace
 
 @torch.no_grad()
 def step_time(engine: Engine, steps: int) -> float:
-    """Return the milliseconds of a decode step with every row half full, its mean length during a call."""
+    """Return the milliseconds per decode step if every row is half full, which is the mean during a call."""
     sampling = fill_rows_half(engine)
     steps = min(steps, engine.max_tokens // 2)
     synchronize(engine.device)
@@ -154,7 +154,7 @@ def step_time(engine: Engine, steps: int) -> float:
 
 
 def fill_rows_half(engine: Engine) -> Sampling:
-    """Set every row to half its length, in progress; return the sampling of the next steps."""
+    """Set every row to half of its maximum length; return the sampling settings of the next steps."""
     sampling = Sampling(forced_lengths=[1])
     engine.reset_state(sampling)
     engine._state[1], engine._state[3], engine._state[5] = engine.max_tokens // 2, engine.max_tokens, 1
@@ -170,7 +170,7 @@ def run_step(engine: Engine, sampling: Sampling) -> None:
 
 @torch.no_grad()
 def prefill_time(engine: Engine, prompts: list[list[int]], generations: int) -> float:
-    """Return the seconds that the prefill of one batch takes."""
+    """Return the seconds of the prefill of one batch."""
     sampling = Sampling(max_new_tokens=1)
     sequences = make_sequences(prompts, sampling, generations, engine.config, engine.max_tokens)
     synchronize(engine.device)

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run(part: str, run_file: str, longest: str, spread: str) -> None:
-    """Run a part, in one of its processes."""
+    """Run `part`, grpo or train, in one of its processes."""
     config = RunConfig.load(run_file)
     if part == "train":
         megalith.train(config)
@@ -95,7 +95,7 @@ def odd(completions: list[str], completion_ids: list[list[int]], **columns: Any)
 
 
 def run_part(args: argparse.Namespace, part: str) -> dict[str, Any]:
-    """Return the figures of one run, or under `failed` the end of its output."""
+    """Run a part in new processes; return its figures, or under `failed` the end of its output."""
     with tempfile.TemporaryDirectory() as folder:
         tree, output = run_tree(args, part, Path(folder)), Path(folder) / "run"
         for setting in args.set:

@@ -1,4 +1,4 @@
-"""µP checked: the size of activations over widths, and the best learning rate over widths.
+"""Check of µP: how activations and the best learning rate change with the width.
 
     megalith bench mup                                  coordinate check: widths 64 to 1,024, with and without µP
     megalith bench mup --depths 2 4 8 16                the same over depths (CompleteP)
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(settings: Sequence[str], kind: str, width: int, depth: int | None, base: tuple) -> RunConfig:
-    """Return the run of a model of this width and depth, with `base` as the base model of µP."""
+    """Return the configuration of a model with this width and depth; `base` is the size of µP's base model."""
     chosen = dict(DEFAULTS)
     chosen |= {"model.hidden_size": width, "model.ffn_hidden_size": 4 * width}
     chosen |= {"model.num_attention_heads": max(width // HEAD_DIM, 1)}
@@ -212,7 +212,7 @@ def _sweep(
 
 
 def _comparable(sizes: Mapping[str, float], depth: int) -> dict[str, float]:
-    """Return the rows that models of all depths have, among them the last layer."""
+    """Return the sizes that models of every depth have; the last layer is one of them."""
     rows = {name: size for name, size in sizes.items() if not name.startswith("layers.")}
     return {**rows, "last layer": sizes[f"layers.{depth - 1}"]}
 

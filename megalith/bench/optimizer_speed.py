@@ -70,7 +70,7 @@ HELD_OUT = 8  # batches
 
 @dataclass(frozen=True)
 class Row:
-    """Results of one optimizer."""
+    """Results of one optimizer, a row of the table."""
 
     name: str
     lr: float

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def ratios(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the figures of the methods that were measured, from the seconds of steps and forward passes."""
+    """Return the ratios of the measured methods, given the seconds of steps and forward passes."""
     sft, forward = seconds["sft"], seconds["forward"]
     figures = {}
     if "distill" in seconds:
@@ -94,7 +94,7 @@ def ratios(seconds: dict[str, float]) -> dict[str, float]:
 def build_acts(
     args: argparse.Namespace, folder: Path, stack: ExitStack
 ) -> tuple[dict[str, Callable[[], Any]], int]:
-    """Return the functions that are timed, by name, and the tokens of a step."""
+    """Return the functions to time, by name, and the tokens per step."""
     config = model_run(args.workload, [each for each in args.set if each.startswith(("model.", "data."))])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = build_hugging_face(config.model, device)
@@ -140,7 +140,7 @@ def run_config(args: argparse.Namespace, folder: Path, method: str, length: int)
 
 
 def write_records(folder: Path, count: int, length: int, vocab: int) -> None:
-    """Write the records of all methods: prompts of a quarter of the row, whose answers fill it."""
+    """Write the records of all methods. Prompts take a quarter of the row, and answers the rest."""
     rng, prompt = np.random.default_rng(SEED), length // 4
     ids = rng.integers(1, vocab, size=(count, length)).tolist()
     start_of = [one[:prompt] for one in ids]
@@ -163,7 +163,7 @@ def write_records(folder: Path, count: int, length: int, vocab: int) -> None:
 def reward_acts(
     args: argparse.Namespace, folder: Path, sft: Run, length: int, vocab: int
 ) -> dict[str, Callable[[], Any]]:
-    """Return the scoring of completions by a reward model in GRPO, and its forward pass over the same rows."""
+    """Return the functions to time: GRPO's scoring with a reward model, and that model's forward pass."""
     path = str(folder / "reward")
     transformers.AutoModelForSequenceClassification.from_pretrained(
         folder / "base", num_labels=1, pad_token_id=0

@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def run_alone(program: str, folder: Path, workers: int) -> Seconds:
-    """Run one of ALONE in a new process, because the number of Rust threads must be set before it starts."""
+    """Run a program of ALONE in a new process, because the number of Rust threads must be set before the start."""
     environment = {**os.environ, "RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
     command = [sys.executable, "-m", "megalith.bench.preprocessing_speed", "--only", program]
     command += ["--folder", str(folder), "--workers", str(workers)]
@@ -129,7 +129,7 @@ def document_seconds(folder: Path, workers: int) -> Seconds:
 
 
 def processor_seconds() -> float:
-    """Return the processor time of this process and of its ended children, to the microsecond."""
+    """Return the processor time of this process and of its children that have ended, in seconds."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def made_up_tokenizer(folder: Path, entries: int) -> HuggingFaceTokenizer:
-    """Return a byte-level tokenizer with as many entries, most of which no text is encoded to."""
+    """Return a byte-level tokenizer with this number of entries. It encodes text to single bytes."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[: entries - 1]
     words = [*alphabet, *(f"Ġword{number}" for number in range(entries - 1 - len(alphabet))), "<end>"]
     made = tokenizers.Tokenizer(tokenizers.models.BPE({word: n for n, word in enumerate(words)}, []))
@@ -133,7 +133,7 @@ def measure(
 
 
 def http_seconds(server: HttpServer) -> float:
-    """Return the CPU time of the server's thread so far."""
+    """Return the CPU time that the HTTP thread has used so far."""
 
     async def used() -> float:
         return time.thread_time()

@@ -95,7 +95,7 @@ def kernels_of(trace: list[Event]) -> list[Kernel]:
 
 
 def step_parts(kernels: list[Kernel], trace: list[Event]) -> dict[str, float]:
-    """Return the time of each part of the first step in µs."""
+    """Return the microseconds of each part of the first step."""
     steps = [e["ts"] for e in trace if e.get("cat") == "user_annotation" and e["name"].startswith("step ")]
     kernels = [kernel for kernel in kernels if kernel.launched >= min(steps, default=0.0)]
     stepping = [kernel.end for kernel in kernels if _matches(KINDS[:1], kernel)]
@@ -131,7 +131,7 @@ def _first(kinds: Iterable[tuple[str, str]], names: list[str]) -> str | None:
 def _split_time(
     computing: list[tuple[float, float, str]], communicating: list[tuple[float, float, str]]
 ) -> Iterator[tuple[float, float, str]]:
-    """Yield consecutive time spans of one kind each. Both lists must be sorted by start."""
+    """Yield consecutive time spans, each of a single kind. Both lists must be sorted by start."""
     now = min((span[0] for span in computing + communicating), default=0.0)
     for start, end, kind in [*computing, (float("inf"), float("inf"), IDLE)]:
         for begin, until, other in communicating:  # exposed before this kernel

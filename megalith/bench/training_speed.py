@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def check_devices(processes: int) -> None:
-    """Raise ConfigError if a layout needs more GPUs than there are; without any, print that the CPU is measured."""
+    """Raise ConfigError if a layout needs more GPUs than there are. Without GPUs, print that the CPU is measured."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -160,7 +160,7 @@ def build_real_data(folder: Path, megabytes: int) -> dict[str, Any]:
 
 
 def compare(mock: dict[str, Any], real: dict[str, Any]) -> None:
-    """Print the cost of real data."""
+    """Print how much longer a step takes with real text than with synthetic tokens."""
     if "failed" not in mock and "failed" not in real:
         times = mock["step_time_ms"], real["step_time_ms"]
         print(
@@ -267,7 +267,7 @@ def run_logged(command: list[str], file: Path, env: Mapping[str, str] | None = N
 
 
 def stage_times(timeline: Timeline) -> str:
-    """Return the times of a micro-batch's forward and backward pass in each stage, in the model's order."""
+    """Return as text the forward and backward time per micro-batch of each stage, in the model's order."""
     times: dict[tuple[int, int], dict[Kind, list[float]]] = {}
     for span in (span for spans in timeline.spans for span in spans):
         stage = times.setdefault((span.action.chunk, span.rank), {})
@@ -279,7 +279,7 @@ def stage_times(timeline: Timeline) -> str:
 
 
 def peer_name(text: str) -> str:
-    """Check a peer's name and its switches."""
+    """Return `text` if it is a peer's name with known switches. Raises an error otherwise."""
     name, _, switches = text.partition(":")
     unknown = [
         each for each in switches.split(",") if switches and each not in SWITCHES and each[:6] != "micro="

@@ -101,13 +101,13 @@ MULTIPLIED = "tp", "cp", "pp", "dp"  # degrees whose product is the number of pr
 
 
 def layout_of(name: str) -> dict[str, Any]:
-    """Return a layout of LAYOUTS, or the one that degrees and settings describe.
+    """Return a layout of LAYOUTS, or one described by degrees and settings of `parallel`.
 
-    `tp=2,pp=2,dp=2,sequence_parallel=true` has eight processes. Other names are settings of `parallel`. A pipeline
-    takes micro-batches of one sequence; otherwise a replica's sequences are one micro-batch.
+    For example, `tp=2,pp=2,dp=2,sequence_parallel=true` has eight processes. With a pipeline, a micro-batch is one
+    sequence; otherwise it is all sequences of a replica.
 
     Raises:
-        ConfigError: no such layout, or a degree that is not a positive integer.
+        ConfigError: the layout is unknown, or a degree is not a positive integer.
     """
     if name in LAYOUTS:
         return LAYOUTS[name]
@@ -150,8 +150,8 @@ def run_tree(
 
     Args:
         data: settings of `data`.
-        batch: sequences per step (default: the workload's per process, times the processes).
-        profiles: add a step to profile.
+        batch: sequences per step. Default: the workload's sequences per process times the number of processes.
+        profiles: add a step that is profiled.
     """
     workload, layout_settings = WORKLOADS[name], layout_of(layout)
     batch = batch or workload["batch"] * layout_settings["processes"]

@@ -246,7 +246,7 @@ def _check_numbers(args: Arguments) -> None:
 
 
 def _step(option: str, text: str) -> tuple[str, ...]:
-    """Return the words of a job before or after the training. Raises ConfigError for an invalid command."""
+    """Return the words of a command for --before or --after. Raises ConfigError if it is invalid."""
     from megalith.cli.main import build_parser
 
     try:
@@ -289,7 +289,7 @@ def _check(
 
     Raises:
         MegalithError: as the trainer would.
-        ConfigError: the job does not fit `device`, or any GPU without it.
+        ConfigError: the job does not fit `device`. Without it: weights and optimizer state exceed the largest GPU.
     """
     from megalith.planner.counts import count_parameters
     from megalith.planner.fit import require_fit, warnings_without_device

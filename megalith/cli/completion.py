@@ -65,7 +65,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _cases(words: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the branches of a shell's `case`. Equal lists share one."""
+    """Return the branches of a shell's `case`. Commands with equal lists share a branch."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, following in words.items():
         names.setdefault(tuple(following), []).append(name)

@@ -191,7 +191,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
 
 
 def _add_input_arguments(parser: argparse.ArgumentParser, or_else: str | None = None) -> None:
-    """Add --input and its options; `or_else` is an option that can replace --input."""
+    """Add --input and its options. `or_else`: an option that may be given instead of --input."""
     parser.add_argument(
         "--input",
         nargs="+",

@@ -1,4 +1,4 @@
-"""`--json`: one JSON document on standard output, without other text. docs/json_output.md lists the keys."""
+"""`--json`: one JSON document on standard output, without other text. docs/command_line.md lists the keys."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _answer(
     accept: Callable[[Any], Any] = lambda answer: answer,
     choices: str = "",
 ) -> Any:
-    """Return an option's accepted value. If it was not given, ask in the terminal until an answer is accepted."""
+    """Return the option's value, as `accept` returns it. Without the option, ask until an answer is valid."""
     if option is not None:
         return accept(option)
     if not sys.stdin.isatty():

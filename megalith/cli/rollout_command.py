@@ -162,7 +162,7 @@ def _rollout(args: Arguments) -> dict[str, float]:
 
 
 def _settings(args: Arguments) -> RlConfig:
-    """Return section `rl` with the command's options."""
+    """Return the section `rl` with the command's options applied."""
     settings = {
         "prompts": args.prompts,
         "prompt_column": args.prompt_column,
@@ -186,7 +186,7 @@ def _settings(args: Arguments) -> RlConfig:
 
 
 def _pass_at(k: int, of: int, passed: int) -> float:
-    """Return the unbiased pass@k estimate from `of` completions (Chen et al. 2021)."""
+    """Return the unbiased estimate of pass@k if `passed` of `of` completions passed (Chen et al. 2021)."""
     return 1 - comb(of - passed, k) / comb(of, k)
 
 

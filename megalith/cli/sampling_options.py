@@ -1,4 +1,4 @@
-"""Options that commands which sample share: the model, the sampling distribution and the tokenizer."""
+"""Options shared by the commands that sample: the model, the sampling distribution and the tokenizer."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def run_serve(args: Arguments) -> int:
 
 
 def _read_key(path: str | None) -> str | None:
-    """Return the key of a file."""
+    """Return the API key in a file. Raises ConfigError if it has none."""
     if path is None:
         return None
     try:
@@ -157,7 +157,7 @@ def _read_key(path: str | None) -> str | None:
 
 
 class _Adapters:
-    """The adapters of --adapter, and room for adapters that are loaded later."""
+    """The adapters of --adapter, and the slots for adapters that are loaded later."""
 
     def __init__(self, args: Arguments, model: Transformer):
         """Read the adapters. Raise ConfigError if one does not fit the model."""
@@ -200,13 +200,13 @@ class _Adapters:
             )
 
     def load(self, folder: str) -> dict:
-        """Return A and B of the adapter in a folder, by the name of the matrix."""
+        """Return the matrices A and B of the adapter in a folder, by the name of the adapted matrix."""
         from megalith.bridge.adapter_folder import load_adapter_pairs
 
         return load_adapter_pairs(folder, self._args.checkpoint, self._config, self._fingerprint)
 
     def slots(self) -> SlotSizes | None:
-        """Return the room that the engine needs. None: there are no adapters."""
+        """Return the engine's adapter slots and their ranks, or None without adapters."""
         from megalith.bridge.adapter_folder import slot_ranks
         from megalith.generation.engine_model import SlotSizes
 
@@ -265,7 +265,7 @@ def _engine_of_ranks(model: Transformer, sizes: dict[str, Any], device, split: i
 
 
 def _serve(args: Arguments, live, tokenizer, chat, key: str | None) -> int:
-    """Listen, and run the engine until a signal."""
+    """Listen for requests, and run the engine until a signal arrives."""
     from megalith.serve.http_server import HttpServer
     from megalith.serve.openai_service import LOOPBACK, Access, OpenAiService
     from megalith.serve.served_adapters import ServedAdapter, ServedAdapters

@@ -188,7 +188,7 @@ def implied_settings(program: str) -> list[str]:
 
 
 def check_source(program: str, config: RunConfig) -> None:
-    """Raise ConfigError if the run lacks the command's source: prompts or rollouts (grpo), a teacher (distill)."""
+    """Raise ConfigError if grpo has neither prompts nor rollouts, or distill has no teacher."""
     if program == "grpo":
         from megalith.rl.grpo import require_source
 
@@ -209,7 +209,7 @@ def _say_that_it_starts(program: str, arguments: list[str]) -> None:
 
 
 def launcher_words() -> list[str]:
-    """Return the options of `train` and the commands of post-training, without settings."""
+    """Return the options of `train` and of the post-training commands, without the settings of run files."""
     return [*option_strings(_launcher_options()), "--help"]
 
 

@@ -1,4 +1,4 @@
-"""torch's elastic agent with public hooks and attributes."""
+"""A subclass of torch's elastic agent whose hooks and attributes are public."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HookedAgent(LocalElasticAgent):
         )
 
     def replace_worker(self, worker_group: WorkerGroup, local_rank: int, handler: SubprocessHandler) -> None:
-        """Let the process of `handler` take the place of a worker that has exited."""
+        """Make the process of `handler` the worker in place of one that has exited."""
         self._pcontext.subprocess_handlers[local_rank] = handler
         worker_group.workers[local_rank].id = handler.proc.pid
 

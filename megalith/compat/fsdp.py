@@ -21,7 +21,7 @@ def sharded_parameters(state: Any) -> list[Tensor]:
 
 
 def end_backward(root: FSDPModule) -> None:
-    """Do what FSDP2 does at the end of a root module's backward pass, such as reducing accumulated gradients."""
+    """Run FSDP2's callback for the end of a root module's backward pass, which reduces accumulated gradients."""
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 

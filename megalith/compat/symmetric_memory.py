@@ -1,4 +1,4 @@
-"""GPU memory that other GPUs can read, and collectives of our own on it."""
+"""GPU memory that other GPUs can read, and the registration of collectives that use it."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ def cache_custom_autograd_functions() -> None:
 
 
 def cache_functions(keys: dict[str, str]) -> None:
-    """Let torch cache graphs that call these functions, by qualified name, each with its cache key."""
+    """Let torch cache graphs that call these functions. `keys` maps a qualified name to its cache key."""
     config.unsafe_marked_cacheable_functions = keys
 
 
 def set_kernel_choices(choices: KernelChoices) -> None:
-    """Make Inductor use these choices."""
+    """Make Inductor choose kernels with `choices`."""
     V.set_choices_handler(choices)
 
 
@@ -59,5 +59,5 @@ def post_grad_pass() -> Any:
 
 
 def waits_before(scheduler: Scheduler, node: SchedulerNode) -> set[str]:
-    """Return the names of the waits for collectives that a node depends on."""
+    """Return the names of the collective waits among the nodes that `node` depends on."""
     return {name for name in node.ancestors if isinstance(scheduler.name_to_node[name].node, ir._WaitKernel)}

@@ -195,7 +195,7 @@ class HybridModel(MupModel):
 
     @property
     def attention_layers(self) -> list[int]:
-        """Numbers of the layers with attention, MTP layers included."""
+        """Indices of the layers with attention, including MTP layers."""
         return [layer for layer in range(self.num_layers) if self.has_attention(layer)] + self.mtp_layers
 
     def has_mlp(self, layer: int) -> bool:

@@ -205,7 +205,11 @@ def tempered(sizes: Sequence[float], temperature: float) -> list[float]:
 
 
 def scheduled(weights: Sequence[float], points: Sequence[BlendPoint]) -> BlendWeights:
-    """Return the weights of a schedule that starts with `weights`."""
+    """Return the blend weights over a run: `weights` until the first point, then those that the points set.
+
+    Raises:
+        ConfigError: a point has another number of weights.
+    """
     for point in points:
         if len(point.weights) != len(weights):
             raise ConfigError(

@@ -33,7 +33,7 @@ class Check:
 
 
 def make_check(name: str, finding: str, passed: bool, advice: str, otherwise: str = WARN) -> Check:
-    """Return a good check if it passed, else one of state `otherwise` with `advice`."""
+    """Return a check whose state is good if it passed, otherwise `otherwise`, with the advice."""
     return Check(name, GOOD if passed else otherwise, finding, "" if passed else advice)
 
 
@@ -147,7 +147,7 @@ def check_shared_memory(gpus: int, folder: str = "/dev/shm") -> Check:
 
 
 def check_megatron_bridge_available() -> None:
-    """Check that the installed software can train. The name is Oumi's, whose callers expect it.
+    """Check that the installed Python and torch are supported. Oumi calls it by this name.
 
     Raises:
         ConfigError: the installed Python or torch is too old.

@@ -1,6 +1,6 @@
 """GPU health through NVML (the package nvidia-ml-py): temperature, clocks, power, memory and memory errors.
 
-A training run reads all GPUs at each log interval. The step's metrics get the values of the hottest, slowest and least
+A training run reads all GPUs at each log interval. The step's metrics describe the hottest, the slowest and the least
 busy GPU, because one slow GPU delays every collective. A GPU that is throttled, has memory errors or runs out of memory
 is reported once, when the fault begins. `megalith doctor` reads the same state.
 """
@@ -192,7 +192,7 @@ class GpuMonitor:
 
 
 def gpu_metrics(gpus: Sequence[GpuState]) -> dict[str, float]:
-    """Return the worst value over all GPUs of each metric that the driver reports."""
+    """Return the worst value over all GPUs of each metric that the driver reports; ECC errors are added up."""
     columns = {
         "gpu_temperature": (max, [gpu.temperature for gpu in gpus]),
         "gpu_utilization": (min, [gpu.utilization for gpu in gpus]),

@@ -374,8 +374,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
 
         Raises:
             ConfigError: empty prompt, token outside the vocabulary, more tokens than the model or a row has room for,
-                or a
-                setting out of range.
+                or a setting out of range.
         """
         sequences = make_sequences(
             prompts, sampling, num_generations, self.config, self.max_tokens, max_new_tokens

@@ -63,9 +63,9 @@ class Loss:
         return batch.loss_mask.sum(dtype=torch.float64)
 
     def logged_weight(self, batch: Batch) -> float | None:
-        """Return the micro-batch's weight in the logged loss, or None if the log has the step's own loss.
+        """Return the micro-batch's weight in the logged loss, or None to log the loss that is optimized.
 
-        The logged loss is then Σ weight · loss / Σ weight over the micro-batches of the step.
+        With weights, the logged loss is Σ weight · loss / Σ weight over the micro-batches of the step.
         """
         return None
 

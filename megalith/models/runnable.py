@@ -19,7 +19,7 @@ class Runnable(nn.Module):
 
 
 def runnable(method: Callable) -> Callable:
-    """Decorate a method of a Runnable so that its runner runs it, if it has one."""
+    """Decorate a method of a Runnable: if the object has a runner, calls go to the runner."""
 
     @wraps(method)
     def run(self: Runnable, *args):

@@ -68,12 +68,12 @@ def saved_names_of(chunks: Iterable[nn.Module]) -> frozenset[str]:
 
 
 def paths_named(module: str, paths: Collection[str]) -> set[str]:
-    """Return the paths that a name means: the path itself, otherwise those that end with it."""
+    """Return the paths that `module` selects: itself if it is a path, otherwise the paths that end with it."""
     return {module} if module in paths else {path for path in paths if path.endswith(f".{module}")}
 
 
 def check_can_be_saved(module: str, paths: Iterable[str]) -> None:
-    """Raise ConfigError if one of the paths that `module` of `lora.modules_to_save` means cannot be trained in full."""
+    """Raise ConfigError if a path cannot be trained in full; `module` in `lora.modules_to_save` selects the paths."""
     if refused := sorted(path for path in set(paths) if not can_be_saved(path)):
         raise ConfigError(
             f"lora.modules_to_save names {module}, which has {refused[0]}, but only embeddings, the output matrix, "

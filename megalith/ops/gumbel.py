@@ -44,8 +44,8 @@ def sample(
 
     Returns:
         Entries, int64 [rows], and their log-probabilities, float32 [rows], under softmax(logits / temperature) over the
-        entries kept by top_k, top_p and min_p; at temperature 0 under softmax(logits). The same on every rank of the
-            axis.
+        entries kept by top_k, top_p and min_p; at temperature 0 under softmax(logits). Equal on every rank of the
+        axis.
     """
     real = min(max(vocab_size - first, 0), logits.shape[1])
     inverse = 1 / max(temperature, 1e-30) if temperature else 1.0
@@ -68,7 +68,7 @@ def sample_rows(
     axis: Axis = ALONE,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Sample an entry per row like `sample`, with settings of its own for each row."""
+    """Sample an entry per row like `sample`, with separate settings for each row."""
     temperature, top_k, top_p, min_p = settings
     is_greedy = temperature == 0
     z = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
@@ -97,13 +97,13 @@ def sampled_blocks(
         logits: [rows, local entries].
         keys: int32 [rows], keys of the noise.
         least: float32 [rows], the smallest logit that counts, or None.
-        first: number of the first local entry.
+        first: index of the first local entry.
         real: number of local entries without vocabulary padding.
         temperature: factor on the Gumbel noise; 0: no noise.
         inverse: 1 / temperature, or 1 if the temperature is 0.
 
     Returns:
-        float32 [rows, blocks, 5]: the maximum of logit + temperature · noise; the number and the logit of the entry
+        float32 [rows, blocks, 5]: the maximum of logit + temperature · noise; the index and the logit of the entry
         with this maximum; the largest logit; Σ exp((logit − largest logit) · inverse).
     """
     if logits.is_cuda and kernels.AVAILABLE:
@@ -128,7 +128,7 @@ def sampled_blocks(
 def exponential(keys: Tensor) -> Tensor:
     """Return exponential noise −log(1 − v) for int32 keys, float32. −log of it is Gumbel noise.
 
-    v in (0, 1) has 31 bits. All of them are significant for small v.
+    v in (0, 1) has 31 bits, all of which are significant for small v.
     """
     v = (mix(keys) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     return v.neg_().log1p_().neg_()
@@ -179,7 +179,7 @@ def least_logit(
 
 
 def least_logit_by_row(z: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, axis: Axis = ALONE) -> Tensor:
-    """Return `least_logit` for settings of each row, float32 [rows], and logits z that are divided by temperature."""
+    """Return `least_logit` for logits z, already divided by the temperature, with separate settings for each row."""
     z = z if z.shape[1] else z.new_full((len(z), 1), LOWEST)
     top = all_reduce_no_grad(z.amax(-1), axis, "max")
     most = torch.where(top_k > 0, top_k, math.inf)

@@ -45,7 +45,7 @@ def transpose_blocks(sizes: Tensor, rows: int) -> Permutation:
 
 
 def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return `token` and `row` of that Permutation: each row moves as far as its block."""
+    """Return `token` and `row` of the Permutation: each row moves as far as its block."""
     across = sizes.T
     begin = group_starts(sizes.flatten()).view_as(sizes)
     end = group_starts(across.flatten()).view_as(across).T
@@ -64,8 +64,7 @@ def count_destinations(groups: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
 
     Returns:
         Tokens per group, int64 [count]; number of earlier tokens in the group, int32 [tokens, count]; membership, 0 or
-            1,
-        int32 [tokens, count].
+            1, int32 [tokens, count].
     """
     tokens = len(groups)
     blocks = -(-tokens // BLOCK)
@@ -118,9 +117,8 @@ def replicate_tokens(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor
     Arguments come from `count_destinations`.
 
     Returns:
-        Token of each copy, int64 [tokens · count + 1], undefined after the last copy; position of each token's copies,
-            int64
-        [tokens, count], after all copies if it is not in the group.
+        Token of each copy, int64 [tokens · count + 1], undefined after the last copy; position of each token's copy in
+            each group, int64 [tokens, count], after all copies if the token is not in the group.
     """
     last = has.numel()
     row = torch.where(has == 1, group_starts(sizes) + before, last)
@@ -139,26 +137,27 @@ def index_in_group(groups: Tensor, count: int) -> Tensor:
 
 
 def count_values(values: Tensor, count: int) -> Tensor:
-    """Count the occurrences of 0 … count - 1 in values int64 [n], without waiting for the device. Returns int64
-    [count].
+    """Count the occurrences of 0 … count - 1 in values int64 [n], without waiting for the device.
 
-    Adds in int32, because Inductor has no single kernel for additions in int64.
+    Returns int64 [count]. Adds in int32, because Inductor has no single kernel for additions in int64.
     """
     ones = values.new_ones((), dtype=torch.int32).expand_as(values)
     return values.new_zeros(count, dtype=torch.int32).scatter_add(0, values, ones).long()
 
 
 def take_rows(x: Tensor, order: Permutation, fused: bool = False) -> Tensor:
-    """Gather the rows [rows, width] of tokens x [tokens, width]. `fused`: the gradient is one compiled kernel on a
-    GPU."""
+    """Gather the rows [rows, width] of tokens x [tokens, width].
+
+    `fused`: the gradient is one compiled kernel on a GPU.
+    """
     return _TakeRows.apply(x, order, fused)
 
 
 def sum_rows(rows: Tensor, order: Permutation, fused: bool = False, in_order: bool = False) -> Tensor:
     """Sum each token's rows: [rows, width] → [tokens, width].
 
-    `fused`: one compiled kernel on a GPU. `in_order`: add one by one, in the order of the token's experts, and never in
-    a compiled kernel.
+    `fused`: use one compiled kernel on a GPU. `in_order`: add rows one by one, in the order of the token's experts,
+    without a compiled kernel.
     """
     return _SumRows.apply(rows, order, fused, in_order)
 
@@ -186,8 +185,10 @@ class _SumRows(torch.autograd.Function):
 
 
 def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
-    """Return x [n, width] at an index of any shape; zeros for indices of n or more. `complete`: no index is n or
-    more."""
+    """Return x [n, width] at an index of any shape; zeros where the index is n or more.
+
+    `complete`: no index is n or more.
+    """
     if complete:
         return x.index_select(0, index) if index.ndim == 1 else x[index]
     if not len(x):

@@ -77,8 +77,8 @@ def optimizer_step(
         loss_scale: factor on the gradients.
         clip_grad: maximum norm; 0 disables clipping.
         total_squares: returns the sum of squares of the gradients of a list of parameters. A parallel run passes a
-            function
-            that counts each logical parameter once and sums over ranks, so that all ranks clip and skip identically.
+            function that counts each logical parameter once and sums over ranks, so that all ranks clip and skip
+            identically.
 
     Returns:
         Norm, skip flag and loss scale on the device.

@@ -20,14 +20,14 @@ from megalith.training.trainer import prepare
 
 @dataclass(frozen=True)
 class ParityLayout:
-    """A number of processes and settings of the section `parallel`."""
+    """A layout: the number of processes, and settings of the section `parallel`."""
 
     processes: int
     parallel: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_experts(self) -> bool:
-        """True if only models with experts can use it."""
+        """True if the layout needs a model with experts."""
         return any("expert" in setting for setting in self.parallel)
 
 

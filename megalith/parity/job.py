@@ -103,8 +103,11 @@ def run_job(config: RunConfig, step_count: int | None = None, task: Task | None 
 
 
 def _generate(run: Run) -> list[list[int]]:
-    """Return greedy tokens of a decoder, the most likely token at each position of an encoder, or for a reward model
-    the position with the highest score."""
+    """Return the model's greedy predictions.
+
+    A decoder generates tokens. An encoder predicts the most likely token at each position. A reward model selects the
+    position with the highest score.
+    """
     if run.config.model.score_head:
         return [run.model(torch.tensor([prompt]))[0].argmax(0).tolist() for prompt in PROMPTS]
     if run.config.model.causal:

@@ -31,7 +31,7 @@ NO_SUCH_TEST = re.compile(r"^ERROR: not found: (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PublicReport:
-    """A public report and the test that would notice its fault in Megalith.
+    """A public report, and the test that would detect the same fault in Megalith.
 
     Args:
         repository: GitHub's `owner/name`.
@@ -128,7 +128,7 @@ def read_ledger(root: Path = ROOT) -> Ledger:
 
 
 def select(reports: Sequence[PublicReport], names: Sequence[str]) -> list[PublicReport]:
-    """Return the reports with these names: `owner/name#number` or `name#number`, in any case. All if there are none.
+    """Return the reports with these names, `owner/name#number` or `name#number`, ignoring case; all without names.
 
     Raises:
         ConfigError: a name is in no row.

@@ -52,7 +52,7 @@ class Accelerator(accelerate.Accelerator):
     """Accelerate's Accelerator.
 
     With a MegatronLMPlugin, passed or selected by the environment, it trains transformers models with Megalith in any
-    layout, with the training loop that a script has for DDP. Without one it is Accelerate's own.
+    layout. The script keeps the training loop that it has for DDP. Without a plugin, it works as Accelerate's class.
     """
 
     def __init__(self, *args: Any, megatron_lm_plugin: Any = None, cpu: bool = False, **options: Any):
@@ -89,13 +89,13 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _replica(self) -> tuple[int, int]:
-        """The index of this rank's data-parallel replica, and the number of replicas."""
+        """Return the index of this rank's data-parallel replica, and the number of replicas."""
         plugin, replicas = self._plugin, self._plugin.data_parallel_size_of(self.num_processes)
         return self.process_index // (plugin.tp_degree * plugin.context_parallel_size) % replicas, replicas
 
     @property
     def _sharding(self) -> ReplicaSharding:
-        """This rank's part of the script's dataloaders. Raises ConfigError for unsupported options."""
+        """Return which samples of a dataloader this rank reads. Raises ConfigError for unsupported options."""
         options, count = self.dataloader_config, self._plugin.num_micro_batches
         replica, replicas = self._replica
         if options.split_batches and replicas * count > 1:

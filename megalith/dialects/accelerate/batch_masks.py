@@ -15,9 +15,9 @@ from megalith.ops.documents import document_ids
 
 
 def document_ids_of(batch: Batch) -> Tensor | None:
-    """Return document ids, int32 [batch, seq], negative for padding that predicts; None if there is one document.
+    """Return document ids, int32 [batch, seq], negative for padding; None if the batch has no document ends.
 
-    Raises ConfigError for padding between tokens.
+    Raises ConfigError for padding between tokens, and for padding with labels.
     """
     ends, padding = batch.document_ends, batch.padding
     if ends is None and padding is not None:
@@ -32,7 +32,7 @@ def document_ids_of(batch: Batch) -> Tensor | None:
 
 
 def padding_from_ids(mask: Tensor | None) -> Tensor | None:
-    """Return the padding, bool [batch, seq], of document ids from `document_ids_of`, or None."""
+    """Return which ids of `document_ids_of` are padding, bool [batch, seq]; None if none are."""
     if mask is None or mask.dim() != 2 or not bool((mask < 0).any()):
         return None
     return mask < 0

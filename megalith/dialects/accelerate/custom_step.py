@@ -1,4 +1,4 @@
-"""Training steps of a script's own handler: its batches, its model calls and its loss."""
+"""Training steps with a script's own train step class: its batches, its model calls and its loss."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]
 
 
 class CustomLoss(Loss):
-    """The mean over the step's micro-batches of the script's loss function."""
+    """The mean of the script's loss function over the micro-batches of a step."""
 
     def __init__(self, functions: Sequence[Callable[[Tensor], Any]], seq: int):
         """Store `functions`, one per micro-batch, and `seq`, the sequence length without padding for parallelism."""

@@ -121,7 +121,7 @@ class MegatronLMPlugin(StockPlugin):
         )
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Set the length of a MegatronLMDummyScheduler's schedule, in optimizer steps of the script."""
+        """Set the schedule's length to that of a MegatronLMDummyScheduler, in optimizer steps of the script."""
         defaults = self.megatron_lm_default_args
         dp, defaults["data_parallel_size"] = defaults.get("data_parallel_size"), 1
         super().set_scheduler_args(scheduler)

@@ -164,7 +164,10 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
 
 
 def gather_objects(objects: Any) -> list[Any]:
-    """Return the members of all replicas' `objects` in one list. Raises ConfigError for objects that JSON lacks."""
+    """Return the members of all replicas' `objects` in one list.
+
+    Raises ConfigError for objects that JSON cannot represent.
+    """
     if (unsupported := _not_json(objects)) is not None:
         raise ConfigError(
             f"gather_for_metrics has {unsupported}, but objects are exchanged as JSON, not pickle; use numbers, "

@@ -37,7 +37,7 @@ REPLACED_ARGUMENTS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop
 
 @dataclass(frozen=True)
 class ReplicaSharding:
-    """Loader of this rank's samples of a dataset. It copies them to a device."""
+    """The samples of a dataloader that one replica reads, and the device that they are copied to."""
 
     micro_batches: int
     replicas: int

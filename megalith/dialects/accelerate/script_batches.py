@@ -170,7 +170,7 @@ def document_ends_of(documents: Tensor) -> Tensor | None:
 
 
 def pad_sequences(batch: Batch, multiple: int) -> Batch:
-    """Pad the sequences to a multiple with uncounted tokens, which join the last document."""
+    """Pad the sequences to a multiple of `multiple`. The padding has no loss and joins the last document."""
     seq = batch.input_ids.shape[1]
     extra = -seq % multiple
     if not extra:
@@ -185,7 +185,10 @@ def pad_sequences(batch: Batch, multiple: int) -> Batch:
 
 
 def split_micro_batches(batch: Batch, count: int, multiple: int = 1) -> list[Batch]:
-    """Split a batch into `count` micro-batches of equal size, a multiple; uncounted samples pad the end."""
+    """Split a batch into `count` micro-batches of equal size, a multiple of `multiple`.
+
+    Copies of the first sample, without loss, fill the last one.
+    """
     size = -(-len(batch.input_ids) // (count * multiple)) * multiple
     extra = size * count - len(batch.input_ids)
     if extra:

@@ -39,20 +39,29 @@ class AbstractTrainStep:
         self.name = name
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
-        """Return a function from an iterator of micro-batches to tokens, labels, loss mask, mask and position ids."""
+        """Return a function that takes an iterator of micro-batches.
+
+        It returns tokens, labels, loss mask, attention mask and position ids of the next micro-batch.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no get_batch_func; define it")
 
     def get_forward_step_func(self) -> Callable:
-        """Return a function of an iterator of micro-batches and the model, which returns its output and a loss."""
+        """Return a function that takes an iterator of micro-batches and the model.
+
+        It returns the model's output and a loss function.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no get_forward_step_func; define it")
 
     def get_loss_func(self, accelerator: Any) -> Callable:
-        """Return a function from loss mask and losses, [batch, seq], to the micro-batch's loss and metrics."""
+        """Return a function that takes loss mask and losses, [batch, seq].
+
+        It returns the micro-batch's loss and metrics.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no get_loss_func; define it")
 
 
 def mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean of losses [batch, seq] over the tokens of loss_mask, and the metrics to log."""
+    """Return the mean of losses [batch, seq], weighted by loss_mask, and the metrics to log."""
     loss = (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
     return loss, {"lm loss": loss.detach()}
 
@@ -297,9 +306,9 @@ class EncoderDecoderStep:
 def build_train_step(
     accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine
 ) -> CustomStep | EncoderStep | EncoderDecoderStep | None:
-    """Return the custom train step, or the train step of a model with an encoder; None for other decoders.
+    """Return the plugin's custom train step, or the train step of a model with an encoder.
 
-    Raises ConfigError for options that exclude each other.
+    None for a decoder-only model without a custom train step. Raises ConfigError for options that exclude each other.
     """
     if not engine.run.model.causal:
         return _encoder_step(accelerator, plugin, engine)

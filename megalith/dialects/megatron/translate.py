@@ -241,7 +241,7 @@ def _resolve(flags: ParsedFlags, name: str, ignore_unknown: bool) -> str | None:
 
 
 def _value(takes: str, values: list[str]) -> Any:
-    """Return the value of the words after a flag. Raises ValueError with what is needed."""
+    """Convert the words after a flag. Raises ValueError, whose message says what the flag needs."""
     many = next((suffix for suffix in ("{3}", "*", "+") if takes.endswith(suffix)), "")
     one = takes.removesuffix(many)
     if one == "switch":

@@ -87,8 +87,7 @@ _launch = Launcher(_share_heads)
 
 
 def share_heads(xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads: bool) -> None:
-    """Copy the shares of one or three tensors: this rank's into `out`, those of other ranks into `slot`, from which
-    they fetch.
+    """Copy the shares of one or three tensors: this rank's into `out`, those that other ranks fetch into `slot`.
 
     Both are contiguous. `slot` has a part per other rank, in order: [ranks - 1, batch, seq, share of all heads, size].
     A share contains its heads of the first, second and third tensor; without `to_heads`, in that order within each
@@ -96,12 +95,10 @@ def share_heads(xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads
 
     Args:
         xs: with `to_heads` this rank's tokens [batch, seq, heads, size], otherwise [batch, ranks · seq, share of the
-            heads,
-            size].
+            heads, size].
         slot: see above.
         out: with `to_heads` [batch, ranks · seq, share of all heads, size], otherwise [batch, seq, all heads, size],
-            ordered
-            by rank.
+            ordered by rank.
         rank: this rank.
         to_heads: exchange sequence shards for head shards, otherwise back.
     """

@@ -164,8 +164,8 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x + y [tokens, width], its norm, and float32 statistics of its rows, [2, tokens]: 1 / deviation and mean.
 
-    Without y, the first result is empty, and x is normalized. Without `bias` it is RMSNorm, which has no mean: [1,
-    tokens]. With `rows` int32 [tokens] and `columns` int32 [width], y goes through dropout as in
+    Without y, the first result is empty, and x is normalized. Without `bias`, the norm is RMSNorm, whose statistics
+    have no mean: [1, tokens]. With `rows` int32 [tokens] and `columns` int32 [width], y goes through dropout as in
     ops.dropout.counter_dropout. `rounded`: weight and bias, float32 [width], are first rounded to x's dtype.
     """
     tokens = len(x)
@@ -203,8 +203,7 @@ def norm_backward(
 
     Returns:
         Gradient of x in its dtype; that of y before dropout, or an empty tensor; float32 [count, width]: gradient of
-            weight
-        and, if there is one, of bias.
+            weight and, if there is one, of bias.
     """
     tokens, width = x.shape
     grad, x, stream_grad = grad.contiguous(), x.contiguous(), stream_grad.contiguous()

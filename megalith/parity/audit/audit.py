@@ -1,4 +1,4 @@
-"""`megalith audit`: rerun a dump's steps and collect what departs."""
+"""`megalith audit`: rerun the steps of a dump and collect the gradients and losses that depart from the reference."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Result of a step."""
+    """Result of the audit of one step."""
 
     step: int
     gradients: int
@@ -58,7 +58,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """Result of an audit."""
+    """Result of an audit: one report per step."""
 
     precision: str
     ranks: int
@@ -70,12 +70,12 @@ class AuditReport:
 
     @property
     def causes(self) -> list[str]:
-        """Causes in the order of the steps, each once."""
+        """Distinct causes, in the order of the steps."""
         return list(dict.fromkeys(finding.cause for finding in self.findings))
 
 
 def audit(folder: str | Path, hf_config: Mapping[str, Any], precision: str | None = None) -> AuditReport:
-    """Rerun the steps of a dump in one process in fp32, and name what departs.
+    """Rerun the steps of a dump in one process in fp32; report what departs, and the causes.
 
     Args:
         folder: written by audit_hook.py.
@@ -230,7 +230,7 @@ class _Step:
 
 
 def _fields(ranks: Sequence[RankDump]) -> list[list[dict[str, Tensor]]]:
-    """Return the recorded micro-batches by data-parallel rank: those of its first rank that has any."""
+    """Return the recorded micro-batches of each data-parallel rank, from the first of its ranks that has any."""
     count = 1 + max(dump.at("dp") for dump in ranks)
     fields: list[list[dict[str, Tensor]]] = [[] for _ in range(min(count, len(ranks)))]
     for dump in ranks:

@@ -1,4 +1,4 @@
-"""Causes that weigh micro-batches and ranks wrongly: means of means, lost gradients, missing reductions, factors."""
+"""Causes with wrong weights of micro-batches or ranks: means of means, lost gradients, missing reductions, factors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalith.parity.audit.findings import Finding, find
 def name_combination(
     e: StepEvidence, sums: Sums, cause: str = "", only_factors: bool = False
 ) -> list[Finding]:
-    """Return the causes if a combination of these sums, times a factor, equals every gradient."""
+    """Return the causes if one combination of these sums, times a factor, equals every recorded gradient."""
     for combined, weights in combinations(e, sums.counts):
         if only_factors and combined:
             break
@@ -38,7 +38,7 @@ def name_combination(
 
 
 def combinations(e: StepEvidence, counts: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a cause, "" for none, and its weights [ranks, dp, micro-batches]."""
+    """Yield each cause with its weights [ranks, dp, micro-batches]. "": the weights of a correct job."""
     ranks, (dp, micro_batches) = len(e.ranks), counts.shape
     counted = counts > 0
     by_micro_batch = counted / counts.clamp(min=1)
@@ -67,7 +67,7 @@ def _counts_text(cause: str, counts: Tensor) -> str:
 
 
 def name_not_zeroed(e: StepEvidence, previous: StepEvidence | None) -> list[Finding]:
-    """Return a finding if the gradients of the previous step are still in those of this one."""
+    """Return a finding if this step's gradients include those of the previous step."""
     if previous is None or previous.observed.shape != e.observed.shape:
         return []
     errors = e.errors(e.expected, e.observed - previous.observed)

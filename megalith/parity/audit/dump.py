@@ -1,4 +1,4 @@
-"""Reader of the files that audit_hook.py writes. A dump may be someone else's: nothing in it is trusted.
+"""Reader of the files that audit_hook.py writes. A dump may come from someone else, so nothing in it is trusted.
 
 Each file is a safetensors file, validated by the library, whose header describes the rank and the layout of each of its
 parameters. Tensors are mapped, and weights are read one at a time.
@@ -70,7 +70,7 @@ class RankDump:
     """Micro-batches: input_ids int64 [batch, seq], and the recorded ones of labels, masks, position_ids and loss."""
 
     def vectors(self, kind: str) -> dict[str, Tensor]:
-        """Return the sketches, float32 [257], of "gradient" or "sketch" (of weights) by parameter."""
+        """Return each parameter's sketch, float32 [257]. `kind`: "gradient", or "sketch" for that of the weights."""
         names = [name for name in self.header.parameters if f"{kind}.{name}" in self.tensors]
         return {name: self.tensors[f"{kind}.{name}"].read() for name in names}
 

@@ -81,7 +81,7 @@ class StepEvidence:
 
     @property
     def step(self) -> int:
-        """Number of the step."""
+        """Index of the step."""
         return self.ranks[0].header.step
 
     @property
@@ -113,7 +113,7 @@ class StepEvidence:
         return bool((self.errors(predicted) <= self.bound).all())
 
     def factor(self, predicted: Tensor, chosen: Tensor | None = None) -> float:
-        """Return the c that minimizes ‖observed − c · predicted‖ over the entries, or the chosen ones."""
+        """Return the c that minimizes ‖observed − c · predicted‖ over all entries, or over the chosen ones."""
         observed = self.observed
         if chosen is not None:
             observed, predicted = observed[chosen], predicted[chosen]
@@ -133,7 +133,7 @@ class StepEvidence:
         return torch.tensor(list(first.values()))
 
     def copies(self, i: int, axis: str) -> list[int]:
-        """Return the entries of the same shard on the ranks that differ from entry i's in one axis only."""
+        """Return the entries with entry i's shard on the ranks that differ from its rank in one axis only."""
 
         def others(rank: int) -> dict[str, int]:
             return {name: at for name, at in self.ranks[rank].header.mesh.items() if name != axis}
@@ -153,7 +153,7 @@ class StepEvidence:
         return False
 
     def recorded_norm(self, rank: int | None = None) -> float:
-        """Return the norm of all recorded gradients, or of those of one rank."""
+        """Return the norm of the recorded gradients of all ranks, or of one rank."""
         chosen = self.first_copies() if rank is None else self.rank_index == rank
         return self.norms[chosen].norm().item()
 

@@ -15,7 +15,7 @@ ROUND_NORMS = (0.1, 0.25, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 def name_factor(e: StepEvidence, factor: float) -> Finding:
-    """Return the cause of a factor that every gradient has."""
+    """Return the cause if every gradient is off by `factor`."""
     dp, micro_batches = e.shape
     tp = 1 + max(dump.at("tp") for dump in e.ranks)
     tolerance = max(0.02, e.bound.min().item())
@@ -49,7 +49,7 @@ def name_factor(e: StepEvidence, factor: float) -> Finding:
 
 
 def name_rank_factors(e: StepEvidence) -> list[Finding]:
-    """Return a cause if each rank's gradients are right up to a factor per rank."""
+    """Return the cause if the gradients of each rank are off by one factor per rank."""
     ranks = range(len(e.ranks))
     factors = torch.tensor([e.factor(e.expected, e.rank_index == rank) for rank in ranks])
     if len(factors) == 1 or not e.explains(factors[e.rank_index][:, None] * e.expected):

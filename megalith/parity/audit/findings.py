@@ -14,7 +14,7 @@ from megalith.parity.audit.recorded_parameters import Entry
 
 @dataclass(frozen=True)
 class Finding:
-    """A departure of a step and its cause."""
+    """The cause of a departure in one step."""
 
     cause: str
     step: int

@@ -1,7 +1,7 @@
 """The order in which an audit tries the causes of a step's departures: the simplest first.
 
 Each cause predicts the gradients that its fault would give. It is named only if the prediction equals every recorded
-gradient, within the precision of the job. Departures that no cause predicts are reported as unexplained.
+gradient within the precision of the job. Departures that no cause predicts are reported as unexplained.
 """
 
 from __future__ import annotations

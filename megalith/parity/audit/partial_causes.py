@@ -29,7 +29,7 @@ def _absent(e: StepEvidence, remaining: Tensor) -> Iterator[Finding]:
 
 
 def _tied(e: StepEvidence, remaining: Tensor, tied: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding if the gradients of two parameters that should be one add up to the right gradient."""
+    """Yield a finding if tied weights are two parameters whose gradients add up to the right one."""
     entries = {(e.entries[i].rank, e.entries[i].name): i for i in remaining.nonzero().flatten().tolist()}
     fit = torch.zeros_like(remaining)
     for (rank, name), i in entries.items():

@@ -40,7 +40,9 @@ def unequal_weights(e: StepEvidence, tied: Mapping[str, str]) -> list[Finding]:
 
 
 def data_findings(step: int, fields: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[Finding]:
-    """Return the findings that need no gradients: equal data on several ranks, labels of padding, labels two ahead.
+    """Return the findings that need no gradients.
+
+    These are equal data on several ranks, padding in the loss, and labels that were shifted twice.
 
     Args:
         step: number of the step.

@@ -88,7 +88,7 @@ Shard = TensorShards | MegatronShard
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of a rank, under the family's name and the job's name."""
+    """A parameter on one rank: its shard, and its names in the family and in the job."""
 
     rank: int
     name: str
@@ -198,7 +198,7 @@ def plain(name: str) -> str:
 
 
 def _naming(family: Family, names: Iterable[str], model: ModelConfig) -> Family:
-    """Return the family with the names of the system that wrote the dump."""
+    """Return the family with the tensor names of the system that was recorded."""
     names = set(names)
     if EMBEDDING in names or any(LAYER.match(name) for name in names):
         return GPT
@@ -242,7 +242,7 @@ def _renumber(name: str, layers: int) -> str:
 
 
 def _first_layers(ranks: Sequence[RankDump]) -> dict[int, int]:
-    """Return the number of the first layer of each pipeline rank. Each numbers its own layers from 0."""
+    """Return the index of each pipeline rank's first layer. The names on each rank count its layers from 0."""
     counts: dict[int, int] = {}
     for dump in ranks:
         layers = {layer_of(plain(name)) for name in dump.header.parameters} - {None}
@@ -251,7 +251,7 @@ def _first_layers(ranks: Sequence[RankDump]) -> dict[int, int]:
 
 
 def _gated(ranks: Sequence[RankDump]) -> bool:
-    """Return whether the MLP's first matrix has a gate and an up: twice the second matrix's columns."""
+    """Return whether the MLP is gated: its first matrix has twice as many rows as the second has columns."""
     shapes = {plain(name): layout.shape for dump in ranks for name, layout in dump.header.parameters.items()}
     first = next((shape for name, shape in shapes.items() if name.endswith("linear_fc1.weight")), None)
     second = next((shape for name, shape in shapes.items() if name.endswith("linear_fc2.weight")), None)
@@ -259,7 +259,7 @@ def _gated(ranks: Sequence[RankDump]) -> bool:
 
 
 def _stored(name: str, parts: Sequence[tuple[Shard, tuple[ParameterLayout, SafetensorsEntry]]]) -> Any:
-    """Return a weight as a source of `match`, from its shards."""
+    """Return a weight in the form that `match` reads, given its shards."""
     position, (layout, entry) = parts[0]
     if isinstance(position, TensorShards):
         shards = [(shard, stored) for shard, (_, stored) in parts]
@@ -279,11 +279,11 @@ def _stored(name: str, parts: Sequence[tuple[Shard, tuple[ParameterLayout, Safet
 
 
 def vocabulary_rows(model: ModelConfig) -> Mapping[str, int]:
-    """Return the rows without padding of the tensors that have a row per vocabulary entry."""
+    """Return the unpadded number of rows of the tensors with one row per vocabulary entry, by name."""
     return dict.fromkeys(VOCABULARY, model.vocab_size)
 
 
 def layer_number(name: str) -> int | None:
-    """Return the number of the layer in a parameter's name, or None."""
+    """Return the layer index in a parameter's name, or None."""
     in_layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", f".{name}")
     return int(in_layer[1]) if in_layer else None

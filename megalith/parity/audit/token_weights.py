@@ -1,4 +1,4 @@
-"""The loss weight of each token, solved for from the gradients, which are linear in it."""
+"""Loss weights of the tokens. Gradients are linear in them, so they can be solved for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def name_token_weights(e: StepEvidence, token_gradients: Callable[[], Iterator[T
 
 
 def _describe_tokens(e: StepEvidence, weights: Tensor) -> Iterator[str]:
-    """Yield the tokens with a wrong weight, by micro-batch; weights are relative to that of a valid token."""
+    """Yield a description of the tokens with a wrong weight for each micro-batch; a valid token has weight 1."""
     start = 0
     for d, of_rank in enumerate(e.batches):
         for m, batch in enumerate(of_rank):

@@ -102,7 +102,7 @@ def _labels(fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def label_offset(fields: Mapping[str, Tensor]) -> int:
-    """Return by how many positions the labels are ahead of the tokens: 0 for Hugging Face's, 1 for shifted ones."""
+    """Return by how many positions the labels are shifted: 0 for Hugging Face's labels, 1 for Megatron's."""
     ids, labels = fields["input_ids"], fields.get("labels")
     if labels is None:
         return 0
@@ -118,7 +118,7 @@ def label_offset(fields: Mapping[str, Tensor]) -> int:
 
 
 def padding_labels(fields: Mapping[str, Tensor]) -> int:
-    """Return the number of labels that count although they are padding or are predicted from padding."""
+    """Return the number of labels with loss that are padding or are predicted from padding."""
     if "attention_mask" not in fields:
         return 0
     _, weights, _ = _labels(fields)
@@ -176,7 +176,7 @@ def ignore_documents(batch: TokenBatch) -> TokenBatch:
 
 
 def same_batch(one: TokenBatch, other: TokenBatch) -> bool:
-    """Return whether two batches give the same computation."""
+    """Return whether two batches lead to the same computation."""
     return all(
         value is another or (isinstance(value, Tensor) and isinstance(another, Tensor) and torch.equal(value, another))
         or (isinstance(value, bool) and value == another)

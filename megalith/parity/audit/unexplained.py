@@ -1,4 +1,4 @@
-"""Departures that no cause predicts: dropout, and faults of which only the layers where they begin are located."""
+"""Departures that no cause predicts: those of dropout, and those of which only the place of origin is known."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _closest(e: StepEvidence) -> str:
 
 
 def _depth(name: str) -> int:
-    """Return the number of a parameter's layer; -1 below all layers, a large number above them."""
+    """Return the layer index of a parameter; -1 for parameters before the layers, a large number after them."""
     layer = layer_number(name)
     if layer is not None:
         return layer

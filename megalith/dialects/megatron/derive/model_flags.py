@@ -234,8 +234,8 @@ def experts(flags: ParsedFlags) -> None:
 def mup(flags: ParsedFlags) -> None:
     """Set model.use_mup, its base sizes and attention scale; model.embedding_multiplier for --mup-embedding-mult.
 
-    --mup-output-mult sets model.logits_scaling; 1 stands for 1 / width ratio, as in Megatron. With
-    --multi-latent-attention, Megatron does not change the attention scale.
+    --mup-output-mult sets model.logits_scaling so that logits are multiplied by the flag's value; 1, its default, means
+    1 / (width ratio), as in Megatron. With --multi-latent-attention, the attention scale is unchanged, as in Megatron.
     """
     if not flags["--use-mup"]:
         return

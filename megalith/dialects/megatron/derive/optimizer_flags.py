@@ -18,11 +18,11 @@ def precision(flags: ParsedFlags) -> None:
 
 
 def emerging_optimizer(flags: ParsedFlags) -> None:
-    """Set what --optimizer muon, adaptive_muon and soap mean in Megatron, beyond their own flags. Reject the rest.
+    """Set optim.muon_split_gate_up and optim.muon_moment2_method for Muon, and the variant of SOAP.
 
-    Muon orthogonalizes gate and up as one matrix, and always whole matrices, whatever the layout, as with
-    --muon-tp-mode duplicated and distributed. SOAP is that of emerging-optimizers, with KL-Shampoo and no limit on its
-    bases; it ignores --adam-eps.
+    Muon orthogonalizes gate and up as one matrix. It never splits a matrix, whatever the layout, as with
+    --muon-tp-mode duplicated and distributed; blockwise is rejected. SOAP sets optim.soap_use_kl_shampoo and removes
+    optim.soap_max_precond_dim, as in emerging-optimizers. It rejects an --adam-eps other than 1e-8.
     """
     optimizer = flags["--optimizer"]
     if optimizer == "soap":
