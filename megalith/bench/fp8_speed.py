@@ -51,7 +51,7 @@ def matmuls(tokens: int) -> dict[str, float]:
     total = dict.fromkeys(("bf16", "delayed", "tensorwise", "blockwise"), 0.0)
     peaks = local_device_info("cuda")
     print(
-        f"{'matmul':22}{'bf16':>16}{'fp8 fast':>16}{'fp8 exact':>16}{'fp8 blocks':>16}   ms, share of the peak"
+        f"{'matmul':22}{'bf16':>16}{'fp8 fast':>16}{'fp8 exact':>16}{'fp8 blocks':>16}   ms, fraction of the peak"
     )
     one = torch.full((), 1e-3, device="cuda")
     for name, (inside, outside) in LINEARS.items():

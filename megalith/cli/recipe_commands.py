@@ -228,5 +228,5 @@ def _task(task: str) -> str:
     from megalith.recipes.catalogue import TASKS
 
     if task not in TASKS:
-        raise ConfigError(f"--task is {task!r}{did_you_mean(task, TASKS)}; it is one of {', '.join(TASKS)}")
+        raise ConfigError(f"--task is {task!r}{did_you_mean(task, TASKS)}; choose one of {', '.join(TASKS)}")
     return task

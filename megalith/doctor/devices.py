@@ -161,7 +161,7 @@ def check_pairs(count: int, timeout: float) -> Iterator[Check]:
     rates = {group: each[group] for group in groups for each in rank_rates if group in each}
     yield from check_pair_rates({pair: rates[pair] for pair in pairs})
     if count > 2:
-        yield Check(f"all-reduce over {count}", GOOD, f"64 MB at {rates[groups[-1]] / 1e9:.1f} GB/s a GPU")
+        yield Check(f"all-reduce over {count}", GOOD, f"64 MB at {rates[groups[-1]] / 1e9:.1f} GB/s per GPU")
 
 
 def check_pair_rates(rates: Mapping[tuple[int, int], float]) -> Iterator[Check]:

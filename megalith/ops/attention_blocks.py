@@ -83,8 +83,8 @@ def warn_of_plain_attention(
 ) -> None:
     """Warn once that no fused GPU kernel supports this attention."""
     warnings.warn(
-        f"attention runs without a fused kernel, with all scores in memory: none supports softcap {softcap}, "
-        f"{'ALiBi, ' * alibi}dropout {dropout}, {dtype} and head_dim {head_dim} here; a compiled model without "
-        "dropout in bf16 is faster",
+        "attention runs without a fused kernel, with all scores in memory: no fused kernel supports softcap "
+        f"{softcap}, {'ALiBi, ' * alibi}dropout {dropout}, {dtype} and head_dim {head_dim} together; a compiled model "
+        "without dropout in bf16 is faster",
         stacklevel=2,
     )

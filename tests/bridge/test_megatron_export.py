@@ -264,7 +264,7 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
         (
             "further",
             {},
-            "cannot express this model: mtp_num_layers with a window in only one of the first",
+            "cannot express this model: mtp_num_layers, if only one of the first and last layers",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -163,7 +163,7 @@ IMPOSSIBLE_WITH_EXPERTS = [  # of the model, of parallel, the number of processe
     ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, {}, 1, "is sinkhorn and .*0.1, but"),
     ({"moe_router_num_groups": 2}, {}, 1, "num_groups is 2 and model.moe_router_group_topk None"),
     ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, {}, 1, "have to divide the experts"),
-    ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, {}, 1, "1 groups of 1 experts are fewer experts than"),
+    ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, {}, 1, "topk 1 × 1 experts per group = 1, fewer than"),
     ({}, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}, 2, "a pipeline stage has 1 ranks"),
     ({}, {"expert_model_parallel_size": 2}, 3, r"a pipeline stage has 3 ranks .*expert \(2\)"),
     ({"num_experts": 6}, {"expert_model_parallel_size": 4}, 4, "6 is not divisible by .*size 4.*among 1, 2, 3, 6"),

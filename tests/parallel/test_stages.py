@@ -115,7 +115,7 @@ def test_layouts_written_out(layout, expanded):
         (
             10,
             {"decoder_first_pipeline_num_layers": 1, "account_for_loss_in_pipeline_split": True},
-            "no account_for_… setting; leave one or the other out",
+            "exclude account_for_embedding_… and account_for_loss_in_pipeline_split; leave out the settings",
         ),
         (
             10,

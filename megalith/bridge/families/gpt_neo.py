@@ -57,7 +57,7 @@ class LocalLayers:
         ):
             raise ConfigError(
                 f"config.json has attention_types {pairs!r} for {layers} layers, and attention_layers {listed!r}; both "
-                "must list global or local for each layer, alike"
+                "must list global or local for each layer, and agree"
             )
         if "local" not in kinds:
             return {}

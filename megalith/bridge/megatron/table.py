@@ -176,7 +176,9 @@ class _Windows:
         if set(mtp_windows) - {
             model.window(0)
         }:  # Megatron uses the first layer's window, Megalith the last layer's
-            raise ConfigError("mtp_num_layers with a window in only one of the first and the last layer")
+            raise ConfigError(
+                "mtp_num_layers, if only one of the first and last layers has an attention window"
+            )
         size = model.window_size
         return {
             "window_size": None if size is None else tuple(size),

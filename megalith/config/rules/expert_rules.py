@@ -51,8 +51,8 @@ def _check_groups(model: ModelConfig) -> None:
     size = model.num_experts // groups
     if best * size < topk:
         raise ConfigError(
-            f"model.moe_router_group_topk {best} groups of {size} experts are fewer experts than "
-            f"model.moe_router_topk {topk}; raise it, or lower model.moe_router_num_groups"
+            f"model.moe_router_group_topk {best} × {size} experts per group = {best * size}, fewer than "
+            f"model.moe_router_topk {topk}; raise moe_router_group_topk, or lower moe_router_num_groups"
         )
     if model.moe_router_score_function == "sigmoid" and topk % best:
         raise ConfigError(

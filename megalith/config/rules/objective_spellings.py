@@ -160,8 +160,8 @@ def _loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
         return {"importance_sampling_level": "token", "loss_type": "sapo", "clip_ratio_c": None}
     if rl.get("rollout_is") == "token":
         raise ConfigError(
-            "rl.rollout_is is token and the loss gspo: verl weights the gradient of each token, but here a sequence's "
-            "ratio has one gradient; set rollout_is to sequence, or leave it out"
+            "rl.rollout_is is token and the loss is gspo: verl then weights the gradient of each token separately, but "
+            "here a sequence has a single ratio; set rollout_is to sequence, or leave it out"
         )
     return {"importance_sampling_level": "sequence", "loss_type": "grpo", "clip_ratio_c": None}
 

@@ -218,8 +218,8 @@ def check_on_volumes(config: RunConfig, volumes: Sequence[tuple[str, str]], user
                 )
                 continue
             raise ConfigError(
-                f"{setting} is {path}, which is not on a volume of the {users} ({mounts}), so it "
-                "would be missing there or lost with them; give a path on a volume, --volume "
+                f"{setting} is {path}, which is not on a volume of the {users} ({mounts}), so they would not "
+                "find it, or lose it when they end; give a path on a volume, and mount it with --volume "
                 f"{'CLAIM' if users == 'pods' else 'FOLDER'}:/PATH"
             )
     return notes

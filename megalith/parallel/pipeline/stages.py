@@ -162,8 +162,8 @@ def _by_first_and_last(model: ModelConfig, parallel: ParallelConfig, virtual: in
     ):
         raise ConfigError(
             f"decoder_first_pipeline_num_layers ({first}) and decoder_last_pipeline_num_layers ({last}) need "
-            f"pipeline_model_parallel_size of at least 2 (it is {ranks}), and no account_for_… setting; leave one "
-            "or the other out"
+            f"pipeline_model_parallel_size of at least 2 (it is {ranks}), and exclude account_for_embedding_… and "
+            "account_for_loss_in_pipeline_split; leave out the settings of one kind"
         )
     middle = ranks - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
