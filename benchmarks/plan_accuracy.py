@@ -202,7 +202,7 @@ tests enforce these bounds:
 - time: within 10 % of the measured run, if no constant was fitted to it
 - published runs: within 20 %, if the planner models the software that was measured
 
-Runs that are known to be outside are exempt and marked in the table.
+Runs that are known to be outside these bounds are exempt, and marked in the table.
 
 ## Measured on H200
 
@@ -211,10 +211,10 @@ kernels, except rollouts, generation and samples of varying lengths. "Predicted"
 with the run's settings. "Memory only" in the last column means that the bound does not apply to the time of this run,
 because an older version or a [mirrored rank](performance.md#measure-a-step) was measured.
 
-In the measured version, layers with rotary positions kept the whole output of `linear_qkv` for the backward pass, and
-layers with norms of queries and keys a copy of the queries too. Now they keep the values alone, and no copy. The
-table predicts the memory of the measured version. The planner predicts less: 5.4 GB less for Llama-3-8B with 16,384
-tokens in a micro-batch. This has not been measured on a GPU yet.
+In the measured version, layers with rotary positions kept the whole output of `linear_qkv` for the backward pass.
+Layers with norms of queries and keys also kept a copy of the queries. Now layers keep only the values. The table
+predicts the memory of the measured version. For the current version, the planner predicts less: 5.4 GB less for
+Llama-3-8B with 16,384 tokens in a micro-batch. This has not been measured on a GPU yet.
 
 {eight}
 
@@ -227,7 +227,7 @@ tokens in a micro-batch. This has not been measured on a GPU yet.
 Predictions use the H200's measured rates, scaled by the datasheets' ratio. Megatron-Bridge's runs use Megatron-Core,
 which overlaps or omits work that Megalith does not, so their bound applies to the prediction for Megatron-Core.
 Meta's runs are compared with the prediction for Megalith. "Fits" is the published layout or, if that takes too much
-memory, the same layout with `layernorm` and `mlp_act` recomputed and tokens gathered again, which repeats no GEMM.
+memory, the same layout with `layernorm` and `mlp_act` recomputed and tokens gathered again. This repeats no GEMM.
 The last column is the time of this layout compared with that of the planner's best.
 
 {outside}

@@ -1,9 +1,9 @@
-"""docs/licences.md: the licences of what Megalith depends on, from the metadata of the packages that are installed.
+"""Write docs/licences.md: the licences of Megalith's dependencies, from the metadata of the installed packages.
 
     python site/licences.py > docs/licences.md     in an environment with every extra
-    python site/licences.py EXTRA                  compares the page's lines of an extra with what is installed
+    python site/licences.py EXTRA                  compare the page's rows for an extra with the installed packages
 
-`none` is the package without extras.
+The extra `none` is the package without extras.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ PAGE = ROOT / "docs" / "licences.md"
 HEAD = """# Licences of what we depend on
 
 Megalith is under the [Apache License 2.0](../LICENSE). Installing it with `pip` also installs the packages in this
-table, which has the licence that each package states. Packages marked with an extra are installed only by `pip install
-'megalith[EXTRA]'`. Dependencies of these packages are not listed. The pages of the documentation site also contain
-scripts of Material for MkDocs, Mermaid and iframe-worker, all under MIT. `python site/licences.py` writes this page,
-and `make test-install` compares it with the installed packages.
+table. The licence is the one that the package's metadata states. Packages for an extra are installed only by `pip
+install 'megalith[EXTRA]'`. Dependencies of these packages are not listed. The pages of the documentation site also
+contain scripts of Material for MkDocs, Mermaid and iframe-worker, all under MIT. `python site/licences.py` writes
+this page, and `make test-install` compares it with the installed packages.
 
-| package | licence | for |
+| package | licence | needed by |
 |---|---|---|
 """
-# Of packages whose metadata has the licence's text instead of its name, or only its family's.
+# Short names of licences that older metadata spells out.
 SHORT = {
     "Apache Software License": "Apache-2.0",
     "Apache 2.0": "Apache-2.0",
@@ -40,7 +40,7 @@ SHORT = {
 
 
 def needed() -> dict[str, list[str]]:
-    """Direct dependencies, each with the extras that bring it; `none` is the package itself."""
+    """Return the direct dependencies, each with the extras that need it; `none` is the package without extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = {"none": project["dependencies"], **project["optional-dependencies"]}
     found: dict[str, list[str]] = {}
@@ -51,7 +51,7 @@ def needed() -> dict[str, list[str]]:
 
 
 def licence_of(package: PackageMetadata) -> str:
-    """Its licence expression; of older metadata the classifiers, or the first line of its licence."""
+    """Return the licence expression, or in older metadata the classifiers or the first line of the licence."""
     if expression := package.get("License-Expression"):
         return expression
     classifiers = [line.rpartition(" :: ")[2] for line in package.get_all("Classifier", [])
@@ -73,7 +73,7 @@ def main(extra: str | None = None) -> None:
     page = PAGE.read_text(encoding="utf-8")
     if other := [line for line in lines.values() if line not in page]:
         raise SystemExit(
-            f"docs/licences.md has not these lines:\n{''.join(other)}write it again by site/licences.py"
+            f"docs/licences.md lacks these lines:\n{''.join(other)}run python site/licences.py > docs/licences.md"
         )
 
 
