@@ -102,6 +102,11 @@ def interleaved_qkv(*names: str) -> Rule:
     return Rule(names, _by_group_interleaved)
 
 
+def swapped_halves_qkv(*names: str) -> Rule:
+    """Return the rule of `qkv` with the halves of each query and key swapped, for RoPE in the opposite direction."""
+    return Rule(names, _by_group_swapped)
+
+
 def interleaved_heads(name: str, plain: str) -> Rule:
     """Return the rule of heads with `plain` rows without RoPE followed by interleaved rotary pairs.
 
@@ -166,6 +171,19 @@ def _by_group_interleaved(model: ModelConfig, rows: int) -> list[RowRun]:
         if not heads:
             runs.append(run)
     return [run for run in runs if run.count]
+
+
+def _by_group_swapped(model: ModelConfig, rows: int) -> list[RowRun]:
+    half, runs = model.head_dim // 2, []
+    for run in _by_group(model, rows):
+        if run.source == 2:
+            runs.append(run)
+            continue
+        for head in range(0, run.count, 2 * half):
+            theirs, ours = run.theirs + head, run.ours + head
+            runs.append(RowRun(run.source, theirs, ours + half, half))
+            runs.append(RowRun(run.source, theirs + half, ours, half))
+    return runs
 
 
 def deinterleave(source: int, theirs: int, ours: int, size: int) -> list[RowRun]:

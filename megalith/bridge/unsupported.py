@@ -20,7 +20,6 @@ OPERATORS: Mapping[str, str] = {
     "sparse attention with an indexer (DSA)": "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa "
     "hy_v4 minimax_m3_vl_text",
     "residual streams scaled by the number of their branches": "beam",
-    "norms without weights": "nanochat olmo",
     "norms inside attention and MLP": "bitnet",
     "the xIELU activation": "apertus apertus1p5_text",
     "differential attention": "diffllama",

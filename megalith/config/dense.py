@@ -169,11 +169,17 @@ class DenseModel(Section):
     layernorm_epsilon: PositiveFloat = 1e-5
     """Constant added to the variance in every norm."""
 
-    layernorm_zero_centered_gamma: bool = False
+    layernorm_zero_centered_gamma: Annotated[bool, RequiresSetting("add_norm_weight", True, strict=True)] = (
+        False
+    )
     """Multiply by 1 + weight in norms, so that weights start at 0 (Gemma)."""
 
     add_norm_bias: Annotated[bool, RequiresSetting("normalization", "LayerNorm", strict=True)] = True
     """Add biases to norms (off for Cohere)."""
+
+    add_norm_weight: Annotated[bool, RequiresSetting("qk_layernorm", False, strict=True)] = True
+    """Multiply by a weight in norms (off for OLMo and nanochat). Norms of queries and keys without weights are
+    qk_l2_norm."""
 
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """Position of norms: `pre` before attention and MLP, `post` on their outputs (OLMo 2), `sandwich` both (Gemma
@@ -252,6 +258,13 @@ class DenseModel(Section):
         False
     )
     """Apply qk_l2_norm only in layers with RoPE (Llama 4)."""
+
+    clip_qkv: Annotated[
+        PositiveFloat | None,
+        RequiresSetting("multi_latent_attention", False, strict=True),
+        RequiresSetting("model_type", "gpt", "bert", strict=True),
+    ] = None
+    """Clamp queries, keys and values between minus and plus this value, before RoPE (OLMo, DBRX)."""
 
     query_scaling_beta: Annotated[
         PositiveFloat | None, RequiresSetting("multi_latent_attention", False, strict=True)

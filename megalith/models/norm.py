@@ -22,9 +22,11 @@ class Norm(Runnable):
     def __init__(self, config: ModelConfig, width: int, device: torch.device | None = None):
         super().__init__()
         self.epsilon = config.layernorm_epsilon
-        self.zero_centred = config.layernorm_zero_centered_gamma
+        self.zero_centred = config.layernorm_zero_centered_gamma or not config.add_norm_weight
         self.function = fused_norm.norm
-        self.weight = nn.Parameter(torch.empty(width, device=device))
+        self.weight = nn.Parameter(torch.empty(width, device=device)) if config.add_norm_weight else None
+        if self.weight is None:  # a factor of 1 + 0: buffers start at 0
+            self.register_buffer("no_weight", torch.zeros(width, device=device), persistent=False)
         centred = config.normalization == "LayerNorm"
         self.bias = (
             nn.Parameter(torch.empty(width, device=device)) if centred and config.add_norm_bias else None
@@ -45,8 +47,9 @@ class Norm(Runnable):
         return fused_norm.add_norm(x, y, dropout, *self._formula())
 
     def _formula(self) -> tuple[Tensor, Tensor | None, float, bool]:
+        weight = self.no_weight if self.weight is None else local(self.weight)
         bias = self._buffers.get("no_bias") if self.bias is None else local(self.bias)
-        return local(self.weight), bias, self.epsilon, self.zero_centred
+        return weight, bias, self.epsilon, self.zero_centred
 
 
 class RootMeanSquare(nn.Module):

@@ -111,6 +111,19 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
         dict(OUR_ROUTED, **OUR_MIXED, no_rope_freq=[0, 1, 0], qk_layernorm=True, layernorm_epsilon=1e-5,
              moe_layer_freq=[0, 1, 1], moe_router_topk_scaling_factor=2.5),
     ),
+    "olmo": (
+        lambda: transformers.OlmoConfig(**LLAMA, pad_token_id=None, clip_qkv=0.7, attention_bias=True,
+                                        rope_parameters=LINEAR_ROPE),
+        dict(OURS, normalization="LayerNorm", add_norm_weight=False, add_norm_bias=False, layernorm_epsilon=1e-5,
+             clip_qkv=0.7, add_qkv_bias=True, add_proj_bias=True, rope_scaling=dict(type="linear", factor=2.0)),
+    ),
+    "nanochat": (
+        lambda: transformers.NanoChatConfig(**LLAMA, attention_bias=True, rms_norm_eps=1e-5,
+                                            final_logit_softcapping=3.0),
+        dict(PLAIN, add_bias_linear=False, activation="squared_relu", add_norm_weight=False, embedding_layernorm=True,
+             qk_l2_norm=True, layernorm_epsilon=1e-5, final_logit_softcapping=3.0, add_qkv_bias=True,
+             add_proj_bias=True),
+    ),
     "arcee": (
         lambda: transformers.ArceeConfig(**LLAMA, attention_bias=True, mlp_bias=True, rope_parameters=FULL_YARN),
         dict(PLAIN, activation="squared_relu", layernorm_epsilon=1e-5, rope_scaling=OUR_YARN),

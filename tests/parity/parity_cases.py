@@ -128,6 +128,15 @@ LLAMA4 = MOE | {
     "query_scaling_length": 4,
     "query_scaling_layers": "no_rope",
 }
+NANOCHAT = LLAMA | {
+    "qk_layernorm": False,
+    "qk_l2_norm": True,
+    "add_norm_weight": False,
+    "embedding_layernorm": True,
+    "clip_qkv": 0.1,  # so low that some are clamped
+    "swiglu": False,
+    "activation": "squared_relu",
+}
 GPT_OSS = MOE | {
     "qk_layernorm": False,
     "softmax_type": "learnable",
@@ -247,6 +256,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "falcon documents": {"model": FALCON, "data": DOCUMENTS},
+    "nanochat documents, dropout": {"model": NANOCHAT | DROPOUT, "data": DOCUMENTS},
     "moe": {"model": MOE},
     "deepseek documents": {
         "model": MOE
@@ -375,7 +385,7 @@ SHOWN_WITH = {
     "dp4-zero3-hybrid": "gpt2",
     "tp2-cp2": "gpt2 untied, documents, dropout",
     "tp2-sp-cp2": "latent attention without norms, learned positions",
-    "tp2-cp2-all_gather": "llama dropout",
+    "tp2-cp2-all_gather": "nanochat documents, dropout",
     "tp2-sp-cp2-a2a": "t5 learned positions, untied, recompute all",
     "tp2-pp2": "bert untied, recompute all",
     "tp2-sp-pp2": "gpt2 lora on some rows",
@@ -462,7 +472,7 @@ SHOWN_WITH = {
 BY_DEFAULT = (
     "tp4", "cp2", "cp4-a2a+p2p", "pp2-interleaved", "pp3-counted", "cp2-auto",
     "tp2-sp-cp2", "tp2-pp2", "tp2-sp-dp2-zero3", "pp2-dp2-zero3", "cp2-all_gather-pp2-zero_bubble",
-    "cp2-dp2-zero3", "pp2-zero_bubble-dp2-zero1", "tp2-sp-overlap",
+    "cp2-dp2-zero3", "pp2-zero_bubble-dp2-zero1", "tp2-sp-overlap", "tp2-cp2-all_gather",
     "ep2", "ep2-allgather", "tp2-sp-ep2", "cp2-ep2", "ep4-zero3",
 )  # fmt: skip
 # Runs whose features other runs of BY_DEFAULT have together: `make test-all` trains them too.

@@ -257,6 +257,7 @@ OTHER_FUNCTIONS = {
     "moe_router_enable_expert_bias": (True, WHOLE), "moe_router_force_load_balancing": (True, WHOLE),
     "embedding_multiplier": (12.0, WHOLE), "residual_multiplier": (0.2, WHOLE), "logits_scaling": (8.0, WHOLE),
     "softmax_scale": (0.2, LEARNED), "add_norm_bias": (False, LEARNED),
+    "add_norm_weight": (False, LEARNED), "clip_qkv": (8.0, LEARNED),
     "softmax_type": ("learnable", LEARNED | {"attention_dropout": 0.0}), "add_router_bias": (True, WHOLE),
     "activation_func_clamp_value": (7.0, GATED), "glu_linear_offset": (1.0, GATED),
     "experimental_attention_variant": ("gated_delta_net", LEARNED), "attention_output_gate": (True, LEARNED),

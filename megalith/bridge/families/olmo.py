@@ -1,4 +1,6 @@
-"""OLMo 3 and FlexOlmo of Ai2. OLMo 2 is in llama.py, OLMoE in experts.py.
+"""OLMo, OLMo 3 and FlexOlmo of Ai2. OLMo 2 is in llama.py, OLMoE in experts.py.
+
+OLMo: Llama with LayerNorm without weights and biases; some releases clamp queries, keys and values.
 
 OLMo 3: OLMo 2 with windows in three of four layers; scaling of RoPE applies to the other layers only.
 
@@ -8,13 +10,40 @@ FlexOlmo: OLMo 2 with OLMoE's experts.
 from __future__ import annotations
 
 from megalith.bridge.families.experts import EXPERTS, NORMALIZED
-from megalith.bridge.families.llama import IGNORED, OLMO2
+from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, OLMO2, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.settings import Field, Rope, RopeByLayer, WindowsByLayer
+from megalith.bridge.settings import (
+    Field,
+    FixedSettings,
+    RequiredKeys,
+    Rope,
+    RopeByLayer,
+    WindowsByLayer,
+    WrittenKeys,
+)
 
 BASE = 500_000.0  # of RoPE, where config.json is silent
 
 # fmt: off
+OLMO = Family(
+    architecture="OlmoForCausalLM",
+    model_type="olmo",
+    tensors=TENSORS,
+    settings=(
+        *[row for row in SIZES if row.setting != "layernorm_epsilon"],
+        UNTIED,
+        Rope(),
+        *ATTENTION_BIAS,
+        Field("clip_qkv", "clip_qkv", default=None),
+        FixedSettings(normalization="LayerNorm", add_norm_weight=False, add_norm_bias=False, layernorm_epsilon=1e-5,
+                      swiglu=True, add_bias_linear=False, hidden_dropout=0.0),
+        RequiredKeys(hidden_act="silu"),
+        WrittenKeys(pad_token_id=None),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+
 OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
@@ -47,4 +76,4 @@ FLEX_OLMO = Family(
 # fmt: on
 
 
-FAMILIES = (OLMO3, FLEX_OLMO)
+FAMILIES = (OLMO, OLMO3, FLEX_OLMO)

@@ -126,6 +126,7 @@ class SelfAttention(Attention):
             self.softmax_offset = SoftmaxOffset(config, device)
         self.uses_rope, self.interleaved = config.uses_rope(number), config.rotary_interleaved
         self.query_scaling = QueryScaling.of_layer(config, number)
+        self.clip = config.clip_qkv
         self.norm_after_rope = config.qk_layernorm_after_rope
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm_full_width:
@@ -159,6 +160,8 @@ class SelfAttention(Attention):
         if norm_before:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
             query = query.flatten(2, 3) if by_group else query
+        if self.clip is not None:
+            query, key, value = (x.clamp(-self.clip, self.clip) for x in (query, key, value))
         if self.uses_rope and context.rotary is not None:
             if not norm_before and not self.gated and torch.is_grad_enabled():
                 # The backward pass needs the values, and a view would keep all of linear_qkv's output for them.
