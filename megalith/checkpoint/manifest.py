@@ -116,7 +116,7 @@ class DataRecord(_Record):
     """Identity of training data.
 
     For an indexed dataset: file sizes in bytes and the SHA-256 of the `.idx`, in hexadecimal. For chat data: the number
-    of rows and the SHA-256 of the samples.
+    of rows and the SHA-256 of the samples. For text that the run tokenized: also the SHA-256 of the `.bin`.
     """
 
     bin_bytes: Count = 0

@@ -103,6 +103,7 @@ def require_files(prefix: str) -> tuple[Path | StorePath, Path | StorePath]:
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = sorted(path.name[:-4] for path in idx_path.parent.iterdir() if path.suffix == ".idx")
+        names = [other for other in names if other != name]
     similar = [other for other in names if other.startswith(name)] or difflib.get_close_matches(name, names)
     if prefix.endswith((".bin", ".idx")):
         remedy = f"a data path is written without file extension: use {prefix[:-4]}"

@@ -154,13 +154,24 @@ def cached_name(prefix: str) -> str:
 
 def source_name(prefix: str) -> str:
     """Return the data path's entry for a dataset in the cache, or the prefix of any other dataset."""
+    return _about(prefix, "entry") or prefix
+
+
+def content_identity(prefix: str) -> dict[str, str]:
+    """Return the SHA-256 of the tokens of a dataset in the cache, to detect changes; nothing for other datasets."""
+    digest = _about(prefix, "tokens_sha256")
+    return {} if digest is None else {"samples_sha256": digest}
+
+
+def _about(prefix: str, name: str) -> str | None:
+    """Return what the cache has noted about a dataset; None for other datasets."""
     if cached_name(prefix) == prefix:
-        return prefix
+        return None
     about = Path(prefix).with_name(f"{Path(prefix).name.split('_')[0]}.json")
     try:
-        return str(json.loads(read_small_file(about, about.parent))["entry"])
+        return str(json.loads(read_small_file(about, about.parent))[name])
     except (OSError, ValueError, KeyError, TypeError):
-        return prefix
+        return None
 
 
 class _TextCache:
@@ -212,7 +223,10 @@ class _TextCache:
             notes = _read_about(about, versions, prefix)
             if notes is None:
                 notes = self._notes(entry, self._tokenize(entry, sources, start, versions)) + unread
-                replace_file(about, json.dumps({"entry": entry, "versions": versions, "notes": notes}))
+                with open(f"{prefix}.bin", "rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                content = {"entry": entry, "versions": versions, "notes": notes, "tokens_sha256": digest}
+                replace_file(about, json.dumps(content))
         return prefix, notes
 
     def _key(self, entry: str) -> str:

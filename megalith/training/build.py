@@ -283,6 +283,6 @@ def open_datasets(
         test_data_path=data.test_data_path,
         make=kind.factory(),
         mixture=mixture_settings(data),
-        open_stream=stream_opener(data, tokenizer, seed, config.train.global_batch_size),
+        open_stream=stream_opener(data, tokenizer, seed, config.train.global_batch_size, notes),
         show_progress=show_progress,
     )

@@ -24,7 +24,7 @@ from megalith.data.order import SampleOrder, SingleOrder, sample_order, stream_p
 from megalith.data.own_dataset import MapDataset, OwnCollate, StreamDataset
 from megalith.data.source_plan import source_notes, source_plan
 from megalith.data.streams.stream import SampleStream, State
-from megalith.data.text_data import cached_name
+from megalith.data.text_data import cached_name, content_identity
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.report.report import TokenCounts, flops_by_length
 from megalith.small_files import read_small_file
@@ -178,7 +178,10 @@ class Data:
         """Return the identity of each training dataset (`identity`), by prefix."""
         if isinstance(self.train, ChatDataset):
             return {"chat data": self.train.identity()}
-        return {cached_name(indexed.prefix): indexed.identity() for indexed in indexed_datasets(self.train)}
+        return {
+            cached_name(indexed.prefix): indexed.identity() | content_identity(indexed.prefix)
+            for indexed in indexed_datasets(self.train)
+        }
 
     def state_files(self, consumed_samples: int, left_out: Sequence[Sequence[int]]) -> dict[str, bytes]:
         """Return the state of a stream after `consumed_samples` for a checkpoint, contents by file name. Every rank

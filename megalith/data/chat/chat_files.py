@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megalith.data.blend import DataPath, parse_entries
 from megalith.data.input_hints import dataset_hint
 from megalith.data.inputs.hub_dataset import Source
 from megalith.data.inputs.sources import expand_inputs
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, shorten
+from megalith.remote import size_of
 
 
 def chat_files(path: DataPath, notes: list[str] | None = None) -> list[Source]:
@@ -26,4 +29,7 @@ def chat_files(path: DataPath, notes: list[str] | None = None) -> list[Source]:
         if hint := dataset_hint(prefix):
             raise ConfigError(hint)
         files += expand_inputs([prefix], notes)
+    empty = [str(file) for file in files if isinstance(file, Path) and file.is_file() and not size_of(file)]
+    if empty and notes is not None:
+        notes.append(f"{len(empty):,} of {len(files):,} files are empty: {shorten(empty)}")
     return files

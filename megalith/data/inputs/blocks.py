@@ -85,18 +85,54 @@ def check_size(content: bytes | str, max_document_bytes: int, noun: str = "it") 
         )
 
 
-def reason_of(error: ValueError | RecursionError) -> str:
-    """Return the reason for a parsing error, worded to end a sentence."""
+def undecodable(
+    path: Source, content: bytes, error: UnicodeDecodeError, line: int = 1, offset: int = 0
+) -> BadLine:
+    """Return a BadLine for the line of `content` with the first byte that is not UTF-8.
+
+    `line` and `offset` are the number and the first byte of the content's first line.
+    """
+    start = content.rfind(b"\n", 0, error.start) + 1
+    end = max(content.find(b"\n", error.start), error.end)
+    in_line = UnicodeDecodeError(
+        "utf-8", content[start:end], error.start - start, error.end - start, error.reason
+    )
+    number = line + content.count(b"\n", 0, start)
+    return BadLine(path, number, offset + start, reason_of(in_line))
+
+
+BYTE_ORDER_MARK = "\ufeff"
+UTF16_MARKS = b"\xff\xfe", b"\xfe\xff"
+SAMPLE = 64  # bytes that show the encoding
+
+
+def utf16_hint(content: bytes) -> str:
+    """Return a clause that names UTF-16 and the way out, if a text starts like it; else "".
+
+    Without a byte-order mark, every second byte of the first ones is 0, and not all are.
+    """
+    start = content[:SAMPLE]
+    name = "utf-16" if start[:2] in UTF16_MARKS else None
+    if name is None and len(start) >= 8 and any(start):
+        name = "utf-16le" if not any(start[1::2]) else "utf-16be" if not any(start[::2]) else None
+    return f"; the file is UTF-16: convert it with iconv -f {name} -t utf-8" if name else ""
+
+
+def reason_of(error: ValueError | RecursionError, of: str = "line") -> str:
+    """Return the reason for a parsing error, worded to end a sentence. `of` is the unit that positions refer to."""
     if isinstance(error, UnicodeDecodeError):
         reason = (
-            f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start} of the line ({error.reason})"
+            f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start} of the {of} ({error.reason})"
         )
-        utf16 = error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
-        return f"{reason}; the file is UTF-16: convert it with iconv -f utf-16 -t utf-8" if utf16 else reason
+        return f"{reason}{utf16_hint(error.object)}"
     if isinstance(error, UnicodeEncodeError):
         return "it escapes half of a surrogate pair, which is not a character"
     if isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error.msg} at character {error.pos} of the line"
+        if error.doc.startswith(BYTE_ORDER_MARK):
+            return "it begins with a byte-order mark, which only the first line of a file may have"
+        if error.doc and not error.doc.strip("\0"):
+            return "it consists of zero bytes"
+        return f"not JSON: {error.msg} at character {error.pos} of the {of}{utf16_hint(error.doc[:SAMPLE].encode())}"
     if isinstance(error, RecursionError):
         return "its JSON is nested too deeply"
     return str(error)

@@ -42,6 +42,8 @@ def read_pieces(path: Path | StorePath, size: int) -> Iterator[tuple[bytes, int]
             for piece in pieces:
                 count += len(piece)
                 yield piece, file.tell()
+            if path.suffix in COMPRESSED and file.tell() == 0:
+                raise EOFError("it is empty")
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise DataError(
             f"{path} is not a complete {path.suffix} file ({error}; {count:,} bytes of its content were read); it is "

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.config.data import TextDocuments
-from megalith.data.inputs.blocks import MAX_DOCUMENT_BYTES, BadLine, TextRecord, check_size, reason_of
+from megalith.data.inputs.blocks import (
+    MAX_DOCUMENT_BYTES,
+    BadLine,
+    TextRecord,
+    check_size,
+    undecodable,
+    utf16_hint,
+)
 from megalith.data.inputs.compression import read_pieces
 from megalith.data.inputs.jsonl import BLOCK_BYTES, read_blocks
 from megalith.remote import StorePath
@@ -42,22 +49,15 @@ class TextFileBlock:
         for line, offset, content in self.documents:
             try:
                 check_size(content, max_document_bytes)
-                records.append(TextRecord(line, offset, [content.decode("utf-8")]))
+                text = content.decode("utf-8")
+                if hint := utf16_hint(content):
+                    raise ValueError(f"every second byte is 0{hint}")
+                records.append(TextRecord(line, offset, [text]))
             except UnicodeDecodeError as error:
-                bad_lines.append(self._undecodable(line, offset, content, error))
+                bad_lines.append(undecodable(self.path, content, error, line, offset))
             except ValueError as error:
                 bad_lines.append(BadLine(self.path, line, offset, str(error)))
         return records, bad_lines
-
-    def _undecodable(self, line: int, offset: int, content: bytes, error: UnicodeDecodeError) -> BadLine:
-        """Return a BadLine for the line with the first byte that is not UTF-8."""
-        start = content.rfind(b"\n", 0, error.start) + 1
-        end = max(content.find(b"\n", error.start), error.end)
-        in_line = UnicodeDecodeError(
-            "utf-8", content[start:end], error.start - start, error.end - start, error.reason
-        )
-        number = line + content.count(b"\n", 0, start)
-        return BadLine(self.path, number, offset + start, reason_of(in_line))
 
 
 def read_text_blocks(

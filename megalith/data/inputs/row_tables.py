@@ -5,8 +5,10 @@ Text columns are passed on as bytes, so that worker processes decode them.
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,10 @@ from megalith.data.inputs.blocks import (
     check_size,
     reason_of,
     type_name,
+    undecodable,
+    utf16_hint,
 )
-from megalith.data.inputs.compression import read_pieces
+from megalith.data.inputs.compression import COMPRESSED, read_pieces
 from megalith.data.inputs.hub_dataset import HubDataset, Source
 from megalith.data.inputs.packages import import_package
 from megalith.errors import ConfigError, DataError, MegalithError
@@ -30,6 +34,16 @@ ROWS = 256  # per block
 SAVED_DATASET = "state.json"  # in a folder written by Dataset.save_to_disk
 SAVED_SPLITS = "dataset_dict.json"  # by DatasetDict.save_to_disk
 TEXT_TYPES = "is_string", "is_large_string", "is_string_view"  # of pyarrow.types; the last from version 16 on
+
+
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow's stream format
+
+
+@dataclass(frozen=True)
+class NoValue:
+    """Stands for the value of a key that an entry lacks. `keys`: those that it has."""
+
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -58,11 +72,13 @@ class RowBlock:
                 texts = [_text(key, value, max_document_bytes) for key, value in zip(json_keys, values)]
                 records.append(TextRecord(row, 0, texts))
             except ValueError as error:
-                bad_lines.append(BadLine(self.path, row, None, reason_of(error), self.unit))
+                bad_lines.append(BadLine(self.path, row, None, reason_of(error, "text"), self.unit))
         return records, bad_lines
 
 
 def _text(key: str, value: Any, max_document_bytes: int) -> str:
+    if isinstance(value, NoValue):
+        raise ValueError(f"it has no key {key!r} (its keys: {', '.join(map(repr, value.keys)) or 'none'})")
     if not isinstance(value, bytes | str):
         raise ValueError(f"its {key!r} is {type_name(value)}, not a string")
     check_size(value, max_document_bytes, f"its {key!r}")
@@ -113,12 +129,9 @@ def read_array_blocks(path: Path | StorePath, json_keys: Sequence[str]) -> Itera
     entries = json_array(path)
     if entries is None:
         return None
-    for number, entry in enumerate(entries, 1):
-        if missing := [key for key in json_keys if key not in entry]:
-            raise DataError(
-                f"{path} entry {number} has no key {missing[0]!r} (its keys: {', '.join(map(repr, entry)) or 'none'})"
-            )
-    columns = [[entry[key] for entry in entries] for key in json_keys]
+    columns = [
+        [entry[key] if key in entry else NoValue(tuple(entry)) for entry in entries] for key in json_keys
+    ]
     return iter([RowBlock(path, "entry", 1, columns, size_of(path))])
 
 
@@ -129,12 +142,31 @@ def read_rows(path: Source, suffix: str) -> Iterator[Mapping[str, Any]]:
         DataError: it cannot be read.
         ConfigError: a package is missing.
     """
+    rows = 0
     if isinstance(path, HubDataset) or path.is_dir():
-        with _hub_errors(path):
-            yield from open_dataset(path)  # decodes its features
+        dataset = open_dataset(path)
+        with _hub_errors(path, lambda: rows):
+            for row in dataset:  # decodes its features
+                rows += 1
+                yield row
         return
     for table, _ in _arrow_tables(path, suffix, None):
-        yield from table.to_pylist()
+        try:
+            yield from table.to_pylist()
+        except UnicodeDecodeError:
+            raise _undecodable_row(path, table, rows) from None
+        rows += table.num_rows
+
+
+def _undecodable_row(path: Source, table: Any, rows: int) -> DataError:
+    """Return an error that names the first row of a table with a text that is not UTF-8, after `rows` other rows."""
+    for number in range(table.num_rows):
+        try:
+            table.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            bad = BadLine(path, rows + number + 1, None, reason_of(error, "text"), "row")
+            return DataError(f"{bad}; correct or remove the row")
+    raise AssertionError(f"each row of {path} can be decoded")
 
 
 def open_dataset(path: Path | HubDataset) -> Any:
@@ -145,25 +177,47 @@ def open_dataset(path: Path | HubDataset) -> Any:
     try:
         dataset = datasets.load_from_disk(str(path))
     except Exception as error:  # the library has no error class of its own
-        raise DataError(f"{path} is not a dataset that `save_to_disk` wrote ({error})") from error
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{path} cannot be read as a dataset that `save_to_disk` wrote ({reason}); copy it again"
+        ) from error
     if isinstance(dataset, Mapping):
         names = list(dataset)
         raise ConfigError(
             f"{path} has the splits {', '.join(names)}; name the folder of one, such as {path / names[0]} (in "
             "training, as data.train_data_path and data.valid_data_path)"
         )
+    for file in getattr(dataset, "cache_files", ()):
+        _check_saved_file(Path(file["filename"]))
     return dataset
+
+
+def _check_saved_file(path: Path) -> None:
+    """Raise DataError if a file of a saved dataset is truncated between two batches, which its reader accepts."""
+    with path.open("rb") as file:
+        is_stream = file.read(4) == END_OF_STREAM[:4]
+        file.seek(0, os.SEEK_END)
+        if is_stream:
+            _check_end(path, file)
 
 
 def json_array(path: Path | StorePath) -> list[dict[str, Any]] | None:
     """Return the entries of a file that is a JSON array; None if it is JSON Lines. Raise DataError if it is invalid."""
-    first = next(read_pieces(path, 1), (b"", 0))[0]
-    if first[:1] != b"[":
+    start = b""
+    for piece, _ in read_pieces(path, 1 << 12):
+        start = (start + piece).removeprefix(codecs.BOM_UTF8).lstrip()
+        if start:
+            break
+    if start[:1] != b"[":
         return None
+    content = b"".join(piece for piece, _ in read_pieces(path, 1 << 20))
     try:
-        entries = json.loads(b"".join(piece for piece, _ in read_pieces(path, 1 << 20)).decode("utf-8"))
+        entries = json.loads(content.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        mark = len(content) - len(error.object)
+        raise DataError(f"{undecodable(path, error.object, error, offset=mark)}; correct the file") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error}); correct the file") from error
+        raise DataError(f"{path} is not JSON ({error}){utf16_hint(content)}; correct the file") from error
     if bad := next((n for n, entry in enumerate(entries, 1) if not isinstance(entry, dict)), None):
         raise DataError(f"{path} entry {bad} is not an object; correct or remove it")
     return entries
@@ -183,9 +237,11 @@ def _arrow_tables(path: Source, suffix: str, keys: list[str] | None) -> Iterator
     except MegalithError:
         raise
     except (OSError, ValueError, library.ArrowException) as error:
-        raise DataError(
-            f"{path} cannot be read as {name} ({error}); it is damaged or another kind of file: copy it again"
-        ) from error
+        way_out = f"decompress it, because {name} files are read uncompressed"
+        if path.suffix not in COMPRESSED:
+            way_out = "it is damaged or another kind of file: copy it again"
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} cannot be read as {name} ({reason}); {way_out}") from error
 
 
 def _parquet_batches(path: Source, file: Any, keys: list[str] | None) -> Iterator[tuple[Any, float]]:
@@ -212,23 +268,41 @@ def _arrow_batches(path: Source, file: Any, keys: list[str] | None) -> Iterator[
     for batch in batches:
         for start in range(0, batch.num_rows, ROWS):
             yield batch.slice(start, ROWS), file.tell() / size
+    if magic[:4] == END_OF_STREAM[:4]:
+        _check_end(path, file)
+
+
+def _check_end(path: Source, file: Any) -> None:
+    """Raise DataError unless a file of Arrow's stream format is at its end, after the marker of the end."""
+    end = file.tell()
+    file.seek(max(end - len(END_OF_STREAM), 0))
+    if file.read(len(END_OF_STREAM)) != END_OF_STREAM:
+        raise DataError(
+            f"{path} ends after {end:,} bytes without the end marker of an Arrow stream; it is truncated: copy it again"
+        )
+    if file.read(1):
+        raise DataError(
+            f"{path} has more bytes after the end of its Arrow stream at byte {end:,}; write each stream to a file of "
+            "its own"
+        )
 
 
 def _dataset_tables(path: Any, dataset: Any, keys: list[str] | None) -> Iterator[tuple[Any, float]]:
     columns = dataset.column_names  # None in some streams
-    with _hub_errors(path):
+    rows = 0
+    with _hub_errors(path, lambda: rows):
         if keys is not None and columns is not None:
             _require(path, keys, columns)
             dataset = dataset.select_columns(keys)
-        total, rows = getattr(dataset, "num_rows", None) or 0, 0
+        total = getattr(dataset, "num_rows", None) or 0
         for table in dataset.with_format("arrow").iter(ROWS):
             rows += table.num_rows
             yield table, rows / total if total else 0.0
 
 
 @contextmanager
-def _hub_errors(path: Source) -> Iterator[None]:
-    """Turn errors of `datasets` while rows are read into a DataError."""
+def _hub_errors(path: Source, rows: Callable[[], int]) -> Iterator[None]:
+    """Turn errors of `datasets` while rows are read into a DataError. `rows` returns the number of rows read."""
     try:
         yield
     except (MegalithError, GeneratorExit):
@@ -236,7 +310,7 @@ def _hub_errors(path: Source) -> Iterator[None]:
     except Exception as error:  # of the network, of a file format, of a loading script
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
-            f"{path} cannot be read further ({reason}); check the network and the dataset"
+            f"{path} cannot be read after row {rows():,} ({reason}); check the network and the dataset"
         ) from error
 
 

@@ -31,6 +31,7 @@ from megalith.data.inputs.row_tables import (
     read_arrow_blocks,
     read_rows,
 )
+from megalith.data.inputs.source_versions import steady
 from megalith.errors import ConfigError, DataError, shorten
 from megalith.remote import StorePath, open_location
 
@@ -110,7 +111,8 @@ def read_texts(
     text_documents: TextDocuments = "file",
 ) -> Iterator[str]:
     """Yield every text of a source, key by key within a record. Raise DataError at the first unusable one."""
-    for block in read_document_blocks(source, json_keys, text_documents, max_document_bytes):
+    blocks = read_document_blocks(source, json_keys, text_documents, max_document_bytes)
+    for block in steady(source, blocks):
         records, bad_lines = block.parse(json_keys, max_document_bytes)
         if bad_lines:
             raise DataError(f"{bad_lines[0]}; correct or remove it")
@@ -126,9 +128,13 @@ def read_records(
     A document of a `.txt` file is a record `{"text": …}`.
 
     Raises:
-        DataError: the source cannot be read, or a line is not a JSON object.
+        DataError: the source cannot be read or changes meanwhile, or a line is not a JSON object.
         ConfigError: a package is missing.
     """
+    return steady(source, _records(source, text_documents))
+
+
+def _records(source: Source, text_documents: TextDocuments) -> Iterator[tuple[str, Mapping[str, Any]]]:
     suffix = _suffix(source)
     if suffix == ".txt":
         for block in read_text_blocks(source, text_documents):

@@ -30,6 +30,7 @@ from megalith.data.indexed import IndexedWriter, best_dtype
 from megalith.data.inputs.blocks import MAX_DOCUMENT_BYTES, BadLine, DocumentBlock
 from megalith.data.inputs.hub_dataset import Source
 from megalith.data.inputs.row_tables import source_size
+from megalith.data.inputs.source_versions import steady
 from megalith.data.inputs.sources import expand_inputs, read_document_blocks
 from megalith.data.preprocessing.encoding import (
     LIBRARY_THREADS,
@@ -105,6 +106,8 @@ class NoTokensError(DataError):
 
     def __init__(self, key: str, summary: PreprocessSummary, paths: Sequence[Source]):
         self.counts = f"{summary.empty:,} empty documents, {summary.skipped:,} skipped lines"
+        if summary.bad_lines:
+            self.counts += f", of which the first is {summary.bad_lines[0]}"
         files = shorten(list(map(str, paths)))
         super().__init__(
             f"no document of {files} has any token under the key {key!r} ({self.counts}); check the input files and "
@@ -167,7 +170,8 @@ def preprocess(
         progress = stack.enter_context(Progress("preprocess", total, show=show_progress))
         threaded = tokenizer.encodes_without_lock and 0 < workers <= MAX_THREADS
         blocks = itertools.chain.from_iterable(
-            read_document_blocks(path, json_keys, text_documents, max_line_bytes) for path in paths
+            steady(path, read_document_blocks(path, json_keys, text_documents, max_line_bytes))
+            for path in paths
         )
         pool = stack.enter_context(_threads(workers) if threaded else _processes(encoder, workers))
         results = stack.enter_context(contextlib.closing(_encode_in_order(blocks, encoder, pool)))

@@ -226,10 +226,16 @@ class Lane:
     def _ended(self, shards: Sequence[Shard], position: LanePosition) -> DataError:
         settings, last = self._settings, f" (the last one is {shards[-1]})" if shards else ""
         documents = f"{position.documents:,} documents, of which {position.empty:,} are empty"
+        if self.skipped:
+            documents += f", {self.skipped:,} unusable ones were skipped"
+            documents += f" (the first: {self.bad_lines[0]})" if self.bad_lines else ""
         if settings.repeat:
+            way_out = "remove empty shards, or set data.stream_lanes to 1"
+            if settings.lanes == 1:
+                way_out = "check the files and data.text_key"
             return DataError(
                 f"{settings.entry} has no tokens in the {len(shards):,} shards of lane {self._number + 1} of "
-                f"{settings.lanes}{last}: {documents}; remove empty shards, or set data.stream_lanes to 1"
+                f"{settings.lanes}{last}: {documents}; {way_out}"
             )
         return DataError(
             f"{settings.entry} ended: lane {self._number + 1} of {settings.lanes} has read its "

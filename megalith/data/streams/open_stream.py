@@ -14,7 +14,11 @@ from megalith.errors import ConfigError
 
 
 def stream_opener(
-    data: DataConfig, tokenizer: Tokenizer | None, seed: int, global_batch_size: int
+    data: DataConfig,
+    tokenizer: Tokenizer | None,
+    seed: int,
+    global_batch_size: int,
+    notes: list[str] | None = None,
 ) -> Callable[[str, bool], TextStream | None]:
     """Return a function that opens streams: (entry of a data path, True for training data) → stream, or None for
     other entries.
@@ -24,6 +28,7 @@ def stream_opener(
         tokenizer: the run's tokenizer.
         seed: train.seed.
         global_batch_size: samples per step at the end of the run, for the number of lanes.
+        notes: receives a sentence about the files of each folder that are not read.
     """
 
     def open_stream(entry: str, is_training: bool) -> TextStream | None:
@@ -34,7 +39,7 @@ def stream_opener(
                 f"data.append_eod is on, but this {tokenizer.tokenizer_type} has no end-of-document token; name an "
                 "eos_token in its tokenizer_config.json, or set data.append_eod to false"
             )
-        shards = list_shards(entry)
+        shards = list_shards(entry, notes)
         lanes = data.stream_lanes or default_lanes(global_batch_size, len(shards))
         if lanes > len(shards):
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from megalith.config.data import TextDocuments
 from megalith.data.inputs.blocks import DocumentBlock
 from megalith.data.inputs.hub_dataset import HubDataset, Source
 from megalith.data.inputs.row_tables import read_dataset_blocks
-from megalith.data.inputs.source_versions import Version, source_versions
+from megalith.data.inputs.source_versions import Version, check_unchanged, current_versions
 from megalith.data.inputs.sources import expand_inputs, read_document_blocks
 from megalith.errors import DataError
 from megalith.remote import StorePath
@@ -37,25 +37,34 @@ class Shard:
         return isinstance(self.source, StorePath | HubDataset)
 
     def identity(self) -> list[Any]:
-        """Return the name, and the size of a local file, as JSON. They must be the same when a run is resumed."""
-        is_file = isinstance(self.source, Path) and self.source.is_file()
-        return [str(self), self.source.stat().st_size if is_file else None]
+        """Return the name, and the size and modification time (ns) of a local file, as JSON.
+
+        Name and size must be the same when a run is resumed.
+        """
+        if not (isinstance(self.source, Path) and self.source.is_file()):
+            return [str(self), None, None]
+        stat = self.source.stat()
+        return [str(self), stat.st_size, stat.st_mtime_ns]
 
     def version(self) -> list[Version]:
         """Return size and modification time of the files, which show a change; nothing for datasets of the hub."""
-        return [] if isinstance(self.source, HubDataset) else source_versions([self.source])
+        return current_versions(self.source)
 
 
-def list_shards(entry: str) -> list[Shard]:
+def list_shards(entry: str, notes: list[str] | None = None) -> list[Shard]:
     """Return the shards of an entry of a data path: its files, or the shards of a streamed dataset of the hub.
+
+    `notes` receives a sentence about the files of a folder that are not read.
 
     Raises:
         DataError: a file is missing, or the hub cannot be reached.
     """
     shards: list[Shard] = []
-    for source in expand_inputs([entry]):
-        is_streamed = isinstance(source, HubDataset) and source.arguments["streaming"]
-        count = source.load().num_shards if is_streamed else 1
+    for source in expand_inputs([entry], notes):
+        count = 1
+        if isinstance(source, HubDataset):
+            dataset = source.load()  # before the first step, so that a wrong name is not retried
+            count = dataset.num_shards if source.arguments["streaming"] else 1
         shards += [Shard(source, number, count) for number in range(count)]
     return shards
 
@@ -85,13 +94,14 @@ class ShardReader:
             DataError: the shard cannot be read, or has changed since it was first opened.
         """
         at, failures = first, 0
-        self._check_version(shard)
         while True:
             try:
+                self._check_version(shard)
                 for block in itertools.islice(self._open(shard), at, None):
                     yield at, block
                     at, failures = at + 1, 0
-                break
+                self._check_version(shard)
+                return
             except DataError as error:
                 self._hub.pop(shard.source, None)
                 if not shard.is_remote or not _may_pass(error, shard):
@@ -102,7 +112,6 @@ class ShardReader:
                     ) from error
                 self._pause(2.0**failures)
                 failures += 1
-        self._check_version(shard)
 
     def _open(self, shard: Shard) -> Iterator[DocumentBlock]:
         source = shard.source
@@ -121,25 +130,13 @@ class ShardReader:
         )
 
     def _check_version(self, shard: Shard) -> None:
-        try:
-            now = shard.version()
-        except OSError as error:
-            raise DataError(f"cannot read {shard}: {error.strerror or error}; check the path") from error
-        was = self._versions.setdefault(shard, now)
-        if was != now:
-            raise DataError(
-                f"{shard} changed while the run read it: {_described(was)} before, {_described(now)} now; restore it, "
-                "or start a new run"
-            )
-
-
-def _described(versions: Sequence[Version]) -> str:
-    return (
-        f"{sum(size for _, size, _ in versions):,} bytes (version {versions[0][2] if versions else 'none'})"
-    )
+        now = shard.version()
+        check_unchanged(shard, self._versions.setdefault(shard, now), now)
 
 
 def _may_pass(error: DataError, shard: Shard) -> bool:
     """Return True for errors of the network, which may not recur on a retry."""
     cause = error.__cause__
+    if isinstance(cause, FileNotFoundError):
+        return False
     return isinstance(cause, OSError) or (cause is not None and isinstance(shard.source, HubDataset))

@@ -12,7 +12,7 @@ import numpy as np
 from megalith.data.streams.lane import Lane, LanePosition, StreamSettings
 from megalith.data.streams.lane_worker import LaneSample, LaneWorker, next_of
 from megalith.data.streams.stream import STREAM_LENGTH, SampleStream, State
-from megalith.errors import DataError
+from megalith.errors import DataError, shorten
 
 AHEAD = 64  # samples that a worker makes ahead, over its lanes
 MAX_LANES = 64  # by default
@@ -37,6 +37,7 @@ class TextStream(SampleStream):
         self._lock = threading.Lock()
         self._workers: list[LaneWorker] = []
         self._saved: State | None = None
+        self._touched: list[str] = []  # shards with another modification time than at the checkpoint
         self._identity = [shard.identity() for shard in settings.shards]
         self.restart()
 
@@ -114,13 +115,19 @@ class TextStream(SampleStream):
         documents, empty, skipped = (
             sum(getattr(each, name) for each in positions) for name in ("documents", "empty", "skipped")
         )
+        notes = []
+        if self._touched:
+            notes.append(
+                f"{self.name}: {len(self._touched):,} files have another modification time than at the checkpoint of "
+                f"this run, so samples may differ if their text changed: {shorten(self._touched)}"
+            )
         if not empty and not skipped and not self.bad_lines:
-            return []
+            return notes
         note = f"{self.name}: {documents:,} documents read"
         note += f", {empty:,} of them without tokens" * bool(empty)
         note += f", {skipped:,} unusable ones skipped (data.skip_bad_documents)" * bool(skipped)
         note += f"; for example: {self.bad_lines[0]}" if self.bad_lines else ""
-        return [note]
+        return [*notes, note]
 
     def close(self) -> None:
         with self._lock:
@@ -152,18 +159,24 @@ class TextStream(SampleStream):
     def _check_saved(self) -> None:
         saved, shards = self._saved, self._identity
         way_out = "restore it, or start a new run with model.init_from set to the checkpoint"
-        if saved["entry"] != self.name or len(saved["lanes"]) != self.settings.lanes:
+        if saved["entry"] != self.name:
             raise DataError(
-                f"the checkpoint is at a position in {saved['entry']} with {len(saved['lanes'])} lanes, but the run "
-                f"reads {self.name} with {self.settings.lanes}; set data.stream_lanes to {len(saved['lanes'])}, or "
+                f"the checkpoint is at a position in {saved['entry']}, but the run reads {self.name} in its place; "
+                "name the same data in the same order, or start a new run with model.init_from set to the checkpoint"
+            )
+        if len(saved["lanes"]) != self.settings.lanes:
+            raise DataError(
+                f"the checkpoint is at a position in {self.name} with {len(saved['lanes'])} lanes, but the run "
+                f"reads it with {self.settings.lanes}; set data.stream_lanes to {len(saved['lanes'])}, or "
                 "start a new run with model.init_from set to the checkpoint"
             )
         for was, now in zip(saved["shards"], shards):
-            if list(was) != list(now):
+            if list(was[:2]) != now[:2]:
                 raise DataError(
                     f"{self.name} has changed since the checkpoint: {_described(was)} is {_described(now)} now; "
                     + way_out
                 )
+        self._touched = [now[0] for was, now in zip(saved["shards"], shards) if was[2:] and was[2] != now[2]]
         if len(saved["shards"]) != len(shards):
             raise DataError(
                 f"{self.name} has {len(shards):,} shards, and {len(saved['shards']):,} at the checkpoint; {way_out}"
@@ -171,5 +184,5 @@ class TextStream(SampleStream):
 
 
 def _described(shard: Sequence[Any]) -> str:
-    name, size = shard
+    name, size, *_ = shard
     return str(name) if size is None else f"{name} ({size:,} bytes)"
