@@ -64,7 +64,8 @@ def test_recipes_are_listed_shown_and_copied(tmp_path, monkeypatch, capsys):
     copied = (tmp_path / "mine.yaml").read_text()
     assert yaml.safe_load(copied) == yaml.safe_load(shown)
     assert "megalith sft mine.yaml --nproc 1" in copied
-    capsys.readouterr()
+    printed = capsys.readouterr().out
+    assert "Data: data/chat.jsonl: " in printed and "Start: megalith sft mine.yaml --nproc 1" in printed
     assert main(["recipes", "copy", "qwen3-0.6b-sft-1gpu", "mine.yaml"]) == 2
     assert "mine.yaml exists" in capsys.readouterr().err
     assert main(["recipes", "show", "qwen3-0.6b-sft-2gpu"]) == 2

@@ -115,6 +115,9 @@ def run_copy(args: Arguments) -> int:
     text, file = _text(args.name), Path(args.file or f"{args.name}.yaml")
     _write(file, text.replace(f" {args.name}.yaml", f" {file}"))
     print_written(args, file)
+    if not args.json:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        print(*(line[2:] for line in lines if line.startswith(("# Data: ", "# Start: "))), sep="\n")
     return 0
 
 

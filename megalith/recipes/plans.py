@@ -63,6 +63,8 @@ def heading(recipe: Recipe, best: PlannedLayout, file: str, device: str = DEVICE
     """Return the comment at the top of a recipe's file."""
     task = TASKS[recipe.task]
     model = MODELS.get(recipe.preset, recipe.preset).rpartition("/")[2]
+    if recipe.task == "pretrain":
+        model = model.partition("-Instruct")[0]  # of an instruction-tuned model, only the tokenizer is used
     of_gpus = f"one {device}" if recipe.gpus == 1 else f"{recipe.gpus} {device}"
     config, speed = best.config, best.speed.tokens_per_second_per_device
     facts = {
