@@ -153,9 +153,7 @@ PYTHON: dict[str, tuple[Block, ...]] = {
         Block(not_run="tests/rl/test_trajectories.py trains with them"),
     ),
     "README.md": (
-        Block(
-            'small_run_file("gpt2.yaml")\nimport torch\ninput_ids = torch.arange(8)[None]', (('"100"', '"2"'),)
-        ),
+        Block('small_run_file("small.yaml")', (("examples/quickstart", "small"), ('"100"', '"2"'))),
     ),
     "docs/accelerate.md": (
         Block("", (("tp_degree=2, pp_degree=2", "tp_degree=1, pp_degree=1"), ("24, n_head=16", "2, n_head=2"),
