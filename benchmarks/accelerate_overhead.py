@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument(
-        "--batch", type=int, help="sequences a step (default: the workload's for each process)"
+        "--batch", type=int, help="sequences per step (default: the workload's for each process)"
     )
     parser.add_argument("--micro", type=int, default=2, help="sequences of a micro-batch")
     add_result_options(parser)

@@ -36,7 +36,7 @@ def main() -> None:
     )
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--batch", type=int, required=True, help="sequences a step, one micro-batch")
+    parser.add_argument("--batch", type=int, required=True, help="sequences per step, one micro-batch")
     parser.add_argument("--layers", type=int, help="fewer layers than the workload has")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(

@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["read", "static", "allgather"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=8)
-    parser.add_argument("--batch", type=int, help="sequences a step, of all ranks")
+    parser.add_argument("--batch", type=int, help="sequences per step, of all ranks")
     add_result_options(parser)
     args = parser.parse_args()
     args.losses, args.kernels = False, True

@@ -63,7 +63,7 @@ ROWS = [
 ]
 # fmt: on
 MICRO_BATCHES = (4, 8, 16, 32, 64)
-BATCH = 512  # sequences a step, of the thresholds' table
+BATCH = 512  # sequences per step, of the thresholds' table
 NEARER = [  # what is added until a row fits, from the cheapest on
     (OPTIM, {}),
     (OPTIM | FULL, {}),

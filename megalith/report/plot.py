@@ -68,7 +68,7 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     speed.yaxis.set_major_formatter(lambda value, _: format_si(value))
     loss.legend(frameon=False, fontsize=9)
     speed.set_ylim(bottom=0)
-    _style(loss, "loss (nats a token)")
+    _style(loss, "loss (nats per token)")
     for axes, (_, title, _) in zip(panels, PANELS):
         _style(axes, title)
     return save_png(figure, output_png)
