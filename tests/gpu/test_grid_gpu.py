@@ -257,7 +257,7 @@ def on_one_gpu(
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("model", "size", "names"), groups())
+@pytest.mark.parametrize(("model", "size", "names"), list(groups()))
 def test_layouts_give_the_losses_of_one_gpu(pool, references, model, size, names):
     alone, wrong = on_one_gpu(pool, references, model, names, size), {}
     loss_noise, norm_noise = (relative_error(*pair) for pair in zip(alone[repr({})], alone["fp32"]))
