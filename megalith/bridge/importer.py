@@ -53,7 +53,7 @@ def import_hf(
     Args:
         source: Hugging Face folder, URL or hub name.
         out: folder or URL of the run; must not exist.
-        allow: initialize missing tensors, ignore extra ones and accept other dtypes than config.json's.
+        allow: initialize missing tensors, ignore extra ones and accept dtypes that differ from config.json's.
         show_progress: draw a progress bar.
         change: returns the values to write for a tensor's name and slice.
 

@@ -59,7 +59,7 @@ def mamba_tensors(theirs: str, ours: str = "layers.{layer}.self_attention.") -> 
 
 
 def _number(value: Any) -> float | None:
-    """Return a number of config.json, which transformers writes as an object if it is infinite; None for others."""
+    """Return a number of config.json, which is an object if it is infinite; None if the value is not a number."""
     if isinstance(value, dict):
         return math.inf if value.get("__float__") == "Infinity" else None
     return value if type(value) in (int, float) else None

@@ -72,8 +72,8 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
         allow: accept missing and extra tensors and other dtypes.
 
     Raises:
-        CheckpointError: tensors have another shape than config.json says; or, without `allow`, are missing, extra or of
-            another dtype.
+        CheckpointError: the shape of a tensor differs from config.json; or, without `allow`, a tensor is missing or
+            extra, or its dtype differs.
     """
     source.normalize_names(family)
     _check_counts(source, model)

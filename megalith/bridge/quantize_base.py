@@ -1,6 +1,6 @@
 """The quantized base of adapters (`lora.quantize_base`): filled from `model.init_from`, or dequantized again.
 
-Each matrix of the Hugging Face model is quantized by itself, whatever the layout and the format of the weights. All
+Each matrix of the Hugging Face model is quantized separately, in every layout and for every format of the weights. All
 layouts therefore have the same quantized weights. If a folder already has a matrix in the run's form, its quantized
 values are used unchanged.
 """
@@ -216,7 +216,7 @@ def taken_from(config: RunConfig, read: Callable[[str], Tensor]) -> Callable[[st
 def round_base(
     config: RunConfig, model: torch.nn.Module, taken: Callable[[str], Tensor | None] = lambda name: None
 ) -> None:
-    """Replace the linears' weights in an unsharded model, loaded from `model.init_from`, by what their codes are.
+    """Round the linears' weights in an unsharded model, loaded from `model.init_from`, to their quantized values.
 
     `taken` is as in CodedBase.
     """

@@ -300,7 +300,7 @@ class FixedSettings:
 
 
 class RequiredKeys:
-    """Rejects a config.json in which a key has another value than the required one: RequiredKeys(hidden_act="silu").
+    """Rejects a config.json in which a key does not have the required value: RequiredKeys(hidden_act="silu").
 
     An omitted key has the required value, unless `defaults` gives another default.
     """

@@ -133,7 +133,7 @@ class MemorySnapshots:
         self._thread.start()
 
     def _copy(self, tensors: Sequence[Placed], serial: int) -> list[Tensor]:
-        """Copy tensors into this snapshot's buffers. Optimizer state from a GPU is copied while training goes on.
+        """Copy tensors into this snapshot's buffers. Optimizer state is copied from a GPU while training continues.
 
         `before_update` must be called before that state changes. Other tensors may change in the next forward pass.
         """

@@ -1,8 +1,8 @@
 """Opening of checkpoints: choose a step and verify its files.
 
 Every file to be read is verified against the manifest before any tensor is used. From a folder of steps, the most
-recently saved intact step is opened. All ranks of a job open the same step: damage found by one rank excludes it for
-all.
+recently saved intact step is opened. All ranks of a job open the same step: if one rank finds a damaged file, all ranks
+skip the step.
 
 Each file that a machine's ranks read is hashed once, by one of these ranks. In the layout that saved the checkpoint,
 the job hashes each file about once; in another layout, a machine may hash files of which it needs only parts.

@@ -203,8 +203,8 @@ def load_optimizer(
 
     `model` is required if the optimizer updates shards of its parameters. Every rank of `world` calls it. Raises
     CheckpointError, identically on every rank, naming tensors that are missing, unexpected, or of another shape or
-    dtype. Only the counter of steps beside a momentum may be missing or unexpected, because Muon has it only with some
-    settings: without a stored one it starts at 0.
+    dtype. Only Muon's step counter may be missing or unexpected, because Muon has it only with some settings. If it is
+    missing, it starts at 0.
     """
     shards, rows = optimizer_shards(optimizer, model), _state_rows(unpadded_rows or {})
     stored = checkpoint.table(OPTIMIZER)

@@ -39,7 +39,7 @@ PARALLEL = RequiresSetting("parallel_mixers", True, strict=True)
 
 
 class HybridModel(MupModel):
-    """Model settings for layers with another mixer than attention, and for attention's output gate (Qwen3-Next).
+    """Model settings for layers with a mixer other than attention, and for attention's output gate (Qwen3-Next).
 
     A gated delta net (Yang et al. 2024) and a state space model (Mamba-2, Dao and Gu 2024) store one matrix per head
     for all earlier tokens. The cost per token therefore does not depend on the sequence length.

@@ -61,7 +61,7 @@ class RunConfig(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user on accepted spellings without effect, found in loading."""
+        """Notes for the user on accepted spellings that have no effect, collected while loading."""
         return self._notes
 
     @property

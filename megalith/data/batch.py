@@ -83,7 +83,7 @@ class Batch:
         return self._each(lambda tensor: to_device(tensor, device))
 
     def rows(self) -> list[Batch]:
-        """Return a batch of each row, the same whatever batch the row was in; subclasses return themselves.
+        """Return one batch per row, which does not depend on the other rows. A subclass is not split.
 
         A row of one document has no `document_ends`, and one without padding has none of the masks.
         """

@@ -309,7 +309,7 @@ def _replaced(path: DataPath, prefixes: dict[str, str]) -> DataPath:
 
 
 def _check_kind(path: Path, data: DataConfig) -> None:
-    """Raise DataError if the first record of a file is for another command than `train`."""
+    """Raise DataError if the first record of a file is for a command other than `train`."""
     try:
         record = next((record for _, record in read_records(path)), {})
     except DataError:  # tokenization reports it, or skips it

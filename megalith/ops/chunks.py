@@ -14,7 +14,10 @@ CHUNK = 64
 
 
 def in_chunks(x: Tensor, chunks: int) -> Tensor:
-    """Reshape [batch, seq, heads, ...] to [batch, heads, chunks, C, ...], padded with zeros, which write nothing."""
+    """Reshape [batch, seq, heads, ...] to [batch, heads, chunks, C, ...], padded with zeros.
+
+    Zeros leave states unchanged.
+    """
     x = x.transpose(1, 2)
     missing = chunks * CHUNK - x.shape[2]
     x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing))

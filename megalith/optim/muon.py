@@ -320,7 +320,7 @@ def _joined(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def _cost(item: TrainedParameter) -> float:
-    """Return the multiplications of a Newton-Schulz step, as far as they depend on the shape."""
+    """Return the relative cost of a Newton-Schulz step: its multiplications without constant factors."""
     *_, rows, columns = item.placement.shape
     return rows * columns * min(rows, columns)
 

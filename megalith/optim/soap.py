@@ -211,7 +211,7 @@ def _rotate_back(x: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def _grams(gradient: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return G · Gᵀ and Gᵀ · G, as far as the state has them."""
+    """Return those of G · Gᵀ and Gᵀ · G whose averages the state has."""
     both = {LEFT: (gradient, gradient.mT), RIGHT: (gradient.mT, gradient)}
     return {key: a @ b for key, (a, b) in both.items() if key in state}
 
@@ -266,7 +266,7 @@ def _shifted(matrix: Tensor) -> Tensor:
 
 
 def _cost(item: TrainedParameter) -> float:
-    """Return the cost of an update, as far as it depends on the shape."""
+    """Return the relative cost of an update, without constant factors."""
     *_, rows, columns = item.placement.shape
     return float(rows + columns) ** 3
 

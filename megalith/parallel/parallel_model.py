@@ -1,4 +1,4 @@
-"""The model as the training loop sees it: losses and gradients of the global batch, whatever this rank's shard is."""
+"""The model as the training loop sees it: losses and gradients of the global batch, for any shard of the model."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class MetaModel:
         return total
 
     def saved(self, chunks: Sequence[Stage] | None = None) -> int:
-        """Return the parameters that are trained in full beside adapters: `lora.modules_to_save`, and a score.
+        """Return the parameters that are trained in full in addition to adapters: `lora.modules_to_save`, and a score.
 
         `chunks` is as in `outside`. 0 without adapters.
         """

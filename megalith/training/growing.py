@@ -61,7 +61,7 @@ class GrowingJob:
         self._heartbeat.end_long("training")
 
     def _allowed_size(self) -> int:
-        """Return the number of ranks with the machines that wait; 0 if none wait or the layout forbids the number."""
+        """Return the number of ranks if the waiting machines join; 0 if none wait or the layout does not allow it."""
         size = self._restart.invited()
         if size <= self._world.size or size == self._rejected:
             return 0

@@ -300,7 +300,7 @@ class LatentHeads:
 
 
 class RotaryHeads:
-    """Check of `head_dim`, which transformers uses as the size of a head's rotary part; `default` is that size."""
+    """Checks `head_dim`, which transformers reads as the rotary dimensions of a head; `default`: their number."""
 
     def __init__(self, default: int = 64):
         self._default = default

@@ -145,7 +145,8 @@ class PeftFolder:
     def _find_saved(self, family: Family) -> dict[str, Group]:
         """Return the groups of the modules that the folder has in full, by name. Sets their tensors' names.
 
-        PEFT writes trained modules and, if asked for or if the vocabulary was resized, embedding and output matrix.
+        PEFT writes the trained modules. It also writes embedding and output matrix if it is configured to, or if the
+        vocabulary was resized.
         """
         groups = [group for group in family.groups(self._model) if can_group_be_saved(group)]
         theirs = saved_tensor_names(family, {group.name: group for group in groups})

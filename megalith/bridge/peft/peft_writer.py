@@ -117,7 +117,7 @@ def _saved_tensors(
 
 
 def _difference_to_initial(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Return a reader of A stacked on A₀, and of B beside −B₀: PEFT's conversion to LoRA on the unchanged base."""
+    """Return a reader of [A; A₀] and [B, −B₀]: PEFT's conversion to LoRA on the unchanged base."""
 
     def read_difference(name: str) -> Tensor:
         values = read(name)

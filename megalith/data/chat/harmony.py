@@ -3,7 +3,7 @@
      <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.add
      <|constrain|>json<|message|>{"a": 1}<|call|>
 
-The recipient stands in the channel or after the role. The format is that of OpenAI's description, read as text;
+The recipient is named in the channel or after the role. The format is that of OpenAI's description, read as text;
 openai-harmony reads it as tokens of a vocabulary that it downloads.
 """
 

@@ -117,7 +117,7 @@ def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_com
 def _pass_core(
     query: Tensor, key: Tensor, value: Tensor, *, run: Callable[..., Tensor], **settings
 ) -> Tensor:
-    """Compute attention by the core of the pass. Recomputation wraps this function, whatever the pass."""
+    """Compute attention by the core of the pass. Recomputation wraps this function in every pass."""
     return run(query, key, value, **settings)
 
 

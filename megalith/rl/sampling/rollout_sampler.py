@@ -180,7 +180,7 @@ class RolloutSampler:
         return [[astuple(piece) for piece in pieces], logged]
 
     def _share(self, value: Any) -> Any:
-        """Return the value of the first of the ranks that generate together; a shared engine has only that one."""
+        """Return the value of the first rank of the tensor-parallel group, or `value` itself with a shared engine."""
         tp = self._run.mesh.tp
         return value if tp.size == 1 or self._weights.engine.shared else gather_json(value, tp)[0]
 
