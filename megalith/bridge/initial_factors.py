@@ -100,7 +100,7 @@ def loftq(
         if not lost.any():
             raise ConfigError(
                 f"lora.init_lora_weights is loftq, but {name} is stored as lora.quantize_base {lora.quantize_base} "
-                "already, so that nothing is lost; give the weights before they were quantized, or leave it out"
+                "already, so quantizing loses nothing; give the weights before they were quantized, or leave loftq out"
             )
         iterations.append(factors_of(lora, name, adapter, lost, seed=0))
         for part, (a, b) in iterations[-1].items():

@@ -128,7 +128,7 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
     ]
     if different:
         raise CheckpointError(
-            f"{checkpoint.folder / MANIFEST} describes another model than its tensors: "
+            f"{checkpoint.folder / MANIFEST} describes a model that its tensors do not fit: "
             f"{shorten(different)}; use another step"
         )
     return config
@@ -150,10 +150,10 @@ def check_base(checkpoint: Checkpoint, fingerprint: str, path: str) -> None:
     """
     if checkpoint.manifest.base not in (None, fingerprint):
         raise CheckpointError(
-            f"the adapters in {checkpoint.folder} were trained on other weights than those in "
-            f"{path}, which have since been trained further or replaced; give the original "
-            "weights, such as RUN/checkpoints/step_NNNNNNNN (in model.init_from to train, --base "
-            "to merge: megalith lora merge), or train new adapters"
+            f"the adapters in {checkpoint.folder} were not trained on the weights that are in {path} now: these have "
+            "since been trained further or replaced; give the original weights, such as "
+            "RUN/checkpoints/step_NNNNNNNN (in model.init_from to train, --base to merge: megalith lora merge), or "
+            "train new adapters"
         )
 
 

@@ -158,7 +158,7 @@ def _check_shapes(source: SourceFolder, expected: Mapping[str, tuple[int, ...]])
     ]
     if shapes:
         raise CheckpointError(
-            f"{source.path} has tensors of another shape than its {source.settings_name} says: {shorten(shapes)}; "
+            f"{source.path} has tensors whose shapes do not match its {source.settings_name}: {shorten(shapes)}; "
             "correct the file, or fetch it again"
         )
     types = [

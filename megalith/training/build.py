@@ -173,7 +173,7 @@ def resolve_config(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     elif tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {model.vocab_size}; "
-            "raise it, or omit it to use the tokenizer's"
+            "raise model.vocab_size, or omit it to use the tokenizer's"
         )
     if model.max_position_embeddings is None:
         lengths = [config.data.seq_length, *[config.data.decoder_length] * (model.encoder_layers > 0)]

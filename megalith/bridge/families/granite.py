@@ -49,9 +49,8 @@ class RopePerLayer(Rope):
             by_kind[0] != by_kind[1] and all(by_kind) and "rope_scaling" in fields
         ):
             raise ConfigError(
-                f"config.json has layer_rope_theta {bases!r}, but only one base for layers with a "
-                "window and one for the others are supported, and with RoPE scaling only one for "
-                "all layers"
+                f"config.json has layer_rope_theta {bases!r}, but the layers with a window must have one base, and the "
+                "layers without a window one base; with RoPE scaling, all layers must have the same base"
             )
         full, local = (next(iter(kind), None) for kind in by_kind)
         fields["rotary_base"] = full or local or fields["rotary_base"]

@@ -236,8 +236,8 @@ class EmbeddingWidth:
         width, hidden = hf_config.get("word_embed_proj_dim"), hf_config.get("hidden_size")
         if width not in (None, hidden):
             raise ConfigError(
-                f"config.json has word_embed_proj_dim {width} and hidden_size {hidden}: embeddings of another width "
-                "than the layers are not supported (only OPT-350M has them)"
+                f"config.json has word_embed_proj_dim {width} and hidden_size {hidden}, but embeddings must be as "
+                "wide as the layers (in OPT, they are except in OPT-350M)"
             )
         return {}
 

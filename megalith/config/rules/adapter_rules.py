@@ -56,8 +56,8 @@ def check_adapters(config: RunConfig) -> None:
         )
     if lora.has_quantized_base and config.train.fp8_format is not None:
         raise ConfigError(
-            f"lora.quantize_base is {lora.quantize_base} and train.fp8_format {config.train.fp8_format}, but matmuls "
-            "of a quantized base are in train.precision; set one of the two"
+            f"lora.quantize_base is {lora.quantize_base} and train.fp8_format is {config.train.fp8_format}, but "
+            "matmuls of a quantized base are in train.precision; leave one of the two out"
         )
     stack = max(model.num_layers - model.encoder_layers, model.encoder_layers)
     if beyond := [number for number in lora.layers_to_transform or () if number >= stack]:

@@ -258,8 +258,8 @@ def _check_linear_attention(model: ModelConfig) -> None:
         )
     if "gated_delta_net" in model.recurrent_mixers and heads[1] % heads[0]:
         raise ConfigError(
-            f"model.linear_num_value_heads {heads[1]} is not divisible by model.linear_num_key_heads {heads[0]}: as "
-            "many value heads share each key head; change one"
+            f"model.linear_num_value_heads {heads[1]} is not divisible by model.linear_num_key_heads {heads[0]}, but "
+            "the same number of value heads must share each key head; change one of the two"
         )
     if "mamba2" in model.recurrent_mixers:
         _check_mamba(model)

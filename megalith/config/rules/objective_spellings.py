@@ -153,7 +153,7 @@ def _loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
     if (aggregation := rl.get("loss_agg_mode", PER_SEQUENCE)) != PER_SEQUENCE:
         also = "rl.importance_sampling_level: sequence and " if mode == "gspo" else ""
         raise ConfigError(
-            f"rl.loss_agg_mode is {aggregation!r} and the loss {mode}; verl up to 0.8 ignores loss_agg_mode for {mode} "
+            f"rl.loss_agg_mode is {aggregation!r} and the loss is {mode}; verl up to 0.8 ignores loss_agg_mode for {mode} "
             f"and uses {PER_SEQUENCE}, verl 0.9 does not; leave it out, or set {also}rl.loss_type instead of both"
         )
     if mode == "sapo":

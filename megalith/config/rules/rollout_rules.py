@@ -188,8 +188,8 @@ def _check_prompts(config: RunConfig) -> None:
         )
     if rl.max_staleness and rl.max_resamples:
         raise ConfigError(
-            f"rl.max_staleness is {rl.max_staleness} and rl.max_resamples {rl.max_resamples}, but the prompts to "
-            "sample again are known only after the previous batch; leave one out"
+            f"rl.max_staleness is {rl.max_staleness} and rl.max_resamples is {rl.max_resamples}, but the prompts "
+            "to sample again are known only after the previous batch; leave one of the two out"
         )
     if rl.max_staleness and rl.old_logprobs == "policy" and not rl.mismatch_mode:
         raise ConfigError(

@@ -110,8 +110,8 @@ def _check_evaluation(config: RunConfig) -> None:
         )
     if not config.train.eval_iters:
         raise ConfigError(
-            "train.skip_train is true and train.eval_iters 0, so there is nothing to do; set it to the number of "
-            "global batches to evaluate"
+            "train.skip_train is true and train.eval_iters is 0, so there is nothing to do; set eval_iters to the "
+            "number of global batches to evaluate"
         )
 
 

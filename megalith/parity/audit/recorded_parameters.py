@@ -118,7 +118,7 @@ class StoredParameter:
         ):
             raise CheckpointError(
                 f"{self.shards[0][1].file.parent} has {sum(sizes):,} of the {meta.numel():,} elements of {self.name} "
-                f"{list(self.shape)}, or shards of other shapes than their layout; {WAY_OUT}"
+                f"{list(self.shape)}, or shards whose shapes do not match their layout; {WAY_OUT}"
             )
         if len(self.shards) == 1:
             return self.shards[0][1].read()
