@@ -156,7 +156,7 @@ class HybridModel(MupModel):
 
     @property
     def linear_attention_layers(self) -> list[int]:
-        """Numbers of the layers with a mixer that is not attention."""
+        """Indices of the layers with a mixer that is not attention."""
         pattern = self.pattern_layers
         if pattern is not None:
             return [layer for layer, branch in enumerate(pattern) if branch in RECURRENT]
@@ -175,7 +175,7 @@ class HybridModel(MupModel):
         return self.experimental_attention_variant if pattern is None else pattern[layer]
 
     def layers_with(self, mixer: str) -> list[int]:
-        """Return the numbers of the layers with this mixer, one of RECURRENT."""
+        """Return the indices of the layers with this mixer, one of RECURRENT."""
         return [layer for layer in self.linear_attention_layers if self.recurrent_mixer(layer) == mixer]
 
     @property

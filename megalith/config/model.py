@@ -117,12 +117,12 @@ class ModelConfig(HybridModel):
 
     @property
     def routed_layers(self) -> list[int]:
-        """Numbers of the layers with experts, without MTP layers, whose routes can be recorded and replayed."""
+        """Indices of the layers with experts, without MTP layers, whose routes can be recorded and replayed."""
         return [number for number in self.expert_layers if number < self.num_layers]
 
     @property
     def expert_layers(self) -> list[int]:
-        """Numbers of the layers with experts."""
+        """Indices of the layers with experts."""
         if self.num_experts is None:
             return []
         if self.pattern_layers is not None:

@@ -36,7 +36,7 @@ def empty_cache(
 
 
 def cached_layers(config: ModelConfig) -> list[int]:
-    """Return the numbers of the layers with keys and values. MTP layers do not take part in generation."""
+    """Return the indices of the layers with keys and values. MTP layers do not take part in generation."""
     return [layer for layer in range(config.num_layers) if config.has_attention(layer)]
 
 

@@ -263,7 +263,7 @@ class Dispatch:
 
         Args:
             weights: float32 [tokens, topk].
-            destinations: int64 [tokens, topk], numbers of the experts; `count` marks a dropped pair.
+            destinations: int64 [tokens, topk], indices of the experts; `count` marks a dropped pair.
             capacity: maximum rows per expert; None: unlimited.
             count: number of experts.
         """

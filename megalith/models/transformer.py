@@ -64,7 +64,7 @@ class Stack(nn.Module):
 
     Args:
         config: sizes, norms, positions.
-        layer_numbers: numbers of the layers, which no other stack of the model has.
+        layer_numbers: indices of the layers, which no other stack of the model has.
         seed: seed of dropout.
         device: where parameters are created, without values.
         causal: if False, every token attends to all tokens of its document.
@@ -238,7 +238,7 @@ class Transformer(Stack):
 
     Args:
         config: the model's configuration.
-        layer_numbers: numbers of the layers; None: all.
+        layer_numbers: indices of the layers; None: all.
         compute_dtype: dtype of the layers' computation.
         seed: seed of dropout.
         device: where parameters are created.

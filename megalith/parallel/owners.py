@@ -216,7 +216,7 @@ class CollectedMatrices:
 
 
 def assign(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return a rank for each cost. Costs are assigned from the largest on, each to the rank with the smallest total."""
+    """Return a rank for each cost. Costs are assigned in descending order, each to the rank with the smallest total."""
     loads, owners = [0.0] * ranks, [0] * len(costs)
     for position in sorted(range(len(costs)), key=lambda at: -costs[at]):
         owner = loads.index(min(loads))

@@ -287,7 +287,7 @@ def _adapter_ranks(model: ModelConfig, lora: LoraConfig | None) -> dict[int, tup
 
 
 def layers_of(model: ModelConfig, chunks: Iterable[Stage]) -> list[int]:
-    """Return the numbers of the layers of these chunks. MTP layers belong to the chunk with the head."""
+    """Return the indices of the layers of these chunks. MTP layers belong to the chunk with the head."""
     layer_numbers: list[int] = []
     for chunk in chunks:
         layer_numbers += chunk.layers

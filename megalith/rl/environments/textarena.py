@@ -44,7 +44,7 @@ class TextGame:
         self._game, self._seed, self._shown = game, seed, ""
 
     def init(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Begin, and return the prompt with the game's first message."""
+        """Start the game, and return the prompt with its first message."""
         self._game.reset(num_players=1, seed=self._seed)
         return with_text(messages, self._news()), {}
 

@@ -44,6 +44,6 @@ def _mean_logps(pairs: AnswerPairs) -> tuple[Tensor, Tensor]:
 
 
 def _log_odds(mean_logps: Tensor) -> Tensor:
-    """Return log p − log(1 − p). A p of 1 counts as a little less."""
+    """Return log p − log(1 − p), with p clamped to slightly less than 1."""
     bounded = mean_logps.clamp(max=-torch.finfo(mean_logps.dtype).eps)
     return bounded - (-bounded.expm1()).log()

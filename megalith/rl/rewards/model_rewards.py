@@ -34,8 +34,7 @@ ROW_MULTIPLE = 64  # tokens, so that compiled layers see few lengths
 
 
 def model_names(paths: Sequence[str]) -> list[str]:
-    """Return the names of reward models in metrics, which are those of their folders, or the ends of their
-    addresses."""
+    """Return the names of reward models in metrics: the name of the folder, or the last part of the address."""
     return [Path(path.rstrip("/")).name for path in paths]
 
 
