@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,7 +31,7 @@ LARGEST = 2**31 - 1
 
 # fmt: off
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "first_k_dense_replace",
-                "num_dense_layers", "num_nextn_predict_layers")
+                "num_dense_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
@@ -241,6 +241,11 @@ class Family:
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         """Return the tensor table of a model. Overridden by families whose names depend on the configuration."""
         return self.tensors
+
+    def stores_mtp(self, hf_config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+        """Return True if a folder has an MTP layer that its config.json does not mention. Overridden by families with
+        such files."""
+        return False
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
         """Return the tensors of the model's multi-token prediction layers that repeat others → these."""

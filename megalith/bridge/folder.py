@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.family import Family
+from megalith.bridge.fused_experts import has_rows_per_expert, split_fused_experts
 from megalith.bridge.multimodal import language_config, language_tensors, wrapper_of
 from megalith.bridge.quantized import MXFP4Experts, unpack_quantized
 from megalith.checkpoint.files import DTYPE_CODES, SafetensorsEntry, list_safetensors
@@ -91,6 +92,8 @@ class SourceFolder:
                 name if name == family.tied else family.prefix + name: stored
                 for name, stored in self.tensors.items()
             }
+        if has_rows_per_expert(family.tensors):
+            self.tensors = split_fused_experts(self.tensors)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor by name."""

@@ -79,7 +79,9 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     _check_counts(source, model)
     if family.trusts_stored_head and not model.untie_embeddings_and_output_weights:
         model = _as_stored(source, family, model)
-    if model.mtp_num_layers:
+    if not model.mtp_num_layers and family.stores_mtp(source.config, source.tensors):
+        model = model.model_copy(update={"mtp_num_layers": 1})
+    elif model.mtp_num_layers:
         model = _with_stored_mtp(source, family, model)
     copies = family.copies(model)
     groups = family.groups(model)

@@ -1,17 +1,19 @@
-"""Rows of multi-token prediction (MTP) layers as DeepSeek-V3 stores them: numbered after the model's layers.
+"""Rows of multi-token prediction (MTP) layers, which transformers reads only to draft tokens and does not save.
 
-Each such layer repeats the embedding and the output matrix, which it shares with the model. transformers reads the
-layers only to draft tokens, and does not save them.
+DeepSeek-V3 numbers them after the model's layers. Each repeats the embedding and the output matrix, which it shares
+with the model. Qwen3-Next and Qwen3.5 store a single layer under `mtp.`, without copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megalith.bridge.rows import Rule, same
 from megalith.bridge.settings import Tree
 from megalith.config import ModelConfig
+from megalith.errors import ConfigError
 
 # fmt: off
 MTP: dict[str, Rule] = {
@@ -43,3 +45,53 @@ class MTPLayers:
 
     def write(self, model: ModelConfig) -> Tree:
         return {"num_nextn_predict_layers": model.mtp_num_layers or 0}
+
+
+QWEN_MTP = {
+    "join.embedding_layernorm.weight": same("mtp.pre_fc_norm_embedding.weight"),
+    "join.hidden_layernorm.weight": same("mtp.pre_fc_norm_hidden.weight"),
+    "join.linear_join.weight": same("mtp.fc.weight"),
+    "final_layernorm.weight": same("mtp.norm.weight"),
+}
+
+
+def qwen_mtp_rows(tensors: Mapping[str, Rule], layer: int) -> dict[str, Rule]:
+    """Return the rows of the MTP layer in Qwen's files.
+
+    Args:
+        tensors: rows of the model, with {layer}.
+        layer: number of the MTP layer.
+    """
+    ours, theirs = "layers.{layer}.", "model.layers.{layer}."
+    rows = {
+        name.removeprefix(ours): replace(
+            rule, names=tuple(source.replace(theirs, "mtp.layers.0.") for source in rule.names)
+        )
+        for name, rule in tensors.items()
+        if name.startswith(ours)
+    }
+    return {f"layers.{layer}.{name}": rule for name, rule in (rows | QWEN_MTP).items()}
+
+
+class QwenMTPLayer:
+    """Maps the number of MTP layers under `key`; None: config.json does not say, and the files decide."""
+
+    def __init__(self, key: str):
+        self._key = key
+
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        count = hf_config.get(self._key)
+        if count not in (None, 0, 1):
+            raise ConfigError(
+                f"config.json has {self._key} {count}; layers of multi-token prediction share a matrix and norms in "
+                "this format, which is supported for a single layer: use 1, or 0"
+            )
+        if count and hf_config.get("mtp_use_dedicated_embeddings"):
+            raise ConfigError(
+                "config.json has mtp_use_dedicated_embeddings true, but MTP layers share the model's embedding here; "
+                f"set {self._key} to 0 to leave the layer out"
+            )
+        return {"mtp_num_layers": 1} if count else {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {self._key: model.mtp_num_layers} if model.mtp_num_layers else {}

@@ -40,7 +40,7 @@ ON_TEXT = {
 # Positions in time, height and width (M-RoPE), which are equal on text.
 MROPE = ("mrope_section", "mrope_interleaved")
 TOP_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")  # what the wrapper decides
-LEFT_OUT = ("vision_tower.", "vision_model.", "visual.", "mtp.", "multi_modal_projector.", "image_newline")
+LEFT_OUT = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "image_newline")
 T = TypeVar("T")
 
 

@@ -20,12 +20,14 @@ from megalith.bridge.folder import (
     read_json,
     resolve_folder,
 )
+from megalith.bridge.fused_experts import split_fused_experts
 from megalith.bridge.multimodal import WRAPPERS, language_config, language_name, wrapper_of
 from megalith.bridge.settings import Tree, differences
 from megalith.checkpoint.files import DTYPES, Layout
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError, shorten
 
+MTP = "mtp."
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
@@ -47,8 +49,12 @@ class WrapperFolder:
                 f"the folder of one of {', '.join(WRAPPERS)}"
             )
         self._tensors = list_weights(self.path)
-        self._names = {language_name(name): name for name in self._tensors}
-        self._names.pop(None, None)
+        self._list_names()
+
+    def _list_names(self) -> None:
+        names = {name: language_name(name) for name in self._tensors}
+        self._names = {plain: name for name, plain in names.items() if plain is not None}
+        self._outside = [name for name, plain in names.items() if plain is None]
 
     @property
     def language_config(self) -> dict[str, Any]:
@@ -60,6 +66,12 @@ class WrapperFolder:
 
         Raises CheckpointError if the folder has another language model.
         """
+        if any(name.endswith(".experts.0.gate_proj.weight") for name in tensors):
+            self._tensors = split_fused_experts(self._tensors)
+            self._list_names()
+        # Of a checkpoint without the layer for multi-token prediction, the export keeps the folder's.
+        kept = [name for name in self._names if name.startswith(MTP) and name not in tensors]
+        self._outside += [self._names.pop(name) for name in kept]
         missing = [name for name in tensors if name not in self._names]
         extra = [name for name in self._names if name not in tensors and name != tied]
         others = [
@@ -86,10 +98,6 @@ class WrapperFolder:
         """Yield name and value of each tensor outside the language model."""
         for name in self._outside:
             yield name, self._tensors[name].read()
-
-    @property
-    def _outside(self) -> list[str]:
-        return [name for name in self._tensors if language_name(name) is None]
 
     def with_language_model(self, family: Family, model: ModelConfig, tree: Mapping[str, Any]) -> Tree:
         """Return the wrapper's config.json for a language model whose own config.json is `tree`.

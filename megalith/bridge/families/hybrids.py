@@ -1,18 +1,18 @@
 """Qwen3-Next: gated delta nets in three of four layers, attention with an output gate in the others.
 
 Experts are as in Qwen2-MoE, with a gated shared expert. Norms multiply by 1 + weight, except those in delta nets. The
-MTP module of the published files is ignored, as in transformers. Qwen3.5 (text) has MLPs, and separate projections in
-delta nets.
+layer for multi-token prediction has attention. Qwen3.5 (text) has MLPs, and separate projections in delta nets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megalith.bridge.families.experts import NORMALIZED, QWEN2_MOE, SparseLayers
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, TENSORS
 from megalith.bridge.family import Family
+from megalith.bridge.mtp_rows import QwenMTPLayer, qwen_mtp_rows
 from megalith.bridge.rows import RowRun, Rule, same
 from megalith.bridge.settings import (
     Field,
@@ -46,6 +46,21 @@ class LinearLayers:
         linear = model.linear_attention_layers
         kinds = [("full_attention", "linear_attention")[n in linear] for n in range(model.num_layers)]
         return {"layer_types": kinds}
+
+
+class QwenHybrid(Family):
+    """A family whose files have one MTP layer under `mtp.`."""
+
+    def table(self, model: ModelConfig) -> Mapping[str, Rule]:
+        rows = [qwen_mtp_rows(self.tensors, layer) for layer in model.mtp_layers]
+        return self.tensors if not rows else {**self.tensors, **rows[0]}
+
+    def stores_mtp(self, hf_config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+        stated = any(hf_config.get(key) is not None for key in (NEXT_MTP, MTP))
+        return not stated and "mtp.fc.weight" in tensors and not hf_config.get("mtp_use_dedicated_embeddings")
+
+
+NEXT_MTP, MTP = "num_nextn_predict_layers", "mtp_num_hidden_layers"
 
 
 def _queries_and_gates(model: ModelConfig, rows: int) -> list[RowRun]:
@@ -85,7 +100,7 @@ DELTA_NETS = (
     Field("linear_num_value_heads", "linear_num_value_heads", default=32),
 )
 OF_LAYER = "model.layers.{layer}."
-QWEN3_NEXT = Family(
+QWEN3_NEXT = QwenHybrid(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     defaults={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
@@ -123,6 +138,7 @@ QWEN3_NEXT = Family(
         *DELTA_NETS,
         FixedSettings(qk_layernorm=True, moe_shared_expert_gate=True, attention_output_gate=True,
              layernorm_zero_centered_gamma=True),
+        QwenMTPLayer(NEXT_MTP),
         RequiredKeys(attention_bias=False),
     ),
     tied="lm_head.weight",
@@ -163,7 +179,7 @@ SEPARATE = {
         Rule((OF_LAYER + "linear_attn.in_proj_b.weight", OF_LAYER + "linear_attn.in_proj_a.weight"),
              _gates_by_key_head),
 }
-QWEN3_5 = Family(
+QWEN3_5 = QwenHybrid(
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
     defaults={"num_key_value_heads": 4, "head_dim": 256},
@@ -177,6 +193,7 @@ QWEN3_5 = Family(
         PartialRope(default=0.25),
         *DELTA_NETS,
         FixedSettings(qk_layernorm=True, attention_output_gate=True, layernorm_zero_centered_gamma=True),
+        QwenMTPLayer(MTP),
         RequiredKeys(attention_bias=False),
     ),
     tied="lm_head.weight",
@@ -186,7 +203,7 @@ QWEN3_5 = Family(
 
 
 # fmt: off
-QWEN3_5_MOE = Family(
+QWEN3_5_MOE = QwenHybrid(
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
     defaults={"num_key_value_heads": 2, "head_dim": 256},
@@ -202,6 +219,7 @@ QWEN3_5_MOE = Family(
         *DELTA_NETS,
         FixedSettings(qk_layernorm=True, moe_shared_expert_gate=True, attention_output_gate=True,
                       layernorm_zero_centered_gamma=True),
+        QwenMTPLayer(MTP),
         RequiredKeys(attention_bias=False),
     ),
     tied="lm_head.weight",

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class MegatronSource:
 
     settings_name = "record of arguments"
     dtype: torch.dtype | None = None
+    config: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, path: Path, tensors: dict[str, Any]):
         self.path, self.tensors = path, tensors

@@ -263,15 +263,10 @@ def _check_linear_attention(model: ModelConfig) -> None:
         )
     if "mamba2" in model.recurrent_mixers:
         _check_mamba(model)
-    required = {
-        "model_type": (model.model_type, "gpt"),
-        "mtp_num_layers": (model.mtp_num_layers, None),
-    }
-    for name, (value, needed) in required.items():
-        if value != needed:
-            raise ConfigError(
-                f"model.{name} is {value}, which {mixers_text(model)} does not support; set it to {needed}"
-            )
+    if model.model_type != "gpt":
+        raise ConfigError(
+            f"model.model_type is {model.model_type}, which {mixers_text(model)} does not support; set it to gpt"
+        )
 
 
 def mixers_text(model: ModelConfig) -> str:
