@@ -194,7 +194,7 @@ docs-serve: $(DOCS)/ready $(MERMAID) $(SEARCH)
 MEGATRON := .megatron-core
 MEGATRON_NEWEST := .megatron-core-newest
 $(MEGATRON)/megatron: | $(READY)
-	$(BIN)/pip install --quiet --no-deps --target $(MEGATRON) megatron-core==0.16.1
+	$(BIN)/pip install --quiet --no-deps --target $(MEGATRON) megatron-core==0.16.1 einops==0.8.2
 
 # It asks for Python 3.12, but runs with 3.11; it imports triton without being on a GPU.
 $(MEGATRON_NEWEST)/megatron: | $(READY)
@@ -207,6 +207,7 @@ megatron-core: $(MEGATRON)/megatron $(MEGATRON_NEWEST)/megatron
 	        PYTHONPATH=$(CURDIR):$$version $(BIN)/python tests/$$script.py || exit 1; \
 	    done; \
 	done
+	PYTHONPATH=$(CURDIR):$(MEGATRON) $(BIN)/python tests/bridge/hybrids_from_megatron_core.py
 
 CLUSTER_MODELS := .cluster-models
 $(CLUSTER_MODELS)/kubeflow_trainer_api: | $(READY)

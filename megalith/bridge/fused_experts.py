@@ -1,8 +1,8 @@
 """Experts that a file has as two tensors, as transformers keeps them in memory, listed as matrices of each expert.
 
 Qwen3.5-MoE is published with `experts.gate_up_proj` [experts, 2 · ffn, hidden] and `experts.down_proj` [experts,
-hidden, ffn]. The rows of the families have the names that transformers writes: `experts.N.gate_proj.weight`, `up_proj` and
-`down_proj`.
+hidden, ffn]. The rows of the families have the names that transformers writes: `experts.N.gate_proj.weight`, `up_proj`
+and `down_proj`.
 """
 
 from __future__ import annotations

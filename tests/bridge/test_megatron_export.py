@@ -18,6 +18,7 @@ from megalith.bridge.megatron.megatron_exporter import convert, export_megatron
 from megalith.bridge.megatron.megatron_importer import import_megatron
 from megalith.bridge.megatron.megatron_writer import CoreTensors
 from megalith.bridge.megatron.table import GPT
+from megalith.bridge.megatron.table import HYBRID as HYBRID_CORE
 from megalith.bridge.verify import same_bits
 from megalith.cli.main import main
 from megalith.config import ModelConfig, RunConfig
@@ -34,6 +35,21 @@ EXPERTS = dict(LLAMA, num_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_i
 LATENT = dict(SHAPE, ffn_hidden_size=48, position_embedding_type="rope", swiglu=True, normalization="RMSNorm",
               add_bias_linear=False, multi_latent_attention=True, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4,
               v_head_dim=6, untie_embeddings_and_output_weights=True)  # fmt: skip
+HYBRID = dict(
+    SHAPE,
+    ffn_hidden_size=48,
+    num_query_groups=2,
+    kv_channels=12,
+    position_embedding_type="none",
+    activation="squared_relu",
+    normalization="RMSNorm",
+    add_bias_linear=False,
+    mamba_num_heads=8,
+    mamba_head_dim=6,
+    mamba_state_dim=5,
+    mamba_num_groups=4,
+    untie_embeddings_and_output_weights=True,
+)
 MODELS = {
     "gpt": ModelConfig(**SHAPE),
     "llama": ModelConfig(**LLAMA, qk_layernorm=True, rope_scaling={"type": "llama3", "factor": 4.0}),
@@ -59,6 +75,22 @@ MODELS = {
     ),
     "latent keys": ModelConfig(**{**LATENT, "normalization": "LayerNorm"}, moe_grouped_gemm=True, num_experts=4),
     "bert": ModelConfig(**SHAPE, model_type="bert", lm_head_activation="gelu"),
+    "delta nets": ModelConfig(
+        **EXPERTS, moe_shared_expert_gate=True, attention_output_gate=True, qk_layernorm=True, mtp_num_layers=1,
+        rotary_percent=0.5, experimental_attention_variant="gated_delta_net", linear_attention_freq=[1, 0, 1, 1],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=5, linear_value_head_dim=6,
+        linear_conv_kernel_dim=3,
+    ),
+    "hybrid": ModelConfig(
+        **HYBRID, hybrid_layer_pattern="ME*-", num_experts=4, moe_ffn_hidden_size=16,
+        moe_shared_expert_intermediate_size=32, moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    ),
+    "hybrid with delta nets": ModelConfig(
+        **HYBRID, hybrid_layer_pattern="MG*-", linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=5,
+        linear_value_head_dim=6,
+    ),
+    "only mamba": ModelConfig(**{**HYBRID, "position_embedding_type": "rope"}, hybrid_layer_pattern="MMMM"),
 }  # fmt: skip
 FORMS = [
     dict(ckpt_format="torch_dist", tp=2, pp=2),
@@ -83,11 +115,79 @@ def assert_same(run: Path, model: Transformer) -> None:
 @pytest.mark.parametrize("name", by_default(MODELS, "experts", "bert"))
 def test_what_is_exported_comes_back_bitwise(name: str, tmp_path: Path) -> None:
     model = save_run(tmp_path / "run", MODELS[name])
+    needs_engine = MODELS[name].recurrent_mixers
     for number, form in enumerate(FORMS):
+        if needs_engine:
+            form = {**form, "transformer_impl": "transformer_engine"}
         out, back = tmp_path / f"megatron{number}", tmp_path / f"back{number}"
         export_megatron(tmp_path / "run", out, **form)
         import_megatron(out, back, show_progress=False)  # what it writes needs no trust
         assert_same(back, model)
+
+
+def test_megatron_stores_norms_of_delta_nets_without_the_one_that_it_adds(tmp_path: Path) -> None:
+    shape = MODELS["delta nets"].model_dump(exclude_unset=True) | {"layernorm_zero_centered_gamma": True}
+    model = save_run(tmp_path / "run", ModelConfig(**shape))
+    out = export_megatron(tmp_path / "run", tmp_path / "out", ckpt_format="torch")
+    state = torch.load(out / "mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
+    stored = state["decoder.layers.2.self_attention.out_norm.weight"]
+    assert torch.equal(stored, model.state_dict()["layers.2.self_attention.out_norm.weight"] - 1)
+    import_megatron(tmp_path / "out", tmp_path / "back", show_progress=False)
+    loaded = megalith.load(tmp_path / "back").state_dict()
+    for name, value in model.state_dict().items():
+        rows = 151 if "word_embeddings" in name or name.startswith("output_layer") else len(value)
+        torch.testing.assert_close(
+            loaded[name][:rows], value[:rows], rtol=0, atol=1e-6 * ("out_norm" in name)
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "hybrid",
+            {"layernorm_epsilon": 1e-6},
+            r"norm_epsilon 1e-06, but the norms of Mamba-2's mixers use 1e-05",
+        ),
+        ("hybrid", {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3, not 4"),
+        ("hybrid", {"mamba_rms_norm": False}, "mamba_rms_norm False, not True"),
+        (
+            "delta nets",
+            {"swiglu": False, "activation": "gelu"},
+            "gated delta nets without swiglu; Megatron core then applies another activation",
+        ),
+    ],
+)
+def test_mixers_that_megatron_core_computes_otherwise_are_refused(
+    name: str, changes: dict, message: str, tmp_path: Path
+) -> None:
+    shape = MODELS[name].model_dump(exclude_unset=True) | changes
+    save_run(tmp_path / "run", ModelConfig(**shape))
+    with pytest.raises(ConfigError, match=message):
+        export_megatron(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(ConfigError, match="only with Transformer Engine; choose transformer_engine"):
+        save_run(tmp_path / "other", MODELS[name])
+        export_megatron(tmp_path / "other", tmp_path / "out", transformer_impl="local")
+
+
+def test_patterns_of_hybrid_models_are_read_or_refused_by_name() -> None:
+    args = HYBRID_CORE.write_config(MODELS["hybrid"])
+    read = HYBRID_CORE.read_config
+    assert read(args | {"hybrid_override_pattern": "ME|*-"}).hybrid_layer_pattern == "ME*-"
+    newer = {"hybrid_override_pattern": None, "hybrid_layer_pattern": "ME*-", "num_layers": None}
+    assert read(args | newer).num_layers == 4
+    with pytest.raises(ConfigError, match=r"layer pattern ME\*-/\*E, in which '/' is not supported"):
+        read(args | {"hybrid_override_pattern": "ME*-/*E"})
+    with pytest.raises(
+        ConfigError, match=r"hybrid_attention_ratio 0\.2 and hybrid_mlp_ratio 0\.0 without a pattern"
+    ):
+        read(args | {"hybrid_override_pattern": None, "hybrid_attention_ratio": 0.2})
+    with pytest.raises(ConfigError, match="experimental_attention_variant 'dsa'; supported: gated_delta_net"):
+        GPT.read_config(GPT.write_config(MODELS["llama"]) | {"experimental_attention_variant": "dsa"})
+    with pytest.raises(
+        ConfigError, match="experimental_attention_variant mamba2; Megatron core has gated_delta_net"
+    ):
+        GPT.write_config(ModelConfig(**LLAMA, experimental_attention_variant="mamba2", mamba_num_heads=8))
 
 
 @pytest.mark.parametrize("attention_factor", [None, 0.1 * math.log(4) + 1, 1.13, 0.83])

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megalith.bridge.megatron.hybrid_rows import split_parts
 from megalith.bridge.megatron.megatron_names import (
     LATENTS,
     LAYER,
@@ -75,7 +76,8 @@ def read_legacy(folder: Path, trust: bool) -> tuple[dict[str, JoinedTensor], dic
             )
         experts = int(args.get("num_experts") or 0)
         for state in states.values():
-            state.update({chunk: unstack_experts(state[chunk], experts) for chunk in chunks})
+            for chunk in chunks:
+                state[chunk] = split_parts(unstack_experts(state[chunk], experts), args, tensor_ranks)
         gated = bool(args.get("swiglu") or args.get("quick_geglu"))
         latents = _latent_rows(args)
         return _join_ranks(states, chunks, tensor_ranks, stages, gated, latents), args

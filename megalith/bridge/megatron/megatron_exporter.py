@@ -94,6 +94,11 @@ def export_megatron(
     model, kind = exported.config.model, DTYPE_NAMES.get(dtype) or _precision(exported.config)
     arguments = _arguments(exported, tp, pp, kind, make_vocab_size_divisible_by)
     arguments.ckpt_format, arguments.transformer_impl = ckpt_format, transformer_impl
+    if transformer_impl == "local" and (model.hybrid_layer_pattern or model.linear_attention_layers):
+        raise ConfigError(
+            "transformer_impl is local, but Megatron core builds gated delta nets and hybrid models only with "
+            "Transformer Engine; choose transformer_engine"
+        )
     if ckpt_format == "torch" and transformer_impl == "local":
         _check_latents(model, tp)
     groups = family_of(model).groups(model)
@@ -184,7 +189,7 @@ def _arguments(exported: _ExportSource, tp: int, pp: int, dtype: torch.dtype, di
     try:
         args = family_of(model).write_config(model)
     except ConfigError as error:
-        raise ConfigError(f"Megatron core's GPT and BERT cannot express this model: {error}") from None
+        raise ConfigError(f"Megatron core cannot express this model: {error}") from None
     _check_sizes(model, tp, pp, divisible_by)
     rows = divisible_by * tp
     return Namespace(
@@ -235,6 +240,10 @@ def _check_sizes(model: ModelConfig, tp: int, pp: int, divisible_by: int) -> Non
         "moe_ffn_hidden_size": model.expert_size if model.num_experts else None,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
     }
+    if "gated_delta_net" in model.recurrent_mixers:
+        cut |= {name: getattr(model, name) for name in ("linear_num_key_heads", "linear_num_value_heads")}
+    if "mamba2" in model.recurrent_mixers:
+        cut |= {"mamba_num_heads": model.mamba_heads, "mamba_num_groups": model.mamba_num_groups}
     others = [f"{name} {size}" for name, size in cut.items() if size and size % tp]
     if others:
         raise ConfigError(f"tp is {tp}, which does not divide {', '.join(others)}; choose one that does")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,20 +17,23 @@ from torch import Tensor
 from megalith.bridge.family import Family
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
+from megalith.bridge.megatron.hybrid_rows import DELTA_NORM
 from megalith.bridge.megatron.legacy_reader import METADATA, read_legacy
 from megalith.bridge.megatron.megatron_names import (
     LAYER,
     plain_name,
 )
-from megalith.bridge.megatron.table import BERT, GPT
+from megalith.bridge.megatron.table import BERT, GPT, HYBRID
 from megalith.bridge.megatron.torch_dist_reader import LazyTensor, read_torch_dist
 from megalith.checkpoint.steps import CHECKPOINTS, list_steps
+from megalith.config import ModelConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.small_files import read_small_file
 
 LATEST = "latest_checkpointed_iteration.txt"
 ITERATIONS, RELEASE = "iter_[0-9]*", "release"
+HYBRID_NORM = "decoder.final_norm."
 EMBEDDING = "embedding.word_embeddings.weight"
 PREFIXES = ("", "model.", "module.", "model.module.", "model.module.module.")
 NOT_THE_MODEL = ("optimizer.", "rng_state", "rerun_state", "opt_param_scheduler")
@@ -141,16 +144,35 @@ def open_megatron(
     for name in (EMBEDDING, "output_layer.weight", "output_layer.bias"):
         if name in tensors and tensors[name].shape:
             tensors[name] = first_rows(tensors[name], model.vocab_size)
+    tensors = _with_plain_norms(tensors, model)
     return match(MegatronSource(folder, tensors), family, model, allow)
 
 
-def _family(names: Iterable[str]) -> Family:
+def _with_plain_norms(tensors: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return the tensors with 1 added to the norms of gated delta nets.
+
+    They are stored without it if the norms multiply by 1 + weight, which those of delta nets do not here.
+    """
+    if not model.layernorm_zero_centered_gamma:
+        return tensors
+    return {
+        name: _plus_one(tensor) if name.endswith(DELTA_NORM) else tensor for name, tensor in tensors.items()
+    }
+
+
+def _plus_one(tensor: Any) -> LazyTensor:
+    return LazyTensor(tensor.dtype, tensor.shape, lambda: tensor.read().float() + 1)
+
+
+def _family(names: Collection[str]) -> Family:
     """Return the family by the tensors' names; the arguments do not contain it."""
     stacks = {match[1] for name in names if (match := LAYER.match(name))}
     if stacks == {"decoder", "encoder"}:
         raise ConfigError(
             "it has an encoder and a decoder, and Megatron's T5 is not supported; use Hugging Face's format"
         )
+    if any(name.startswith(HYBRID_NORM) for name in names):
+        return HYBRID
     return BERT if stacks == {"encoder"} else GPT
 
 

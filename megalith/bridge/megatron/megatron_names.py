@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.bridge.megatron.hybrid_rows import PART
 from megalith.config import ModelConfig
 
 LAYER = re.compile(r"^(decoder|encoder)\.layers\.(\d+)\.")
@@ -21,6 +22,10 @@ MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.")
 TE_NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+}
+TE_MIXER_NORMS = {  # of mixers other than attention
+    "gated_delta_net": ".self_attention.in_proj.layer_norm_",
+    "mamba2": ".mixer.in_proj.layer_norm_",
 }
 TE_LATENT_NORMS = {
     ".self_attention.linear_q_up_proj.layer_norm_": ".self_attention.q_layernorm.",
@@ -30,7 +35,8 @@ TE_LATENT_NORMS = {
 EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 HAS_EXTRA_STATE = re.compile(
-    r"(linear_(?:qkv|proj|fc1|fc2|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)|eh_proj)\.weight\d*$"
+    r"(linear_(?:qkv|proj|fc1|fc2|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)|eh_proj|in_proj|out_proj)"
+    r"\.weight(?:\d*|\.z)$"
 )
 """Modules for which Transformer Engine may store FP8 state. Their `_extra_state` is None here."""
 
@@ -45,9 +51,13 @@ ROWS = (
     "linear_kv_up_proj.weight",
     "core_attention.softmax_offset",
     "eh_proj.weight",
+    ".A_log",
+    ".dt_bias",
+    ".mixer.D",
+    ".mixer.norm.weight",
 )
 LATENTS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
-COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 GATED = ("linear_fc1.weight", "linear_fc1.bias")  # by rows; with a gate, each rank has its gate, then its up
 
 
@@ -60,6 +70,8 @@ def plain_name(name: str) -> str:
     """Return table.py's name for a stored name of a norm, grouped expert or MTP layer."""
     for fused, plain in {**TE_NORMS, **TE_LATENT_NORMS}.items():
         name = name.replace(fused, plain)
+    for fused in TE_MIXER_NORMS.values():
+        name = name.replace(fused, ".input_layernorm.")
     name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # in core 0.20's rank files
     return GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
 
@@ -71,6 +83,8 @@ def stored_name(name: str, model: ModelConfig, transformer_engine: bool, distrib
         return name
     layer = model.num_layers + int(mtp[1]) if mtp else layer
     latent = model.multi_latent_attention
+    if (mixer := model.recurrent_mixer(layer)) in TE_MIXER_NORMS:
+        name = name.replace(".input_layernorm.", TE_MIXER_NORMS[mixer])
     for fused, plain in (TE_LATENT_NORMS if latent else TE_NORMS).items():
         separate = transformer_engine and plain == ".pre_mlp_layernorm." and layer in model.expert_layers
         if (transformer_engine or (distributed and not latent)) and not separate:
@@ -102,7 +116,7 @@ def tp_split(name: str, gated: bool, latents: str = "copies") -> str:
         return "columns"
     if name.endswith(GATED):
         return "gated" if gated else "rows"
-    return "rows" if name.endswith(ROWS) else "copies"
+    return "rows" if name.endswith(ROWS) or PART.match(name) else "copies"
 
 
 def shard_of(tensor: Tensor, kind: str, rank: int, ranks: int) -> Tensor:

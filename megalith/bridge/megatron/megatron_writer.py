@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megalith.bridge.family import Group
+from megalith.bridge.megatron.hybrid_rows import DELTA_NORM, join_parts
 from megalith.bridge.megatron.megatron_names import (
     EXPERT,
     extra_states,
@@ -65,9 +66,10 @@ class CoreTensors:
         self.dtype, self.padded_vocab = dtype, padded_vocab
         self._read = read
         self._boxes = {
-            group.names(offset[0])[0]: (group, offset, shape)
+            name: (group, offset, shape)
             for group in groups
             for offset, shape in group.boxes()
+            for name in group.names(offset[0])
         }
 
     @property
@@ -95,11 +97,15 @@ class CoreTensors:
         group, offset, shape = self._boxes[name]
         dtype = self.dtype_of(name) if part == "model" else torch.float32
         tensor = self._read("model" if part == "master" else part, group.name, offset, shape)
-        [(_, value)] = to_theirs(group, tensor, {name: dtype}, first_expert=offset[0])
+        dtypes = dict.fromkeys(group.names(offset[0]), dtype)
+        value = dict(to_theirs(group, tensor, dtypes, first_expert=offset[0]))[name]
+        if name.endswith(DELTA_NORM) and self.model.layernorm_zero_centered_gamma and part in WEIGHTS:
+            value = value - 1
         missing = self.shape(name)[0] - len(value)
         return torch.cat([value, value.new_zeros(missing, *value.shape[1:])]) if missing else value
 
 
+WEIGHTS = ("model", "master")
 STATE = {  # optimizer state: Megatron's name → the part that it is read from
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
@@ -132,7 +138,8 @@ def write_torch_dist(
 ) -> None:
     """Write an iteration's folder in `torch_dist`; `common` is the state besides the tensors. Raises OSError."""
     shards: dict[MetadataIndex, _Shard] = {}
-    states: list[str] = []
+    # Megatron core's hybrid model asks for the state of the output layer, its GPT does not.
+    states = ["output_layer._extra_state/shard_0_1"] if tensors.model.hybrid_layer_pattern else []
     for name in tensors.names:
         key, stack, at = _stack_position(name, tensors.model, transformer_engine)
         for state in extra_states([key], transformer_engine):
@@ -165,9 +172,15 @@ def _stack_position(
     key = stored_name(name, model, transformer_engine, distributed=True)
     stack, at = (), ()
     layer, expert = layer_of(name), EXPERT.search(name)
-    if layer is not None and len(set(model.expert_layers) - set(model.mtp_layers)) in (
-        0,
-        model.num_layers,
+    layers_alike = model.hybrid_layer_pattern is None and not model.linear_attention_layers
+    if (
+        layers_alike
+        and layer is not None
+        and len(set(model.expert_layers) - set(model.mtp_layers))
+        in (
+            0,
+            model.num_layers,
+        )
     ):
         key, stack, at = key.replace(f"layers.{layer}.", "layers.", 1), (model.num_layers,), (layer,)
     if expert:
@@ -262,6 +275,7 @@ def write_ranks(
                 )
             if model.moe_grouped_gemm and not transformer_engine:
                 state = stack_experts(state)
+            state = join_parts(state)
             state = {stored_name(name, model, transformer_engine): value for name, value in state.items()}
             state |= dict.fromkeys(extra_states(list(state), transformer_engine))
             if stage == stages - 1:

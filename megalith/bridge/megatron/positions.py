@@ -15,7 +15,7 @@ from megalith.config import ModelConfig
 from megalith.config.rope_scaling import RopeScaling
 from megalith.errors import ConfigError
 
-KINDS = ("learned_absolute", "rope", "yarn")
+KINDS = ("learned_absolute", "rope", "yarn", "none")
 ROTARY = ("rotary_base", "rotary_interleaved", "rotary_percent")
 ORIGINAL_LENGTH, BETA_FAST, BETA_SLOW = 4096, 32.0, 1.0  # YaRN's, if its arguments are None
 LATENT_YARN = {
@@ -39,7 +39,7 @@ class CorePositions:
             raise ConfigError(
                 f"config.json has position_embedding_type {kind!r}; supported: {', '.join(KINDS)}"
             )
-        if kind == "learned_absolute" and not latent:
+        if kind in ("learned_absolute", "none") and not latent:
             return {"position_embedding_type": kind}
         _check(args)
         by_yarn = _takes_yarn(args, kind, latent)

@@ -1,5 +1,5 @@
-"""Megatron core's GPT and BERT as families: their tensors and arguments, most with the same names as Megalith's
-settings.
+"""Megatron core's GPT, hybrid model and BERT as families: their tensors and arguments, most with the same names as
+Megalith's settings.
 
 An argument that affects what the model computes and that every version writes has no default here: a checkpoint without
 it is rejected. If an argument that later versions added is missing, the model does not have the feature.
@@ -16,6 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from megalith.bridge.family import Family
+from megalith.bridge.megatron.hybrid_rows import (
+    DELTA_TENSORS,
+    MAMBA_TENSORS,
+    DeltaLayers,
+    PatternLayers,
+)
 from megalith.bridge.megatron.positions import CorePositions
 from megalith.bridge.rows import RowRun, Rule, gate_up, interleaved_heads, same
 from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree
@@ -103,7 +109,7 @@ class CoreFamily(Family):
         for number, layer in enumerate(model.mtp_layers):
             layer_prefix, prefix = f"layers.{layer}.", f"mtp.layers.{number}."
             for name, rule in self.tensors.items():
-                if name.startswith("layers."):
+                if name.startswith("layers.") and name not in DELTA_TENSORS:
                     [name_there] = rule.names
                     inner = name_there.replace("decoder.layers.{layer}.", f"{prefix}transformer_layer.")
                     table[name.replace("layers.{layer}.", layer_prefix)] = replace(rule, names=(inner,))
@@ -269,8 +275,9 @@ class _Experts:
         }
 
 
+LAYER_COUNT = Field("num_layers", "num_layers")
 SAME_NAMES = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings", "normalization",
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings", "normalization",
 )  # fmt: skip
 OPTIONAL = (  # if missing: Megalith's default
     "make_vocab_size_divisible_by", "softmax_type",
@@ -295,6 +302,7 @@ BALANCING = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")
 
 SETTINGS = (
     _Required(),
+    LAYER_COUNT,
     *(Field(name, name) for name in SAME_NAMES),
     *(Field(name, name, default=None) for name in OPTIONAL),
     Field("vocab_size", "vocab_size"),
@@ -309,21 +317,71 @@ SETTINGS = (
     _MTP(),
     RequiredKeys(
         apply_residual_connection_post_layernorm=False, enable_mhc_connections=False,
-        experimental_attention_variant=None, heterogeneous_layers_config_encoded_json=None,
-        heterogeneous_layers_config_path=None, hybrid_layer_pattern=None, hybrid_override_pattern=None,
-        is_hybrid_model=False, moe_apply_probs_on_input=False, moe_latent_size=None,
+        heterogeneous_layers_config_encoded_json=None, heterogeneous_layers_config_path=None,
+        moe_apply_probs_on_input=False, moe_latent_size=None,
         moe_mlp_glu_interleave_size=None, moe_shared_expert_glu_interleave_size=None, mtp_use_repeated_layer=False,
-        spec=None, use_mup=False,
+        use_mup=False,
     ),
 )  # fmt: skip
+PLAIN_LAYERS = RequiredKeys(
+    hybrid_layer_pattern=None, hybrid_override_pattern=None, is_hybrid_model=False, spec=None
+)
 GPT = CoreFamily(
     architecture="GPTModel",
     model_type="megatron",
-    tensors=TENSORS,
-    settings=SETTINGS,
+    tensors=TENSORS | DELTA_TENSORS,
+    settings=(*SETTINGS, DeltaLayers(), PLAIN_LAYERS),
     tied="output_layer.weight",
     prefix="",
 )
+
+
+class _HybridExperts(_Experts):
+    """Maps experts, whose layers are in the pattern."""
+
+    def read(self, args: Mapping[str, Any]) -> Tree:
+        return {name: value for name, value in super().read(args).items() if name != "moe_layer_freq"}
+
+    def write(self, model: ModelConfig) -> Tree:
+        tree = super().write(model)
+        return tree | {"moe_layer_freq": 1} if model.num_experts else tree
+
+
+class HybridFamily(CoreFamily):
+    """A family whose layers have Mamba-2 or, from core 0.17 on, gated delta nets, whose rows have the same names."""
+
+    def table(self, model: ModelConfig) -> Mapping[str, Rule]:
+        """Return the tensor table of a model, with its gated delta nets."""
+        table = dict(self.tensors)
+        for layer in map(str, model.layers_with("gated_delta_net")):
+            for name, rule in DELTA_TENSORS.items():
+                names = tuple(source.replace("{layer}", layer) for source in rule.names)
+                table[name.replace("{layer}", layer)] = replace(rule, names=names)
+        return table
+
+
+HYBRID = HybridFamily(
+    architecture="MambaModel",
+    model_type="megatron-hybrid",
+    tensors={
+        **TENSORS,
+        **MAMBA_TENSORS,
+        "final_layernorm.weight": same("decoder.final_norm.weight"),
+        "final_layernorm.bias": same("decoder.final_norm.bias"),
+    },
+    settings=(
+        PatternLayers(),
+        *(
+            _HybridExperts() if isinstance(row, _Experts) else row
+            for row in SETTINGS
+            if row is not LAYER_COUNT
+        ),
+        RequiredKeys(experimental_attention_variant=None, mtp_num_layers=None),
+    ),
+    tied="output_layer.weight",
+    prefix="",
+)
+"""Megatron core's MambaModel, HybridModel from core 0.17 on: layers with a single branch, by a pattern."""
 
 
 class _BinaryHead:
@@ -363,6 +421,7 @@ BERT = CoreFamily(
     },
     settings=(
         *SETTINGS,
+        PLAIN_LAYERS,
         _BinaryHead(),
         FixedSettings(model_type="bert", add_lm_head=True, lm_head_activation="gelu"),
         RequiredKeys(
@@ -373,6 +432,7 @@ BERT = CoreFamily(
             multi_latent_attention=False,
             window_size=None,
             mtp_num_layers=None,
+            experimental_attention_variant=None,
         ),
     ),
     tied="output_layer.weight",
@@ -382,4 +442,6 @@ BERT = CoreFamily(
 
 def family_of(model: ModelConfig) -> Family:
     """Return the family that a model is written as."""
+    if model.hybrid_layer_pattern is not None:
+        return HYBRID
     return BERT if model.model_type == "bert" else GPT
