@@ -45,6 +45,7 @@ class HeadMath(NamedTuple):
         [Tensor, Tensor, Tensor | None], Tensor
     ]  # as torch.nn.functional.linear, without a gradient
     statistics: Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # as `vocabulary_statistics`
+    sum_dtype: torch.dtype = torch.float32  # of the sum of losses over tokens
 
 
 def vocabulary_statistics(
@@ -231,7 +232,9 @@ class _LinearLosses(torch.autograd.Function):
                 logits, at, is_local = real_logits(x, matrix, row[:, None], real, softcap, added, math)
                 log_sum, logit, entropies = math.statistics(logits, at, is_local, temperature, entropy, axis)
                 logprobs, chunk_tokens = logit[:, 0] - log_sum, dict(zip(tokens, values))
-                loss, *slopes = _loss_and_slopes(of, logprobs, entropies, chunk_tokens, wants_gradient)
+                loss, *slopes = _loss_and_slopes(
+                    of, logprobs, entropies, chunk_tokens, wants_gradient, math.sum_dtype
+                )
                 losses.append(loss)
                 results.append((logprobs, entropies))
                 if wants_gradient:
@@ -276,6 +279,7 @@ def _loss_and_slopes(
     entropies: Tensor | None,  # float32 [tokens]
     tokens: Mapping[str, Tensor],
     wants_gradient: bool,
+    sum_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the sum of the tokens' losses, and its derivatives by log-probabilities and by entropies.
 
@@ -283,14 +287,15 @@ def _loss_and_slopes(
     """
     if of is None:
         weights = tokens["weights"]
-        return -(weights * logprobs).sum(), -weights, None
+        return -(weights * logprobs).sum(dtype=sum_dtype), -weights, None
     if not wants_gradient:
-        return _each_token(of(logprobs, entropies, tokens), logprobs).sum(), None, None
+        losses = _each_token(of(logprobs, entropies, tokens), logprobs)
+        return losses.sum(dtype=sum_dtype), None, None
     with torch.enable_grad():
         inputs = [logprobs.detach().requires_grad_()]
         inputs += [] if entropies is None else [entropies.detach().requires_grad_()]
         losses = of(inputs[0], inputs[1] if inputs[1:] else None, tokens)
-        loss = _each_token(losses, logprobs).sum()
+        loss = _each_token(losses, logprobs).sum(dtype=sum_dtype)
         slopes = torch.autograd.grad(loss, inputs, allow_unused=True)
     by_logprobs = torch.zeros_like(logprobs) if slopes[0] is None else slopes[0]
     return loss.detach(), by_logprobs, slopes[1] if slopes[1:] else None

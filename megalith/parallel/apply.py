@@ -12,6 +12,7 @@ from megalith.ops.fp8.recipes import AmaxTable
 from megalith.parallel.batch_invariant import apply_batch_invariant
 from megalith.parallel.coded_base import apply_coded_base
 from megalith.parallel.context.context_parallel import apply_context, apply_dynamic_context
+from megalith.parallel.context.invariant_context import invariant_core
 from megalith.parallel.data.data_parallel import apply_data
 from megalith.parallel.expert.expert_parallel import apply_expert
 from megalith.parallel.fp8_linears import apply_fp8
@@ -79,7 +80,8 @@ def apply(
         apply_coded_base(chunk, config.lora)
         apply_fp8(chunk, config, mesh, device, table)
         if config.is_batch_invariant:
-            apply_batch_invariant(chunk, mesh.tp)
+            core = invariant_core(mesh.cp, parallel.resolved_cp_comm_type)
+            apply_batch_invariant(chunk, mesh.tp, mesh.etp, core)
         apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp, compiles(config, device))
         if compiles(config, device):

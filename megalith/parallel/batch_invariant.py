@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+
+from torch import Tensor
 
 from megalith.comm.collectives import Axis
 from megalith.local_shards import local
@@ -19,26 +22,35 @@ from megalith.ops.batch_invariant.invariant_attention import attention
 from megalith.ops.batch_invariant.matmul import (
     BatchInvariantGemm,
     BatchInvariantGroupedGemm,
+    BatchInvariantGroupedRowGemm,
     BatchInvariantRowGemm,
     float32_matmul,
 )
 from megalith.ops.batch_invariant.token_logprobs import BATCH_INVARIANT
 from megalith.parallel.seams import plug
-from megalith.parallel.tensor.ordered_reduce import OrderedRow
+from megalith.parallel.tensor.ordered_reduce import OrderedRow, ordered_columns
 from megalith.parallel.tensor.roles import role_of
 from megalith.parallel.tensor.tensor_parallel import VocabParallel
 
 SEAMS = {"loss": cross_entropy_sum, "logprobs": target_logprobs, "logits": all_logits}
 
 
-def apply_batch_invariant(model: Transformer, tp: Axis) -> None:
+def apply_batch_invariant(
+    model: Transformer,
+    tp: Axis,
+    etp: Axis = Axis(),  # noqa: B008 (immutable)
+    core: Callable[..., Tensor] = attention,
+) -> None:
     """Replace the operators of the forward pass by batch-invariant ones, in place.
 
     config.rules.batch_invariant_rules rejects models and layouts with others.
 
     Args:
-        model: the model or a stage of it, after tensor parallelism is applied and before recomputation wraps its parts.
+        model: the model or a stage of it, after tensor and expert parallelism are applied and before recomputation
+            wraps its parts.
         tp: the tensor-parallel axis.
+        etp: the axis of expert tensor parallelism.
+        core: the core of attention.
     """
     for name, module in model.named_modules():
         match module:
@@ -48,10 +60,14 @@ def apply_batch_invariant(model: Transformer, tp: Axis) -> None:
                     plug(module, "style", OrderedRow(tp))
             case Linear():
                 plug(module, "gemm", BatchInvariantGemm())
+            case GroupedLinear() if name.endswith("linear_fc2"):
+                reduce = partial(ordered_columns, axis=etp) if etp.size > 1 else None
+                sizes = local(module.weight).shape[2], etp.size
+                plug(module, "gemm", BatchInvariantGroupedRowGemm(*sizes, reduce, module.gemm.kernel))
             case GroupedLinear():
                 plug(module, "gemm", BatchInvariantGroupedGemm(module.gemm.kernel))
             case Attention():
-                plug(module, "core", attention)
+                plug(module, "core", core)
             case Norm():
                 plug(module, "function", norms.norm)
             case Router():

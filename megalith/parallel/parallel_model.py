@@ -77,9 +77,7 @@ class ParallelModel:
         # Rows' losses are added in fp64, in which the order, and so the data-parallel size, does not matter.
         self._loss_dtype = torch.float64 if spec.runs_row_by_row else torch.float32
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
-        self._adds_in_order = spec.runs_row_by_row and (
-            self.pipeline is None or schedule_kind(parallel) != "zero_bubble"
-        )
+        self._adds_in_order = spec.runs_row_by_row
         self._ordered: dict[nn.Module, OrderedGradients] = {}  # of the passes of a step, by chunk
         self.tallies: Tensor | None = None  # token counts per expert in the last step: see gather_tallies
         self._ids = TokenIds(self._vocab_size(), WRONG_IDS)
@@ -363,7 +361,7 @@ class ParallelModel:
     def _begin_logged(self, local_batches: list[LocalMicroBatch]) -> None:
         """Give the step's passes the tensors that logged losses are summed in."""
         logged = torch.zeros((), dtype=self._loss_dtype, device=self.device)
-        mtp_sums = torch.zeros(self.spec.mtp_layers, device=self.device)
+        mtp_sums = torch.zeros(self.spec.mtp_layers, dtype=self._loss_dtype, device=self.device)
         for micro_batch in local_batches:
             micro_batch.logged = None if micro_batch.logged_weight is None else logged
             if micro_batch.mtp_targets is not None:
@@ -375,7 +373,8 @@ class ParallelModel:
         self.logged_loss = loss
         if logged is not None:
             self.logged_loss = (self._all_reduce_loss(logged) / denominators[-1]).float()
-        self.mtp_losses = mtp_targets and self._all_reduce_loss(mtp_targets.sums) / denominators[1:-1]
+        if mtp_targets is not None:
+            self.mtp_losses = (self._all_reduce_loss(mtp_targets.sums) / denominators[1:-1]).float()
 
     def _forward(
         self, chunk: nn.Module, micro_batch: LocalMicroBatch, streams: Streams | None
@@ -419,6 +418,14 @@ class ParallelModel:
         if self._adds_in_order:
             self._ordered[chunk].add_pass()
 
+    def _after_input_gradients(self, chunk: nn.Module) -> None:
+        if self._adds_in_order:
+            self._ordered[chunk].begin_pass()
+
+    def _after_weights(self, chunk: nn.Module, is_last: bool) -> None:
+        finish_weight_gradients([chunk], self._parallel, is_last, self._adds_in_order)
+        self._after_backward(chunk)
+
     def _all_reduce_loss(self, loss: Tensor) -> Tensor:
         """Return the sum over data, context and pipeline ranks. Only the last stage has a loss that is not zero."""
         return all_reduce_no_grad(all_reduce_no_grad(loss, self.mesh.dp_cp), self.mesh.pp)
@@ -437,7 +444,8 @@ class ParallelModel:
             loss_dtype=self._loss_dtype,
             before_backward=self._before_backward,
             after_backward=self._after_backward,
-            after_weights=lambda chunk, last: finish_weight_gradients([chunk], parallel, last),
+            after_input_gradients=self._after_input_gradients,
+            after_weights=self._after_weights,
         )
 
 

@@ -102,9 +102,14 @@ class StageMemory:
         self.sums = 1
         """Gradients that a rank holds; with train.batch_invariant, one for each level of the tree that sums the rows'
         gradients."""
-        if config.train.batch_invariant and schedule_kind(parallel) != "zero_bubble":
+        self.set_apart = 0
+        """Passes whose gradients of experts and of the output matrix wait for their deferred wgrads, at most: all ranks
+        of a zero-bubble pipeline but the first one have such passes."""
+        if config.train.batch_invariant:
             rows = max((config.train.global_batch_size or 1) // copies, 1)
             self.sums += math.ceil(math.log2(rows))
+            if schedule_kind(parallel) == "zero_bubble":
+                self.set_apart = parallel.pipeline_model_parallel_size - 1
         self.accumulates = accumulates or self.sums > 1
 
         self.meta = meta
@@ -173,6 +178,8 @@ class StageMemory:
             self._gradients(self.dense + self.outside, self.dense, self.shards)
             + self._gradients(self.experts, self.experts, self.expert_shards)
         )
+        waiting = self.experts / self.expert_shards + (head / self.shards if self.trains_head else 0)
+        waiting_gradients = int(self.set_apart * GRADIENT_BYTES * waiting)
         head_bytes = MASTER_BYTES if self.trains_head else self.stored_bytes
         copies = self._copies() + (0 if head_bytes == width else width * head)
         # Otherwise autograd holds the copies and frees them together with activations.
@@ -185,7 +192,9 @@ class StageMemory:
                 models * stored + self.coded + MASTER_BYTES * (self.adapters + self.initial) / self.shards
             ),
             compute_copy=copies,
-            gradients=gradients * self.sums if self.accumulates else max(gradients - freed, 0),
+            gradients=gradients * self.sums + waiting_gradients
+            if self.accumulates
+            else max(gradients - freed, 0),
             optimizer=int(moments * (1 - offloaded)),
             activations=activations,
             loss=loss,

@@ -14,6 +14,7 @@ from megalith.errors import ConfigError
 ANY = {"least_work": 0.0}  # these models are too small for halves
 NODE = Machine(ranks_per_host=8, compiled=True, nvlink=True, **ANY)
 TP2, CP2, CP4 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"context_parallel_size": 4}
+EXACT = {"train.batch_invariant": True}
 CHOSEN = "cp_comm_type", "hierarchical_context_parallel_sizes", "tp_comm_overlap", "symmetric_memory_groups"
 
 
@@ -40,6 +41,8 @@ def chosen(config: RunConfig, machine: Machine) -> list:
         (run(CP4, num_attention_heads=6), NODE, ["a2a+p2p", [2, 2], True, ["cp"]]),
         (run(TP2 | CP4), Machine(4, True, True, **ANY), ["a2a+p2p", [2, 2], True, ["tp", "cp"]]),
         (run({}), NODE, ["auto", None, False, []]),
+        (run(CP4, 1, num_attention_heads=8).with_settings(EXACT), NODE, ["a2a", None, False, ["cp"]]),
+        (run(CP4, 1, num_attention_heads=6).with_settings(EXACT), NODE, ["all_gather", None, False, []]),
     ],
 )  # fmt: skip
 def test_what_the_machine_has_is_used(config, machine, expected):

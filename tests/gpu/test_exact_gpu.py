@@ -1,5 +1,8 @@
 """Batch-invariant kernels against fp32, and engine and trainer with the same bits in bf16."""
 
+from functools import partial
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +16,7 @@ from megalith.ops.attention_core import attention as ordinary_attention
 from megalith.ops.batch_invariant import matmul as matmuls
 from megalith.ops.batch_invariant import norms
 from megalith.ops.batch_invariant.elementwise import sum_by_pairs
-from megalith.ops.batch_invariant.invariant_attention import attention, cached_attention
+from megalith.ops.batch_invariant.invariant_attention import attend, attention, cached_attention, first_keys
 from megalith.ops.batch_invariant.matmul import matmul, sum_of_parts
 from megalith.ops.batch_invariant.token_logprobs import statistics
 from megalith.ops.documents import padding_attention_mask
@@ -67,12 +70,14 @@ def test_a_matmul_in_parts_is_right_and_ranks_add_the_same_bits(inner, out, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_grouped_matmul_is_the_matmul_of_each_expert(dtype):
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_grouped_matmul_is_the_matmul_of_each_expert(in_parts, dtype):
     torch.manual_seed(0)
+    multiply = partial(matmuls.matmul_in_parts, parts=8) if in_parts else matmuls.tiled_matmul
     sizes = [0, 300, 1, 0, 128, 77, 0]
     x, weight = rand(sum(sizes) + 40, 512, dtype=dtype), rand(len(sizes), 640, 512, dtype=dtype)
     ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
-    y, first = matmuls.tiled_matmul(x, weight, dtype, ends), 0
+    y, first = multiply(x, weight, dtype, ends=ends), 0
     for expert, size in enumerate(sizes):
         rows = x[first : first + size]
         assert (
@@ -82,8 +87,8 @@ def test_a_grouped_matmul_is_the_matmul_of_each_expert(dtype):
         if size:  # the same expert with fewer rows, elsewhere in the buffer
             counts = torch.zeros(len(sizes), dtype=torch.int64)
             counts[expert] = 1
-            alone = matmuls.tiled_matmul(
-                rows[-1:].contiguous(), weight, dtype, counts.cumsum(0).to("cuda", torch.int32)
+            alone = multiply(
+                rows[-1:].contiguous(), weight, dtype, ends=counts.cumsum(0).to("cuda", torch.int32)
             )
             assert torch.equal(alone[0], y[first + size - 1])
         first += size
@@ -160,6 +165,10 @@ def test_attention_is_right_and_has_the_same_bits_in_prefill_decode_and_packed_r
     for row, first, last in ((1, 1, 133), (2, 200, 264), (2, 264, 300)):
         alone = (x[row : row + 1, first:last] for x in (query, key, value))
         assert torch.equal(packed[row : row + 1, first:last], attention(*alone, window=window))
+    chunks = torch.cat([torch.arange(75), torch.arange(225, 300)]).cuda()  # a context-parallel rank's queries
+    starts = first_keys(SEQ, None, documents)[:, chunks]
+    local, _ = attend(query[:, chunks], key, value, chunks.expand(BATCH, -1), starts, window, size**-0.5)
+    assert torch.equal(local, packed[:, chunks])
     cache, each = torch.stack([key, value]).clone(), torch.arange(BATCH, device="cuda")
     positions = torch.tensor([0, 299, 133], device="cuda")
     new = (x[each, positions][:, None] for x in (query, key, value))
@@ -185,7 +194,24 @@ MODELS = {
         num_query_groups=0,
     ),
     "experts": dict(num_experts=8, moe_ffn_hidden_size=128, moe_router_topk=3),
+    "multi-token prediction": dict(mtp_num_layers=1),
 }
+LAYOUTS = {
+    "tp": dict(tensor_model_parallel_size=2),
+    "tp sp": dict(tensor_model_parallel_size=2, sequence_parallel=True),
+    "ep": dict(expert_model_parallel_size=2),
+    "ep static": dict(expert_model_parallel_size=2, moe_static_dispatch=True),
+    "ep allgather": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"),
+    "etp": dict(expert_tensor_parallel_size=2),
+    "ep tp sp": dict(expert_model_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True),
+    "cp all_gather": dict(context_parallel_size=2, cp_comm_type="all_gather"),
+    "cp a2a": dict(context_parallel_size=2, cp_comm_type="a2a"),
+}
+IN_TWO = [
+    (name, layout)
+    for name, layout in product(MODELS, LAYOUTS)
+    if name == "experts" or not ("ep" in layout or "etp" in layout)
+]
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11, 80], [3], list(range(20, 155)), [9] * 64]
 
 
@@ -267,14 +293,12 @@ def exact_in_two(config: RunConfig) -> dict[tuple[int, int], tuple]:
 
 
 @pytest.mark.two_gpus
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_two_tensor_parallel_ranks_have_the_bits_of_one(tmp_path, name, sequence_parallel):
+@pytest.mark.parametrize(("name", "layout"), IN_TWO)
+def test_two_ranks_have_the_bits_of_one(tmp_path, name, layout):
     alone = completions(exact_model(exact_config(tmp_path, name, {})), 16, graphs=False)
-    parallel = dict(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     pool = Pool(2, timeout=300, device_type="cuda")
     try:
-        first, second = pool.run(exact_in_two, exact_config(tmp_path, name, parallel))
+        first, second = pool.run(exact_in_two, exact_config(tmp_path, name, LAYOUTS[layout]))
     finally:
         pool.close()
     assert first == second == alone

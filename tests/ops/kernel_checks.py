@@ -303,6 +303,10 @@ def batch_invariant(dtype: torch.dtype) -> None:
         shards = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
         sums = torch.stack([parts(*shard, parts=8 // ranks) for shard in shards])
         assert torch.equal(sum_by_pairs(sums), every)
+    grouped = random(3, 50, 80, dtype=dtype)
+    of_groups = parts(strided(x), strided(grouped), parts=8, ends=ends)
+    assert torch.equal(of_groups[:10], parts(x[:10], grouped[0], parts=8))
+    assert torch.equal(of_groups[10:], parts(x[10:], grouped[2], parts=8))
 
     rows, factor, shift = random(6, 70, dtype=dtype), random(70), random(70)
     near(

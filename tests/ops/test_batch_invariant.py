@@ -16,10 +16,16 @@ from megalith.ops.batch_invariant.elementwise import (
     by_whole_vectors,
     sum_by_pairs,
 )
-from megalith.ops.batch_invariant.invariant_attention import attention, cached_attention
+from megalith.ops.batch_invariant.invariant_attention import (
+    attend,
+    attention,
+    cached_attention,
+    first_keys,
+)
 from megalith.ops.batch_invariant.matmul import (
     TILE,
     BatchInvariantGroupedGemm,
+    BatchInvariantGroupedRowGemm,
     local_parts,
     matmul,
     sum_of_parts,
@@ -79,6 +85,17 @@ def test_the_rows_of_an_expert_do_not_depend_on_the_other_experts():
     assert torch.equal(y[25:55], matmul(x[25:55], weight[2]))
     alone = RowGroups(torch.tensor([0, 0, 2, 0]), (0, 0, 2, 0), padded=True)
     assert torch.equal(gemm.forward(x[40:50], weight, alone)[:2], y[40:42])
+
+
+def test_ranks_that_shard_experts_add_subtrees_of_their_sums():
+    x, weight = torch.randn(60, 40), torch.randn(3, 24, 40)
+    groups = RowGroups(torch.tensor([25, 0, 35]), (25, 0, 35))
+    every = BatchInvariantGroupedRowGemm(40).forward(x, weight, groups)
+    assert (every[25:] - x[25:] @ weight[2].T).abs().max() <= 1e-4
+    for ranks in (2, 4, 8):
+        gemm = BatchInvariantGroupedRowGemm(40 // ranks, ranks, lambda y, dtype: y)
+        sums = [gemm.forward(*shard, groups) for shard in zip(x.chunk(ranks, 1), weight.chunk(ranks, 2))]
+        assert torch.equal(sum_by_pairs(torch.stack(sums)), every)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -192,6 +209,17 @@ def test_attention_has_the_same_bits_in_prefill_decode_packed_and_padded_rows(wi
     visible = visible_positions(positions, SEQ)
     decoded = cached_attention(*new, cache, positions, visible, window=window, scale=None)
     assert torch.equal(decoded[:, 0], whole[each, positions])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_some_queries_of_packed_rows_have_the_same_bits_as_all(window):
+    query, key, value = heads()
+    packed = attention(query, key, value, documents=DOCUMENTS, window=window)
+    for index in (torch.cat([torch.arange(17), torch.arange(53, 70)]), torch.arange(17, 53)):
+        starts = first_keys(SEQ, None, DOCUMENTS)[:, index]
+        positions = index.expand(BATCH, -1)
+        some, _ = attend(query[:, index], key, value, positions, starts, window, SIZE**-0.5)
+        assert torch.equal(some, packed[:, index])
 
 
 def test_attention_refuses_masks_and_arguments_that_it_does_not_have():

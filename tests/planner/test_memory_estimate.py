@@ -16,17 +16,17 @@ ONE_LAYER = dict(
 LARGE = PRESETS["gpt2-large"]
 
 
-def expected(model, batch=1, seq=1024, devices=1, micro_batches=2, **sections):
-    """The memory of a device of the first stage, in bf16."""
+def expected(model, batch=1, seq=1024, devices=1, micro_batches=2, stage=0, **sections):
+    """The memory of a device of a stage, in bf16."""
     train = dict(train_iters=1, micro_batch_size=batch, precision="bf16") | sections.pop("train", {})
     parallel = sections.pop("parallel", {})
     replicas = devices
-    for size in ("tensor_model_parallel_size", "context_parallel_size"):
+    for size in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"):
         replicas //= parallel.get(size, 1)
     train["global_batch_size"] = batch * replicas * micro_batches
     data = dict(mock=True, seq_length=seq) | sections.pop("data", {})
     tree = {"model": dict(model), "train": train, "data": data, "parallel": parallel, **sections}
-    return build_layout(RunConfig.from_tree(tree), devices).stages[0].memory
+    return build_layout(RunConfig.from_tree(tree), devices).stages[stage].memory
 
 
 def total(model):
@@ -69,6 +69,22 @@ def test_batch_invariant_training_holds_a_gradient_per_level_of_its_tree():
     sharded = dict(data_parallel_sharding_strategy="optim_grads")
     memory = expected(model, 2, 64, 4, 2, train=invariant, parallel=sharded)
     assert memory.gradients < 4 * total(model)
+    for stage in (0, 1):
+        zero_bubble, ordinary = (
+            expected(
+                model | dict(untie_embeddings_and_output_weights=True),
+                1,
+                64,
+                2,
+                4,
+                stage,
+                train=invariant,
+                parallel=dict(pipeline_model_parallel_size=2, pipeline_schedule=schedule),
+            )
+            for schedule in ("zero_bubble", "1f1b")
+        )
+        head = model["vocab_size"] * model["hidden_size"] if stage == 1 else 0
+        assert zero_bubble.gradients == pytest.approx(ordinary.gradients + 4 * head, rel=1e-3)
 
 
 # Widths a token that a layer keeps, counted from the tensors that it saves: docs/parallelism/memory.md.

@@ -37,6 +37,7 @@ MODELS = {
         multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8,
         v_head_dim=12,
     ),
+    "multi-token prediction": dict(mtp_num_layers=2),
     "experts": EXPERTS | dict(moe_router_pre_softmax=True),
     "sigmoid experts": EXPERTS | dict(
         moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_topk=3,
@@ -251,6 +252,79 @@ def test_tensor_parallel_engines_and_trainers_have_the_bits_of_one_process(pool,
                 assert np.array_equal(sample.completion.logprobs, other.completion.logprobs), (name, layout)
 
 
+EXPERT_MODELS = {
+    "experts": MODELS["experts"],
+    "sigmoid experts": MODELS["sigmoid experts"],
+    "experts with biases": EXPERTS | dict(add_bias_linear=True, moe_router_topk=3),
+}
+CONTEXT_MODELS = {
+    "llama with grouped queries": dict(num_query_groups=2),
+    "windows": MODELS["windows"],
+    "latent attention": MODELS["latent attention"],
+}
+
+
+def expert_layouts(size: int) -> dict[str, dict]:
+    """Layouts of 2 or 4 ranks whose experts are distributed or sharded."""
+    expert, sharded = dict(expert_model_parallel_size=2), dict(expert_tensor_parallel_size=2)
+    gather, tensor = dict(moe_token_dispatcher_type="allgather"), dict(tensor_model_parallel_size=2)
+    if size == 2:
+        return {
+            "ep2": expert,
+            "ep2 allgather": expert | gather,
+            "ep2 static": expert | dict(moe_static_dispatch=True),
+            "etp2": sharded,
+            "ep2 tp2": expert | tensor,
+            "etp2 tp2 sp": sharded | tensor | dict(sequence_parallel=True),
+        }
+    return {
+        "ep2 etp2": expert | sharded,
+        "ep2 etp2 allgather": expert | sharded | gather,
+        "ep2 pp2": expert | dict(pipeline_model_parallel_size=2),
+        "ep2 fsdp2": expert | dict(data_parallel_sharding_strategy="optim_grads_params"),
+        "ep4": dict(expert_model_parallel_size=4),
+        "ep2 cp2 tp2": expert | tensor | dict(context_parallel_size=2, cp_comm_type="all_gather"),
+    }
+
+
+def context_layouts(size: int) -> dict[str, dict]:
+    """Layouts of 2 or 4 ranks with context parallelism."""
+    gather = dict(context_parallel_size=2, cp_comm_type="all_gather")
+    heads = gather | dict(cp_comm_type="a2a")
+    if size == 2:
+        return {"cp2 all_gather": gather, "cp2 a2a": heads}
+    tensor = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+    return {
+        "cp4 all_gather": gather | dict(context_parallel_size=4),
+        "cp4 a2a": heads | dict(context_parallel_size=4),
+        "cp2 tp2 sp": gather | tensor,
+        "cp2 pp2": heads | dict(pipeline_model_parallel_size=2),
+        "cp2 fsdp2": gather | dict(data_parallel_sharding_strategy="optim_grads_params"),
+    }
+
+
+KINDS = {"experts": (EXPERT_MODELS, expert_layouts), "context": (CONTEXT_MODELS, context_layouts)}
+
+
+@pytest.mark.parametrize("size", [2, in_full(4)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_expert_and_context_parallel_trainers_have_the_bits_of_one_process(pool, tmp_path, kind, size):
+    models, layouts = KINDS[kind]
+    cases, alone = {}, {}
+    for name, model in models.items():
+        config = run_config(tmp_path, model)
+        alone[name] = engine_samples(parallel_model(config), 4)
+        for layout, parallel in layouts(size).items():
+            settings = {f"parallel.{key}": value for key, value in parallel.items()}
+            cases[name, layout] = (config.with_settings(settings),)
+    for (name, layout), ranks in pool.run_cases(exact_in_layout, cases, size=size).items():
+        for samples, is_exact in ranks:
+            assert is_exact, (name, layout)
+            for sample, other in zip(samples, alone[name], strict=True):
+                assert np.array_equal(sample.completion.ids, other.completion.ids), (name, layout)
+                assert np.array_equal(sample.completion.logprobs, other.completion.logprobs), (name, layout)
+
+
 def grpo_steps(config: RunConfig) -> list[dict]:
     """The figures of a GRPO run's steps, without the loop."""
     run = start(config, PolicyTask([total]))
@@ -258,18 +332,22 @@ def grpo_steps(config: RunConfig) -> list[dict]:
         return [run.train_step(batches).extra_metrics() | {"step": step} for step in range(run.total_steps)]
 
 
-def test_on_policy_the_ratio_is_1_in_every_step_under_tensor_parallelism(pool, tmp_path):
+def test_on_policy_the_ratio_is_1_in_every_step_of_a_parallel_run(pool, tmp_path):
     def config(name: str, parallel: dict) -> RunConfig:
+        model = EXPERTS if "sp" in name or "ep" in name or "etp" in name else dict(num_query_groups=2)
+        if name in ("tp2", "ep2", "cp2 a2a"):
+            model = model | dict(mtp_num_layers=1)
         return configuration(
             tmp_path,
-            model=EXPERTS if "sp" in name else dict(num_query_groups=2),
+            model=model,
             parallel=parallel,
             optim=dict(lr=1e-3),
             train=dict(train_iters=5),
-            rl=dict(exact=True, temperature=0.9, reward_workers=0, packing="sp" in name),
+            rl=dict(exact=True, temperature=0.9, reward_workers=0, packing="sp" in name or "all" in name),
         )
 
-    cases = {name: (config(name, parallel),) for name, parallel in tensor_layouts(2).items()}
+    layouts = tensor_layouts(2) | expert_layouts(2) | context_layouts(2)
+    cases = {name: (config(name, parallel),) for name, parallel in layouts.items()}
     for name, ranks in pool.run_cases(grpo_steps, cases, size=2).items():
         for step in itertools.chain(*ranks):
             assert (step["ratio"], step["mismatch"]) == (1.0, 1.0), name
@@ -294,13 +372,18 @@ def pretraining(folder, micro: int, **sections) -> RunConfig:
 
 
 def figures(config: RunConfig) -> list[list[float]]:
-    """The loss and the gradient norm of a run's steps, and with experts their balancing loss."""
+    """The loss and the gradient norm of a run's steps, with experts their balancing loss, and with MTP its losses."""
     train(config)
-    names = ("loss", "grad_norm", "moe_aux_loss")
+    names = ("loss", "grad_norm", "moe_aux_loss", "mtp_1_loss", "mtp_2_loss")
     return [[step[name] for name in names if name in step] for step in metrics(config.train.output_dir)]
 
 
-@pytest.mark.parametrize("model", [{}, EXPERTS | dict(moe_aux_loss_coeff=0.1)], ids=["dense", "experts"])
+MTP = dict(mtp_num_layers=2)
+BALANCED = EXPERTS | dict(moe_aux_loss_coeff=0.1)
+TRAINED = {"dense": {}, "experts": BALANCED, "mtp": MTP, "experts and mtp": BALANCED | MTP}
+
+
+@pytest.mark.parametrize("model", TRAINED.values(), ids=TRAINED)
 def test_losses_and_gradients_have_the_same_bits_for_every_micro_batch_size(tmp_path, model):
     configs = {micro: pretraining(tmp_path, micro, model=model) for micro in (1, 2, 8)}
     one, *others = map(figures, configs.values())
@@ -332,7 +415,7 @@ def trained(config: RunConfig) -> tuple[list[float], list[torch.Tensor], list[to
 
 
 @pytest.mark.parametrize("size", [8, in_full(6)])
-@pytest.mark.parametrize("model", [{}, EXPERTS | dict(moe_aux_loss_coeff=0.1)], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", [{}, BALANCED, MTP], ids=["dense", "experts", "mtp"])
 def test_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, model, size):
     batch = {"train.global_batch_size": size}
     micro_sizes = {1: (1, size // 2), 2: (1, size // 2), 4: (1, 2)} if size == 8 else {1: (2,), 2: (1, 3)}
@@ -352,13 +435,23 @@ def test_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, mo
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm().clamp(min=1e-6)
 
 
-def test_with_tensor_parallelism_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path):
+PAIRS = {
+    "tensor": dict(tensor_model_parallel_size=2, sequence_parallel=True),
+    "experts": dict(expert_model_parallel_size=2),
+    "sharded experts": dict(expert_tensor_parallel_size=2, moe_token_dispatcher_type="allgather"),
+    "context": dict(context_parallel_size=2, cp_comm_type="all_gather"),
+    "context by heads": dict(context_parallel_size=2, cp_comm_type="a2a"),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_with_other_parallelism_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, name):
     model = EXPERTS | dict(moe_shared_expert_intermediate_size=24, num_query_groups=2)
-    tensor = {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True}
+    layout = {f"parallel.{key}": value for key, value in PAIRS[name].items()}
     alone = trained(pretraining(tmp_path, 2, model=model))[0]
     results = {}
     for ranks, micro in ((2, 1), (2, 4), (4, 2)):
-        config = pretraining(tmp_path, micro, model=model).with_settings(tensor)
+        config = pretraining(tmp_path, micro, model=model).with_settings(layout)
         results[ranks, micro] = pool.run(trained, config, size=ranks)
     expected = results[2, 1]
     assert expected[0][0][0] == alone[0]  # the first loss; gradients have an order of their own
@@ -423,6 +516,8 @@ PIPELINES = {
     "1f1b": dict(),
     "interleaved": dict(virtual_pipeline_model_parallel_size=2),
     "fsdp": dict(data_parallel_sharding_strategy="optim_grads_params"),
+    "zero-bubble": dict(pipeline_schedule="zero_bubble"),
+    "zero-bubble optim": dict(pipeline_schedule="zero_bubble", data_parallel_sharding_strategy="optim"),
 }
 
 
@@ -445,9 +540,11 @@ REFUSED = {
     "model.hidden_dropout": (dict(hidden_dropout=0.1), {}),
     "model.moe_expert_capacity_factor": (EXPERTS | dict(moe_expert_capacity_factor=1.0), {}),
     "train.fp8_format": ({}, {"train.fp8_format": "hybrid", "rl.old_logprobs": "rollout"}),
-    "parallel.expert_tensor_parallel_size": (EXPERTS, {"parallel.expert_tensor_parallel_size": 2}),
-    "parallel.context_parallel_size": ({}, {"parallel.context_parallel_size": 2}),
-    "parallel.expert_model_parallel_size": (EXPERTS, {"parallel.expert_model_parallel_size": 2}),
+    "parallel.expert_tensor_parallel_size": (
+        EXPERTS | dict(moe_ffn_hidden_size=39),
+        {"parallel.expert_tensor_parallel_size": 3, "train.global_batch_size": 12},
+    ),
+    "parallel.cp_comm_type": ({}, {"parallel.context_parallel_size": 2, "parallel.cp_comm_type": "p2p"}),
     "runtime.compile": ({}, {"runtime.compile": True}),
     "rl.engine": ({}, {"rl.engine": "sglang"}),
     "rl.max_drift": ({}, {"rl.max_drift": 1.5}),
@@ -459,10 +556,14 @@ REFUSED = {
 def test_what_has_no_invariant_operators_is_refused_by_name(tmp_path, name):
     model, settings = REFUSED[name]
     config = configuration(tmp_path, model=model, rl=dict(exact=True)).with_settings(settings)
-    with pytest.raises(ConfigError, match=rf"{name} is .* is on, but .*; turn one of them off"):
-        check_training(config, 2)
+    ranks = 3 if name == "parallel.expert_tensor_parallel_size" else 2
+    way_out = (
+        "set parallel.cp_comm_type to a2a" if name == "parallel.cp_comm_type" else "turn one of them off"
+    )
+    with pytest.raises(ConfigError, match=rf"{name} is .* is on, but .*; {way_out}"):
+        check_training(config, ranks)
     if name != "rl.prompts or rl.rollouts":
-        check_training(config.with_settings({"rl.exact": False}), 2)
+        check_training(config.with_settings({"rl.exact": False}), ranks)
 
 
 def test_a_single_wrong_bit_ends_the_run(tmp_path, monkeypatch):

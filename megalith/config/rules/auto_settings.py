@@ -105,6 +105,7 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
     """Choose cp_comm_type and return the reason.
 
     All-to-all within a host, a ring between hosts and if the heads do not divide; all-to-all for encoder-decoders.
+    Batch-invariant runs use all-to-all if the heads divide, and all-gather otherwise.
     """
     parallel = config.parallel
     if config.model.encoder_layers:
@@ -112,6 +113,9 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
         return chosen, "the only one with cross-attention"
     size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     heads = config.model.num_attention_heads // tensor
+    if config.is_batch_invariant:
+        chosen = "a2a" if heads % size == 0 else "all_gather"
+        return config.with_unvalidated({"parallel.cp_comm_type": chosen}), "a ring is not batch invariant"
     in_host = [d for d in range(1, size + 1) if size % d == 0 and machine.ranks_per_host % (d * tensor) == 0]
     a2a_size = max((d for d in in_host if heads % d == 0), default=1)
     reason = f"the {heads} heads of a tensor-parallel rank over ranks of one host"

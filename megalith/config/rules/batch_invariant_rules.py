@@ -4,14 +4,22 @@ rejected by name."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
+from typing import NamedTuple
 
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 
-Setting = tuple[str, object, str]
-"""A setting's name, its value, and the reason why it is not supported."""
+
+class Unsupported(NamedTuple):
+    """A setting that is not supported."""
+
+    name: str
+    value: object
+    reason: str
+    way_out: str = "turn one of them off"
 
 
 def check_batch_invariant(config: RunConfig) -> None:
@@ -31,26 +39,28 @@ def check_batch_invariant_engine(model: ModelConfig, lora: LoraConfig | None, ad
     """Raise ConfigError if an engine cannot run this model with batch-invariant operators."""
     settings = [*_of_model(model)]
     if lora is not None and lora.rank is not None:
-        settings.append(("lora.rank", lora.rank, _ADAPTERS))
+        settings.append(Unsupported("lora.rank", lora.rank, _ADAPTERS))
     if adapter_slots:
-        settings.append(("adapter_slots", adapter_slots, _ADAPTERS))
+        settings.append(Unsupported("adapter_slots", adapter_slots, _ADAPTERS))
     _refuse(settings, "the engine is batch invariant")
 
 
-def _refuse(settings: list[Setting], switch: str) -> None:
-    for name, value, reason in settings:
-        raise ConfigError(f"{name} is {value} and {switch}, but {reason}; turn one of them off")
+def _refuse(settings: list[Unsupported], switch: str) -> None:
+    for name, value, reason, way_out in settings:
+        raise ConfigError(f"{name} is {value} and {switch}, but {reason}; {way_out}")
 
+
+PARTS = 8
+"""Number of parts of the inner dimension of experts' second linears (ops/batch_invariant/matmul.py)."""
 
 _KERNEL = "the batch-invariant kernel does not have it"
 _SIGMOID = "this gate has no batch-invariant operator"
 _NORM = "this norm has no batch-invariant operator"
 _OTHER_TOKENS = "a token's experts then depend on the other tokens of its micro-batch"
-_PARTIAL_SUMS = "the sums over its ranks have another order for each size"
 _ADAPTERS = "adapters have no batch-invariant operators"
 
 
-def _of_model(model: ModelConfig) -> Iterator[Setting]:
+def _of_model(model: ModelConfig) -> Iterator[Unsupported]:
     """Yield the settings of the model that are not supported."""
     unsupported = {
         "model_type": (model.model_type != "gpt", "only decoders have batch-invariant operators"),
@@ -66,10 +76,6 @@ def _of_model(model: ModelConfig) -> Iterator[Setting]:
         "qk_layernorm_full_width": (model.qk_layernorm_full_width, _NORM),
         "qk_layernorm_per_head": (model.qk_layernorm_per_head, _NORM),
         "qk_l2_norm": (model.qk_l2_norm, _NORM),
-        "mtp_num_layers": (
-            model.mtp_num_layers is not None,
-            "multi-token prediction has no batch-invariant loss",
-        ),
         "moe_expert_capacity_factor": (model.moe_expert_capacity_factor is not None, _OTHER_TOKENS),
         "moe_router_load_balancing_type": (
             model.num_experts is not None and model.moe_router_load_balancing_type == "sinkhorn",
@@ -79,68 +85,85 @@ def _of_model(model: ModelConfig) -> Iterator[Setting]:
     }
     for name, (is_set, reason) in unsupported.items():
         if is_set:
-            yield f"model.{name}", getattr(model, name), reason
+            yield Unsupported(f"model.{name}", getattr(model, name), reason)
     if model.model_type != "gpt":
         return
     for layer in range(model.num_layers):
         if not model.has_attention(layer) or model.parallel_mixers:
-            yield f"layer {layer}'s mixer", "recurrent", "recurrences have no batch-invariant operators"
+            yield Unsupported(
+                f"layer {layer}'s mixer", "recurrent", "recurrences have no batch-invariant operators"
+            )
             return
     if model.rope_scaling is not None and model.rope_scaling.type == "longrope":
-        yield (
+        yield Unsupported(
             "model.rope_scaling.type",
             "longrope",
             "its angles depend on the length of the row, which packing and padding change",
         )
 
 
-def _of_layout(config: RunConfig) -> Iterator[Setting]:
+def _of_layout(config: RunConfig) -> Iterator[Unsupported]:
     """Yield the settings of layout and precision that are not supported."""
     parallel, train = config.parallel, config.train
-    for name in (
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-    ):
-        if (getattr(parallel, name) or 1) > 1:
-            yield f"parallel.{name}", getattr(parallel, name), _PARTIAL_SUMS
+    if parallel.context_parallel_size > 1 and parallel.cp_comm_type in ("p2p", "a2a+p2p"):
+        yield Unsupported(
+            "parallel.cp_comm_type",
+            parallel.cp_comm_type,
+            "a ring adds a token's keys in an order that depends on its rank",
+            "set parallel.cp_comm_type to a2a or all_gather",
+        )
+    if config.model.num_experts is not None and (etp := parallel.expert_tensor_parallel_size) > 1:
+        for name, size in (
+            ("moe_ffn_hidden_size", config.model.expert_size),
+            ("hidden_size", config.model.hidden_size),
+        ):
+            if gcd(size, PARTS) % etp:
+                yield Unsupported(
+                    "parallel.expert_tensor_parallel_size",
+                    etp,
+                    f"only 2, 4 and 8 keep the order of additions, if they divide model.{name}, which is {size}",
+                )
     if train.fp8_format is not None:
-        yield (
+        yield Unsupported(
             "train.fp8_format",
             train.fp8_format,
             "FP8 scales depend on all tokens of the batch",
         )
     if config.lora.rank is not None or config.lora.load is not None:
-        yield "lora.rank", config.lora.rank, _ADAPTERS
+        yield Unsupported("lora.rank", config.lora.rank, _ADAPTERS)
     if config.runtime.compile is True:
-        yield "runtime.compile", True, "each compiled graph rounds in its own way"
+        yield Unsupported("runtime.compile", True, "each compiled graph rounds in its own way")
 
 
-def _of_rows(config: RunConfig) -> Iterator[Setting]:
+def _of_rows(config: RunConfig) -> Iterator[Unsupported]:
     """Yield the settings that prevent gradients from being computed row by row."""
     chat = config.chat
     if chat is not None and not config.sft.enabled:
-        yield f"{chat.name}.enabled", True, "a preference's answers cannot be computed in passes of one row"
+        yield Unsupported(
+            f"{chat.name}.enabled", True, "a preference's answers cannot be computed in passes of one row"
+        )
     if config.rl.prompts_or_rollouts:
-        yield (
+        yield Unsupported(
             "rl.prompts or rl.rollouts",
             "set",
             "a policy loss is computed over the sequences of a micro-batch; rl.exact is the setting for rollouts",
         )
     if config.distill.teacher_or_logits is not None:
-        yield "distill.teacher", "set", "distillation has no batch-invariant loss"
+        yield Unsupported("distill.teacher", "set", "distillation has no batch-invariant loss")
     if config.data.balance_batches:
-        yield "data.balance_batches", True, "it assigns samples to ranks by micro-batch"
+        yield Unsupported("data.balance_batches", True, "it assigns samples to ranks by micro-batch")
 
 
-def _of_rollouts(config: RunConfig) -> Iterator[Setting]:
+def _of_rollouts(config: RunConfig) -> Iterator[Unsupported]:
     """Yield the settings that make the engine's log-probabilities differ from the trainer's."""
     rl = config.rl
     if rl.engine != "own":
-        yield "rl.engine", rl.engine, "its kernels are not the trainer's"
+        yield Unsupported("rl.engine", rl.engine, "its kernels are not the trainer's")
     if config.model.hidden_dropout:
-        yield "model.hidden_dropout", config.model.hidden_dropout, "the engine samples without dropout"
+        yield Unsupported(
+            "model.hidden_dropout", config.model.hidden_dropout, "the engine samples without dropout"
+        )
     if rl.max_drift is not None:
-        yield "rl.max_drift", rl.max_drift, "no drift at all is then allowed"
+        yield Unsupported("rl.max_drift", rl.max_drift, "no drift at all is then allowed")
     if rl.teacher is not None:
-        yield "rl.teacher", rl.teacher, "distillation has no batch-invariant loss"
+        yield Unsupported("rl.teacher", rl.teacher, "distillation has no batch-invariant loss")

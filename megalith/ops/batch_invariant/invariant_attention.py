@@ -19,6 +19,7 @@ from megalith.ops.batch_invariant.elementwise import by_whole_vectors, sum_by_ha
 from megalith.ops.batch_invariant.matmul import COLUMNS
 from megalith.ops.block_attention import block_attention_backward
 from megalith.ops.documents import document_ids
+from megalith.ops.permute import index_in_group
 
 if kernels.AVAILABLE:
     from megalith.ops.kernels.batch_invariant_kernels import tiled_attention
@@ -146,21 +147,28 @@ def attend(
     if starts is None:
         out, lse = _by_blocks(query, key, value, positions, window, scale)
         return out.to(dtype), lse
-    # One row per document: queries are the keys, and a document begins where a token is its own first key.
-    index = torch.arange(query.shape[1], device=query.device)
-    number = (starts == index).flatten().cumsum(0) - 1
-    offset = (index - starts).flatten()
-    count, longest = int(number[-1]) + 1, int(offset.max()) + 1
+    # One row per document that has queries, with its keys from the first one on.
+    batch, seq = key.shape[:2]
+    row_starts = torch.arange(0, batch * seq, seq, device=query.device)[:, None]
+    begins, number = torch.unique((row_starts + starts).flatten(), return_inverse=True)
+    order = number.argsort(stable=True)
+    slot = torch.empty_like(number)
+    slot[order] = index_in_group(number[order], len(begins))
+    offset = (positions - starts).flatten()
+    last = begins.new_zeros(len(begins)).scatter_reduce_(0, number, offset, "amax")
+    keys = torch.arange(int(last.max()) + 1, device=query.device)
+    index = (begins[:, None] + keys).clamp(max=batch * seq - 1)
 
     def by_document(x: Tensor) -> Tensor:
-        rows = x.new_zeros(count, longest, *x.shape[2:])
-        rows[number, offset] = x.flatten(0, 1)
+        rows = x.new_zeros(len(begins), int(slot.max()) + 1, *x.shape[1:])
+        rows[number, slot] = x
         return rows
 
-    inside = torch.arange(longest, device=query.device).expand(count, -1)
-    out, lse = _by_blocks(*map(by_document, (query, key, value)), inside, window, scale)
-    lse = lse.transpose(1, 2)[number, offset].unflatten(0, starts.shape).transpose(1, 2)
-    return out[number, offset].unflatten(0, starts.shape).to(dtype), lse
+    queries, inside = by_document(query.flatten(0, 1)), by_document(offset)
+    of_documents = (x.flatten(0, 1)[index] for x in (key, value))
+    out, lse = _by_blocks(queries, *of_documents, inside, window, scale)
+    lse = lse.transpose(1, 2)[number, slot].unflatten(0, starts.shape).transpose(1, 2)
+    return out[number, slot].unflatten(0, starts.shape).to(dtype), lse
 
 
 def _by_blocks(

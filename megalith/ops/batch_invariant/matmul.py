@@ -6,11 +6,14 @@ matter (tests/ops/test_batch_invariant.py); on an AMD CPU it would with fewer th
 Lower precisions are multiplied in fp32 and rounded once. On a GPU a Triton kernel has tiles of a fixed size and adds
 along the inner dimension in one order.
 
-Row-parallel linears add parts of the inner dimension by a binary tree, so that tensor parallelism does not change it.
+Row-parallel linears, and the second ones of experts, add parts of the inner dimension by a binary tree, so that tensor
+parallelism does not change it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import gcd
 
 import torch
@@ -117,9 +120,44 @@ class BatchInvariantGroupedGemm(GroupedGemm):
     def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         if x.is_cuda:
             return tiled_matmul(x, weight, x.dtype, groups.ends)
-        parts = [matmul(part, matrix) for part, matrix in zip(groups.split(x), weight)]
-        y = torch.cat(parts)
-        return pad(y, (0, 0, 0, len(x) - len(y)))
+        return _by_groups(matmul, x, weight, groups)
+
+
+class BatchInvariantGroupedRowGemm(GroupedGemm):
+    """The matmuls of experts whose inner dimension expert tensor parallelism may shard: see BatchInvariantRowGemm.
+
+    Args:
+        inner: this rank's inner size.
+        ranks: number of expert-tensor-parallel ranks.
+        reduce: sums the ranks' partial outputs, float32 [rows, out], in a dtype. None: there is one rank.
+        kernel: as in GroupedGemm.
+    """
+
+    def __init__(
+        self,
+        inner: int,
+        ranks: int = 1,
+        reduce: Callable[[Tensor, torch.dtype], Tensor] | None = None,
+        kernel: bool = True,
+    ):
+        super().__init__(kernel)
+        self.parts, self.reduce = local_parts(inner, ranks), reduce
+
+    def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        dtype = x.dtype if self.reduce is None else torch.float32
+        if x.is_cuda:
+            y = matmul_in_parts(x, weight, dtype, self.parts, groups.ends)
+        else:
+            y = _by_groups(partial(sum_of_parts, parts=self.parts, dtype=dtype), x, weight, groups)
+        return y if self.reduce is None else self.reduce(y, x.dtype)
+
+
+def _by_groups(
+    multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, groups: RowGroups
+) -> Tensor:
+    """Return each group's product, [rows, out]; rows after the last group are zeros."""
+    y = torch.cat([multiply(part, matrix) for part, matrix in zip(groups.split(x), weight)])
+    return pad(y, (0, 0, 0, len(x) - len(y)))
 
 
 def float32_matmul(x: Tensor, weight: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ def _add_parts(sums: Tensor) -> Tensor:
     return sums[:, 0]
 
 
-BATCH_INVARIANT = HeadMath(invariant_linear, statistics)
+BATCH_INVARIANT = HeadMath(invariant_linear, statistics, torch.float64)
+"""Losses of tokens are added in fp64, in which the order, and so the context-parallel size, does not matter."""
 
 
 def token_logprobs(

@@ -19,14 +19,10 @@ ENTRIES = 4096  # vocabulary entries per step of a softmax
 NO_WINDOW = 2**30
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _matmul(
-    x, weight, out, ends, rows,
-    N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
-    # Programs of a group's row tiles come one group after the other; those after the last tile have nothing to do.
-    tile = tl.program_id(0)
+@triton.jit
+def _tile(tile, ends, rows, GROUPS: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr):
+    # The group of a row tile, its first row, and the end of the group. Programs of a group's tiles come one group after
+    # the other; those after the last tile have nothing to do.
     group, begin, end = tile * 0, tile * 0, rows
     if GROUPED:
         end = tl.load(ends)
@@ -37,7 +33,16 @@ def _matmul(
                 begin = end
                 end = tl.load(ends + number)
                 group = number
-    first = begin + tile * ROWS
+    return group, begin + tile * ROWS, end
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _matmul(
+    x, weight, out, ends, rows,
+    N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    group, first, end = _tile(tl.program_id(0), ends, rows, GROUPS, GROUPED, ROWS)
     if first < end:
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -82,22 +87,24 @@ def tiled_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, ends: Tensor | N
 
 @triton.jit(do_not_specialize=["rows"])
 def _matmul_in_parts(
-    x, weight, out, rows, zero,
-    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    x, weight, out, ends, rows, zero,
+    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    group, first, end = _tile(tl.program_id(0), ends, rows, GROUPS, GROUPED, ROWS)
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
     size: tl.constexpr = K // PARTS
     left = x + row[:, None] * K + inner[None, :]
-    right = weight + column[None, :] * K + inner[:, None]
+    right = weight + group.to(tl.int64) * (N * K) if GROUPED else weight
+    right = right + column[None, :] * K + inner[:, None]
     for part in tl.static_range(PARTS):
         # With a constant zero, Triton turns `one + dot(a, b, 0)` into `dot(a, b, one)`, another order of additions.
         total = tl.full([ROWS, COLUMNS], zero, tl.float32)
         for start in range(0, size, INNER):
             near = inner < size - start
-            a = tl.load(left + part * size + start, mask=(row < rows)[:, None] & near[None, :], other=0.0)
+            a = tl.load(left + part * size + start, mask=(row < end)[:, None] & near[None, :], other=0.0)
             b = tl.load(right + part * size + start, mask=near[:, None] & (column < N)[None, :], other=0.0)
             total = tl.dot(a, b, total, input_precision=PRECISION)
         # The binary tree of the parts: sums of one, two and four wait for their neighbours.
@@ -114,26 +121,32 @@ def _matmul_in_parts(
                 else:
                     total = four + total
     target = out + row[:, None] * N + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < N)[None, :])
+    tl.store(target, total.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < N)[None, :])
 
 
-def matmul_in_parts(x: Tensor, weight: Tensor, dtype: torch.dtype, parts: int) -> Tensor:
+def matmul_in_parts(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, parts: int, ends: Tensor | None = None
+) -> Tensor:
     """Return x · weightᵀ, [rows, out], with the products of equal parts of the inner dimension added by a binary tree.
 
     Args:
         x: [rows, in].
-        weight: [out, in].
+        weight: [out, in], or with `ends` one matrix per group, [groups, out, in].
         dtype: of the result.
         parts: 1, 2, 4 or 8, a divisor of `in`.
+        ends: int32 [groups], end of each group's rows. Rows after the last group are undefined.
     """
     x, weight = x.contiguous(), weight.contiguous()
     rows, inner = x.shape
-    out = torch.empty(rows, len(weight), dtype=dtype, device=x.device)
+    columns, groups = weight.shape[-2], 1 if ends is None else len(ends)
+    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     wide = x.dtype == torch.float32
     if out.numel():
         # Four sums of a tile are alive at once, so it has half of the columns.
-        _matmul_in_parts[(triton.cdiv(rows, ROWS), triton.cdiv(len(weight), COLUMNS // 2))](
-            x, weight, out, rows, 0.0, len(weight), inner, parts, "ieee" if wide else "tf32",
+        tiles = triton.cdiv(rows, ROWS) + groups - 1
+        _matmul_in_parts[(tiles, triton.cdiv(columns, COLUMNS // 2))](
+            x, weight, out, x if ends is None else ends, rows, 0.0,
+            columns, inner, parts, groups, ends is not None, "ieee" if wide else "tf32",
             ROWS, COLUMNS // 2, NARROW if wide else INNER, num_warps=8, num_stages=3,
         )  # fmt: skip
     return out

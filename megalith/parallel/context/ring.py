@@ -213,7 +213,7 @@ def _(query, key, value, documents, rows, window, softcap, scale, alibi, dropout
 
 
 @torch.library.custom_op("megalith::ring_attention_backward", mutates_args=())
-def _backward(
+def ring_attention_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -262,7 +262,7 @@ def _backward(
     return d_query.transpose(1, 2).to(query.dtype).contiguous(), d_key, d_value
 
 
-@_backward.register_fake
+@ring_attention_backward.register_fake
 def _(grad, query, key, value, *rest):
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
@@ -273,7 +273,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, grad: Tensor, _lse: None, _states: None):
-    return *_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 13
+    return *ring_attention_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 13
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -295,4 +295,4 @@ class _WithSink(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         sink, *saved = ctx.saved_tensors
         grad_sink = sink_gradient(grad.transpose(1, 2), saved[3].transpose(1, 2), saved[4], sink)
-        return grad_sink, *_backward(grad, *saved, *ctx.plain), *[None] * 13
+        return grad_sink, *ring_attention_backward(grad, *saved, *ctx.plain), *[None] * 13

@@ -121,17 +121,20 @@ def prepare_backward(
             root.set_is_last_backward(is_last or in_order)  # which waits for the reductions
 
 
-def finish_weight_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
+def finish_weight_gradients(
+    chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool, in_order: bool = False
+) -> None:
     """Accumulate wgrads that a zero-bubble schedule computed outside of a backward pass, and reduce the last ones.
 
-    Gradients in the compute dtype are added to the fp32 sums, which the step's `is_last` call reduces.
+    Gradients in the compute dtype are added to the fp32 sums, which the step's `is_last` call reduces. With `in_order`,
+    FSDP2 reduces those of every pass, and replicas reduce theirs after the step's passes.
     """
     if _is_replicated(parallel):
-        for chunk in chunks if is_last else ():
+        for chunk in chunks if is_last and not in_order else ():
             chunk.replication.reducer.start_all_reduces()
         return
     roots = _roots(chunks)
-    prepare_backward(roots, parallel, is_last)
+    prepare_backward(roots, parallel, is_last, in_order)
     for root in roots:
         end_backward(root)
 

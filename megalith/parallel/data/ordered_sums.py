@@ -55,16 +55,33 @@ class OrderedGradients:
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._counts = deque(count for _, count in order)
         self._sums: list[list[Tensor | None]] = []
+        self._begun: deque[list[Tensor | None]] = deque()
+
+    def begin_pass(self) -> None:
+        """Set the gradients of a backward pass apart, because its weight gradients come later (zero-bubble)."""
+        self._begun.append(self._take())
+
+    def _take(self) -> list[Tensor | None]:
+        gradients = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
+        return gradients
 
     @torch.no_grad()
     def add_pass(self) -> None:
-        """Add the gradients of a complete backward pass. After the last one, `.grad` is the sum."""
-        gradients = [parameter.grad for parameter in self._trained]
+        """Add the gradients of a complete backward pass. After the last one, `.grad` is the sum.
+
+        If passes have begun, the pass is the first of them, and `.grad` has only its weight gradients.
+        """
+        gradients = self._take()
+        if self._begun:
+            gradients = _add_gradients(self._begun.popleft(), gradients)
         for _ in range(self._counts.popleft()):
             gradients = _add_gradients(self._sums.pop(), gradients)
         self._sums.append(gradients)
-        for parameter, gradient in zip(self._trained, gradients, strict=True):
-            parameter.grad = None if self._counts else gradient
+        if not self._counts:
+            for parameter, gradient in zip(self._trained, gradients, strict=True):
+                parameter.grad = gradient
 
 
 def _add_gradients(

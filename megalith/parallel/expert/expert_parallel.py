@@ -130,6 +130,9 @@ class ExpertParallel(Dispatch):
     so buffers have one size for any routing, and the number of rows of the local experts stays on the device, where
     grouped matmuls read it. It also reads nothing with experts padded to their capacity, where each pair is a row.
 
+    Batch-invariant runs add a token's outputs in the order of its experts. So each (token, expert) pair is dispatched,
+    and its output comes back, as if it were a token with one expert; each rank then adds the outputs of its tokens.
+
     Work that needs no tokens overlaps the all-to-alls. The backward pass runs in reverse order, so the same two
     rows hide its all-to-alls too:
 
@@ -150,6 +153,7 @@ class ExpertParallel(Dispatch):
         self.bounded = bounded
         self.tensor, self.ep = tensor, mesh.ep
         self.local_experts = config.num_experts // mesh.ep.size
+        self.topk, self.is_distributed = config.moe_router_topk, mesh.ep_etp.size > 1
         self.overlaps = config.moe_shared_expert_overlap
         # FSDP2 gathers expert weights when their module starts, so they cannot be cast earlier.
         self.casts_early = mesh.expert_fsdp is None
@@ -164,6 +168,8 @@ class ExpertParallel(Dispatch):
             topk = weights.shape[1]
             filler = torch.arange(topk, device=weights.device) if routing.capacity is None else self.experts
             weights, destinations = self._local_tokens(weights), self._local_tokens(destinations, filler)
+        if self._dispatches_pairs:
+            weights, destinations = weights.reshape(-1, 1), destinations.reshape(-1, 1)
         weights = all_gather(weights, self.dispatch_axis)
         destinations = all_gather_no_grad(destinations, self.dispatch_axis)
         capacity = None if routing.capacity is None else routing.capacity * self.micro_batches
@@ -187,6 +193,8 @@ class ExpertParallel(Dispatch):
         overlapped_fn = shared if self.overlaps else None
         tokens, splits_tokens = len(x), self._splits_tokens(layout)
         x = all_gather(self._local_tokens(x) if splits_tokens else x, self.dispatch_axis)
+        if self._dispatches_pairs:
+            x = take_rows(x, self._pairs(len(x), x.device), self.fusion)
         if sizes is not None:
             y = self._run_alltoall(x, plan, sizes, experts, overlapped_fn)
         elif self.uses_alltoall and plan.bounded:
@@ -196,8 +204,19 @@ class ExpertParallel(Dispatch):
         else:
             y = self.compute(x, plan, experts)
         y = reduce_scatter(y, self.dispatch_axis)
+        if self._dispatches_pairs:
+            y = sum_rows(y, self._pairs(len(y) // self.topk, y.device), self.fusion, in_order=True)
         y = all_gather_replicated(y, self.tensor.axis)[:tokens] if splits_tokens else y
         return y if shared is None else y + shared()
+
+    @property
+    def _dispatches_pairs(self) -> bool:
+        return self.adds_in_order and self.is_distributed
+
+    def _pairs(self, tokens: int, device: torch.device) -> Permutation:
+        """Return the order of rows for the pairs of tokens and experts, sorted by token."""
+        pair = torch.arange(tokens * self.topk, device=device)
+        return Permutation(pair // self.topk, pair.view(tokens, self.topk))
 
     def _splits_tokens(self, layout: PassLayout) -> bool:
         """Return whether the tensor-parallel ranks have the same tokens. If so, each dispatches a part of them."""

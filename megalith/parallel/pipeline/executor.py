@@ -92,6 +92,7 @@ class Pipeline:
         loss_dtype: torch.dtype = torch.float32,
         before_backward: Callable[[Transformer, bool], None] = lambda chunk, last: None,
         after_backward: Callable[[Transformer], None] = lambda chunk: None,
+        after_input_gradients: Callable[[Transformer], None] = lambda chunk: None,
         after_weights: Callable[[Transformer, bool], None] = lambda chunk, last: None,
     ):
         """Create the communicators. Every process of the world calls it, after the chunks are parallelized.
@@ -108,6 +109,7 @@ class Pipeline:
                 last one in the step, which reduces gradients. Never last with `zero_bubble`, whose wgrads come later.
             after_backward: called as (chunk) after each complete backward pass of a chunk, in the order of the
                 micro-batches; not with `zero_bubble`.
+            after_input_gradients: called as (chunk) after a backward pass whose wgrads are deferred.
             after_weights: called as (chunk, last) after the deferred wgrads of a micro-batch.
         """
         self.chunks, self.axis = list(chunks), axis
@@ -117,7 +119,7 @@ class Pipeline:
         self._forward = forward
         self._hidden_shape, self.loss_dtype = hidden_shape, loss_dtype
         self._before_backward, self._after_weights = before_backward, after_weights
-        self._after_backward = after_backward
+        self._after_backward, self._after_input_gradients = after_backward, after_input_gradients
         self._links = Links(axis, len(chunks))
         self._wgrads = DeferredWgrads(chunks) if kind == "zero_bubble" else None
         self._warm: set[tuple[torch.Size, bool]] = set()  # (shape of a micro-batch, with gradients)
@@ -256,6 +258,7 @@ class _Pass:
             case Kind.BACKWARD_INPUT:
                 grad = self._run_backward(action, received, last=False)
                 self.deferred_wgrads[action[1:]] = self.pipeline._wgrads.take()
+                self.pipeline._after_input_gradients(self.chunks[action.chunk])
                 return grad
             case Kind.BACKWARD_WEIGHT:
                 compute_wgrads(self.deferred_wgrads.pop(action[1:]))

@@ -1,4 +1,5 @@
-"""Sums over tensor-parallel ranks in the order in which one device adds the parts of a row-parallel linear.
+"""Sums over tensor-parallel ranks in the order in which one device adds the parts of a row-parallel linear, or of the
+second linear of experts under expert tensor parallelism.
 
 Ranks exchange their partial sums in fp32 and add them by a binary tree of neighbours (ops/batch_invariant/matmul.py).
 Thus 1, 2, 4 and 8 ranks have the same bits. NCCL and gloo add in an order that depends on the number of ranks and the
@@ -53,3 +54,20 @@ class _OrderedSum(torch.autograd.Function):
         if ctx.sharded:
             grad = all_gather_no_grad(grad[0], ctx.axis).view(ctx.shape)
         return grad, None, None, None
+
+
+def ordered_columns(y: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
+    """Return this rank's columns of the ranks' sum in `dtype`, and zeros in the others: [rows, h]. Without a gradient.
+
+    The ranks then add their results in any order. Each rank's partial sums have the gradient of the sum.
+
+    Args:
+        y: float32 [rows, h], partial sums of the same rows on all ranks.
+        dtype: dtype of the result.
+        axis: the ranks; their number divides h.
+    """
+    total = y.new_zeros(y.shape, dtype=dtype)
+    if len(y):
+        parts = all_to_all(y.unflatten(1, (axis.size, -1)).transpose(0, 1), axis)  # [ranks, rows, h / ranks]
+        total.unflatten(1, (axis.size, -1))[:, axis.rank] = sum_by_pairs(parts).to(dtype)
+    return total
