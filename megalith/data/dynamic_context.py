@@ -20,7 +20,7 @@ integers, so that every rank computes the same schedule from the lengths of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -141,6 +141,13 @@ def schedule_step(lengths: Sequence[int], limits: RankLimits, costs: PassCosts) 
                 tried.add(degrees.tobytes())
                 schedules.append(_schedule(lengths, degrees, limits, costs))
     return min(schedules, key=lambda schedule: schedule.cost)
+
+
+def with_padding(schedule: StepSchedule, passes: int, limits: RankLimits) -> StepSchedule:
+    """Return a schedule with passes of padding at its end, up to a number of passes."""
+    more = passes - len(schedule.passes)
+    empty = _groups({}, np.zeros(0, np.int64), limits)
+    return replace(schedule, passes=schedule.passes + (empty,) * more) if more else schedule
 
 
 def _fewest_ranks(lengths: np.ndarray, limits: RankLimits) -> np.ndarray:

@@ -21,7 +21,13 @@ from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Kind, Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
-from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, shortened_schedule
+from megalith.parallel.pipeline.stages import (
+    Stage,
+    assign_layers,
+    padded_micro_batches,
+    run_schedule,
+    shortened_schedule,
+)
 from megalith.planner.counts import MetaModel, layers_of
 from megalith.planner.flops import flops_per_token
 from megalith.planner.memory import MemoryEstimate, StageMemory
@@ -134,7 +140,8 @@ def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = No
 def _micro_batches(config: RunConfig, dp: int) -> int:
     """Return the number of micro-batches per step and data-parallel rank."""
     batch = BatchSizeSchedule.from_config(config.train, dp)
-    return batch.global_batch_size // (config.train.micro_batch_size * dp)
+    count = batch.global_batch_size // (config.train.micro_batch_size * dp)
+    return padded_micro_batches(config.parallel, count) if config.parallel.dynamic_context_parallel else count
 
 
 def fullest(config: RunConfig, world_size: int, meta: MetaModel | None = None) -> int:

@@ -18,7 +18,13 @@ from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import GIGA
 from megalith.optim.optimizer import state_bytes
 from megalith.parallel.pipeline.simulate import Durations, simulate
-from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind, shortened_schedule
+from megalith.parallel.pipeline.stages import (
+    Stage,
+    assign_layers,
+    padded_micro_batches,
+    schedule_kind,
+    shortened_schedule,
+)
 from megalith.parallel.pipeline.timeline import Timeline
 from megalith.planner.counts import MetaModel, layers_of
 from megalith.planner.passes import FLASH_DIMS, GATHERING, GEMM_SLOWDOWN, REDUCING, Passes
@@ -79,6 +85,8 @@ def step_time(
     dp = data_parallel_size(parallel, world_size)
     size = BatchSizeSchedule.from_config(config.train, dp).global_batch_size
     micro_batches = size // (config.train.micro_batch_size * dp)
+    if config.parallel.dynamic_context_parallel:
+        micro_batches = padded_micro_batches(config.parallel, micro_batches)
     passes = Passes(config, meta.on_rank(parallel), world_size, rates, gpus_per_node, micro_batches)
     work = [[passes.chunk(chunk) for chunk in chunks] for chunks in assignment]
     busy = [micro_batches * sum(f.total() + b.total() for f, b in chunks) for chunks in work]

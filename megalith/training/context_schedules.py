@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.data.chat.chat_dataset import ChatDataset
-from megalith.data.dynamic_context import ContextGroup, RankLimits, StepSchedule, schedule_step
+from megalith.data.dynamic_context import (
+    ContextGroup,
+    RankLimits,
+    StepSchedule,
+    schedule_step,
+    with_padding,
+)
 from megalith.data.order import SampleOrder
+from megalith.parallel.pipeline.stages import padded_micro_batches
 from megalith.planner.pass_costs import pass_costs
 
 KEPT = 16
@@ -35,6 +43,7 @@ class ContextSchedules:
             multiple=2 * shards,
             min_degree=parallel.min_dynamic_context_parallel_size,
         )
+        self._padded = partial(padded_micro_batches, parallel)
         self._kept: OrderedDict[tuple[int, int, int], StepSchedule] = OrderedDict()
 
     def forget(self) -> None:
@@ -47,6 +56,7 @@ class ContextSchedules:
         if key not in self._kept:
             members = [sequence for position in batch for sequence in rows.sequences(order(position))]
             schedule = schedule_step(rows.samples.lengths[members], self.limits, self._costs)
+            schedule = with_padding(schedule, self._padded(len(schedule.passes)), self.limits)
             self._kept[key] = replace(
                 schedule,
                 passes=tuple(

@@ -138,8 +138,8 @@ def _notes_on_samples(run: Run, before: RunConfig, checkpoint: Checkpoint) -> It
     others = _changed(before, run.config, Decides.SAMPLES)
     for prefix, was in checkpoint.manifest.data.items():
         now = run.data_files.get(prefix, was)
-        changes = [(name, a, b) for (name, a), (_, b) in zip(was, now) if a not in ("", b)]  # "": not recorded
-        others += [_was_and_is(f"{name} of {prefix}", a, b) for name, a, b in changes]
+        recorded = [(name, a, b) for (name, a), (_, b) in zip(was, now) if a != ""]
+        others += [_was_and_is(f"{name} of {prefix}", a, b) for name, a, b in recorded if a != b]
     if others:
         yield (
             f"samples may differ from those that the run of {checkpoint.folder} would have read: {'; '.join(others)}; "

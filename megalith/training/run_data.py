@@ -34,6 +34,9 @@ STATIC_CONTEXT = {
     "dynamic_context_parallel": False,
     "max_seqlen_per_dp_cp_rank": None,
     "min_dynamic_context_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,  # an interleaved schedule may not take the static micro-batches
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
+    "pipeline_schedule": "1f1b",
 }
 
 

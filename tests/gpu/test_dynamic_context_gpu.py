@@ -6,6 +6,7 @@ import random
 import pytest
 
 from megalith.config import RunConfig
+from megalith.launch.pool import Pool
 from megalith.parity.differences import relative_error
 from megalith.parity.job import start
 
@@ -17,7 +18,12 @@ SEQ, STEPS = 1024, 6
 LOSS_BOUND, NORM_BOUND = 2e-3, 2e-2  # of bf16, as in test_grid_gpu.py
 
 
-def configuration(folder, **parallel) -> RunConfig:
+LATENT = {name: value for name, value in MODEL.items() if name != "num_query_groups"} | dict(
+    multi_latent_attention=True, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=32
+)  # fmt: skip
+
+
+def configuration(folder, model=MODEL, **parallel) -> RunConfig:
     """An SFT run over samples of lognormal lengths."""
     rng, path = random.Random(0), folder / "samples.jsonl"
     with path.open("w") as file:
@@ -26,7 +32,7 @@ def configuration(folder, **parallel) -> RunConfig:
             file.write(json.dumps({"input_ids": [rng.randrange(1000) for _ in range(length)]}) + "\n")
     return RunConfig.from_tree(
         {
-            "model": MODEL,
+            "model": model,
             "parallel": parallel,
             "data": {"train_data_path": str(path), "seq_length": SEQ},
             "sft": {"enabled": True},
@@ -64,6 +70,31 @@ def test_losses_are_those_of_one_gpu(gpus, tmp_path, kind, strategy):
         data_parallel_sharding_strategy=strategy,
     )
     ranks = gpus.run(curve, configuration(tmp_path, **dynamic), size=2)
+    assert {size for _, _, sizes in ranks for size in sizes} == {1, 2}
+    for losses, norms, _ in ranks:
+        assert relative_error(losses, expected[0]) < LOSS_BOUND
+        assert relative_error(norms, expected[1]) < NORM_BOUND
+
+
+@pytest.fixture(scope="module")
+def four_processes():
+    pool = Pool(4, timeout=300.0, device_type="cuda")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.four_gpus
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("model", [MODEL, LATENT], ids=["gqa", "mla"])
+def test_pipelines_and_latent_attention_have_the_losses_of_one_gpu(four_processes, tmp_path, model, schedule):
+    expected = four_processes.run(curve, configuration(tmp_path, model), size=1)[0]
+    dynamic = dict(
+        dynamic_context_parallel=True,
+        max_seqlen_per_dp_cp_rank=SEQ // 2,
+        pipeline_model_parallel_size=2,
+        pipeline_schedule=schedule,
+    )
+    ranks = four_processes.run(curve, configuration(tmp_path, model, **dynamic), size=4)
     assert {size for _, _, sizes in ranks for size in sizes} == {1, 2}
     for losses, norms, _ in ranks:
         assert relative_error(losses, expected[0]) < LOSS_BOUND

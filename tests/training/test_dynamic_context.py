@@ -11,13 +11,18 @@ import torch
 from torch import nn
 from tuning_runs import VOCAB, config_of, token_samples, tuning_tree
 
+from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.auto_settings import Machine, resolve_auto
 from megalith.config.train import BatchSizeSchedule
+from megalith.data.dynamic_context import schedule_step
+from megalith.data.order import SingleOrder
 from megalith.errors import ConfigError
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job, start, state_by_name
+from megalith.planner.pass_costs import pass_costs
 from megalith.training.build import prepare
+from megalith.training.context_schedules import ContextSchedules
 from megalith.training.run_data import RunData
 from megalith.training.run_datasets import Data
 
@@ -52,6 +57,30 @@ LAYOUTS = {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
         "max_seqlen_per_dp_cp_rank": 40,
+        "recompute_granularity": "full",
+    },
+}
+
+
+LATENT = {name: value for name, value in EXPERTS.items() if not name.startswith(("moe", "num_e", "num_q"))} | dict(
+    multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8,
+)  # fmt: skip
+PIPELINES = {
+    "pp2 cp2": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+    "pp2 dp2": {"max_seqlen_per_dp_cp_rank": 40, "cp_comm_type": "a2a"},
+    "pp2 cp2 zero bubble": {
+        "context_parallel_size": 2,
+        "cp_comm_type": "all_gather",
+        "pipeline_schedule": "zero_bubble",
+    },
+    "pp2 dp2 interleaved zero2": {
+        "max_seqlen_per_dp_cp_rank": 40,
+        "virtual_pipeline_model_parallel_size": 2,
+        "data_parallel_sharding_strategy": "optim_grads",
+    },
+    "pp2 tp2 sp": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
         "recompute_granularity": "full",
     },
 }
@@ -109,11 +138,16 @@ def test_learned_positions_and_mtp_equal_one_process(pool, tree: dict):
         "learned positions": dense | {"position_embedding_type": "learned_absolute"},
         "mtp": dense | {"mtp_num_layers": 1},
     }
-    layout = DYNAMIC | LAYOUTS["dp4"]
-    cases = {name: (config_of(tree, model=model, parallel=layout),) for name, model in models.items()}
-    for name, ranks in pool.run_cases(run_job, cases, size=4).items():
-        errors = compare(ranks, run_job(config_of(tree, model=models[name])))
-        assert errors.within(), (name, errors)
+    layouts = {"dp4": LAYOUTS["dp4"], "pp2": PIPELINES["pp2 dp2"] | {"pipeline_model_parallel_size": 2}}
+    cases = {
+        (name, layout): (config_of(tree, model=model, parallel=DYNAMIC | layouts[layout]),)
+        for name, model in models.items()
+        for layout in layouts
+    }
+    alone = {name: run_job(config_of(tree, model=model)) for name, model in models.items()}
+    for (name, layout), ranks in pool.run_cases(run_job, cases, size=4).items():
+        errors = compare(ranks, alone[name])
+        assert errors.within(), (name, layout, errors)
 
 
 def test_experts_equal_one_process(pool, tree: dict):
@@ -123,11 +157,93 @@ def test_experts_equal_one_process(pool, tree: dict):
         "dp4 ep2 zero3": LAYOUTS["dp4 zero3"] | {"expert_model_parallel_size": 2},
         "dp2 tp2 sp ep2": LAYOUTS["dp2 tp2 sp"] | {"expert_model_parallel_size": 2},
         "cp4": LAYOUTS["cp4"],
+        "pp2 cp2 ep2": PIPELINES["pp2 cp2"]
+        | {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
     }
     cases = {
         name: (config_of(tree, model=EXPERTS, parallel=DYNAMIC | layout),) for name, layout in layouts.items()
     }
     alone = run_job(config_of(tree, model=EXPERTS))
+    for name, ranks in pool.run_cases(run_job, cases, size=4).items():
+        errors = compare(ranks, alone)
+        assert errors.within(), (name, errors)
+
+
+def test_pipelines_equal_one_process(pool, tree: dict):
+    """Stages exchange rows of a different length in each pass."""
+    model = {name: value for name, value in EXPERTS.items() if not name.startswith(("moe", "num_experts"))}
+    model |= {"num_layers": 4}
+    stages = DYNAMIC | {"pipeline_model_parallel_size": 2}
+    alone = run_job(config_of(tree, model=model))
+    cases = {
+        name: (config_of(tree, model=model, parallel=stages | each),) for name, each in PIPELINES.items()
+    }
+    for name, ranks in pool.run_cases(run_job, cases, size=4).items():
+        errors = compare(ranks, alone)
+        assert errors.within(), (name, errors)
+
+
+@pytest.mark.full
+def test_pipelines_and_latent_attention_on_eight_ranks_equal_one_process(pool_of_eight, tree: dict):
+    sharded = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}
+    model = LATENT | {"num_layers": 4}
+    cases = {
+        "pp2 cp2 tp2 sp": DYNAMIC | sharded | {"pipeline_model_parallel_size": 2, "cp_comm_type": "p2p"},
+        "pp2 dp2 cp2": DYNAMIC | PIPELINES["pp2 cp2"] | {"pipeline_model_parallel_size": 2},
+        "dp2 cp2 tp2 sp": DYNAMIC | sharded | {"cp_comm_type": "all_gather"},
+    }
+    alone = run_job(config_of(tree, model=model))
+    jobs = {name: (config_of(tree, model=model, parallel=layout),) for name, layout in cases.items()}
+    for name, ranks in pool_of_eight.run_cases(run_job, jobs, size=8).items():
+        errors = compare(ranks, alone)
+        assert errors.within(), (name, errors)
+
+
+def test_a_pipeline_gets_passes_of_padding_that_fit_its_schedule(tree: dict):
+    """An interleaved schedule takes a multiple of its stages, whatever the lengths of a step's sequences."""
+    parallel = DYNAMIC | {"pipeline_model_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 40}
+    parallel |= {"virtual_pipeline_model_parallel_size": 2}
+    model = {
+        "init_from": None,
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+    }
+    model |= {"max_position_embeddings": SEQ}
+    config = prepare(config_of(tree, model=model, parallel=parallel), 4)[0]
+    schedules = ContextSchedules(config, SimpleNamespace(rank=0, size=2))
+    rows = Data(config, BatchSizeSchedule.from_config(config.train, 2), 1, None, Axis()).train
+    order, odd = SingleOrder(len(rows)), 0
+    for count in range(1, len(rows)):
+        plain = schedule_step(
+            rows.samples.lengths[[each for i in range(count) for each in rows.sequences(i)]],
+            schedules.limits,
+            pass_costs(config),
+        )
+        passes = schedules.of_batch(rows, order, range(count)).passes
+        assert len(passes) == len(plain.passes) + len(plain.passes) % 2
+        odd += len(plain.passes) % 2
+        groups = [group for each in passes for group in each]
+        assert sorted(i for group in groups for i in group.sequences) == sorted(
+            i for row in range(count) for i in rows.sequences(row)
+        )
+    assert odd
+
+
+def test_latent_attention_equals_one_process(pool, tree: dict):
+    layouts = {
+        "dp2 cp2": LAYOUTS["dp2 cp2"],
+        "cp4": LAYOUTS["cp4"],
+        "dp4 a2a zero3": LAYOUTS["dp4 zero3"],
+        "cp2 tp2": {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "cp_comm_type": "p2p"},
+        "dp2 tp2 sp": LAYOUTS["dp2 tp2 sp"],
+        "pp2 cp2": PIPELINES["pp2 cp2"] | {"pipeline_model_parallel_size": 2},
+    }
+    cases = {
+        name: (config_of(tree, model=LATENT, parallel=DYNAMIC | layout),) for name, layout in layouts.items()
+    }
+    alone = run_job(config_of(tree, model=LATENT))
     for name, ranks in pool.run_cases(run_job, cases, size=4).items():
         errors = compare(ranks, alone)
         assert errors.within(), (name, errors)
@@ -209,15 +325,25 @@ def train_to(config: RunConfig, step: int) -> tuple[list[list], dict]:
     return metrics, state_by_name(run)
 
 
-def test_a_run_resumes_bitwise_and_in_a_static_layout(pool, tree: dict, tmp_path):
-    parallel = DYNAMIC | LAYOUTS["dp2 cp2"]
+RESUMED = {
+    "dp2 cp2": (DYNAMIC | LAYOUTS["dp2 cp2"], {}),
+    "pp2 cp2": (DYNAMIC | PIPELINES["pp2 cp2"] | {"pipeline_model_parallel_size": 2}, LATENT),
+    "mla tp2 cp2": (DYNAMIC | PIPELINES["pp2 cp2"] | {"tensor_model_parallel_size": 2}, LATENT),
+}
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_a_run_resumes_bitwise_and_in_a_static_layout(pool, tree: dict, tmp_path, layout: str):
+    parallel, model = RESUMED[layout]
     steps = dict(train_iters=4, deterministic=True)
 
     def config(folder: str, load: bool = False, **more) -> RunConfig:
         path = str(tmp_path / folder)
         train = {**steps, "output_dir": path}
         return config_of(
-            tree, **{"parallel": parallel, "train": train} | more, checkpoint={"load": path} if load else {}
+            tree,
+            **{"parallel": parallel, "model": model, "train": train} | more,
+            checkpoint={"load": path} if load else {},
         )
 
     straight, state = pool.run(train_to, config("straight"), 4, size=4)[0]
@@ -267,7 +393,6 @@ def test_compiled_layers_follow_the_groups(pool, tree: dict, kind: str):
     [
         ({"sft": {"enabled": False}, "data": {"mock": True, "train_data_path": None, "valid_data_path": None}},
          "sft.enabled is False and parallel.dynamic_context_parallel is on"),
-        ({"parallel": {"pipeline_model_parallel_size": 2}}, "pipeline_model_parallel_size is 2 and parallel.dynamic"),
         ({"model": {"hidden_dropout": 0.1}}, "model.hidden_dropout is 0.1 and .* keyed by the position in the row"),
         ({"train": {"calculate_per_token_loss": False}}, "calculate_per_token_loss is False and"),
         ({"train": {"fp8_format": "hybrid"}}, "train.fp8_format is hybrid and"),

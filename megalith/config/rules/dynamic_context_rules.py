@@ -73,8 +73,6 @@ def _of_model(model: ModelConfig) -> Iterator[Setting]:
         yield "model.score_head", True, "it supports language models"
     if model.num_experts is not None:
         yield from _of_experts(model)
-    if model.multi_latent_attention:
-        yield "model.multi_latent_attention", True, _STATIC
     if mixers := model.recurrent_mixers:
         yield "a layer's mixer", sorted(mixers)[0], _STATIC
     for name in ("hidden_dropout", "attention_dropout"):
@@ -104,9 +102,8 @@ def _of_run(config: RunConfig) -> Iterator[Setting]:
     if not config.sft.enabled or config.distill.teacher_or_logits is not None:
         enabled = "distill.teacher" if config.distill.teacher_or_logits is not None else "sft.enabled"
         yield enabled, enabled != "sft.enabled", "it schedules the samples of `megalith sft`"
-    for name in ("pipeline_model_parallel_size", "expert_tensor_parallel_size"):
-        if getattr(parallel, name) > 1:
-            yield f"parallel.{name}", getattr(parallel, name), _STATIC
+    if parallel.expert_tensor_parallel_size > 1:
+        yield "parallel.expert_tensor_parallel_size", parallel.expert_tensor_parallel_size, _STATIC
     if parallel.expert_model_parallel_size > 1:
         if parallel.moe_token_dispatcher_type != "alltoall":
             yield "parallel.moe_token_dispatcher_type", parallel.moe_token_dispatcher_type, _UNEVEN

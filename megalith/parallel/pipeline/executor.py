@@ -190,7 +190,8 @@ class _Pass:
         self.rank, self.links, self.chunks = pipeline.axis.rank, pipeline._links, pipeline.chunks
         self.loss_factor = loss_factor
         self.record = record
-        self.warm = (tuple(self._shapes(0).values()), torch.is_grad_enabled())
+        shapes = {tuple(self._shapes(number).values()) for number in range(len(micro_batches))}
+        self.shapes = {(each, torch.is_grad_enabled()) for each in shapes}
         self.device = micro_batches[0]["input_ids"].device
         self.loss = torch.zeros((), dtype=pipeline.loss_dtype, device=self.device)
         self.output: Tensor | None = None  # output of the last stage for the last micro-batch
@@ -203,7 +204,7 @@ class _Pass:
     def run(self) -> Tensor:
         actions = self.schedule.actions[self.rank]
         stopwatch = Stopwatch(self.device, self.pipeline.axis) if self.record else None
-        posts_ahead = self.warm in self.pipeline._warm and len(self.micro_batches) > 1
+        posts_ahead = self.shapes <= self.pipeline._warm and len(self.micro_batches) > 1
         received = None
         for number, action in enumerate(actions):
             arriving, received = received or self._post_recv(action), None
@@ -225,7 +226,7 @@ class _Pass:
                     self.links.send(output, target.rank, action.kind is Kind.FORWARD)
         with record_function(WAITS):
             self.links.wait_sends()
-        self.pipeline._warm.add(self.warm)
+        self.pipeline._warm.update(self.shapes)
         if stopwatch:
             self.pipeline.timeline = [
                 Span(self.rank, action, start, end) for action, (start, end) in zip(actions, stopwatch.read())

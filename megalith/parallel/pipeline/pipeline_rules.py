@@ -11,7 +11,13 @@ from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
 from megalith.parallel.pipeline.schedules import check_schedule
 from megalith.parallel.pipeline.simulate import few_micro_batches_warning
-from megalith.parallel.pipeline.stages import assign_layers, run_schedule, schedule_kind, virtual_size
+from megalith.parallel.pipeline.stages import (
+    assign_layers,
+    padded_micro_batches,
+    run_schedule,
+    schedule_kind,
+    virtual_size,
+)
 
 
 def check_layout(config: RunConfig, world_size: int) -> list[str]:
@@ -25,7 +31,10 @@ def check_layout(config: RunConfig, world_size: int) -> list[str]:
     """
     check_training(config, world_size)
     dp = data_parallel_size(config.parallel, world_size)
-    return check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
+    counts = BatchSizeSchedule.from_config(config.train, dp).all_micro_batches
+    if config.parallel.dynamic_context_parallel:  # the number of passes depends on the data, and is padded
+        counts = [padded_micro_batches(config.parallel, config.parallel.pipeline_model_parallel_size)]
+    return check_pipeline(config, counts)
 
 
 def check_pipeline(config: RunConfig, micro_batches: Iterable[int]) -> list[str]:
