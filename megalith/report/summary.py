@@ -121,7 +121,7 @@ def _model(config: RunConfig) -> str:
     widths = f"MLP {model.ffn_size} {mlp}"
     if model.num_experts:
         widths = f"{model.num_experts} experts of {model.expert_size} {mlp}, {model.moe_router_topk} a token"
-        if dense := model.num_layers - len(model.expert_layers):
+        if dense := model.num_layers - len(model.routed_layers):
             widths += f", {dense} layers with an MLP of {model.ffn_size}"
     return (
         f"{name}{model.num_layers} layers × {model.hidden_size}, {heads}, {widths}\n"

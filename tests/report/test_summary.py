@@ -44,6 +44,13 @@ def test_summary_shows_parameters_flops_batch_memory_and_device():
     assert "runs/large" in text
 
 
+def test_summary_counts_layers_with_an_mlp_without_those_of_multi_token_prediction():
+    experts = ["--model.num_experts", "8", "--model.mtp_num_layers", "2", "--model.moe_ffn_hidden_size", "64"]
+    assert "layers with an MLP" not in _summary(*experts)
+    text = _summary(*experts, "--model.moe_layer_freq", "2")
+    assert "18 layers with an MLP of 5120" in " ".join(text.split())
+
+
 def test_file_gets_plain_text_within_100_columns_and_megatrons_parameter_lines_on_request():
     assert "in billions" not in _summary()
     text = _summary("--log.console", "lines")
