@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megalith.bridge.families import family_for, family_named, family_of
+from megalith.bridge.families import FAMILIES, family_for, family_named, family_of
 from megalith.bridge.family import Family, Group
 from megalith.bridge.folder import (
     CONFIG,
@@ -115,12 +115,18 @@ def export_hf(
     if has_average:
         notes.append("these are the averaged weights; --weights trained writes those of the last step")
     notes += conversion_notes(config.model)
-    groups = chosen.groups(config.model)
+    groups = (chosen if wrapper is None else chosen.stored_as(wrapper.shapes)).groups(config.model)
     dtypes = _dtypes(groups, config.train, origin, dtype)
     tokenizer = saved_tokenizer(opened.tokenizer_folder)
     tensors = {name: (dtypes[name], shape) for group in groups for name, shape in group.sources.items()}
     copies = {copy: name for copy, name in chosen.copies(config.model).items() if name in tensors}
     tensors |= {copy: tensors[name] for copy, name in copies.items()}
+    constants = chosen.stored_constants(config.model)
+    constant_dtypes = {
+        name: DTYPE_NAMES[dtype] if dtype else origin.dtypes.get(name, export_dtype(config.train))
+        for name in constants
+    }
+    tensors |= {name: (kind, ()) for name, kind in constant_dtypes.items()}
     codes = quantized_names(groups, quantize, chosen.not_in_fp8) if quantize else set()
     notes += notes_on_blocks(tensors, codes, quantize) if quantize else []
     stored = with_scales(tensors, codes, quantize) if quantize else tensors
@@ -145,6 +151,9 @@ def export_hf(
                     for part, values in parts.items():
                         writer.write(part if wrapper is None else wrapper.name(part), values)
                         progress.add(values.nbytes)
+        for name, value in constants.items():
+            written = name if wrapper is None else wrapper.name(name)
+            writer.write(written, torch.tensor(value, dtype=constant_dtypes[name]))
         model_dtype = DTYPE_NAMES[dtype] if dtype else export_dtype(config.train)
         tree = _config_json(chosen, config.model, origin, model_dtype, tokenizer)
         if quantize:
@@ -193,6 +202,7 @@ def merge_hf(opened: Checkpoint, path: Path) -> None:
             dtypes = dict.fromkeys(group.sources, torch.float32)
             state_dict.update({name: value.clone() for name, value in to_theirs(group, tensor, dtypes)})
             progress.add(tensor.nbytes)
+    state_dict |= {name: torch.tensor(value) for name, value in family.stored_constants(model).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         if path.suffix == ".safetensors":
@@ -246,6 +256,7 @@ def export_family(
     if origin.config is not None:
         try:
             chosen = family_of(origin.config, "the model's origin")
+            chosen = FAMILIES.get(chosen.exported_as, chosen)
             chosen.write_config(model)
             return chosen, []
         except ConfigError:  # the model was trained with another model's tokenizer, or changed

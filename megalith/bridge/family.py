@@ -164,11 +164,19 @@ class Family:
     """Class of transformers that runs the family, if it is another family's. Files name this class or
     `architecture`."""
 
+    exported_as: str = ""
+    """Architecture of exports without the rest of a multimodal model, if transformers has no class for this language
+    model alone."""
+
     other_model_types: tuple[str, ...] = ()
     """Further values of `model_type` that transformers reads as this family."""
 
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors of a multi-token prediction layer that repeat tensors of the model → these. An export writes them."""
+
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Scalars of each layer that transformers stores and that are constants here. An import checks them, an export
+    writes them."""
 
     ignored: tuple[str, ...] = ()
     """Patterns of tensor names to ignore: masks and frequencies stored by older versions."""
@@ -238,6 +246,11 @@ class Family:
             raise ConfigError(f"it has {'; '.join(changed)}")
         return hf_config
 
+    def stored_as(self, shapes: Mapping[str, tuple[int, ...]]) -> Family:
+        """Return the family with the tables of files whose tensors have these shapes. Overridden by families whose
+        files differ in the order of dimensions."""
+        return self
+
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         """Return the tensor table of a model. Overridden by families whose names depend on the configuration."""
         return self.tensors
@@ -253,6 +266,15 @@ class Family:
             copy.format(layer=layer): original
             for layer in model.mtp_layers
             for copy, original in self.mtp_copies.items()
+        }
+
+    def stored_constants(self, model: ModelConfig) -> dict[str, float]:
+        """Return the scalars that the model's files contain besides its parameters. Overridden where they depend on the
+        configuration."""
+        return {
+            name.format(layer=layer): value
+            for layer in range(model.num_layers)
+            for name, value in self.constants.items()
         }
 
     def groups(self, model: ModelConfig) -> list[Group]:

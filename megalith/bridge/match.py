@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -21,6 +22,7 @@ from megalith.models.init import initial_value
 from megalith.models.vocabulary import VOCABULARY
 
 WEIGHT_CODES = ("F32", "BF16", "F16")
+ROUNDING = 5e-2  # of 1e-6 in fp16
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
             extra, or its dtype differs.
     """
     source.normalize_names(family)
+    family = family.stored_as({name: stored.shape for name, stored in source.tensors.items()})
     _check_counts(source, model)
     if family.trusts_stored_head and not model.untie_embeddings_and_output_weights:
         model = _as_stored(source, family, model)
@@ -83,16 +86,19 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
         model = model.model_copy(update={"mtp_num_layers": 1})
     elif model.mtp_num_layers:
         model = _with_stored_mtp(source, family, model)
-    copies = family.copies(model)
+    copies, constants = family.copies(model), family.stored_constants(model)
     groups = family.groups(model)
     expected = {name: shape for group in groups for name, shape in group.sources.items()}
     present = {
         name: stored
         for name, stored in source.tensors.items()
         if name in expected
-        or not (name in copies or any(re.search(pattern, name) for pattern in family.ignored))
+        or not (
+            name in copies or name in constants or any(re.search(pattern, name) for pattern in family.ignored)
+        )
     }
     _warn_of_unread_mtp(source, {*present, *copies}, model)
+    _check_constants(source, constants)
     for copy, original in copies.items():
         if _differs(source, copy, original):
             raise CheckpointError(
@@ -117,6 +123,23 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
         )
     _check_shapes(source, expected)
     return Match(source, groups, missing, extra)
+
+
+def _check_constants(source: SourceFolder, constants: Mapping[str, float]) -> None:
+    """Raise CheckpointError for a stored scalar that differs from the constant used here by more than rounding."""
+    for name, value in constants.items():
+        stored = source.tensors.get(name)
+        if stored is None:
+            continue
+        if stored.dtype not in WEIGHT_CODES or math.prod(stored.shape) != 1:
+            raise CheckpointError(
+                f"{source.path} has {name} of type {stored.dtype} and shape {list(stored.shape)}, which is not a "
+                "number; fetch it again"
+            )
+        if not math.isclose(number := source.read(name).item(), value, rel_tol=ROUNDING):
+            raise CheckpointError(
+                f"{source.path} has {name} {number:g}, but only {value:g} is supported; use a model with this value"
+            )
 
 
 def _check_counts(source: SourceFolder, model: ModelConfig) -> None:

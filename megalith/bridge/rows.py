@@ -107,6 +107,11 @@ def swapped_halves_qkv(*names: str) -> Rule:
     return Rule(names, _by_group_swapped)
 
 
+def one_each(*names: str) -> Rule:
+    """Return the rule of a vector whose elements are tensors of one element each."""
+    return Rule(names, lambda model, rows: [RowRun(source, 0, source, 1) for source in range(len(names))])
+
+
 def interleaved_heads(name: str, plain: str) -> Rule:
     """Return the rule of heads with `plain` rows without RoPE followed by interleaved rotary pairs.
 

@@ -21,7 +21,6 @@ OPERATORS: Mapping[str, str] = {
     "hy_v4 minimax_m3_vl_text",
     "residual streams scaled by the number of their branches": "beam",
     "norms inside attention and MLP": "bitnet",
-    "the xIELU activation": "apertus apertus1p5_text",
     "differential attention": "diffllama",
     "dynamic masks in attention": "doge",
     "normalized Transformers (nGPT) with looped layers": "dory",
@@ -57,8 +56,7 @@ SCOPES: Mapping[str, str] = {
     "an encoder that transformers can also run as a decoder; train its masked form": "bert-generation camembert "
     "data2vec-text electra ernie rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta "
     "xlm-roberta-xl xmod",
-    "images": "emu3 fuyu git got_ocr2 gemma3n gemma4 gemma4_unified mllama phi4_multimodal qwen3_5 "
-    "qwen3_5_moe",
+    "images": "emu3 fuyu git got_ocr2 gemma3n gemma4 gemma4_unified mllama phi4_multimodal",
     "audio": "audioflamingo3 glmasr granite_speech granite_speech_plus moshi moss_transcribe_diarize musicflamingo "
     "musicgen musicgen_melody nemo_speechlm omniasr qwen2_audio qwen3_asr seamless_m4t seamless_m4t_v2 "
     "vibevoice_asr voxtral voxtral_realtime whisper",

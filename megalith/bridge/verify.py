@@ -138,7 +138,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape and bits."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)))
 
 
 def _round(model: Transformer, matched: Match) -> None:

@@ -61,6 +61,11 @@ class WrapperFolder:
         """The config.json of the language model."""
         return language_config(self.config)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the language model's tensors."""
+        return {plain: tuple(self._tensors[name].shape) for plain, name in self._names.items()}
+
     def rename(self, tensors: Layout, tied: str) -> Layout:
         """Extend the language model's layout to that of the whole model. The tensor `tied` may be missing in it.
 

@@ -200,10 +200,11 @@ class DenseModel(Section):
     """Use one norm for both attention and MLP with parallel_attn_mlp (Falcon-7B)."""
 
     activation: Annotated[
-        Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"], Resolved("mlp_activation")
+        Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "xielu"],
+        Resolved("mlp_activation"),
     ] = "gelu_tanh"
     """Activation of the MLP unless swiglu is on. `gelu_tanh` is GPT-2's approximation, `quick_gelu` is x · σ(1.702
-    x)."""
+    x), `xielu` has two learned slopes per layer (Apertus)."""
 
     gated_linear_unit: Annotated[bool, Resolved("gated")] = False
     """Gated MLP: activation(gate) · up."""

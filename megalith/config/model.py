@@ -43,7 +43,12 @@ class ModelConfig(HybridModel):
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Function from router logits to scores. Sigmoid scores of the chosen experts are divided by their sum
-    (DeepSeek-V3)."""
+    (DeepSeek-V3), unless moe_router_norm_topk_prob is off."""
+
+    moe_router_norm_topk_prob: Annotated[
+        bool, RequiresSetting("moe_router_score_function", "sigmoid", strict=True)
+    ] = True
+    """Divide the sigmoid scores of several chosen experts by their sum (off for Llama 4)."""
 
     moe_router_pre_softmax: bool = False
     """Take the softmax over all experts before choosing, instead of over the chosen ones."""
@@ -52,7 +57,7 @@ class ModelConfig(HybridModel):
     """Factor on the weights of the chosen experts."""
 
     moe_apply_probs_on_input: bool = False
-    """Multiply the input of an expert by its weight instead of its output (Llama 4). Requires moe_router_topk 1."""
+    """Multiply the input of an expert by its weight instead of its output (Llama 4)."""
 
     add_router_bias: bool = False
     """Add a trained bias to the router (gpt-oss)."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megalith.config import ModelConfig
 from megalith.config.mup import is_hidden_matrix
 from megalith.local_shards import local, local_shape_and_offset
+from megalith.models.xielu import INITIAL
 from megalith.progress import Progress
 
 BLOCK = 2**20  # elements that one generator fills
@@ -36,7 +37,7 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int, show_progress: 
     PiSSA's and OLoRA's first factors, and A is N(0, 1 / (3 · in)), which is PEFT's variance; a convolution's taps
     have it too. In a gated delta net e^weight of the decays is uniform between 0 and 16, and their bias is 1. In
     Mamba-2 e^weight is uniform between 1 and 16, softplus of the bias is log-uniform between 0.001 and 0.1, and the
-    skip connection's weight is 1, as in Megatron-LM.
+    skip connection's weight is 1, as in Megatron-LM. Both slopes of xIELU are 0.8.
 
     With µP, the standard deviation of the layers' matrices is also divided by the root of the width ratio, and the
     branches of the base model are counted if mup_base_num_layers is set.
@@ -87,6 +88,8 @@ def initial_value(
         return torch.ones(slice_shape)
     if any(f".{kind}." in name for kind in ("lora_B", "initial_A", "initial_B")):
         return torch.zeros(slice_shape)
+    if name.endswith("xielu.weight"):
+        return torch.tensor(INITIAL)[slice_first[0] : slice_first[0] + slice_shape[0]]
     if "layernorm" in name:
         return torch.full(slice_shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
     std, ratios = config.init_method_std, config.mup_ratios

@@ -19,6 +19,7 @@ from megalith.models.coded_weight import CodedWeight
 from megalith.models.identity import identity
 from megalith.models.pass_context import Context
 from megalith.models.runnable import Runnable, runnable
+from megalith.models.xielu import XIELU
 from megalith.ops.activation import ACTIVATIONS, gated_activation
 from megalith.ops.coded_gemm import CodedGemm
 from megalith.ops.gemm import GEMM, Gemm, add_bias_gradient, linear
@@ -78,11 +79,15 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: C
 class MLP(Runnable):
     """linear_fc1, activation, linear_fc2. With a gate, rows of fc1 alternate: gate 0, up 0, gate 1, up 1, …"""
 
+    roles = {"xielu": "q_layernorm"}  # replicated, with partial gradients: each rank has some of fc1's rows
+
     def __init__(self, config: ModelConfig, device: torch.device | None = None, ffn_size: int | None = None):
         """Create an MLP of width `ffn_size`; None: the configuration's."""
         super().__init__()
         ffn_size = ffn_size or config.ffn_size
-        plain = ACTIVATIONS[config.mlp_activation]
+        if config.mlp_activation == "xielu":
+            self.xielu = XIELU(device)
+        plain = self.xielu.forward if config.mlp_activation == "xielu" else ACTIVATIONS[config.mlp_activation]
         self.activation = plain
         of_gate, self.multiplier = config.mlp_multipliers or (1.0, 1.0)
         if config.gated:

@@ -5,7 +5,8 @@ chosen, and their scores are the weights of their outputs. Variants:
 
     softmax            weights are the softmax over the chosen experts (Mixtral, Qwen3), or with moe_router_pre_softmax
                        the chosen experts' part of the softmax over all (OLMoE, DeepSeek-V2)
-    sigmoid            weights are the chosen experts' sigmoids divided by their sum (DeepSeek-V3)
+    sigmoid            weights are the chosen experts' sigmoids divided by their sum (DeepSeek-V3), or without
+                       moe_router_norm_topk_prob the sigmoids (Llama 4)
     groups             only experts of the best groups are chosen. A group's score is its best expert's (softmax,
                        DeepSeek-V2), or the sum of its best topk / group_topk (sigmoid, DeepSeek-V3)
     expert bias        added to the scores for choosing only; load_balance.py updates it after each step
@@ -161,7 +162,7 @@ class Router(nn.Module):
         config = self.config
         if config.moe_router_score_function == "sigmoid":
             weights = scores.gather(1, experts)
-            if config.moe_router_topk > 1:
+            if config.moe_router_topk > 1 and config.moe_router_norm_topk_prob:
                 weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         elif config.moe_router_pre_softmax:
             weights = scores.gather(1, experts)

@@ -16,7 +16,7 @@ from torch import nn
 from megalith.config import LoraConfig, ModelConfig, ParallelConfig
 from megalith.models.adapters import ADAPTER, add_adapters, is_initial_factor
 from megalith.models.layer import TransformerLayer, layer_class
-from megalith.models.linear import Linear
+from megalith.models.linear import MLP, Linear
 from megalith.models.model_types import make_model
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import Norm
@@ -255,7 +255,8 @@ class MetaModel:
             )
             cuts = [(dim, sizes[axis]) for axis, dim in dims.items()]
         else:
-            dim = getattr(role_of(name, module, shared_modules(self.config, tensor)), kind)
+            role = role_of(name, module, shared_modules(self.config, tensor), owner=MLP)  # of its xIELU
+            dim = getattr(role, kind)
             cuts = [] if dim is None else [(dim, tensor)]
         for dim, size in cuts:
             shape[dim] = -(-shape[dim] // size)

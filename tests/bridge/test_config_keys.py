@@ -10,7 +10,7 @@ import transformers
 from config_fuzz import MODELS, Fuzzed
 from default_cases import by_default, in_full
 from models.reference import random_parameters
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import megalith
 from megalith.bridge.exporter import export_hf
@@ -112,6 +112,16 @@ WRAPPERS = {
         text_config=dict(TEXT, head_dim=24, rope_parameters=dict(MROPE, mrope_interleaved=True)),
         vision_config=QWEN_VISION,
     ),
+    "Qwen3VLMoe": dict(
+        text_config=dict(TEXT, head_dim=24, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                         mlp_only_layers=[1], tie_word_embeddings=False,
+                         rope_parameters=dict(MROPE, mrope_interleaved=True)),
+        vision_config=QWEN_VISION,
+    ),
+    "Qwen3VLMoe, as published": dict(
+        text_config=dict(TEXT, head_dim=24, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+        vision_config=QWEN_VISION,
+    ),
     "Qwen3_5": dict(text_config=dict(TEXT, **DELTA_NETS), vision_config=QWEN_VISION),
     "Qwen3_5Moe": dict(
         text_config=dict(TEXT, **DELTA_NETS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
@@ -133,6 +143,13 @@ def test_a_multimodal_model_gives_its_language_model(name: str, tmp_path: Path) 
         config, attn_implementation="eager"
     )
     random_parameters(reference).save_pretrained(tmp_path / "hf")
+    if name.endswith("as published"):  # experts' matrices as [in, out]
+        file = tmp_path / "hf" / "model.safetensors"
+        tensors = {
+            key: tensor.transpose(1, 2).contiguous() if "experts" in key else tensor
+            for key, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
     with pytest.warns(UserWarning, match="only the language model of this .*; the vision tower"):
         import_hf(tmp_path / "hf", tmp_path / "run", show_progress=False)
     ids = torch.randint(1, 151, (2, 48), generator=torch.Generator().manual_seed(3))
@@ -173,6 +190,16 @@ def test_a_language_model_is_written_only_into_its_own_multimodal_model(hf_folde
         CheckpointError, match=r"another language model than the checkpoint: model\.layers\.2\."
     ):
         export_hf(tmp_path / "run", tmp_path / "out", multimodal=tmp_path / "hf", show_progress=False)
+
+
+def test_other_constants_of_xielu_are_refused(tmp_path: Path) -> None:
+    reference = transformers.ApertusForCausalLM(transformers.ApertusConfig(**TEXT))
+    reference.model.layers[1].mlp.act_fn.beta.fill_(0.7)
+    reference.save_pretrained(tmp_path / "hf")
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.act_fn\.beta 0\.7, but only 0\.5 is supported; use a"
+    ):
+        import_hf(tmp_path / "hf", tmp_path / "run", show_progress=False)
 
 
 def test_layers_of_llama4_follow_their_intervals() -> None:

@@ -124,6 +124,18 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
              qk_l2_norm=True, layernorm_epsilon=1e-5, final_logit_softcapping=3.0, add_qkv_bias=True,
              add_proj_bias=True),
     ),
+    "apertus": (
+        lambda: transformers.ApertusConfig(**LLAMA, rope_parameters=LLAMA3_ROPE, attention_bias=True),
+        dict(PLAIN, add_bias_linear=False, activation="xielu", layernorm_epsilon=1e-5, qk_layernorm=True,
+             add_qkv_bias=True, add_proj_bias=True, rotary_base=5000.0,
+             rope_scaling=dict(type="llama3", factor=4.0, original_max_position_embeddings=64)),
+    ),
+    "apertus 1.5": (
+        lambda: transformers.Apertus1p5TextConfig(**LLAMA, tie_word_embeddings=True,
+                                                  rope_parameters=dict(rope_type="default", rope_theta=10000.0)),
+        dict(PLAIN, add_bias_linear=False, activation="xielu", layernorm_epsilon=1e-5, qk_layernorm=True,
+             untie_embeddings_and_output_weights=False),
+    ),
     "arcee": (
         lambda: transformers.ArceeConfig(**LLAMA, attention_bias=True, mlp_bias=True, rope_parameters=FULL_YARN),
         dict(PLAIN, activation="squared_relu", layernorm_epsilon=1e-5, rope_scaling=OUR_YARN),
@@ -171,9 +183,10 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
     "llama4, no norms, no chunks": (
         lambda: transformers.Llama4TextConfig(
             **LLAMA, head_dim=24, intermediate_size_mlp=80, num_local_experts=6, no_rope_layers=[1, 0, 1],
-            attention_chunk_size=None, floor_scale=7, attn_scale=0.4, use_qk_norm=False, attention_bias=True),
+            attention_chunk_size=None, floor_scale=7, attn_scale=0.4, use_qk_norm=False, attention_bias=True,
+            num_experts_per_tok=3),
         dict(OUR_LLAMA4, rotary_base=5e5, qk_l2_norm=False, qk_l2_norm_rope_only=False, add_qkv_bias=True,
-             add_proj_bias=True),
+             add_proj_bias=True, moe_router_topk=3, moe_router_norm_topk_prob=False),
     ),
     "ernie4.5-moe": (
         lambda: transformers.Ernie4_5_MoeConfig(

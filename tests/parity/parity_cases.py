@@ -114,8 +114,9 @@ MOE = LLAMA | {
 }
 LLAMA4 = MOE | {
     "moe_layer_freq": 2,
-    "moe_router_topk": 1,
+    "moe_router_topk": 2,
     "moe_router_score_function": "sigmoid",
+    "moe_router_norm_topk_prob": False,
     "moe_apply_probs_on_input": True,
     "moe_shared_expert_intermediate_size": 24,
     "qk_layernorm": False,
@@ -135,7 +136,7 @@ NANOCHAT = LLAMA | {
     "embedding_layernorm": True,
     "clip_qkv": 0.1,  # so low that some are clamped
     "swiglu": False,
-    "activation": "squared_relu",
+    "activation": "xielu",
 }
 GPT_OSS = MOE | {
     "qk_layernorm": False,

@@ -279,7 +279,7 @@ OTHER_FUNCTIONS = {
     "attention_chunk_size": (16, LLAMA4), "qk_l2_norm_rope_only": (True, LLAMA4),
     "qk_layernorm_after_rope": (True, WHOLE), "query_scaling_beta": (0.2, LLAMA4),
     "query_scaling_length": (4096, LLAMA4), "query_scaling_layers": ("no_rope", LLAMA4),
-    "moe_apply_probs_on_input": (True, LLAMA4),
+    "moe_apply_probs_on_input": (True, LLAMA4), "moe_router_norm_topk_prob": (False, WHOLE),
 }  # fmt: skip
 
 

@@ -111,6 +111,17 @@ class QKNorm:
         return {"use_qk_norm": model.qk_l2_norm}
 
 
+class ExpertsPerToken:
+    """Row for the number of experts per token, whose weights are not divided by their sum."""
+
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        topk = hf_config.get("num_experts_per_tok", 1)
+        return {"moe_router_topk": topk, "moe_router_norm_topk_prob": topk == 1}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"num_experts_per_tok": model.moe_router_topk}
+
+
 class SharedExpert:
     """Row for the width of the experts, which the shared expert also has."""
 
@@ -159,10 +170,10 @@ LLAMA4 = Family(
         Field("num_experts", "num_local_experts", default=16),
         ExpertLayers(),
         SharedExpert(),
+        ExpertsPerToken(),
         FixedSettings(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0,
-                      rotary_interleaved=True, moe_router_topk=1, moe_router_score_function="sigmoid",
-                      moe_apply_probs_on_input=True),
-        RequiredKeys(hidden_act="silu", num_experts_per_tok=1),
+                      rotary_interleaved=True, moe_router_score_function="sigmoid", moe_apply_probs_on_input=True),
+        RequiredKeys(hidden_act="silu"),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,

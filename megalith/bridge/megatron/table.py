@@ -265,6 +265,11 @@ class _Experts:
     def write(self, model: ModelConfig) -> Tree:
         if model.num_experts is None:
             return {"num_experts": None}
+        if model.moe_apply_probs_on_input and model.moe_router_topk > 1:
+            raise ConfigError(
+                f"moe_apply_probs_on_input, which Megatron-LM supports only with moe_router_topk 1, not "
+                f"{model.moe_router_topk}"
+            )
         layers = [int(layer in model.expert_layers) for layer in range(model.num_layers)]
         return {
             **{name: getattr(model, name) for name in EXPERTS},

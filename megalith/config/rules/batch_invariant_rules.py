@@ -76,6 +76,7 @@ def _of_model(model: ModelConfig) -> Iterator[Unsupported]:
         "qk_layernorm_full_width": (model.qk_layernorm_full_width, _NORM),
         "qk_layernorm_per_head": (model.qk_layernorm_per_head, _NORM),
         "qk_l2_norm": (model.qk_l2_norm, _NORM),
+        "activation": (model.mlp_activation == "xielu", "xIELU has no batch-invariant operator"),
         "moe_expert_capacity_factor": (model.moe_expert_capacity_factor is not None, _OTHER_TOKENS),
         "moe_router_load_balancing_type": (
             model.num_experts is not None and model.moe_router_load_balancing_type == "sinkhorn",

@@ -19,11 +19,6 @@ def check_experts(model: ModelConfig) -> None:
             f"model.moe_router_topk {topk} is more than model.num_experts {experts}, but the "
             "experts of a token must differ; lower model.moe_router_topk"
         )
-    if model.moe_apply_probs_on_input and topk != 1:
-        raise ConfigError(
-            f"model.moe_apply_probs_on_input multiplies a token by the weight of its only expert, but "
-            f"model.moe_router_topk is {topk}; set it to 1, or leave moe_apply_probs_on_input out"
-        )
     _check_layers(model)
     _check_groups(model)
     _check_sinkhorn(model)

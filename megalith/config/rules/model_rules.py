@@ -76,6 +76,19 @@ def _check_gate(model: ModelConfig) -> None:
             f"model.activation is {model.activation}, but model.swiglu gates the MLP by silu; leave activation out, or "
             "set model.gated_linear_unit in swiglu's place"
         )
+    if model.mlp_activation == "xielu":
+        required = {
+            "model_type": (model.model_type, "gpt"),
+            "gated_linear_unit": (model.gated_linear_unit, False),
+            "num_experts": (model.num_experts, None),
+        }
+        for name, (value, needed) in required.items():
+            if value != needed:
+                raise ConfigError(
+                    f"model.activation is xielu, but model.{name} is {value}; its learned slopes are supported only in "
+                    f"the MLPs of decoders without gates and experts: set {name} to {needed}, or choose another "
+                    "activation"
+                )
     for name, plain in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
         if getattr(model, name) != plain and not model.gated:
             raise ConfigError(
