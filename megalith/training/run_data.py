@@ -89,7 +89,15 @@ class RunData:
         Returns:
             Per sample `position` in the stream, `index` in the dataset (not for streams), `source`, `tokens` (the
             inputs and the last label) and `learned`, the number of tokens in the loss.
+
+        Raises:
+            ConfigError: the run has finished.
         """
+        if self.step >= (total := self.sizes.iterations(self.config.train)):
+            raise ConfigError(
+                f"the run has finished its {total:,} steps and reads no more; choose a step from 1 to {total:,} "
+                "(--step) or positions (--position), or raise train.train_iters"
+            )
         samples = []
         with self._loader(self.step, self.consumed_samples) as batches:
             for _ in range(self.sizes.micro_batches(self.consumed_samples)):

@@ -382,6 +382,14 @@ def test_files_that_change_between_a_run_and_its_resume_are_named(change, stream
         assert not streaming or "1 files have another modification time than at the checkpoint" in printed
 
 
+def test_the_next_samples_of_a_finished_run_are_refused(capsys):
+    Path("t.jsonl").write_bytes(texts_of(0))
+    assert main(["train", run_file({"data_path": ["t.jsonl"], "split": "1"})]) == 0
+    show = ["data", "show", "--config", "run.yaml"]
+    assert main([*show, "--step", "2"]) == 0 and main([*show, "--position", "1"]) == 0
+    check_refused(capsys, show, "the run has finished its 2 steps and reads no more", CONFIG)
+
+
 def test_another_order_or_tokenizer_on_resume_is_named(capsys):
     for number in range(2):
         Path(f"{number}.jsonl").write_bytes(texts_of(number))
