@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     BertConfig,
     BertForPreTraining,
     GPT2Config,
@@ -87,6 +89,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
     "opt": lambda: OPTForCausalLM(OPTConfig(**OPT)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
+    "apertus": lambda: ApertusForCausalLM(ApertusConfig(**LLAMA)),
 }
 RATE = 1e4
 BATCH, STEPS = 8, 3  # samples of an optimizer step's pass, and optimizer steps

@@ -27,12 +27,13 @@ from torch.utils.data import DataLoader
 from megalith.errors import ConfigError
 
 
-def test_the_weights_go_back_into_the_scripts_model_and_files(tmp_path):
-    accelerator, model, own, batch = one_step("mixtral")
+@pytest.mark.parametrize("kind", ["mixtral", "apertus"])  # the second's files have constants too
+def test_the_weights_go_back_into_the_scripts_model_and_files(kind, tmp_path):
+    accelerator, model, own, batch = one_step(kind)
     accelerator.backward(model(**batch).loss)
     own.step()
     module = accelerator.unwrap_model(model)
-    assert type(module) is type(model_of("mixtral"))
+    assert type(module) is type(model_of(kind))
     accelerator.save_model(model, tmp_path / "model")
     module.save_pretrained(tmp_path / "published")
     again = type(module).from_pretrained(tmp_path / "published").eval()

@@ -41,9 +41,15 @@ FAMILIES = {
                     rope_scaling=None),
     "glm4.5": dict(ROUTED, preset="glm4.5", moe_layer_freq=[0, 1], moe_shared_expert_intermediate_size=128,
                    ffn_hidden_size=256),
+    "apertus": dict(DENSE, preset="tiny-llama", swiglu=False, activation="xielu", qk_layernorm=True),
+    "nanochat": dict(DENSE, preset="tiny-llama", swiglu=False, activation="squared_relu", add_norm_weight=False,
+                     embedding_layernorm=True, qk_l2_norm=True),
+    "olmo": dict(DENSE, preset="tiny-llama", normalization="LayerNorm", add_norm_weight=False, add_norm_bias=False,
+                 clip_qkv=0.5),
     "minimax-m2": dict(ROUTED, preset="minimax-m2"),
 }  # fmt: skip
-ROUTES = {"gpt-oss", "qwen3-next", "glm4.5", "minimax-m2"}  # where rounding may send a token elsewhere
+# Where rounding may send a token elsewhere, or an element of OLMo's queries across the bound that it is clamped to.
+ROUTES = {"gpt-oss", "qwen3-next", "glm4.5", "minimax-m2", "olmo"}
 BF16 = {"t5": 8e-2}  # whose scores are not scaled; of the others 4e-2
 SCALE = 2.0**10
 

@@ -131,6 +131,7 @@ class MegatronEngine(nn.Module):
         self.model = build_model(self.run, self.mesh, device)
         patch_save_pretrained()
         self.groups = load_module(module, family, self.run.model, self.model.chunks)
+        self._constants = family.stored_constants(self.run.model)
         reshard_parameters(self.model.chunks)
         self.optimizer: EngineOptimizer | None = None
         self._source_parameters = source_parameters(module, self.groups)
@@ -371,7 +372,8 @@ class MegatronEngine(nn.Module):
     def published_state(self) -> dict[str, Tensor]:
         """Return the full model's tensors under Hugging Face's file names, float32 on every rank's CPU."""
         reshard_parameters(self.model.chunks)
-        return gather_state(self.groups, self.model.chunks, self.mesh.world, self.device)
+        state = gather_state(self.groups, self.model.chunks, self.mesh.world, self.device)
+        return state | {name: torch.tensor(value) for name, value in self._constants.items()}
 
     def hugging_face_module(self) -> nn.Module:
         """Return the script's model with the current weights, on the CPU in its dtype. Every rank calls it."""
