@@ -200,7 +200,7 @@ class Trial:
         )  # fmt: skip
         print(f"{time.monotonic() - start:6.1f} s  {command[:100]}", flush=True)
         if done.returncode:
-            self.fail(command, f"exit code {done.returncode}", done.stdout[-2000:])
+            self.fail(command, f"exit code {done.returncode}", done.stdout[-8000:])
         return done.stdout
 
     def fail(self, *lines: str) -> None:
