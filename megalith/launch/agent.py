@@ -129,6 +129,9 @@ class Agent(HookedAgent):
                 os.kill(process.pid, number)  # not to its process group: it still needs its data workers
 
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        handler = worker_group.spec.rdzv_handler
+        if handler.is_elastic and worker_group.group_rank == 0:
+            handler.announce()
         if not self._not_connected and (reason := self._peers.poll()):
             self._not_connected = reason
             self._kill_ranks(worker_group)
@@ -141,8 +144,7 @@ class Agent(HookedAgent):
             return RunResult(WorkerState.HEALTHY)  # a rank has failed since; the next call replaces it
         self._kill_survivors(worker_group)
         result = super().monitor_workers(worker_group)
-        waiting = worker_group.spec.rdzv_handler.num_nodes_waiting
-        if result.state == WorkerState.SUCCEEDED and not self._stop_requested and waiting():
+        if result.state == WorkerState.SUCCEEDED and not self._stop_requested and handler.num_nodes_waiting():
             return RunResult(
                 WorkerState.HEALTHY
             )  # another launcher stopped the ranks because a machine joined

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,6 +35,12 @@ from megalith.launch.tcp_store import ANSWER_TIMEOUT, connect_store, not_a_rende
 
 DEFAULT_PORT = 29400  # torch elastic's
 LAST_CALL = 10  # seconds to wait for more machines once the minimum is reached
+ANNOUNCE_INTERVAL = 1.0  # seconds between a running job's announcements
+SILENCE = 20.0  # seconds without an announcement after which a job no longer runs
+RESIZE_LIMIT = 60.0  # seconds in which a job that is being resized meets the machines that wait for it
+RUNNING = "megalith/running"  # key of the running job's last announcement
+WAITING = "megalith/waiting"  # key of the number of machines that wait for that job
+RESIZING = "resizing"  # prefix of an announcement: the job meets the machines that wait
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,10 @@ class MultiNodeRendezvous(RendezvousHandler):
     A launcher of another job is rejected. In each round, the launcher of rank 0 serves a new store for the ranks:
     torch would keep using the first round's store, whose address a machine that joins later does not know.
 
+    torch removes a launcher that has been silent for 15 s, for example on an overloaded machine, although its ranks
+    still run, and a machine that waits for it then completes a round alone. A running job therefore announces itself,
+    and such a machine asks it to meet again.
+
     Args:
         endpoint: "host:port" on one of the machines.
         run_id: name of the job, the same on all machines.
@@ -126,6 +137,12 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._next: RendezvousInfo | None = None
         self.running: Membership | None = None
         self.members, self.hides_waiting = 0, False
+        self._has_met = False
+        self._announcements, self._announce_at = 0, 0.0
+        self._resizing, self._resizing_since = (
+            "",
+            0.0,
+        )  # an announcement, and when this launcher first read it
         min_nodes, max_nodes = nnodes
         self.is_elastic = min_nodes < max_nodes
         count = f"{max_nodes}" if min_nodes == max_nodes else f"{min_nodes} to {max_nodes}"
@@ -134,12 +151,12 @@ class MultiNodeRendezvous(RendezvousHandler):
             file=sys.stderr,
         )
         self.serves_store = False
-        store, self.job = self._open(run_id)
+        self._store, self.job = self._open(run_id)
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks get a store of their own
         parameters = RendezvousParameters(
             "c10d", endpoint, run_id, *nnodes, last_call_timeout=LAST_CALL, **options
         )
-        self._inner = create_handler(store, C10dRendezvousBackend(store, run_id), parameters)
+        self._inner = create_handler(self._store, C10dRendezvousBackend(self._store, run_id), parameters)
 
     def _open(self, run_id: str) -> tuple[TCPStore, str]:
         """Serve the rendezvous store or connect to it; return it with the unique name of this start of the job."""
@@ -169,8 +186,56 @@ class MultiNodeRendezvous(RendezvousHandler):
         return store, job
 
     def next_rendezvous(self) -> RendezvousInfo:
-        info, self._next = self._next or self._meet(None), None
+        info, self._next = self._next, None
+        if info is None:
+            self._end_announcements()
+            info = self._meet(None)
+            while self.running is None and not self._has_met and self._await_running_job():
+                info = self._meet(None)
+        self._has_met = True
         return info
+
+    def announce(self) -> None:
+        """Record that the job's ranks run. Only the launcher of group rank 0 calls this, often."""
+        now = time.monotonic()
+        if not self.is_elastic or now < self._announce_at:
+            return
+        self._announcements, self._announce_at = self._announcements + 1, now + ANNOUNCE_INTERVAL
+        with suppress(RuntimeError):  # the launcher that serves the store has ended
+            self._store.set(RUNNING, f"{self._announcements}")
+
+    def _end_announcements(self) -> None:
+        if self._announcements:
+            self._announcements, self._announce_at = 0, 0.0
+            with suppress(RuntimeError):
+                self._store.set(RUNNING, "")
+
+    def _await_running_job(self) -> bool:
+        """Return True if this round was complete without a running job, which now meets again; False if none runs.
+
+        Until then, the job sees this machine as one that waits.
+        """
+        first = self._announcement()
+        if not first:
+            return False
+        if first.startswith(RESIZING):
+            if self._resizing != first:
+                self._resizing, self._resizing_since = first, time.monotonic()
+            return time.monotonic() - self._resizing_since < RESIZE_LIMIT
+        self._store.add(WAITING, 1)
+        last, deadline = first, time.monotonic() + SILENCE
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            newest = self._announcement()
+            if not newest or newest.startswith(RESIZING):
+                return True
+            if newest != last:
+                last, deadline = newest, time.monotonic() + SILENCE
+        self._store.set(WAITING, "0")
+        return False
+
+    def _announcement(self) -> str:
+        return self._store.get(RUNNING).decode() if self._store.check([RUNNING]) else ""
 
     def resize(self, member: Membership) -> RendezvousInfo | None:
         """Meet the other launchers while this machine's ranks keep their processes.
@@ -179,9 +244,14 @@ class MultiNodeRendezvous(RendezvousHandler):
             The result of the round. None if the ranks have to start again; the next call of `next_rendezvous` then
             returns the result.
         """
+        if member.group_rank == 0:
+            self._store.set(WAITING, "0")
+            self._store.set(RUNNING, f"{RESIZING} {member.resizes}")
+            self._announce_at = 0.0
         info = self._meet(member)
         if self.running is not None and self.running.is_of(member):
             return info
+        self._end_announcements()
         self._next = info
         return None
 
@@ -214,12 +284,14 @@ class MultiNodeRendezvous(RendezvousHandler):
             if self.running is None:
                 self._server = serve_store(self._address)
             info.store.set("megalith/ranks", json.dumps([self._address, self._server.port]))
+        else:
+            self._announcements = 0  # another launcher announces the job
         address = RendezvousStoreInfo(*json.loads(info.store.get("megalith/ranks")))
         return RendezvousInfo(info.store, rank, info.world_size, address)
 
     def waiting(self) -> int:
         """Return the number of machines that wait to join."""
-        return self._inner.num_nodes_waiting()
+        return self._inner.num_nodes_waiting() + self._store.add(WAITING, 0)
 
     def get_backend(self) -> str:
         return self._inner.get_backend()

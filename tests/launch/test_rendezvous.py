@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
@@ -200,6 +200,56 @@ def test_members_of_a_running_job_keep_their_order_and_their_store(monkeypatch):
     assert infos[0].rank == 0 and sorted(info.rank for info in infos) == [0, 1, 2]
     assert {info.bootstrap_store_info.master_port for info in infos} != {port}
     for each in (first, second, third):
+        each.shutdown()
+
+
+def forget(launcher: MultiNodeRendezvous) -> None:
+    """Make torch see the launcher's last heartbeat as old, as after a long stall."""
+    launcher._inner._stop_heartbeats()
+    state = launcher._inner._state_holder
+    state.sync()
+    (node,) = state.state.participants
+    state.state.last_heartbeats[node] = datetime.now(UTC) - timedelta(hours=1)
+    state.mark_dirty()
+    state.sync()
+
+
+def test_a_machine_joins_a_job_whose_launcher_has_been_silent_for_long(monkeypatch):
+    """torch forgets the first launcher, so the second one completes a round alone and asks the first to meet again."""
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    monkeypatch.setattr("megalith.launch.rendezvous.LAST_CALL", 1)
+    endpoint = f"127.0.0.1:{free_port()}"
+    first, second = (MultiNodeRendezvous(endpoint, "ours", (1, 2)) for _ in range(2))
+    info = first.next_rendezvous()
+    member = Membership(0, "127.0.0.1", info.bootstrap_store_info.master_port, 0)
+    first.announce()
+    forget(first)
+
+    def invite():
+        while not first.waiting():
+            first.announce()
+            time.sleep(0.1)
+        return first.resize(member)
+
+    one, two = all_of(invite, second.next_rendezvous)
+    assert (one.rank, two.rank, one.world_size, two.world_size) == (0, 1, 2, 2)
+    assert first.running == second.running == member and first.waiting() == 0
+    for each in (first, second):
+        each.shutdown()
+
+
+def test_a_machine_does_not_wait_for_a_job_that_announces_nothing(monkeypatch):
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    monkeypatch.setattr("megalith.launch.rendezvous.LAST_CALL", 1)
+    monkeypatch.setattr("megalith.launch.rendezvous.SILENCE", 0.5)
+    endpoint = f"127.0.0.1:{free_port()}"
+    first, second = (MultiNodeRendezvous(endpoint, "ours", (1, 2)) for _ in range(2))
+    first.next_rendezvous()
+    first.announce()
+    forget(first)
+    info = second.next_rendezvous()
+    assert (info.rank, info.world_size, second.running, first.waiting()) == (0, 1, None, 0)
+    for each in (first, second):
         each.shutdown()
 
 
