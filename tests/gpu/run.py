@@ -12,6 +12,8 @@ the same commit on the same kind of GPUs. A test that failed is not run again: t
 A commit that mends the failures of a run, and changes nothing else, need not run everything again: --mended runs at
 that commit every test of the files with a failure, and what was not reached. The record keeps the first commit, and
 says which commit mended which tests.
+
+record.json is of the last whole run. A later run without a failure that reached nearly all tests is latest.json.
 """
 
 from __future__ import annotations
@@ -142,15 +144,19 @@ def outcome_of_each_test(logs: Path) -> tuple[dict[str, str], Counter[str]]:
     return found, seconds
 
 
-def outcomes(logs: Path) -> tuple[dict[str, Counter[str]], list[str]]:
-    """Count the outcomes of each file's tests, and name the tests that failed."""
+def outcomes(logs: Path) -> tuple[dict[str, Counter[str]], list[str], list[str]]:
+    """Count the outcomes of each file's tests, and name the tests that failed and those that were not reached."""
     found, seconds = outcome_of_each_test(logs)
     files: dict[str, Counter[str]] = {}
     for name, outcome in found.items():
         files.setdefault(file_of(name), Counter())[outcome] += 1
     for name, counts in files.items():
         counts["seconds"] = round(seconds[name])
-    return files, sorted(name for name, outcome in found.items() if outcome == "failed")
+    failed, missed = (
+        sorted(name for name, each in found.items() if each == outcome)
+        for outcome in ("failed", "not_reached")
+    )
+    return files, failed, missed
 
 
 def file_of(test: str) -> str:
@@ -209,7 +215,11 @@ def prepare_logs(logs: Path, run: dict[str, Any], resume: bool, mended: bool = F
 
 
 def record_of(
-    files: dict[str, Counter[str]], failed: list[str], complete: bool, run: dict[str, Any]
+    files: dict[str, Counter[str]],
+    failed: list[str],
+    not_reached: list[str],
+    complete: bool,
+    run: dict[str, Any],
 ) -> dict[str, Any]:
     return {
         **run,
@@ -219,6 +229,7 @@ def record_of(
             for name, counts in sorted(files.items())
         },
         "failed": failed,
+        "not_reached": not_reached,
     }
 
 
@@ -264,8 +275,8 @@ def main() -> int:
         for stage in stages(gpus, args.workers)
     ]
     runner.run(chosen)
-    files, failed = outcomes(args.logs)
-    record = record_of(files, failed, runner.complete and not args.only, run)
+    files, failed, not_reached = outcomes(args.logs)
+    record = record_of(files, failed, not_reached, runner.complete and not args.only, run)
     print()
     for name, counts in record["files"].items():
         print(
