@@ -96,6 +96,12 @@ def shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
 
 
+def short_repr(value: object, limit: int = 60) -> str:
+    """Return a value's repr, cut to `limit` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 def did_you_mean(name: str, choices: Iterable[str], count: int = 3) -> str:
     """Return `; did you mean 'lr_decay_style'?`, or an empty string if no known name is similar."""
     near = difflib.get_close_matches(name, list(choices), n=count, cutoff=0.6)

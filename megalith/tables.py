@@ -54,6 +54,13 @@ def _row_as_text(headings: Sequence[str], row: Sequence[object], width: int) -> 
     return fill(", ".join(pairs), width, subsequent_indent="  ", break_on_hyphens=False)
 
 
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of texts as columns: the first aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for name, *cells in rows:
+        print(name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:])), sep="  ")
+
+
 def format_si(value: float, digits: int = 3) -> str:
     """Return `value` with `digits` significant digits and an SI suffix: 81200 → `81.2k`, 124439808 → `124M`."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

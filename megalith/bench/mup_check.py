@@ -34,8 +34,7 @@ from megalith.data.loader import Loader
 from megalith.data.mock_datasets import MockDataset
 from megalith.hardware import pick_device
 from megalith.optim.schedule import build_schedule
-from megalith.parallel.mesh import build_mesh
-from megalith.training.build import resolve_config
+from megalith.training.build import build_run_mesh, resolve_config
 from megalith.training.custom_loop import Optimizer, parallelize
 
 HEAD_DIM = 32
@@ -140,7 +139,7 @@ def build(config: RunConfig) -> Optimizer:
     """Return model and optimizer of a configuration."""
     config = resolve_config(config, None)
     device = pick_device(config.runtime.device, 0)
-    mesh = build_mesh(config.parallel, 1, device.type, has_experts=config.model.num_experts is not None)
+    mesh = build_run_mesh(config, 1, device.type)
     return Optimizer(parallelize(config, mesh, device), config.optim, config.train.precision)
 
 

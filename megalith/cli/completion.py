@@ -66,14 +66,19 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 def _cases(words: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the branches of a shell's `case`. Commands with equal lists share a branch."""
+    return [
+        f"    {'|'.join(map(shlex.quote, names)) or chr(39) * 2}) words={shlex.quote(' '.join(following))} ;;"
+        for following, names in _names_by_words(words).items()
+    ]
+
+
+def _names_by_words(words: Mapping[str, Sequence[str]]) -> dict[tuple[str, ...], list[str]]:
+    """Return the names that each list of words follows, without the empty list."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, following in words.items():
-        names.setdefault(tuple(following), []).append(name)
-    return [
-        f"    {'|'.join(map(shlex.quote, of)) or chr(39) * 2}) words={shlex.quote(' '.join(following))} ;;"
-        for following, of in names.items()
-        if following
-    ]
+        if following:
+            names.setdefault(tuple(following), []).append(name)
+    return names
 
 
 BASH = """# completion of megalith; zsh reads it with bashcompinit
@@ -118,13 +123,9 @@ complete -c megalith -a "(__megalith_words)"
 
 
 def _fish(words: Mapping[str, Sequence[str]]) -> str:
-    names: dict[tuple[str, ...], list[str]] = {}
-    for name, following in words.items():
-        names.setdefault(tuple(following), []).append(name)
     cases = [
-        f"    case {' '.join(map(_fish_quoted, of))}\n        set words {_fish_quoted(' '.join(following))}"
-        for following, of in names.items()
-        if following
+        f"    case {' '.join(map(_fish_quoted, names))}\n        set words {_fish_quoted(' '.join(following))}"
+        for following, names in _names_by_words(words).items()
     ]
     return FISH.replace("@GROUPS@", " ".join(GROUPS)).replace("@CASES@", "\n".join(cases))
 

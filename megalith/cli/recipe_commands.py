@@ -12,6 +12,7 @@ from typing import Any
 from megalith.cli.json_output import add_json_option, print_json, print_written
 from megalith.cli.parser import Arguments
 from megalith.errors import ConfigError, did_you_mean
+from megalith.tables import print_columns
 
 COLUMNS = "recipe", "GPUs", "GB per GPU", "tokens/s per GPU"
 QUESTIONS = {
@@ -84,12 +85,7 @@ def run_list(args: Arguments) -> int:
         raise ConfigError(
             "no recipe matches that task, model and number of GPUs; `megalith recipes list` lists all of them"
         )
-    cells = [COLUMNS, *(_cells(facts) for facts in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for name, *others in cells:
-        print(
-            name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:])), sep="  "
-        )
+    print_columns([COLUMNS, *(_cells(facts) for facts in rows)])
     print(
         "planned for H100 of 80 GB; `megalith recipes copy NAME` writes a run file, `megalith init` plans your own"
     )

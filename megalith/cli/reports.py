@@ -149,10 +149,10 @@ def config_presets(args: Arguments) -> int:
     if args.json:
         print_json([_preset_document(name) for name in PRESETS])
         return 0
+    from megalith.tables import print_columns
+
     rows = [PRESET_COLUMNS, *(_preset_row(name) for name in PRESETS)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for name, *cells in rows:
-        print(name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:])), sep="  ")
+    print_columns(rows)
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megalith.config.base import Decides, RequiresSetting, Section
+from megalith.config.rl_engines import split_urls
 
 WITHOUT_ADAPTERS = "without_adapters"
 """Value of distill.teacher and rl.teacher: the run's own model without its LoRA adapters."""
@@ -108,8 +109,7 @@ class DistillConfig(Section):
         """Addresses of the sampling servers."""
         if self.engine == "own" or self.engine_url is None:
             return []
-        entries = self.engine_url if isinstance(self.engine_url, list) else [self.engine_url]
-        return [url.strip().rstrip("/") for entry in entries for url in entry.split(",")]
+        return split_urls(self.engine_url)
 
     @property
     def replays_routes(self) -> bool:

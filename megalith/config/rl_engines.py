@@ -15,6 +15,12 @@ from megalith.config.base import Decides, RequiresSetting, Section
 SGLANG = "http://127.0.0.1:30000"  # SGLang's default
 
 
+def split_urls(addresses: str | list[str]) -> list[str]:
+    """Return the addresses in a text or list of texts, each with addresses separated by commas."""
+    entries = [addresses] if isinstance(addresses, str) else addresses
+    return [url.strip().rstrip("/") for entry in entries for url in entry.split(",")]
+
+
 class EngineSettings(Section):
     """Engine that samples, vLLM's and SGLang's servers, and weights sent to them. Part of section `rl`."""
 
@@ -83,8 +89,7 @@ class EngineSettings(Section):
         """Addresses of the sampling servers."""
         if self.engine == "own" or self.is_colocated:
             return []
-        entries = self.engine_url if isinstance(self.engine_url, list) else [self.engine_url or SGLANG]
-        return [url.strip().rstrip("/") for entry in entries for url in entry.split(",")]
+        return split_urls(self.engine_url or SGLANG)
 
     @property
     def server_timeout(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -59,3 +59,19 @@ class RopeScaling(Section):
     def magnitude(self, mscale: float = 1.0) -> float:
         """Return yarn's magnitude: 0.1 · mscale · ln(factor) + 1, or 1 if the factor is at most 1."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+def with_megatron_mscales(
+    scaling: dict[str, Any], mscale: float, mscale_all_dim: float, latent: bool
+) -> dict[str, Any]:
+    """Add Megatron-LM's `mscale` and `mscale_all_dim` to the tree of yarn's settings.
+
+    Latent attention scales its scores too if mscale_all_dim is not 0. Otherwise both only scale cosines and sines.
+    """
+    if mscale_all_dim and latent:
+        return {**scaling, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
+    if not mscale_all_dim and mscale == 1.0:
+        return scaling  # with the default magnitude
+    magnitude = RopeScaling(factor=scaling["factor"]).magnitude
+    denominator = magnitude(mscale_all_dim) if mscale_all_dim else 1
+    return {**scaling, "attention_factor": magnitude(mscale) / denominator}

@@ -25,11 +25,10 @@ from megalith.generation.sampling import generate
 from megalith.launch.launcher import this_process
 from megalith.optim.moments import Moment
 from megalith.parallel.gather import global_tensors
-from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import LocalShard
 from megalith.planner.memory_choices import with_auto
 from megalith.report.report import PendingStep
-from megalith.training.build import prepare, vocabulary_rows
+from megalith.training.build import build_run_mesh, prepare, vocabulary_rows
 from megalith.training.process import detect_machine, prepare_process
 from megalith.training.resume import load_run
 from megalith.training.run_state import Run, Task
@@ -62,9 +61,7 @@ def start(config: RunConfig, task: Task | None = None) -> Run:
     # `auto` settings as for a full-size model.
     machine = replace(detect_machine(config, device), least_work=0.0)
     config, _ = with_auto(config, process.world_size, machine)
-    mesh = build_mesh(
-        config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
-    )
+    mesh = build_run_mesh(config, process.world_size, device.type)
     run = Run(config, tokenizer, mesh, device, task)
     load_run(run)
     return run

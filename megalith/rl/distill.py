@@ -35,7 +35,7 @@ from megalith.ops.distillation_loss import (
     TopLogProbs,
     linear_distillation,
 )
-from megalith.parallel.mesh import Mesh, build_mesh
+from megalith.parallel.mesh import Mesh
 from megalith.parallel.model_spec import LOSSES
 from megalith.planner.memory_choices import with_auto
 from megalith.report.report import TokenCounts
@@ -47,7 +47,7 @@ from megalith.rl.teachers.served_teacher import ServedTeacher
 from megalith.rl.teachers.several_teachers import SeveralTeachers
 from megalith.rl.teachers.stored_teacher import StoredTeacher, logits_record
 from megalith.rl.teachers.teacher import Teacher
-from megalith.training.build import prepare
+from megalith.training.build import build_run_mesh, prepare
 from megalith.training.process import detect_machine, prepare_process
 from megalith.training.run_datasets import Data
 from megalith.training.run_state import Run, Task
@@ -97,8 +97,7 @@ def store_logits(config: RunConfig) -> None:
     init_distributed(device)
     try:
         config, _ = with_auto(config, process.world_size, detect_machine(config, device))
-        experts = config.model.num_experts is not None
-        mesh = build_mesh(config.parallel, process.world_size, device.type, has_experts=experts)
+        mesh = build_run_mesh(config, process.world_size, device.type)
         write_logits(config, tokenizer, mesh, device)
     finally:
         end_distributed()

@@ -14,7 +14,7 @@ from megalith.data.chat.call_formats import (
     llama3_json,
     tokenizer_response_template,
 )
-from megalith.data.chat.chat_template import ChatTemplate
+from megalith.data.chat.chat_template import ChatTemplate, rendered_ids
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.generation.grammar import call_grammar, json_grammar
@@ -49,10 +49,7 @@ class ChatFormat:
     def prompt_ids(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> list[int]:
         """Return the tokens of a conversation with a generation prompt. Raise ValueError if it cannot be rendered."""
         text = self._template.render(list(messages), add_generation_prompt=True, **arguments)
-        ids = self._tokenizer.encode_marked([text], [[(0, len(text))]])[0]
-        if isinstance(ids, str):
-            raise ValueError(ids)
-        return [int(one) for one in ids[0]]
+        return rendered_ids(self._tokenizer, text)
 
     @property
     def supports_tools(self) -> bool:

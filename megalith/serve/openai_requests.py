@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalith.data.chat.conversations import unicode_text
+from megalith.errors import short_repr
 from megalith.serve.http_server import HttpError
 
 MAX_DEPTH = 64  # nested lists and objects of a request
@@ -242,13 +243,13 @@ def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
             continue
         if name in FIXED:
             if value not in FIXED[name]:
-                raise HttpError(400, f"{name} {_short(value)} is not supported; leave it out")
+                raise HttpError(400, f"{name} {short_repr(value)} is not supported; leave it out")
             continue
         if name not in rules:
             raise HttpError(400, f"{name!r:.60} is not a field of this request; leave it out")
         is_valid, rule = rules[name]
         if not is_valid(value):
-            raise HttpError(400, f"{name} is {_short(value)}; it must be {rule}")
+            raise HttpError(400, f"{name} is {short_repr(value)}; it must be {rule}")
         values[name] = value
     needed = "messages" if is_chat else "prompt"
     if needed not in values:
@@ -314,7 +315,7 @@ def _required_tools(tools: list[dict[str, Any]], choice: Any) -> tuple[str, ...]
     names = [one.get("name") for one in functions if isinstance(one, dict)]
     wanted = names if choice == "required" else [choice["function"]["name"]]
     if not wanted or not all(isinstance(name, str) and name in names for name in wanted):
-        raise HttpError(400, f"tool_choice is {_short(choice)}, but tools has no such function; add it")
+        raise HttpError(400, f"tool_choice is {short_repr(choice)}, but tools has no such function; add it")
     return tuple(wanted)
 
 
@@ -332,7 +333,9 @@ def _message(number: int, value: Message) -> Message:
     where = f"messages[{number}]"
     role = value.get("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise HttpError(400, f"{where}.role is {_short(role)}; it must be system, user, assistant or tool")
+        raise HttpError(
+            400, f"{where}.role is {short_repr(role)}; it must be system, user, assistant or tool"
+        )
     content = value.get("content")
     if isinstance(content, list):
         parts = [
@@ -345,7 +348,7 @@ def _message(number: int, value: Message) -> Message:
             )
         content = "".join(parts)
     if not isinstance(content, str | None):
-        raise HttpError(400, f"{where}.content is {_short(content)}; it must be text")
+        raise HttpError(400, f"{where}.content is {short_repr(content)}; it must be text")
     message = {"role": "system" if role == "developer" else role, "content": content or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(value.get(name), str):
@@ -357,29 +360,26 @@ def _message(number: int, value: Message) -> Message:
 
 def _list(where: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise HttpError(400, f"{where}.tool_calls is {_short(value)}; it must be a list")
+        raise HttpError(400, f"{where}.tool_calls is {short_repr(value)}; it must be a list")
     return value
 
 
 def _tool_call(where: str, value: Any) -> dict[str, Any]:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise HttpError(400, f"{where}.tool_calls has {_short(value)}; it must have a function with a name")
+        raise HttpError(
+            400, f"{where}.tool_calls has {short_repr(value)}; it must have a function with a name"
+        )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             raise HttpError(
-                400, f"{where}.tool_calls has arguments that are not JSON: {_short(arguments)}"
+                400, f"{where}.tool_calls has arguments that are not JSON: {short_repr(arguments)}"
             ) from None
     return {
         "id": value.get("id"),
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"

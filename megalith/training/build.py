@@ -33,7 +33,7 @@ from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.models.vocabulary import VOCABULARY
 from megalith.optim.optimizer import check_optimizer
-from megalith.parallel.mesh import Mesh
+from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.model_spec import TransformerSpec
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_layout
@@ -195,6 +195,12 @@ def build_meta_model(config: RunConfig) -> Transformer:
     if config.lora.rank is not None:
         add_adapters(model, config.lora)
     return model
+
+
+def build_run_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh:
+    """Build the mesh of a run's layout over `world_size` processes. Every process calls it (`build_mesh`)."""
+    has_experts = config.model.num_experts is not None
+    return build_mesh(config.parallel, world_size, device_type, has_experts=has_experts)
 
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:

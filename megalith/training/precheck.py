@@ -39,7 +39,6 @@ from megalith.hardware import largest_gpu_memory, pick_device
 from megalith.launch.lock import OutputLock, check_output_dir
 from megalith.local_shards import local
 from megalith.parallel.apply import apply
-from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.planner.fit import memory_warnings, require_fit
 from megalith.planner.layout import Layout, build_layout
@@ -52,6 +51,7 @@ from megalith.tables import memory_unit, wrap_paragraph
 from megalith.training.build import (
     PreparedRun,
     build_meta_model,
+    build_run_mesh,
     mixture_settings,
     open_datasets,
     prepare,
@@ -262,9 +262,7 @@ def build_ranks(layout: Layout) -> list[BuiltRank]:
 def _build(layout: Layout, rank: int) -> BuiltRank:
     config, meta = layout.config, torch.device("meta")
     with fake_process_group(layout.world_size, rank):
-        mesh = build_mesh(
-            config.parallel, layout.world_size, "cpu", has_experts=config.model.num_experts is not None
-        )
+        mesh = build_run_mesh(config, layout.world_size, "cpu")
         chunks = apply(build_meta_model(config), config.with_settings({"runtime.compile": False}), mesh, meta)
         parameters = [parameter for chunk in chunks for parameter in _unique(chunk.parameters())]
         weights, even = sum(local(each).nbytes for each in parameters), sum(map(_even_share, parameters))

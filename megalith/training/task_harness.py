@@ -36,10 +36,9 @@ from megalith.generation.requests import Sampling
 from megalith.generation.stop_strings import StopStrings
 from megalith.generation.sync import engine_for
 from megalith.launch.launcher import end_distributed, init_distributed, this_process
-from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.planner.memory_choices import with_auto
-from megalith.training.build import build_model, prepare, vocabulary_rows
+from megalith.training.build import build_model, build_run_mesh, prepare, vocabulary_rows
 from megalith.training.process import detect_machine, prepare_process
 
 GREEDY_TEMPERATURE = 1e-4  # gives the most likely token nearly all of the probability
@@ -90,8 +89,7 @@ def run_harness_tasks(config: RunConfig, tokenizer: Tokenizer, request: TaskRequ
         # The lengths of requests differ between ranks.
         config = config.with_settings({"parallel.moe_static_dispatch": False})
         config, _ = with_auto(config, process.world_size, detect_machine(config, device))
-        experts = config.model.num_experts is not None
-        mesh = build_mesh(config.parallel, process.world_size, device.type, has_experts=experts)
+        mesh = build_run_mesh(config, process.world_size, device.type)
         model = build_model(config, mesh, device)
         rows, trust = vocabulary_rows(config), config.checkpoint.trust
         load_initial_weights(config.model.init_from, model.chunks, rows, config.train.seed, mesh.world, trust)

@@ -46,7 +46,6 @@ from megalith.launch.signals import StopSignals
 from megalith.launch.spare import wait_as_spare
 from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
-from megalith.parallel.mesh import build_mesh
 from megalith.planner.fit import memory_warnings
 from megalith.planner.layout import build_layout
 from megalith.planner.memory_choices import with_auto
@@ -58,7 +57,7 @@ from megalith.report.metrics import perplexity
 from megalith.report.out_of_memory import out_of_memory
 from megalith.report.report import Report, open_report
 from megalith.report.streams import guard_standard_streams
-from megalith.training.build import prepare
+from megalith.training.build import build_run_mesh, prepare
 from megalith.training.growing import GrowingJob
 from megalith.training.process import detect_machine, prepare_process
 from megalith.training.recovery import FaultHandler
@@ -222,9 +221,7 @@ class _Job:
         notes += chosen + overlap_notes(config, compiles(config, device)) + host_notes(config, machine)
         if machine.memory and writes:
             notes += memory_warnings(build_layout(config, process.world_size), machine.memory)
-        mesh = build_mesh(
-            config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
-        )
+        mesh = build_run_mesh(config, process.world_size, device.type)
         resuming = self.resuming or (restart.generation > 0 and process.is_first and has_saved(config))
         if any_rank(resuming, mesh.world):
             resume_settings = {

@@ -19,9 +19,9 @@ from torch import Tensor
 from megalith.bridge.megatron.hybrid_rows import split_parts
 from megalith.bridge.megatron.megatron_names import (
     LATENTS,
-    LAYER,
     join_shards,
     layer_of,
+    renumber_layers,
     tp_split,
     unstack_experts,
 )
@@ -121,13 +121,9 @@ def _join_ranks(
                     dimensions = {"copies": 0, "columns": 2}.get(kind, 1)
                     if value.ndim < dimensions or any(part.shape != value.shape for part in parts):
                         raise ValueError(f"{name} is {[list(part.shape) for part in parts]}")
-                    tensors[_renumber(name, layer_offset)] = JoinedTensor(parts, kind)
+                    tensors[renumber_layers(name, layer_offset)] = JoinedTensor(parts, kind)
             layer_offset += len(layers)
     return tensors
-
-
-def _renumber(name: str, layers: int) -> str:
-    return LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + layers}.", name)
 
 
 def _files(folder: Path, trust: bool) -> dict[tuple[int, int], dict[str, Any]]:

@@ -66,6 +66,11 @@ def layer_of(name: str) -> int | None:
     return int(match[2]) if (match := LAYER.match(name)) else None
 
 
+def renumber_layers(name: str, offset: int) -> str:
+    """Return a tensor's name with `offset` added to the number of its layer."""
+    return LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + offset}.", name)
+
+
 def plain_name(name: str) -> str:
     """Return table.py's name for a stored name of a norm, grouped expert or MTP layer."""
     for fused, plain in {**TE_NORMS, **TE_LATENT_NORMS}.items():

@@ -12,7 +12,7 @@ from typing import Any
 
 from megalith.bridge.settings import Tree
 from megalith.config import ModelConfig
-from megalith.config.rope_scaling import RopeScaling
+from megalith.config.rope_scaling import RopeScaling, with_megatron_mscales
 from megalith.errors import ConfigError
 
 KINDS = ("learned_absolute", "rope", "yarn", "none")
@@ -130,13 +130,7 @@ def _yarn(args: Mapping[str, Any], latent: bool) -> Tree | None:
         "beta_slow": args.get(f"{prefix}beta_slow") or BETA_SLOW,
         "truncate": True if rounds is None else rounds,
     }
-    mscale, of_all = args.get("mscale", 1.0), args.get("mscale_all_dim") or 0.0
-    if of_all and latent:
-        return {**scaling, "mscale": mscale, "mscale_all_dim": of_all}
-    if not of_all and mscale == 1.0:
-        return scaling
-    magnitude = RopeScaling(factor=factor).magnitude
-    return {**scaling, "attention_factor": magnitude(mscale) / (magnitude(of_all) if of_all else 1)}
+    return with_megatron_mscales(scaling, args.get("mscale", 1.0), args.get("mscale_all_dim") or 0.0, latent)
 
 
 def _check_fixed_for_latents(scaling: RopeScaling) -> None:

@@ -27,7 +27,7 @@ from megalith.data.chat.turns import (
     without_markers,
 )
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE, CONFIG, SPECIAL_TOKENS
-from megalith.data.tokenizers.tokenizer import Tokenizer, read_file, read_json
+from megalith.data.tokenizers.tokenizer import Tokenizer, read_file, side_table
 from megalith.errors import ConfigError, DataError
 
 MARKERS = re.compile("[\ufdd0-\ufdd4]")  # code points used as markers, which no message may contain
@@ -234,7 +234,7 @@ def read_template(path: str) -> bytes:
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the chat template in the tokenizer's files; None if there is none."""
-    tables = [_table(tokenizer, name) for name in (SPECIAL_TOKENS, CONFIG)]
+    tables = [side_table(tokenizer.files, name) for name in (SPECIAL_TOKENS, CONFIG)]
     source: Any = tables[1].get("chat_template")
     if isinstance(source, list):  # several named templates
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
@@ -254,6 +254,12 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
     return ChatTemplate(source, names)
 
 
-def _table(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
-    table = read_json(tokenizer.files[name], name) if name in tokenizer.files else {}
-    return table if isinstance(table, dict) else {}
+def rendered_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of rendered text, in which the texts of special tokens stand for them.
+
+    Raises ValueError if the text cannot be encoded.
+    """
+    ids = tokenizer.encode_marked([text], [[(0, len(text))]])[0]
+    if isinstance(ids, str):
+        raise ValueError(ids)
+    return [int(each) for each in ids[0]]

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import tokenizers
 
 from megalith.data.tokenizers.hub import local_folder
-from megalith.data.tokenizers.tokenizer import Tokenizer, TokenizerPaths, read_file, read_json
+from megalith.data.tokenizers.tokenizer import Tokenizer, TokenizerPaths, read_file, read_json, side_table
 from megalith.errors import ConfigError, DataError
 
 MODEL = "tokenizer.json"
@@ -188,13 +188,15 @@ class HuggingFaceTokenizer(RustTokenizer):
         gpt-oss ends with <|return|>, <|endoftext|> or <|call|>, for example, and Llama 3.1 with <|eot_id|>, <|eom_id|>
         or <|end_of_text|>.
         """
-        ids = self._side_table(GENERATION if GENERATION in self.files else MODEL_CONFIG).get("eos_token_id")
+        ids = side_table(self.files, GENERATION if GENERATION in self.files else MODEL_CONFIG).get(
+            "eos_token_id"
+        )
         named = ids if isinstance(ids, list) else [ids]
         valid = [i for i in named if type(i) is int and 0 <= i < self.vocab_size]
         return tuple(dict.fromkeys([*super().stop_ids, *valid]))
 
     def _find_eod(self) -> int | None:
-        tables = {name: self._side_table(name) for name in SIDE_FILES if name.endswith(".json")}
+        tables = {name: side_table(self.files, name) for name in SIDE_FILES if name.endswith(".json")}
         for name in (CONFIG, SPECIAL_TOKENS):
             token = tables[name].get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
@@ -211,10 +213,6 @@ class HuggingFaceTokenizer(RustTokenizer):
                 return first
         ids = (self._tokenizer.token_to_id(token) for token in EOD_TOKENS)
         return next((i for i in ids if i is not None), None)
-
-    def _side_table(self, name: str) -> dict[str, Any]:
-        table = read_json(self.files[name], name) if name in self.files else {}
-        return table if isinstance(table, dict) else {}
 
 
 class GPT2BPETokenizer(RustTokenizer):

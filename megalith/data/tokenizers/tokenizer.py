@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from megalith.errors import ConfigError, DataError
 from megalith.io import atomic_file
@@ -206,6 +206,12 @@ def read_file(path: str | Path, description: str, folder: Path | None = None) ->
         raise DataError(
             f"cannot read the {description} {str(path)!r}: {error.strerror}; check the path"
         ) from error
+
+
+def side_table(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return the JSON object in one of a tokenizer's files; empty if there is no such file, or something else in it."""
+    table = read_json(files[name], name) if name in files else {}
+    return table if isinstance(table, dict) else {}
 
 
 def read_json(content: bytes, description: str) -> object:

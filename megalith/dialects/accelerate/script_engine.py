@@ -64,9 +64,9 @@ from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.inputs import TokenInputs
 from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import reshard_parameters
-from megalith.parallel.mesh import Mesh, build_mesh
+from megalith.parallel.mesh import Mesh
 from megalith.planner.memory_choices import with_auto
-from megalith.training.build import build_model, resolve_config, vocabulary_rows
+from megalith.training.build import build_model, build_run_mesh, resolve_config, vocabulary_rows
 from megalith.training.process import detect_machine, prepare_process
 
 STATE = "megalith"  # folder of Megalith's checkpoint inside save_state's folder
@@ -190,8 +190,7 @@ class MegatronEngine(nn.Module):
     def _mesh(self, config: RunConfig, processes: int) -> Mesh:
         if processes == 1:
             return Mesh.alone()
-        experts = config.model.num_experts is not None
-        return build_mesh(config.parallel, processes, self.device.type, has_experts=experts)
+        return build_run_mesh(config, processes, self.device.type)
 
     def __getattr__(self, name: str) -> Any:
         try:

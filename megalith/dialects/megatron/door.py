@@ -13,7 +13,6 @@ folder where the script finds them. PyTorch is imported when a run starts, after
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -22,8 +21,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from megalith.dialects.command_parser import CommandParser
 from megalith.errors import ConfigError, MegalithError, did_you_mean, printable
 from megalith.launch.parent import exit_with_launcher
 from megalith.report.streams import guard_standard_streams
@@ -53,16 +52,6 @@ UV_VALUES = (  # options of uv and of `uv run` with a value
     "--refresh-package|--reinstall-package|--resolution|--upgrade-package|-P|--with|-w|--with-editable|"
     "--with-requirements"
 )
-
-
-class MegalithOptions(argparse.ArgumentParser):
-    """Parser of the options that Megatron's programs do not have."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog=prog, add_help=False, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,7 +87,7 @@ def pretrain(words: list[str], program: str = "pretrain-gpt") -> int:
     if {"-h", "--help"} & set(words):
         print(f"{__doc__}\n`megalith megatron flags` lists Megatron's flags and what each means here.")
         return 0
-    parser = MegalithOptions(program)
+    parser = CommandParser(program)
     parser.add_argument("--emit", metavar="FILE")
     parser.add_argument("--ignore-unknown", action="store_true")
     parser.add_argument("--trust", action="store_true")
@@ -142,7 +131,7 @@ def pretrain(words: list[str], program: str = "pretrain-gpt") -> int:
 
 def run(words: list[str]) -> int:
     """Run a script with Megalith's files in place of Megatron's."""
-    parser = MegalithOptions("megalith megatron run")
+    parser = CommandParser("megalith megatron run")
     parser.add_argument("--override", default="", metavar="'FLAGS'")
     options, words = parser.parse_known_args(words)
     if not words:

@@ -13,15 +13,14 @@ or as many processes as the layout needs if there is no GPU. These torchrun opti
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from megalith.dialects.command_parser import CommandParser
 from megalith.dialects.oumi.oumi_errors import oumi_key_errors
 from megalith.dialects.oumi.oumi_file import read_configuration
 from megalith.dialects.oumi.oumi_layout import LAYOUT, indivisible_world_size
@@ -55,16 +54,6 @@ class Machines:
     port: int = PORT
 
 
-class OumiOptions(argparse.ArgumentParser):
-    """Parser of one command's options; errors raise ConfigError."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog=prog, add_help=False, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}")
-
-
 def run_command(words: Sequence[str]) -> int:
     """Run a command line and return its exit code. Raises MegalithError."""
     if not words or {"-h", "--help"} & {*words}:
@@ -77,7 +66,7 @@ def run_command(words: Sequence[str]) -> int:
 
 def train_command(words: list[str]) -> int:
     """Train in this process, or with --nproc start ranks on this machine."""
-    parser = OumiOptions("megalith oumi train")
+    parser = CommandParser("megalith oumi train")
     _file_option(parser)
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--format", choices=("safetensors", "bin"), default="safetensors")
@@ -102,7 +91,7 @@ def train_command(words: list[str]) -> int:
     return exit_code(ended)
 
 
-def _file_option(parser: OumiOptions) -> None:
+def _file_option(parser: CommandParser) -> None:
     parser.add_argument("-c", "--config", required=True)
 
 
@@ -154,7 +143,7 @@ def distributed_command(words: list[str]) -> int:
         raise ConfigError(
             f"megalith oumi distributed {' '.join(words[:1])} is not supported; use megalith oumi distributed torchrun"
         )
-    parser = OumiOptions("megalith oumi distributed torchrun")
+    parser = CommandParser("megalith oumi distributed torchrun")
     names = (
         "nnodes",
         "node-rank",
@@ -302,7 +291,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 def plan_command(words: list[str]) -> int:
     """Print the memory and the step time of the configuration's layout."""
-    parser = OumiOptions("megalith oumi plan")
+    parser = CommandParser("megalith oumi plan")
     _file_option(parser)
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--device", default="H100")
@@ -358,7 +347,7 @@ def migrate_command(words: list[str]) -> int:
     """Convert a VERL_GRPO or TRL_GRPO configuration to MEGATRON_GRPO; print the diff and the notes."""
     from megalith.dialects.oumi.oumi_migration import migrated
 
-    parser = OumiOptions("megalith oumi migrate")
+    parser = CommandParser("megalith oumi migrate")
     parser.add_argument("file")
     parser.add_argument("--output")
     options, overrides = parser.parse_known_args(words)

@@ -19,7 +19,14 @@ from megalith.bridge.family import Family
 from megalith.bridge.match import Match, match
 from megalith.bridge.megatron.legacy_reader import JoinedTensor
 from megalith.bridge.megatron.megatron_importer import EMBEDDING, MegatronSource
-from megalith.bridge.megatron.megatron_names import LAYER, layer_of, plain_name, shard_of, tp_split
+from megalith.bridge.megatron.megatron_names import (
+    LAYER,
+    layer_of,
+    plain_name,
+    renumber_layers,
+    shard_of,
+    tp_split,
+)
 from megalith.bridge.megatron.table import GPT
 from megalith.bridge.rows import gate_up, interleaved_qkv, same, stacked
 from megalith.checkpoint.files import SafetensorsEntry
@@ -230,15 +237,11 @@ def _megatron_entries(ranks: Sequence[RankDump]) -> list[Entry]:
     entries, first_layer, gated = [], _first_layers(ranks), _gated(ranks)
     for dump in ranks:
         for job_name in dump.header.parameters:
-            name = _renumber(plain_name(plain(job_name)), first_layer[dump.at("pp")])
+            name = renumber_layers(plain_name(plain(job_name)), first_layer[dump.at("pp")])
             kind = tp_split(name, gated)
             shard = MegatronShard(kind, 0 if kind == "copies" else dump.at("tp"), tp_size)
             entries.append(Entry(dump.header.rank, name, job_name, shard))
     return entries
-
-
-def _renumber(name: str, layers: int) -> str:
-    return LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + layers}.", name)
 
 
 def _first_layers(ranks: Sequence[RankDump]) -> dict[int, int]:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megalith.data.chat.chat_template import ChatTemplate
+from megalith.data.chat.chat_template import ChatTemplate, rendered_ids
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError
 
@@ -59,7 +59,7 @@ class TurnTemplate:
     def prompt_ids(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> list[int]:
         """Return the tokens of a conversation with a generation prompt. Raise ValueError if it cannot be rendered."""
         text = self._template.render(list(messages), add_generation_prompt=True, **arguments)
-        return self._ids(text)
+        return rendered_ids(self._tokenizer, text)
 
     def added_ids(
         self,
@@ -122,7 +122,7 @@ class TurnTemplate:
             end_id, marker, rest = self._after_turns(after, len(ends))
         elif not after.startswith(before[: ends[-1].end()]):
             raise ValueError("it renders earlier turns differently if others follow")
-        ids = self._ids(marker + rest)
+        ids = rendered_ids(self._tokenizer, marker + rest)
         if ids[:1] != [end_id]:
             raise ValueError(f"the tokenizer joins {marker} with the text after it")
         return end_id, ids[1:]
@@ -140,9 +140,3 @@ class TurnTemplate:
             if marker and rest.startswith(marker):
                 return one, marker, rest[len(marker) :]
         raise ValueError(f"it renders fewer {', '.join(self._ends)} if other messages follow")
-
-    def _ids(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode_marked([text], [[(0, len(text))]])[0]
-        if isinstance(ids, str):
-            raise ValueError(ids)
-        return [int(one) for one in ids[0]]

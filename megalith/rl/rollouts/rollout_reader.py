@@ -17,7 +17,7 @@ import numpy as np
 from megalith.comm.collectives import Axis, gather_json
 from megalith.config import ModelConfig
 from megalith.data.inputs.jsonl import read_blocks
-from megalith.errors import DataError
+from megalith.errors import DataError, short_repr
 from megalith.remote import open_location
 from megalith.rl.rollouts.rollouts import FORMAT, VERSION, PromptGroup, RatedCompletion, Rollouts
 from megalith.rl.rollouts.routes import check_routes, decode_routes
@@ -270,12 +270,12 @@ class _Reader:
             at = f"{where}, sample {number}"
             if not isinstance(sample, dict):
                 raise DataError(
-                    f"{at} is {_short(sample)}, not an object; give a file that save_rollouts wrote"
+                    f"{at} is {short_repr(sample)}, not an object; give a file that save_rollouts wrote"
                 )
             completions.append(self._completion(at, sample, kinds, len(prompt)))
         id = record.get("prompt_id")
         if id is not None and type(id) not in (int, str):
-            raise DataError(f"{where} has prompt_id {_short(id)}; a text or a number is needed, or none")
+            raise DataError(f"{where} has prompt_id {short_repr(id)}; a text or a number is needed, or none")
         return PromptGroup(prompt, completions, where, id)
 
     def _completion(self, at: str, sample: dict[str, Any], kinds: int, prompt_tokens: int) -> RatedCompletion:
@@ -292,7 +292,7 @@ class _Reader:
             )
         truncated = sample.get("truncated", False)
         if not isinstance(truncated, bool):
-            raise DataError(f"{at} has truncated {_short(truncated)}; true or false is needed")
+            raise DataError(f"{at} has truncated {short_repr(truncated)}; true or false is needed")
         logprobs = sample.get("logprobs")
         if logprobs is not None:
             logprobs = _floats(at, "logprobs", logprobs, len(ids)).astype(np.float32)
@@ -307,7 +307,9 @@ class _Reader:
         branches = self._branches(at, sample, prompt_tokens)
         version = _version(at, sample.get("version"), len(ids))
         if self.version is not None and (version is None or (version != self.version).any()):
-            origin = "of unknown version" if version is None else f"of version {_short(sample['version'])}"
+            origin = (
+                "of unknown version" if version is None else f"of version {short_repr(sample['version'])}"
+            )
             raise DataError(
                 f"{at} is {origin}, but rl.rollout_version is {self.version}, so other weights "
                 "sampled it; sample again, or omit rl.rollout_version to train on rollouts of "
@@ -315,7 +317,7 @@ class _Reader:
             )
         segments, messages = check_segments(at, sample.get("segments"), len(ids)), sample.get("messages")
         if messages is not None and not _is_list(messages, dict):
-            raise DataError(f"{at} has messages {_short(messages)}; a list of objects is needed, or none")
+            raise DataError(f"{at} has messages {short_repr(messages)}; a list of objects is needed, or none")
         return RatedCompletion(
             ids,
             rewards,
@@ -348,7 +350,7 @@ class _Reader:
             return []
         if not _is_list(branches, dict) or any("branches" in one for one in branches):
             raise DataError(
-                f"{at} has branches {_short(branches)}; a list of samples without branches is needed"
+                f"{at} has branches {short_repr(branches)}; a list of samples without branches is needed"
             )
         rewards = sample.get("rewards")
         return [
@@ -358,7 +360,9 @@ class _Reader:
 
     def _ids(self, at: str, key: str, value: Any) -> np.ndarray:
         if not _is_list(value, int) or not value:
-            raise DataError(f"{at} has {key} {_short(value)}; a list of token ids is needed, one at least")
+            raise DataError(
+                f"{at} has {key} {short_repr(value)}; a list of token ids is needed, one at least"
+            )
         low, high = min(value), max(value)
         size = 2**62 if self.vocab_size is None else self.vocab_size
         if low < 0 or high >= size:
@@ -390,7 +394,9 @@ def _object(where: str, line: bytes) -> dict[str, Any]:
             f"{where} is not JSON ({error}); the file is damaged or truncated: write it again"
         ) from None
     if not isinstance(value, dict):
-        raise DataError(f"{where} is {_short(value)}, not an object; give a file that save_rollouts wrote")
+        raise DataError(
+            f"{where} is {short_repr(value)}, not an object; give a file that save_rollouts wrote"
+        )
     return value
 
 
@@ -402,7 +408,7 @@ def _floats(at: str, key: str, value: Any, count: int) -> np.ndarray:
     """Return float64 [count] from a list of numbers and nulls. Nulls become NaN."""
     fits = isinstance(value, list) and all(each is None or type(each) in (int, float) for each in value)
     if not fits or len(value) != count:
-        description = f"{len(value)} values" if isinstance(value, list) else _short(value)
+        description = f"{len(value)} values" if isinstance(value, list) else short_repr(value)
         raise DataError(f"{at} has {description} for {key}; {count} numbers or nulls are needed")
     try:
         array = np.array([math.nan if each is None else float(each) for each in value])
@@ -428,11 +434,6 @@ def _version(at: str, value: Any, tokens: int) -> np.ndarray | None:
     value = value if isinstance(value, list) else [value]
     if not _is_list(value, int) or len(value) not in (1, tokens) or not all(0 <= v < 2**62 for v in value):
         raise DataError(
-            f"{at} has version {_short(value)}; a step is needed, or one for each of its {tokens} tokens"
+            f"{at} has version {short_repr(value)}; a step is needed, or one for each of its {tokens} tokens"
         )
     return np.array(value, dtype=np.int64)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megalith.config.rope_scaling import RopeScaling
+from megalith.config.rope_scaling import with_megatron_mscales
 from megalith.dialects.megatron.derive.layer_lists import layer_list
 
 if TYPE_CHECKING:
@@ -102,10 +102,4 @@ def _yarn(flags: ParsedFlags, factor: float, latent: bool) -> dict[str, Any] | N
         "beta_slow": slow or BETA_SLOW,
         "truncate": not exact,
     }
-    mscale, of_all = flags["--mscale"], flags["--mscale-all-dim"]
-    if of_all and latent:
-        return {**scaling, "mscale": mscale, "mscale_all_dim": of_all}
-    if not of_all and mscale == 1.0:
-        return scaling  # with the default magnitude
-    magnitude = RopeScaling(factor=factor).magnitude
-    return {**scaling, "attention_factor": magnitude(mscale) / (magnitude(of_all) if of_all else 1)}
+    return with_megatron_mscales(scaling, flags["--mscale"], flags["--mscale-all-dim"], latent)
