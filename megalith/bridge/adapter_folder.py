@@ -28,13 +28,13 @@ from megalith.bridge.load import (
     with_init_from,
 )
 from megalith.bridge.megatron.megatron_importer import is_megatron_folder
+from megalith.bridge.model_differences import changed_settings
 from megalith.bridge.partial import new_folder
 from megalith.bridge.peft.peft_modules import EMBEDDING, is_tied, resolve_saved_modules
 from megalith.bridge.peft.peft_names import CONFIG_FILE, is_peft
 from megalith.bridge.peft.peft_reader import PeftFolder
 from megalith.bridge.peft.peft_writer import save_peft
 from megalith.bridge.quantize_base import CodedBase, round_base, taken_from
-from megalith.bridge.settings import changed_settings
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.averaged_checkpoint import with_average
 from megalith.checkpoint.files import stored_bytes

@@ -24,6 +24,7 @@ from megalith.bridge.folder import (
 from megalith.bridge.folder_writer import SHARD_BYTES, FolderWriter
 from megalith.bridge.importer import PRECISIONS
 from megalith.bridge.load import config_of
+from megalith.bridge.model_differences import conversion_notes, differences
 from megalith.bridge.origin import Origin, read_origin, saved_tokenizer
 from megalith.bridge.quantized import (
     SUFFIX,
@@ -34,7 +35,7 @@ from megalith.bridge.quantized import (
     with_scales,
 )
 from megalith.bridge.quantized import quantize as quantized
-from megalith.bridge.settings import Tree, conversion_notes, differences
+from megalith.bridge.settings import Tree
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.bridge.wrapper import WrapperFolder
 from megalith.checkpoint import Checkpoint, open_existing

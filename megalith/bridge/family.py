@@ -16,8 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megalith.bridge.model_differences import differences
 from megalith.bridge.rows import RowRun, Rule
-from megalith.bridge.settings import ConfigRow, Tree, differences
+from megalith.bridge.settings import ConfigRow, Tree
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import Decides, as_config_error
 from megalith.errors import ConfigError

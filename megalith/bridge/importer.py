@@ -20,8 +20,8 @@ from torch import Tensor
 from megalith.bridge.families import family_of
 from megalith.bridge.folder import SourceFolder, path_exists
 from megalith.bridge.match import Match, match
+from megalith.bridge.model_differences import conversion_notes
 from megalith.bridge.origin import check_vocabulary, save_origin, tokenizer_of
-from megalith.bridge.settings import conversion_notes
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig, TrainConfig

@@ -12,9 +12,9 @@ from megalith.bridge.folder import is_model_folder, path_exists, resolve_folder
 from megalith.bridge.importer import open_hf_folder
 from megalith.bridge.match import Match
 from megalith.bridge.megatron.megatron_importer import is_megatron_folder, open_megatron
+from megalith.bridge.model_differences import differences
 from megalith.bridge.origin import tokenizer_of
 from megalith.bridge.quantized import is_linear
-from megalith.bridge.settings import differences
 from megalith.checkpoint import Checkpoint, open_checkpoint
 from megalith.checkpoint.manifest import MANIFEST
 from megalith.checkpoint.state import MODEL, Model, base_shards, checkpoint_shards, load_base

@@ -21,8 +21,9 @@ from megalith.bridge.folder import (
     resolve_folder,
 )
 from megalith.bridge.fused_experts import split_fused_experts
+from megalith.bridge.model_differences import differences
 from megalith.bridge.multimodal import WRAPPERS, language_config, language_name, wrapper_of
-from megalith.bridge.settings import Tree, differences
+from megalith.bridge.settings import Tree
 from megalith.checkpoint.files import DTYPES, Layout
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError, shorten

@@ -8,8 +8,8 @@ from typing import Any
 
 from megalith.bridge.adapter_folder import initialize_from_base, load_peft_adapters
 from megalith.bridge.load import check_base, config_of, load_initial_weights
+from megalith.bridge.model_differences import changed_settings
 from megalith.bridge.quantize_base import load_coded_base
-from megalith.bridge.settings import changed_settings
 from megalith.checkpoint import (
     Checkpoint,
     DataRecord,

@@ -22,7 +22,7 @@ from megalith.bridge.families import family_of
 from megalith.bridge.folder import SourceFolder
 from megalith.bridge.load import load_source
 from megalith.bridge.match import match
-from megalith.bridge.settings import conversion_notes
+from megalith.bridge.model_differences import conversion_notes
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import ConfigError, MegalithError
 from megalith.models.model_types import make_model

@@ -11,7 +11,7 @@ import megalith
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import FAMILIES
 from megalith.bridge.importer import import_hf
-from megalith.bridge.settings import differences
+from megalith.bridge.model_differences import differences
 from megalith.bridge.verify import certify
 from megalith.errors import ConfigError
 

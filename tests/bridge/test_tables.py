@@ -12,8 +12,8 @@ from transformers.models.auto import modeling_auto as auto
 
 from megalith.bridge.exporter import _config_json
 from megalith.bridge.families import FAMILIES, family_for, family_of
+from megalith.bridge.model_differences import differences
 from megalith.bridge.origin import Origin
-from megalith.bridge.settings import differences
 from megalith.bridge.transfer import to_ours, to_theirs
 from megalith.bridge.unsupported import markdown, reasons
 from megalith.config import ModelConfig, RunConfig

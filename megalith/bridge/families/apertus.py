@@ -14,8 +14,9 @@ from typing import Any
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, QK_NORMS, SIZES, TENSORS, UNTIED
 from megalith.bridge.families.plain_mlp import UP
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import Rope
 from megalith.bridge.rows import one_each, same
-from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Rope, Tree
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree
 from megalith.config import ModelConfig
 from megalith.models.xielu import BETA, EPSILON
 

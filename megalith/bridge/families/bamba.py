@@ -12,8 +12,9 @@ from megalith.bridge.mamba_rows import (
     StepLimit,
     mamba_tensors,
 )
+from megalith.bridge.rope_settings import PartialRope, Rope
 from megalith.bridge.rows import gate_up, same
-from megalith.bridge.settings import Field, PartialRope, Rope, Tree, WrittenKeys
+from megalith.bridge.settings import Field, Tree, WrittenKeys
 from megalith.config import ModelConfig
 
 SIZES_OF_MAMBA = (

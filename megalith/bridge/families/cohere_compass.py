@@ -11,12 +11,11 @@ from typing import Any
 from megalith.bridge.families.llama import IGNORED
 from megalith.bridge.families.scaled import COHERE_SETTINGS, PARALLEL_TENSORS, LogitScale
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import Rope, RopeByLayer
 from megalith.bridge.settings import (
     LAYER_KINDS,
     FixedSettings,
     RequiredKeys,
-    Rope,
-    RopeByLayer,
     Tree,
     WindowsByLayer,
     WrittenKeys,

@@ -12,18 +12,9 @@ from typing import Any
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
 from megalith.bridge.mtp_rows import MTP, MTP_COPIES, MTPLayers
+from megalith.bridge.rope_settings import MSCALES, Rope, rope_settings
 from megalith.bridge.rows import gate_up, interleaved_heads, same
-from megalith.bridge.settings import (
-    MSCALES,
-    Field,
-    FixedSettings,
-    RequiredKeys,
-    Rope,
-    SameInAllLayers,
-    Tree,
-    Window,
-    rope_settings,
-)
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, SameInAllLayers, Tree, Window
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 

@@ -14,16 +14,9 @@ from megalith.bridge.families.layernorm_decoders import biases
 from megalith.bridge.families.llama import GEMMA2, IGNORED, SETTINGS, TENSORS
 from megalith.bridge.families.scaled import FACTORS, GRANITE
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import Rope
 from megalith.bridge.rows import same
-from megalith.bridge.settings import (
-    Field,
-    FixedSettings,
-    RequiredKeys,
-    Rope,
-    Tree,
-    WindowsByLayer,
-    WrittenKeys,
-)
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WindowsByLayer, WrittenKeys
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 

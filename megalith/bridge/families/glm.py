@@ -28,17 +28,9 @@ from megalith.bridge.families.experts import (
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
 from megalith.bridge.mtp_rows import MTP, MTP_COPIES, MTPLayers
+from megalith.bridge.rope_settings import PartialRope, Rope
 from megalith.bridge.rows import gate_up, same
-from megalith.bridge.settings import (
-    Field,
-    FixedSettings,
-    PartialRope,
-    RequiredKeys,
-    Rope,
-    Tree,
-    WindowsByLayer,
-    WrittenKeys,
-)
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WindowsByLayer, WrittenKeys
 
 # fmt: off
 GLM = Family(

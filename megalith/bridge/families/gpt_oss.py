@@ -11,16 +11,9 @@ from typing import Any
 
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import Rope, rope_settings
 from megalith.bridge.rows import Rule, same, stacked
-from megalith.bridge.settings import (
-    Field,
-    FixedSettings,
-    RequiredKeys,
-    Rope,
-    Tree,
-    WindowsByLayer,
-    rope_settings,
-)
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WindowsByLayer
 from megalith.config import ModelConfig
 
 YARN = {

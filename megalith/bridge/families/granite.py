@@ -8,8 +8,9 @@ from typing import Any
 from megalith.bridge.families.llama import IGNORED
 from megalith.bridge.families.scaled import GRANITE, GRANITE_MOE
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import Rope
 from megalith.bridge.rows import gate_up, same, stacked
-from megalith.bridge.settings import FixedSettings, Rope, Tree, WindowsByLayer
+from megalith.bridge.settings import FixedSettings, Tree, WindowsByLayer
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 

@@ -17,8 +17,9 @@ from megalith.bridge.mamba_rows import (
     MixerLayers,
     mamba_tensors,
 )
+from megalith.bridge.rope_settings import Rope
 from megalith.bridge.rows import gate_up, same
-from megalith.bridge.settings import Field, Rope, Tree
+from megalith.bridge.settings import Field, Tree
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 

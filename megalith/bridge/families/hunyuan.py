@@ -11,8 +11,9 @@ from typing import Any
 from megalith.bridge.families.experts import EXPERTS
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, SETTINGS, TENSORS
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import Rope, rope_settings
 from megalith.bridge.rows import gate_up, same
-from megalith.bridge.settings import Field, FixedSettings, Rope, Tree, WrittenKeys, rope_settings
+from megalith.bridge.settings import Field, FixedSettings, Tree, WrittenKeys
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 

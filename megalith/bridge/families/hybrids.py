@@ -13,16 +13,9 @@ from megalith.bridge.families.experts import NORMALIZED, QWEN2_MOE, SparseLayers
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, TENSORS
 from megalith.bridge.family import Family
 from megalith.bridge.mtp_rows import QwenMTPLayer, qwen_mtp_rows
+from megalith.bridge.rope_settings import PartialRope, Rope
 from megalith.bridge.rows import RowRun, Rule, same
-from megalith.bridge.settings import (
-    Field,
-    FixedSettings,
-    PartialRope,
-    RequiredKeys,
-    Rope,
-    Tree,
-    check_layer_types,
-)
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, check_layer_types
 from megalith.config import ModelConfig
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from megalith.bridge.families.llama import TIED, UNTIED
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import PartialRope, Rope
 from megalith.bridge.rows import Rule, qkv, same, transposed
-from megalith.bridge.settings import Field, FixedSettings, PartialRope, RequiredKeys, Rope, Tree
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 

@@ -11,8 +11,9 @@ from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, TIED
 from megalith.bridge.families.more_experts import DenseLayers
 from megalith.bridge.family import Family
 from megalith.bridge.mamba_rows import MixerLayers
+from megalith.bridge.rope_settings import Rope
 from megalith.bridge.rows import RowRun, Rule, gate_up, same
-from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Rope, Tree, WrittenKeys
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WrittenKeys
 from megalith.config import ModelConfig
 
 WIDTH = Field("ffn_hidden_size", "intermediate_size")

@@ -24,8 +24,9 @@ from megalith.bridge.families.llama import IGNORED
 from megalith.bridge.families.more_experts import RotaryDim
 from megalith.bridge.family import Family
 from megalith.bridge.mtp_rows import MTPLayers
+from megalith.bridge.rope_settings import PartialRope
 from megalith.bridge.rows import qkv, same
-from megalith.bridge.settings import Field, FixedSettings, PartialRope, RequiredKeys, Tree, WrittenKeys
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WrittenKeys
 
 # fmt: off
 IN_ATTENTION = "model.layers.{layer}.attention."

@@ -20,14 +20,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import LongRope, Rope, RopeByLayer
 from megalith.bridge.rows import gate_up, qkv, same
 from megalith.bridge.settings import (
     Field,
     FixedSettings,
-    LongRope,
     RequiredKeys,
-    Rope,
-    RopeByLayer,
     SameInAllLayers,
     Tree,
     Window,

@@ -12,8 +12,9 @@ from typing import Any
 
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, SIZES, TENSORS, UNTIED, LayersWithoutRope
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import Rope
 from megalith.bridge.rows import gate_up, same, stacked
-from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Rope, Tree
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 

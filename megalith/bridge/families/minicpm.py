@@ -12,8 +12,9 @@ from typing import Any
 from megalith.bridge.families.experts import LATENT, LatentHeads, RotaryHeads
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, TIED
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import Rope
 from megalith.bridge.rows import same
-from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Rope, Tree
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from megalith.bridge.families.llama import IGNORED, SETTINGS, TENSORS
 from megalith.bridge.family import Family
-from megalith.bridge.settings import MSCALES, Rope, Tree, Window, WrittenKeys, rope_settings
+from megalith.bridge.rope_settings import MSCALES, Rope, rope_settings
+from megalith.bridge.settings import Tree, Window, WrittenKeys
 from megalith.config import ModelConfig
 from megalith.config.dense import RopeScaling
 from megalith.errors import ConfigError

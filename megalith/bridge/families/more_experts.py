@@ -25,18 +25,9 @@ from megalith.bridge.families.hunyuan import SHARED_MLP
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, TENSORS
 from megalith.bridge.families.scaled import RopeInWindows
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import PartialRope, Rope, RopeByLayer
 from megalith.bridge.rows import RowRun, Rule, same
-from megalith.bridge.settings import (
-    Field,
-    FixedSettings,
-    PartialRope,
-    RequiredKeys,
-    Rope,
-    RopeByLayer,
-    Tree,
-    WindowsByLayer,
-    WrittenKeys,
-)
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WindowsByLayer, WrittenKeys
 from megalith.config import ModelConfig
 
 WITHOUT_ROPE = tuple(row for row in SETTINGS if not isinstance(row, Rope))

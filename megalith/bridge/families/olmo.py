@@ -12,15 +12,8 @@ from __future__ import annotations
 from megalith.bridge.families.experts import EXPERTS, NORMALIZED
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, OLMO2, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.settings import (
-    Field,
-    FixedSettings,
-    RequiredKeys,
-    Rope,
-    RopeByLayer,
-    WindowsByLayer,
-    WrittenKeys,
-)
+from megalith.bridge.rope_settings import Rope, RopeByLayer
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, WindowsByLayer, WrittenKeys
 
 BASE = 500_000.0  # of RoPE, where config.json is silent
 

@@ -11,8 +11,9 @@ from megalith.bridge.families.layernorm_decoders import CheckHeadDim, activation
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.families.separate_qkv import ROWS
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import PartialRope, Rope
 from megalith.bridge.rows import same
-from megalith.bridge.settings import Field, FixedSettings, PartialRope, Rope
+from megalith.bridge.settings import Field, FixedSettings
 
 # fmt: off
 UP = {

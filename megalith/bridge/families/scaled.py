@@ -15,8 +15,9 @@ from typing import Any
 
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, TIED
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import Rope
 from megalith.bridge.rows import gate_up, same, stacked
-from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Rope, Tree, WindowsByLayer
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WindowsByLayer
 from megalith.config import ModelConfig
 
 

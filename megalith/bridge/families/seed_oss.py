@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Rope, WrittenKeys
+from megalith.bridge.rope_settings import Rope
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, WrittenKeys
 
 SEED_OSS = Family(
     architecture="SeedOssForCausalLM",

@@ -21,8 +21,9 @@ from typing import Any
 from megalith.bridge.families.layernorm_decoders import GPT2_ALIASES, GPT2_SETTINGS, SIZES, activation, biases
 from megalith.bridge.families.llama import IGNORED, TENSORS, TIED, UNTIED
 from megalith.bridge.family import Family
+from megalith.bridge.rope_settings import PartialRope, Rope
 from megalith.bridge.rows import first_last, interleaved_qkv, qkv, same
-from megalith.bridge.settings import Field, FixedSettings, PartialRope, RequiredKeys, Rope, Tree, Window
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, Window
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 
