@@ -1,53 +1,16 @@
 """Table of all 877 flags of Megatron-LM's command line (core 0.20.0) with their meaning here.
 
-Flags without effect are in no_effect_flags.py. Settings that depend on several flags are computed in derive/. The
-first strings are reasons shared by several rows.
+Flags without effect are in no_effect_flags.py, refused ones in refused_flags.py, and those that core 0.20.0 does not
+have in other_flags.py. Settings that depend on several flags are computed in derive/.
 """
 
 from __future__ import annotations
 
 from megalith.dialects.megatron import derive
-from megalith.dialects.megatron.flag_kinds import Derives, Flag, NoEffect, Refused, Sets
+from megalith.dialects.megatron.flag_kinds import Derives, Flag, Sets
 from megalith.dialects.megatron.hybrid_flags import hybrid_layers
-from megalith.dialects.megatron.no_effect_flags import KERNELS, NO_EFFECT, OVERLAP
-
-# Reasons for refusing a flag, with the way out. They complete "is refused: …".
-FP8_OTHER = "--fp8-recipe and --first-last-layers-bf16 determine which matmuls are in FP8; remove it"
-FP4 = "FP4 matmuls are not supported; remove it to train in bf16"
-HYBRID = "hybrid models support neither this nor multi-token prediction; remove it"
-SPEC = "layers are built from the settings, not from a custom spec; remove it if it names the GPT layer"
-FORMULA = "it changes the model's or the optimizer's formula, which is not supported; remove it"
-INIT = "weights are initialized as N(0, --init-method-std); remove it, or load weights with --load and --finetune"
-DECAY = "only matrices have weight decay; remove it"
-BATCH_SCHEDULE = "only --step-batch-size-schedule changes the batch size; use it, or remove this flag"
-DATA = "samples are those of Megatron's GPTDataset, without this option; remove it"
-SFT = "it trains on conversations; this command trains on indexed datasets"
-SFT_FILE = "this command trains on indexed datasets; remove it, and use megalith sft"
-EVALUATION = "evaluations are --eval-iters global batches every --eval-interval steps; remove it"
-PACKED = (
-    "Megatron reads it for the packed conversations of --sft; this command trains on indexed datasets. Remove it, and set "
-    "parallel.dynamic_context_parallel in a run file of megalith sft"
-)
-DISTILL = (
-    "`megalith teacher-logits` writes a teacher's logits, and `megalith distill` trains on them; remove it"
-)
-FROZEN = "freezing is supported only by adapters (lora.rank in a run file); remove it"
-RL = "this command pre-trains; remove it"
-VISION_TRAINING = "vision models are not supported; remove it"
-SPECIAL_TOKENS = "special tokens are the tokenizer's; remove it"
-YAML = "this command reads flags; `megalith train run.yaml` reads run files"
-OLD_MODEL_PARALLEL = "Megatron has removed it; give --tensor-model-parallel-size"
-OLD_BATCH = "Megatron has removed it; give --micro-batch-size"
-OLD_WARMUP = "Megatron has removed it; give --lr-warmup-fraction"
-OLD_CHECKPOINT = "Megatron has removed it; give --recompute-granularity full --recompute-method uniform"
-CKPT_STATE = "a checkpoint is loaded as it was saved; choose the step with --ckpt-step"
-ARTEFACT = "its output is not written; remove it, or ignore it with --ignore-unknown"
-TEMPORARY_SAVES = (
-    "all checkpoints are persistent; lower --save-interval, and use --async-save if saving takes long"
-)
-IN_PROCESS = "a failed job restarts from its newest complete checkpoint; give torchrun --max-restarts"
-INJECTION = "faults are not injected; remove it"
-DRY_RUN = "processes are real; remove it"
+from megalith.dialects.megatron.no_effect_flags import NO_EFFECT
+from megalith.dialects.megatron.refused_flags import REFUSED
 
 NOT = {True: False}
 
@@ -342,20 +305,6 @@ FLAGS: dict[str, Flag] = {
     "--relative-attention-num-buckets":       Derives("int", derive.masked_words, default=32),
     "--relative-attention-max-distance":      Derives("int", derive.masked_words, default=128),
     "--short-seq-prob":                       Derives("float", derive.masked_words, default=0.1),
-    **NO_EFFECT,
-    # refused
-    "--mtp-hybrid-override-pattern":              Refused("text", HYBRID),
-    "--heterogeneous-layers-config-encoded-json": Refused("text", SPEC),
-    "--heterogeneous-layers-config-path":         Refused("text", SPEC),
-    "--fp8-output-proj":                          Refused("switch", FP8_OTHER),
-    "--fp8-quantizer-factory":                    Refused("text", FP8_OTHER),
-    "--te-precision-config-file":                 Refused("text", FP8_OTHER),
-    "--perform-rl-step":                          Refused("switch", RL),
-    "--apply-wd-to-qk-layernorm":                 Refused("switch", DECAY),
-    "--no-weight-decay-cond-type":                Refused("apply_wd_to_qk_layernorm", DECAY),
-    "--moe-latent-size":                          Refused("int", FORMULA),
-    "--moe-enable-routing-replay":                Refused("switch", FORMULA),
-    "--mtp-use-repeated-layer":                   Refused("switch", FORMULA),
     "--use-mup":                                  Derives("switch", derive.mup),
     "--mup-base-hidden-size":                     Derives("int", derive.mup),
     "--mup-base-head-dim":                        Derives("float", derive.mup),
@@ -363,135 +312,7 @@ FLAGS: dict[str, Flag] = {
     "--mup-embedding-mult":                       Derives("float", derive.mup, default=1.0),
     "--mup-output-mult":                          Derives("float", derive.mup, default=1.0),
     "--apply-residual-connection-post-layernorm": Sets("switch", "model.apply_residual_connection_post_layernorm"),
-    "--enable-mhc-connections":                   Refused("switch", FORMULA),
-    "--fp16-lm-cross-entropy":                    Refused("switch", FORMULA),
-    "--fp32-residual-connection":                 Refused("switch", FORMULA),
-    "--moe-expert-rank-capacity-factor":          Refused("float", FORMULA),
-    "--moe-input-jitter-eps":                     Refused("float", FORMULA),
-    "--moe-router-force-biased":                  Refused("float", FORMULA),
-    "--moe-router-quantile-balancing-ema":        Refused("float", FORMULA, default=0.0),
-    "--mtp-detach-heads":                         Refused("switch", FORMULA),
-    "--mtp-hsm":                                  Refused("switch", FORMULA),
-    "--mtp-standalone":                           Refused("switch", FORMULA),
-    "--decrease-batch-size-if-needed":            Refused("switch", BATCH_SCHEDULE),
-    "--phase-transition-iterations":              Refused("text", BATCH_SCHEDULE),
-    "--error-injection-rate":                     Refused("int", INJECTION, default=0, harmless=True),
-    "--fault-injector-fault-probabilities":       Refused("text", INJECTION, harmless=True),
-    "--fault-injector-mtti-seconds":              Refused("float", INJECTION, harmless=True),
-    "--gpu-sniff-test-interval":                  Refused("int", INJECTION, harmless=True),
-    "--eval-global-batch-size":                   Refused("int", EVALUATION),
-    "--eval-micro-batch-size":                    Refused("int", EVALUATION),
-    "--full-validation":                          Refused("switch", EVALUATION),
-    "--multiple-validation-sets":                 Refused("switch", EVALUATION),
-    "--start-eval-at-iter":                       Refused("int", EVALUATION),
-    "--dataloader-inter-document-masking":        Refused("switch", DATA),
-    "--iterations-to-skip":                       Refused("int+", DATA),
-    "--mid-level-dataset-surplus":                Refused("float", DATA, default=0.005),
-    "--no-data-sharding":                         Refused("switch", DATA),
-    "--per-dataset-sequences-path":               Refused("text", DATA),
-    "--sft":                                      Refused("switch", SFT),
-    "--checkpoint-activations":                   Refused("switch", OLD_CHECKPOINT),
-    "--data-parallel-random-init":                Refused("switch", INIT),
-    "--embedding-init-method-std":                Refused("float", INIT),
-    "--init-method-xavier-uniform":               Refused("switch", INIT),
-    "--moe-upcycling-granularity":                Refused("int", INIT, default=1),
-    "--moe-use-upcycling":                        Refused("switch", INIT),
-    "--record-memory-history":                    Refused("switch", ARTEFACT, harmless=True),
-    "--ckpt-convert-format":                      Refused("torch|torch_dist", ARTEFACT, harmless=True),
-    "--dump-param-to-param-group-map":            Refused("text", ARTEFACT, harmless=True),
-    "--moe-routing-trace-path":                   Refused("text", ARTEFACT, harmless=True),
-    "--save-activations-interval":                Refused("int", ARTEFACT, harmless=True),
-    "--save-dgrads-interval":                     Refused("int", ARTEFACT, harmless=True),
-    "--save-params-interval":                     Refused("int", ARTEFACT, harmless=True),
-    "--save-tokens-per-expert-interval":          Refused("int", ARTEFACT, harmless=True),
-    "--save-wgrads-interval":                     Refused("int", ARTEFACT, harmless=True),
-    "--batch-size":                               Refused("int", OLD_BATCH),
-    "--fake-process-group":                       Refused("switch", DRY_RUN, harmless=True),
-    "--fp4-format":                               Refused("e2m1", FP4),
-    "--freeze-all-layers":                        Refused("switch", FROZEN),
-    "--hybrid-context-parallel":                  Refused("switch", PACKED),
-    "--inprocess-restart":                        Refused("switch", IN_PROCESS, harmless=True),
-    "--load-main-params-from-ckpt":               Refused("switch", CKPT_STATE),
-    "--override-ckpt-iteration":                  Refused("int", CKPT_STATE),
-    "--logits-load-dir":                          Refused("text", DISTILL),
-    "--logits-save-dir":                          Refused("text", DISTILL),
-    "--model-parallel-size":                      Refused("int", OLD_MODEL_PARALLEL),
-    "--non-persistent-ckpt-type":                 Refused("global|local|in_memory", TEMPORARY_SAVES, harmless=True),
-    "--non-persistent-save-interval":             Refused("int", TEMPORARY_SAVES, harmless=True),
-    "--tiktoken-num-special-tokens":              Refused("int", SPECIAL_TOKENS, default=1000),
-    "--null-tokenizer-eod-id":                    Refused("int", SPECIAL_TOKENS),
-    "--tokenizer-special-tokens":                 Refused("text+", SPECIAL_TOKENS),
-    "--vision-pretraining":                       Refused("switch", VISION_TRAINING),
-    "--warmup":                                   Refused("int", OLD_WARMUP),
-    "--yaml-cfg":                                 Refused("text", YAML),
-}
-
-# Flags that core 0.20 refuses but scripts still use: of earlier releases, of a later one, and of guides.
-DYNAMIC_ALONE = "it is read only with --dynamic-context-parallel, which is refused"
-AS_NOW = "Megatron has removed it, and the run does not depend on it"
-OLDER: dict[str, Flag] = {
-    "--data-impl":                               NoEffect("mmap|infer", AS_NOW),
-    "--DDP-impl":                                NoEffect("local|torch", AS_NOW),
-    "--no-async-tensor-model-parallel-allreduce": NoEffect("switch", AS_NOW),
-    "--no-contiguous-buffers-in-local-ddp":      NoEffect("switch", AS_NOW),
-    "--no-scatter-gather-tensors-in-pipeline":   NoEffect("switch", AS_NOW),
-    "--no-query-key-layer-scaling":              NoEffect("switch", AS_NOW),
-    "--log-batch-size-to-tensorboard":           NoEffect("switch", AS_NOW),
-    "--log-learning-rate-to-tensorboard":        NoEffect("switch", AS_NOW),
-    "--use-legacy-models":                       NoEffect("switch", "Megatron has removed it: layers are as its core's"),
-    "--moe-use-legacy-grouped-gemm":             NoEffect("switch", AS_NOW),
-    "--no-moe-router-aux-loss-fusion":           NoEffect("switch", KERNELS),
-    "--fp8-hybrid":                              Refused("switch", "Megatron has removed it; give --fp8-format hybrid"),
-    "--fp8-e4m3":                                Refused("switch", "Megatron has removed it; give --fp8-format e4m3"),
-    "--distribute-checkpointed-activations":     Refused(
-        "switch", "Megatron has removed it; give --distribute-saved-activations"
-    ),
-    "--activations-checkpoint-method":           Refused(
-        "text", "Megatron has removed it; give --recompute-granularity full and --recompute-method"
-    ),
-    "--checkpoint-num-layers":                   Refused(
-        "int", "Megatron has removed it; give --recompute-num-layers"
-    ),
-    # Later releases rename --hybrid-context-parallel.
-    "--dynamic-context-parallel":                Refused("switch", PACKED),
-    "--min-dynamic-context-parallel-size":       NoEffect("int", DYNAMIC_ALONE),
-    "--sequence-packing-scheduler":              Refused("dp_balanced|default_dynamic_cp", PACKED),
-    "--delay-grad-reduce":                       NoEffect("switch", AS_NOW),
-    "--overlap-p2p-communication":               NoEffect("switch", AS_NOW),
-    # Guides use these for --optimizer-cpu-offload, --log-straggler and --ddp-bucket-size.
-    "--cpu-offload-optimizer":                   Sets("switch", "optim.optimizer_cpu_offload"),
-    "--enable-straggler-detection":              Sets("switch", "runtime.enable_straggler_detection"),
-    "--dp-comm-overlap-bucket-size":             NoEffect("int", OVERLAP),
-}
-
-# ModelOpt's flags (megatron/post_training/arguments.py), which Megatron-LM accepts if ModelOpt is installed. It reads
-# them only for a ModelOpt checkpoint or a teacher.
-MODELOPT_ALONE = "Megatron-LM reads it only for a ModelOpt checkpoint"
-MODELOPT_MODEL = "ModelOpt models are not supported; remove it: without one Megatron-LM does not read it either"
-QUANTIZED = "only ModelOpt quantizes models; remove it, and quantize the result of export-hf"
-TEACHER = "this command has no teacher; remove it, and use megalith distill"
-MODELOPT: dict[str, Flag] = {
-    "--enable-gpt-oss":                NoEffect("switch", f"{MODELOPT_ALONE}; YaRN is --position-embedding-type yarn"),
-    "--export-force-local-attention":  NoEffect("switch", KERNELS),
-    "--export-legacy-megatron":        NoEffect("switch", MODELOPT_ALONE),
-    "--export-te-mcore-model":         NoEffect("switch", MODELOPT_ALONE),
-    "--export-default-te-spec":        NoEffect("switch", KERNELS),
-    "--export-model-type":             Refused("GPTModel|HybridModel|MambaModel", HYBRID, default="GPTModel"),
-    "--export-kv-cache-quant":         Refused("text", QUANTIZED, default="none"),
-    "--export-real-quant-cfg":         Refused("text", QUANTIZED, default="None"),
-    "--export-quant-cfg":              Refused("text", QUANTIZED),
-    "--export-kd-teacher-load":        Refused("text", TEACHER),
-    "--export-kd-teacher-model-config": Refused("text", TEACHER),
-    "--export-kd-teacher-ckpt-format": Refused("torch|torch_dist|torch_dcp", TEACHER),
-    "--export-kd-cfg":                 Refused("text", TEACHER),
-    "--finetune-hf-dataset":           Refused("text", SFT_FILE),
-    "--finetune-data-split":           Refused("text", SFT_FILE, default="train"),
-    "--finetune-data-files":           Refused("text+", SFT_FILE),
-    "--qad-train-target":              Refused("base|mtp|both", MODELOPT_MODEL),
-    "--freeze-base-for-mtp":           Refused("switch", MODELOPT_MODEL),
-    "--export-qk-l2-norm":             Refused("switch", "it belongs to ModelOpt's models; give --qk-l2-norm"),
-    "--export-moe-apply-probs-on-input": Refused("switch", FORMULA),
-    "--export-offline-model":          Refused("switch", MODELOPT_MODEL),
-    "--modelopt-enabled":              Refused("switch", MODELOPT_MODEL),
+    **NO_EFFECT,
+    **REFUSED,
 }
 # fmt: on

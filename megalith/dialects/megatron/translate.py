@@ -18,7 +18,8 @@ import yaml
 from megalith.config import RunConfig
 from megalith.dialects.megatron.derive.checkpoint_flags import is_empty
 from megalith.dialects.megatron.flag_kinds import Derives, NoEffect, ParsedFlags, Refused, Sets
-from megalith.dialects.megatron.flag_table import FLAGS, MODELOPT, NOT, OLDER
+from megalith.dialects.megatron.flag_table import FLAGS, NOT
+from megalith.dialects.megatron.other_flags import MODELOPT, OLDER
 from megalith.errors import ConfigError, MegalithError
 
 REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings",
