@@ -23,7 +23,8 @@ import yaml
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_training
 from megalith.dialects.megatron.flag_kinds import Refused
-from megalith.dialects.megatron.flag_table import FLAGS, MODELOPT
+from megalith.dialects.megatron.flag_table import FLAGS
+from megalith.dialects.megatron.other_flags import MODELOPT
 from megalith.dialects.megatron.translate import REQUIRED, in_flags, translate
 from megalith.errors import ConfigError
 

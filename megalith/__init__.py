@@ -15,7 +15,7 @@ from typing import Any
 __version__ = "0.1.0"
 _MODULES = {
     "RunConfig": "megalith.config",
-    "train": "megalith.training.job",
+    "train": "megalith.training.training_job",
     "grpo": "megalith.rl.grpo:train_grpo",
     "load": "megalith.training.loading",
     "plan": "megalith.planner.search",

@@ -27,7 +27,7 @@ from megalith.training.custom_loop import load_checkpoint as load_checkpoint
 from megalith.training.custom_loop import parallelize as parallelize
 from megalith.training.custom_loop import save_checkpoint as save_checkpoint
 from megalith.training.loading import load as load
-from megalith.training.trainer import train as train
+from megalith.training.training_job import train as train
 
 __version__: str
 

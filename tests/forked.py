@@ -62,7 +62,7 @@ def is_running(pid: int) -> bool:
 def open_forkserver() -> multiprocessing.context.ForkServerContext:
     """Start the process that all test processes and pools are forked from, with imports and warm-up (warm.py) done."""
     processes = multiprocessing.get_context("forkserver")
-    modules = ["megalith.training.job", "megalith.cli.main", "megalith.launch.agent", "pytest"]
+    modules = ["megalith.training.training_job", "megalith.cli.main", "megalith.launch.agent", "pytest"]
     modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "llama", "mixtral")]
     if not torch.cuda.is_available():  # should they start CUDA, what is forked could not use it
         modules += ["torch._inductor.compile_fx", "warm"]

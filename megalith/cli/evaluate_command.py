@@ -22,8 +22,8 @@ from megalith.report.metrics import finite, perplexity
 from megalith.rl.dpo import train_dpo
 from megalith.rl.kto import train_kto
 from megalith.rl.reward_model import train_reward
-from megalith.training.job import train
 from megalith.training.precheck import check_job
+from megalith.training.training_job import train
 
 TASK_OPTIONS = ("tasks", "include_path", "num_fewshot", "limit", "output")
 LONGEST_REQUEST = 4096  # tokens: upper bound of the default data.seq_length

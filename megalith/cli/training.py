@@ -121,7 +121,7 @@ def train(arguments: list[str]) -> int:
             check=lambda world_sizes: check_job(config, world_sizes, settings.nproc, one_machine, check_data),
         )
     from megalith.launch.stops import exit_code
-    from megalith.training.job import train
+    from megalith.training.training_job import train
 
     if program == "grpo":
         from megalith.rl.grpo import train_grpo as train

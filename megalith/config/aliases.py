@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megalith.config.rules.objective_spellings import OBJECTIVES, ObjectiveSpelling
+from megalith.config.rules.objective_spellings import OBJECTIVES
+from megalith.config.rules.spellings.spelling import ObjectiveSpelling
 from megalith.errors import ConfigError
 from megalith.remote import is_url
 

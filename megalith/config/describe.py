@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from megalith.config.aliases import ALIASES, Already, Choose, Derive, Rename
 from megalith.config.base import NOT_YET
 from megalith.config.other_systems import OTHER_NAMES
-from megalith.config.rules.objective_spellings import ObjectiveSpelling
+from megalith.config.rules.spellings.spelling import ObjectiveSpelling
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError, did_you_mean
 

@@ -15,7 +15,7 @@ from megalith.errors import ConfigError, nearest_of
 from megalith.launch.pool import Pool, RankFailed
 from megalith.parity.differences import Errors, compare
 from megalith.parity.job import run_job
-from megalith.training.trainer import prepare
+from megalith.training.build import prepare
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,11 @@ from megalith.rl.teachers.several_teachers import SeveralTeachers
 from megalith.rl.teachers.stored_teacher import StoredTeacher, logits_record
 from megalith.rl.teachers.teacher import Teacher
 from megalith.training.build import build_run_mesh, prepare
-from megalith.training.job import train
 from megalith.training.process import detect_machine, prepare_process
 from megalith.training.run_datasets import Data
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult
+from megalith.training.training_job import train
 
 
 def require_teacher(config: RunConfig) -> None:

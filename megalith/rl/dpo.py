@@ -30,9 +30,9 @@ from megalith.rl.objectives.preference_loss import (
 )
 from megalith.rl.objectives.summed_loss_task import SummedLossTask
 from megalith.rl.preference_losses.ranked_losses import match_ranks
-from megalith.training.job import train
 from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult
+from megalith.training.training_job import train
 
 LIKELIHOOD = ("cpo", "orpo", "sft")
 """Losses with the likelihood of the chosen answers, averaged over the tokens of the step."""

@@ -41,9 +41,9 @@ from megalith.rl.sampling.live_rollouts import LiveRollouts
 from megalith.rl.sampling.scored_groups import prefixed
 from megalith.rl.teachers.model_teacher import teacher_config
 from megalith.rl.teachers.teacher_advantages import TeacherAdvantages
-from megalith.training.job import train
 from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult
+from megalith.training.training_job import train
 
 RewardFunc = Callable[..., Any]
 

@@ -32,9 +32,9 @@ from megalith.rl.objectives.answer_batch import AnswerBatch, answer_fields
 from megalith.rl.objectives.sequences import Sequences
 from megalith.rl.objectives.summed_loss import SummedLoss
 from megalith.rl.objectives.summed_loss_task import SummedLossTask
-from megalith.training.job import train
 from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult
+from megalith.training.training_job import train
 
 SHIFT_SUM, SHIFT_COUNT = "bco_log_ratios", "bco_answers"  # counters of a checkpoint
 

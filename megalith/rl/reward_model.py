@@ -16,10 +16,10 @@ from megalith.errors import ConfigError
 from megalith.rl.objectives.answer_batch import AnswerBatch, answer_fields, count_tokens
 from megalith.rl.objectives.reward_loss import reward_loss
 from megalith.rl.objectives.summed_loss_task import SummedLossTask
-from megalith.training.job import train
 from megalith.training.run_datasets import Data
 from megalith.training.run_state import Run
 from megalith.training.trainer import TrainingResult
+from megalith.training.training_job import train
 
 
 def train_reward(config: RunConfig) -> TrainingResult:

@@ -23,7 +23,7 @@ from megalith.config import RunConfig
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError
-from megalith.training.trainer import prepare
+from megalith.training.build import prepare
 
 LAYOUTS = {
     "tp2-pp2": dict(

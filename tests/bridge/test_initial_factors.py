@@ -17,7 +17,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.generation.sync import engine_for, sync
 from megalith.parity.job import start
 from megalith.planner.layout import build_layout
-from megalith.training.trainer import prepare
+from megalith.training.build import prepare
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SITES = {

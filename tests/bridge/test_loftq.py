@@ -18,7 +18,7 @@ from megalith.ops.weight_codes import assemble, decode, encode
 from megalith.parity.differences import compare
 from megalith.parity.job import run_job, start
 from megalith.planner.layout import build_layout
-from megalith.training.trainer import prepare
+from megalith.training.build import prepare
 
 TARGETS = {
     "q_proj": ("self_attention.linear_qkv", "q"),

@@ -22,7 +22,7 @@ from megalith.bridge.peft.peft_writer import pattern_values
 from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.training.trainer import prepare
+from megalith.training.build import prepare
 
 # case: modules of transformers that get adapters
 TARGETS = {

@@ -27,7 +27,7 @@ from megalith.planner.layout import build_layout
 from megalith.rl.auxiliary_models.reference import without_adapters
 from megalith.rl.engines.weight_stream import WeightStream
 from megalith.rl.from_trl.tuning_trainers import SFTTrainer
-from megalith.training.trainer import prepare
+from megalith.training.build import prepare
 
 # case: modules with adapters, modules_to_save, and what an export calls these
 SAVED = {

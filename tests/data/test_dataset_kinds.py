@@ -8,7 +8,7 @@ import pytest
 from megalith.config import RunConfig
 from megalith.data.dataset_kinds import DATASET_KINDS, load_dataset_kind
 from megalith.training.build import open_datasets
-from megalith.training.job import train
+from megalith.training.training_job import train
 
 KIND = """
 import numpy as np

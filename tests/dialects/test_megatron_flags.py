@@ -16,7 +16,8 @@ from megalith.config.aliases import ALIASES
 from megalith.config.mup import MupRatios
 from megalith.config.rules.run_rules import check_training
 from megalith.dialects.megatron.flag_kinds import Derives, NoEffect, Refused, Sets
-from megalith.dialects.megatron.flag_table import FLAGS, MODELOPT, OLDER
+from megalith.dialects.megatron.flag_table import FLAGS
+from megalith.dialects.megatron.other_flags import MODELOPT, OLDER
 from megalith.dialects.megatron.translate import Translation, in_flags, translate
 from megalith.errors import ConfigError
 from megalith.training.build import prepare

@@ -24,7 +24,7 @@ from megalith.launch import in_process, rank_replacement
 from megalith.rl.rewards.rewards import Rewards
 from megalith.rl.sampling.rollout_sampler import RolloutSampler
 from megalith.rl.sampling.weight_sync import WeightSync
-from megalith.training import job
+from megalith.training import training_job
 from megalith.training.run_snapshots import RunSnapshots
 from megalith.training.run_state import Run
 
@@ -37,12 +37,12 @@ POINTS = {
     "exchange": (memory_snapshots, "_exchange_buffers"),
     "intact": (memory_snapshots.Snapshot, "is_intact"),
     "meeting": (in_process.InProcessRestart, "meet"),
-    "connecting": (job, "init_distributed"),
+    "connecting": (training_job, "init_distributed"),
     "fetch": (MemorySnapshots, "fetch"),
     "restore": (RunSnapshots, "restore"),
 }
 PHASES = {
-    "start": (job, "prepare"),
+    "start": (training_job, "prepare"),
     "compile": (compile_fx, "compile_fx"),
     "generation": (RolloutSampler, "sample_share"),
     "rewards": (Rewards, "__call__"),

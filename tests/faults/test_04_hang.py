@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks, launch, saved, steps, until, words, workers_of
 
-import megalith.training.job
+import megalith.training.training_job
 from megalith.errors import TrainingError
 from megalith.launch import hang_watch
 from megalith.launch.hang_watch import RankStatus, hang_message
@@ -75,7 +75,7 @@ def test_a_launcher_starts_a_job_again_whose_rank_stands_still(tmp_path):
 
 def lose_the_store(rank: int) -> None:
     """Rank 0, with the store, is lost while rank 1 is about to connect to it for its watch."""
-    inner = megalith.training.job.open_hang_watch
+    inner = megalith.training.training_job.open_hang_watch
     hang_watch.STORE_TIMEOUT = 2.0
 
     def open_hang_watch(heartbeat, process, *rest):
@@ -87,7 +87,7 @@ def lose_the_store(rank: int) -> None:
                 time.sleep(0.02)
         return inner(heartbeat, process, *rest)
 
-    megalith.training.job.open_hang_watch = open_hang_watch
+    megalith.training.training_job.open_hang_watch = open_hang_watch
 
 
 def test_a_rank_whose_store_is_lost_while_it_starts_ends(tmp_path):

@@ -24,7 +24,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.rl.rollouts.rollout_rows import Sample, make_batch, pack_rows
 from megalith.rl.rollouts.rollouts import RatedCompletion
 from megalith.training.build import build_model
-from megalith.training.job import train
+from megalith.training.training_job import train
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 

@@ -12,7 +12,7 @@ from megalith.launch.pool import RankFailed
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
-from megalith.training.trainer import prepare
+from megalith.training.build import prepare
 
 # The gradients of the first step decide. Those after it show the optimizer, the ramp of the batch, and that evaluating
 # and generating in between changes nothing.

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from megalith.config import RunConfig
-from megalith.training.job import train
+from megalith.training.training_job import train
 
 VOCAB, SEQ = 17, 24  # numbers 0 to 14, 15 asks for the answer, 16 ends it
 MODEL = dict(num_layers=2, hidden_size=48, ffn_hidden_size=96, num_attention_heads=4, vocab_size=VOCAB,

@@ -22,7 +22,7 @@ from megalith.rl.grpo import PolicyTask, train_grpo
 from megalith.rl.rollouts.rollout_rows import Sample, make_batch, pack_rows
 from megalith.rl.rollouts.rollouts import RatedCompletion
 from megalith.training.build import build_model
-from megalith.training.job import train
+from megalith.training.training_job import train
 
 VOCAB, SEQ, TEMPERATURE = 300, 64, 0.7
 EXPERTS = dict(num_experts=4, moe_ffn_hidden_size=40, moe_router_topk=2, moe_grouped_gemm=False)

@@ -31,8 +31,8 @@ from megalith.rl.rollouts.rollout_reader import load_rollouts
 from megalith.rl.sampling.live_rollouts import LiveRollouts
 from megalith.rl.sampling.rollout_sampler import RolloutSampler
 from megalith.training.build import prepare
-from megalith.training.job import train
 from megalith.training.run_state import Run
+from megalith.training.training_job import train
 
 PHASES = dict(num_iterations=2, mini_batches=2, beta=0.1, packing=True, temperature=0.9, save_rollouts=True)
 

@@ -20,7 +20,7 @@ from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job, start
 from megalith.rl.distill import DistillationTask, store_logits, write_logits
 from megalith.training.build import prepare
-from megalith.training.job import train
+from megalith.training.training_job import train
 
 ROOT = Path(__file__).parents[2]
 SEQ = 32

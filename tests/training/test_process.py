@@ -48,7 +48,7 @@ def test_copy_engines_get_more_queues_before_cuda_is_asked_for_devices(monkeypat
 @pytest.mark.processes
 def test_importing_the_trainer_imports_no_compiler():
     compiler = "{'torch._dynamo', 'torch._inductor'}"
-    code = f"import sys, megalith.training.job; sys.exit(bool({compiler} & set(sys.modules)))"
+    code = f"import sys, megalith.training.training_job; sys.exit(bool({compiler} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -21,9 +21,9 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parity.job import start
 from megalith.report.metrics import read_records
 from megalith.training.build import build_run_tokenizer, open_datasets, prepare
-from megalith.training.job import train
 from megalith.training.run_state import Run
 from megalith.training.trainer import Trainer, _saves_at_end
+from megalith.training.training_job import train
 
 METRICS = ["step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms",
            "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb", "skipped", "nan_iterations",

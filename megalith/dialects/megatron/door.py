@@ -123,7 +123,7 @@ def pretrain(words: list[str], program: str = "pretrain-gpt") -> int:
                 check=lambda world_sizes: check_job(config, world_sizes, options.nproc, True),
             )
     from megalith.launch.stops import exit_code
-    from megalith.training.job import train
+    from megalith.training.training_job import train
 
     with in_flags():
         return exit_code(train(config).ended)

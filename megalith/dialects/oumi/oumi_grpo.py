@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from megalith.config.rules.objective_spellings import DUAL_CLIP
+from megalith.config.rules.spellings.loss_spellings import DUAL_CLIP
 from megalith.dialects.oumi.oumi_keys import ACTOR, ENGINE_KEYS, ROLLOUT, VERL_PREFIX
 from megalith.dialects.oumi.oumi_values import OumiDataset, OumiKeys
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.config import RlConfig
-from megalith.config.rules.objective_spellings import ESTIMATORS
+from megalith.config.rules.spellings.advantage_spellings import ESTIMATORS
 
 
 @dataclass(frozen=True)

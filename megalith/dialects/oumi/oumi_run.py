@@ -38,8 +38,8 @@ from megalith.io import atomic_file, write_file
 from megalith.launch.launcher import Process, this_process
 from megalith.small_files import read_small_file
 from megalith.training.build import build_run_tokenizer
-from megalith.training.job import train
 from megalith.training.trainer import TrainingResult
+from megalith.training.training_job import train
 
 HF_MODEL, CONVERTED, BIN = "hf_model", "megatron_checkpoint", "pytorch_model.bin"
 SOURCE = "source.json"  # in CONVERTED; written last

@@ -26,8 +26,8 @@ from megalith.rl.from_trl.grpo_trainer import UNSUPPORTED, check_weight_tying, l
 from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
 from megalith.rl.kto import train_kto
 from megalith.rl.reward_model import train_reward
-from megalith.training.job import train
 from megalith.training.trainer import TrainingResult
+from megalith.training.training_job import train
 
 
 class _TuningTrainer:

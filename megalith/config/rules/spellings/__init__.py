@@ -1,0 +1,1 @@
+"""Spellings of GRPO's objective by verl and NeMo-RL, by subject."""
