@@ -65,13 +65,15 @@ class Progress(AbstractContextManager):
         seconds = now - self._start
         if not self._has_printed:
             self._has_printed, self._live = True, live_line(self._stream)
-        figures, left = self._figures or self._amounts(seconds), self._left(seconds)
+        figures, left = self._figures or self._amounts(seconds), self._remaining(seconds)
         if self._live is None:
-            print(f"{self._title}: {_joined(self._share(), figures, left)}", file=self._stream, flush=True)
+            print(
+                f"{self._title}: {_joined(self._percentage(), figures, left)}", file=self._stream, flush=True
+            )
         else:
             time_text = left or str(timedelta(seconds=round(seconds)))
             self._live.start()
-            self._live.update(self._live_text(_joined(self._share(), time_text, figures)), refresh=True)
+            self._live.update(self._live_text(_joined(self._percentage(), time_text, figures)), refresh=True)
         self._next = now + (LINE_INTERVAL if self._live is None else REDRAW_INTERVAL)
 
     def _live_text(self, figures: str):
@@ -86,10 +88,10 @@ class Progress(AbstractContextManager):
         bar = [(done * full, "green"), ((columns - done) * empty, "dim"), " "] if columns else []
         return Text.assemble(f"{self._title} ", *bar, figures, no_wrap=True, overflow="crop", end="")
 
-    def _share(self) -> str:
+    def _percentage(self) -> str:
         return f"{100 * self.done / self._total:.1f} %" if self._total else ""
 
-    def _left(self, seconds: float) -> str:
+    def _remaining(self, seconds: float) -> str:
         """Return the ETA from the mean speed so far."""
         if not self._total or not self.done:
             return ""

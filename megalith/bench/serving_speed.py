@@ -56,13 +56,13 @@ def main() -> None:
     shape = dict(SHAPES[args.shape]) | ({"vocab_size": args.vocab} if args.vocab else {})
     config = RunConfig.from_tree({"model": shape}).model
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = made_up_tokenizer(Path(folder), config.vocab_size)
+        tokenizer = synthetic_tokenizer(Path(folder), config.vocab_size)
         for clients in args.clients:
             result = measure(config, tokenizer, clients, args)
             report(result, shape=args.shape, clients=clients, stream=args.stream)
 
 
-def made_up_tokenizer(folder: Path, entries: int) -> HuggingFaceTokenizer:
+def synthetic_tokenizer(folder: Path, entries: int) -> HuggingFaceTokenizer:
     """Return a byte-level tokenizer with this number of entries. It encodes text to single bytes."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[: entries - 1]
     words = [*alphabet, *(f"Ġword{number}" for number in range(entries - 1 - len(alphabet))), "<end>"]

@@ -21,7 +21,7 @@ from megalith.bridge.rows import RowRun, Rule
 from megalith.bridge.settings import ConfigRow, Tree
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import Decides, as_config_error
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, short_repr
 from megalith.models.adapters import add_adapters
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
@@ -82,7 +82,7 @@ def check_types(hf_config: Mapping[str, Any], where: str = "config.json") -> Non
     for key, value in hf_config.items():
         if value is not None and (rule := _broken_rule(key, value)):
             raise ConfigError(
-                f"{where} has {key} {_short(value)}, which is not {rule}; correct it, or fetch it again"
+                f"{where} has {key} {short_repr(value, 80)}, which is not {rule}; correct it, or fetch it again"
             )
         if key in OBJECTS and value:
             check_types(value, f"{where}'s {key}")
@@ -92,11 +92,11 @@ def check_types(hf_config: Mapping[str, Any], where: str = "config.json") -> Non
 EVERY_FAMILY = {"per_layer_config": (None, {}), "is_causal": (None, True)}
 
 
-def _check_every_family(hf_config: Mapping[str, Any]) -> None:
+def _check_unsupported_keys(hf_config: Mapping[str, Any]) -> None:
     for key, harmless in EVERY_FAMILY.items():
         if hf_config.get(key) not in harmless:
             raise ConfigError(
-                f"config.json has {key} {_short(hf_config[key])}, which changes what the model "
+                f"config.json has {key} {short_repr(hf_config[key], 80)}, which changes what the model "
                 "computes and is not supported; use a model without it"
             )
 
@@ -131,11 +131,6 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e30 and math.isfinite(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:79] + "…"
 
 
 LAYER = re.compile(r"^((?:encoder\.)?layers)\.(\d+)\.")
@@ -203,7 +198,7 @@ class Family:
     def read_config(self, hf_config: Mapping[str, Any]) -> ModelConfig:
         """Return the model configuration of a config.json. Raises ConfigError for unsupported values."""
         check_types(hf_config)
-        _check_every_family(hf_config)
+        _check_unsupported_keys(hf_config)
         fields, hf_config = {}, {**self.defaults, **self._without_aliases(hf_config)}
         for setting in self.settings:
             for name, value in setting.read(hf_config).items():

@@ -81,7 +81,7 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     family = family.stored_as({name: stored.shape for name, stored in source.tensors.items()})
     _check_counts(source, model)
     if family.trusts_stored_head and not model.untie_embeddings_and_output_weights:
-        model = _as_stored(source, family, model)
+        model = _untied_if_stored(source, family, model)
     if not model.mtp_num_layers and family.stores_mtp(source.config, source.tensors):
         model = model.model_copy(update={"mtp_num_layers": 1})
     elif model.mtp_num_layers:
@@ -207,7 +207,7 @@ def _check_tied(source: SourceFolder, family: Family, groups: list[Group]) -> No
         )
 
 
-def _as_stored(source: SourceFolder, family: Family, model: ModelConfig) -> ModelConfig:
+def _untied_if_stored(source: SourceFolder, family: Family, model: ModelConfig) -> ModelConfig:
     """Return a model with tied embeddings untied if the files contain a different output matrix."""
     embedding = _embedding(family.groups(model))
     if not _differs(source, family.tied, embedding):

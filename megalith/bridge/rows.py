@@ -59,7 +59,7 @@ class Rule:
     def runs(self, model: ModelConfig, rows: int) -> list[RowRun]:
         """Return the runs that make up `rows` rows of Megalith's tensor."""
         runs = self.order(model, rows)
-        return runs if len(self.names) > 1 else _as_one_tensor(runs)
+        return runs if len(self.names) > 1 else _from_one_tensor(runs)
 
 
 def same(name: str) -> Rule:
@@ -199,7 +199,7 @@ def deinterleave(source: int, theirs: int, ours: int, size: int) -> list[RowRun]
     return [RowRun(source, theirs + 2 * pair, ours + pair, 2, step=size // 2) for pair in range(size // 2)]
 
 
-def _as_one_tensor(runs: list[RowRun]) -> list[RowRun]:
+def _from_one_tensor(runs: list[RowRun]) -> list[RowRun]:
     """Return the runs with all sources as consecutive parts of one tensor."""
     starts, total = {}, 0
     for source in sorted({run.source for run in runs}):

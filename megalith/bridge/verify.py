@@ -120,7 +120,7 @@ def compare_logits(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(SEED)
     shape = (PROBE[0], min(PROBE[1], model.max_position_embeddings))
     ids = torch.randint(0, model.vocab_size, shape, generator=generator)
-    theirs = _their_logits(matched, ids)
+    theirs = _hugging_face_logits(matched, ids)
     against = "megalith" if theirs is None else "transformers"
     theirs = _megalith_logits(matched, ids) if theirs is None else theirs
     difference, largest = (ours(ids) - theirs).abs().max().item(), theirs.abs().max().item()
@@ -150,7 +150,7 @@ def _round(model: Transformer, matched: Match) -> None:
             state[group.name].copy_(state[group.name].to(kinds.pop()))
 
 
-def _their_logits(matched: Match, ids: Tensor) -> Tensor | None:
+def _hugging_face_logits(matched: Match, ids: Tensor) -> Tensor | None:
     """Return the logits of transformers; None if it is not installed or does not have the model's class."""
     if not importlib.util.find_spec("transformers"):
         return None

@@ -60,10 +60,10 @@ def covers_exactly(shape: Sequence[int], extents: Sequence[Extent]) -> bool:
         ):
             return False
         covered += extent.volume
-    return covered == math.prod(shape) and _are_apart(extents)
+    return covered == math.prod(shape) and _are_disjoint(extents)
 
 
-def _are_apart(extents: Sequence[Extent]) -> bool:
+def _are_disjoint(extents: Sequence[Extent]) -> bool:
     """Return True if no two boxes overlap. Fast for shards, which divide one dimension at a time."""
     for dim in range(len(extents[0].offset) if len(extents) > 1 else 0):
         groups: dict[tuple[int, int], list[Extent]] = {}
@@ -72,5 +72,5 @@ def _are_apart(extents: Sequence[Extent]) -> bool:
             groups.setdefault((start, start + extent.shape[dim]), []).append(extent)
         spans = sorted(groups)
         if len(spans) > 1 and all(before[1] <= after[0] for before, after in pairwise(spans)):
-            return all(_are_apart(group) for group in groups.values())
+            return all(_are_disjoint(group) for group in groups.values())
     return all(a.intersection(b) is None for i, a in enumerate(extents) for b in extents[:i])

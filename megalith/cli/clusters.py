@@ -298,18 +298,18 @@ def _check(
     from megalith.planner.rates import rates_of
     from megalith.training.build import prepare
 
-    notes, stands_in = [], {}
+    notes, substitutes = [], {}
     tokenizer, weights = config.data.tokenizer_model, config.model.init_from
     if tokenizer is not None and not os.path.exists(tokenizer):
         notes.append(
             f"data.tokenizer_model {tokenizer} is not on this machine, so its vocabulary is not checked"
         )
-        stands_in = {"data.tokenizer_type": None, "data.tokenizer_model": None}
-        stands_in["model.vocab_size"] = config.model.vocab_size or UNKNOWN_VOCABULARY
+        substitutes = {"data.tokenizer_type": None, "data.tokenizer_model": None}
+        substitutes["model.vocab_size"] = config.model.vocab_size or UNKNOWN_VOCABULARY
     if weights is not None and not os.path.exists(weights):
         notes.append(f"model.init_from {weights} is not on this machine, so the model is not checked")
         return 0, notes
-    prepared = prepare(config.with_settings(stands_in | {"checkpoint.load": None}), world_size).config
+    prepared = prepare(config.with_settings(substitutes | {"checkpoint.load": None}), world_size).config
     if device is not None:
         rates = rates_of(device)
         machine = rates.machine(world_size, gpus_per_node)

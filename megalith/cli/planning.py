@@ -14,7 +14,7 @@ from megalith.io import write_file
 
 
 def run_calibrate(args: Arguments) -> int:
-    _refuse_nonsense(args, "seconds")
+    _check_bounds(args, "seconds")
     if args.nproc is not None:
         from megalith.launch.launcher import launch
 
@@ -107,9 +107,9 @@ def run_layouts(args: Arguments) -> int:
     from megalith.planner.plan_text import plan_json, plan_text
     from megalith.planner.search import plan
 
-    _refuse_nonsense(args, "top")
+    _check_bounds(args, "top")
     config, rates = _job(args)
-    _say_what_is_chosen(args)
+    _print_chosen_layout(args)
     if args.longest:
         answer = longest_sequence(
             config, args.gpus, rates, args.gpus_per_node, args.memory_gb, show_progress=True
@@ -138,7 +138,7 @@ def run_layouts(args: Arguments) -> int:
     return 0 if answer.best else ConfigError.exit_code
 
 
-def _say_what_is_chosen(args: Arguments) -> None:
+def _print_chosen_layout(args: Arguments) -> None:
     """Print a note on settings of the command line that the search overrides."""
     from megalith.config.run import parse_overrides
     from megalith.planner.candidates import OFFLOADED, SEARCHED_DEFAULTS
@@ -240,8 +240,8 @@ def run_goodput(args: Arguments) -> int:
     from megalith.planner.goodput import SIZES, Costs, goodput
     from megalith.planner.plan_text import goodput_table
 
-    _refuse_nonsense(args, "gpus", "failures_per_gpu_hour", "disk", "store")
-    _refuse_nonsense(args, "stall", "notice", "start", "memory_restart", "memory_stall", minimum=0)
+    _check_bounds(args, "gpus", "failures_per_gpu_hour", "disk", "store")
+    _check_bounds(args, "stall", "notice", "start", "memory_restart", "memory_stall", minimum=0)
     if not 0 <= args.memory_share <= 1:
         raise ConfigError(f"--memory-share is {args.memory_share}; give a fraction from 0 to 1")
     config = _config(args, 8)
@@ -252,7 +252,7 @@ def run_goodput(args: Arguments) -> int:
     return 0
 
 
-def _refuse_nonsense(args: Arguments, *names: str, minimum: float | None = None) -> None:
+def _check_bounds(args: Arguments, *names: str, minimum: float | None = None) -> None:
     """Raise ConfigError for an argument that is neither a finite number above 0 nor `minimum`."""
     for name in names:
         values = getattr(args, name)
@@ -266,7 +266,7 @@ def _refuse_nonsense(args: Arguments, *names: str, minimum: float | None = None)
 def _job(args: Arguments):
     from megalith.planner.rates import rates_of
 
-    _refuse_nonsense(
+    _check_bounds(
         args,
         "gpus",
         "gpus_per_node",

@@ -123,7 +123,7 @@ def run_serve(args: Arguments) -> int:
     grammars = GrammarCompiler(tokenizer)
     adapters = _Adapters(args, model)
     if is_alone:
-        engine, options = _engine_alone(model, sizes, adapters), dict(load_adapter=adapters.load)
+        engine, options = _single_process_engine(model, sizes, adapters), dict(load_adapter=adapters.load)
         live = LiveEngine(engine, stop, tokenizer.vocab_size, grammars=grammars, **options)
         return _serve(args, live, tokenizer, chat, key)
     init_distributed(device)
@@ -232,7 +232,7 @@ def _served_name(args: Arguments) -> str:
     return args.served_model_name or Path(args.checkpoint).resolve().name
 
 
-def _engine_alone(model: Transformer, sizes: dict[str, Any], adapters: _Adapters) -> Engine:
+def _single_process_engine(model: Transformer, sizes: dict[str, Any], adapters: _Adapters) -> Engine:
     from megalith.generation.engine import Engine
     from megalith.generation.sync import engine_for
 

@@ -68,7 +68,7 @@ def train(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         from megalith.config.describe import help_text
 
-        word = _help_word(arguments)
+        word = _help_topic(arguments)
         print(help_text(word) if word else f"{TRAIN_USAGE}\n{help_text()}")
         return 0
     if arguments == implied_settings(typed):
@@ -78,7 +78,7 @@ def train(arguments: list[str]) -> int:
         )
     launcher, arguments = _launcher_options().parse_known_args(arguments)
     with text_on_stderr(launcher.json):
-        _say_that_it_starts(typed, arguments)
+        _print_start(typed, arguments)
     from megalith.config import RunConfig
     from megalith.config.run import begins_override
 
@@ -153,7 +153,7 @@ def _result_document(result: TrainingResult, config: RunConfig) -> dict[str, Any
     return {name: getattr(result, name) for name in names} | {"output_dir": config.train.output_dir}
 
 
-def _help_word(arguments: list[str]) -> str | None:
+def _help_topic(arguments: list[str]) -> str | None:
     """Return the word after --help, which selects settings; None if there is none, or if it is the run file."""
     after = arguments[min(arguments.index(word) for word in ("-h", "--help") if word in arguments) + 1 :]
     if not after or after[0].startswith("-") or after[0].endswith((".yaml", ".yml", ".json")):
@@ -199,7 +199,7 @@ def check_source(program: str, config: RunConfig) -> None:
         require_teacher(config)
 
 
-def _say_that_it_starts(program: str, arguments: list[str]) -> None:
+def _print_start(program: str, arguments: list[str]) -> None:
     """Print a line on rank 0, because the imports that follow take seconds."""
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if rank == "0":

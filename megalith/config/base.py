@@ -94,7 +94,7 @@ class RequiresSetting:
         return any(each in self._values for each in values) if self._values else value is not None
 
     def __str__(self) -> str:
-        conditions = [_yaml_word(value) for value in self._values]
+        conditions = [_yaml_text(value) for value in self._values]
         if self._greater_than is not None:
             conditions.append(f"above {self._greater_than}")
         if self._unless is not None:
@@ -103,7 +103,7 @@ class RequiresSetting:
         return f"{self.path} {' or '.join(conditions)}".strip()
 
 
-def _yaml_word(value: Any) -> str:
+def _yaml_text(value: Any) -> str:
     """Return a value as written in a run file."""
     return "left out" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -38,7 +38,7 @@ def settings(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
         path = f"{prefix}{name}"
         inner = _section(field.annotation)
         if inner is None or field.default is None:
-            words = (_type_words(field.annotation), _default_words(field), field.description or "")
+            words = (_type_text(field.annotation), _default_text(field), field.description or "")
             yield Setting(path, *words, NOT_YET in field.metadata)
         if inner is not None:
             yield from settings(inner, path + ".")
@@ -204,7 +204,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _default_words(field: FieldInfo) -> str:
+def _default_text(field: FieldInfo) -> str:
     default = field.default
     if default is None:
         return ""
@@ -217,20 +217,20 @@ def _shown(default: str) -> str:
     return f"  (default {default})" if default else ""
 
 
-def _type_words(annotation: Any) -> str:
+def _type_text(annotation: Any) -> str:
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _type_words(arguments[0])
+        return _type_text(arguments[0])
     if origin is typing.Literal:
         return "|".join(str(a) for a in arguments)
     if origin in (typing.Union, types.UnionType):
-        return "|".join(_type_words(a) for a in arguments if a is not type(None))
+        return "|".join(_type_text(a) for a in arguments if a is not type(None))
     if origin is list:
         inner = arguments[0]
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             return f"list of {{{', '.join(inner.model_fields)}}}"
-        return f"list of {_type_words(inner)}"
+        return f"list of {_type_text(inner)}"
     if annotation is Any:
         return "values"
     return {"int": "int", "float": "float", "str": "text", "bool": "true|false"}.get(

@@ -296,7 +296,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
         index += 1
         if not begins_override(word):
             name, equals, _ = word.partition("=")
-            hint = (_elsewhere(name) if equals else "") or "; overrides are written --section.key value"
+            hint = (_suggest_keys(name) if equals else "") or "; overrides are written --section.key value"
             raise ConfigError(f"unexpected argument {word!r}{hint}")
         path, equals, text = word.removeprefix("--").partition("=")
         values = [text] if equals else []
@@ -372,7 +372,7 @@ def _refuse_unknown(tree: Tree) -> None:
         for key in values:
             if key not in allowed and key.partition(".")[0] not in allowed:
                 hint = (
-                    _elsewhere(key)
+                    _suggest_keys(key)
                     or hint_of_other_name(key)
                     or _nearest(key, [section])
                     or _nearest(key, RunConfig.model_fields, 0.75)
@@ -396,7 +396,7 @@ def _unfold_nested(tree: Tree) -> None:
             values[outer] = {**parent, inner: values.pop(key)}
 
 
-def _elsewhere(*keys: str) -> str:
+def _suggest_keys(*keys: str) -> str:
     sections = RunConfig.model_fields.items()
     fields = [
         f"{name}.{key}" for key in keys for name, each in sections if key in each.annotation.model_fields
@@ -430,7 +430,7 @@ def _sections() -> str:
 def _hint_for_name(name: str) -> str:
     """Return the section of a setting given without one, or similar settings of all sections."""
     return (
-        _elsewhere(name)
+        _suggest_keys(name)
         or hint_of_other_name(name)
         or _nearest(name, RunConfig.model_fields, 0.75)
         or "; `megalith train --help` lists them all, by section"
@@ -440,7 +440,7 @@ def _hint_for_name(name: str) -> str:
 def _hint_for_section(section: str, key: str = "") -> str:
     name = (key or section).replace("-", "_")
     return (
-        _elsewhere(name)
+        _suggest_keys(name)
         or hint_of_other_name(name)
         or did_you_mean(section, RunConfig.model_fields)
         or f"; sections: {_sections()}"

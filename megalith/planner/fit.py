@@ -35,7 +35,7 @@ def require_fit(layout: Layout, rates: Rates) -> None:
     expected, usable = fullest_stage(layout).total, usable_bytes(rates)
     if expected > usable:
         raise ConfigError(
-            f"{fit_sentence(layout.world_size, rates.device, expected, usable)}; {_way_out(layout)}"
+            f"{fit_sentence(layout.world_size, rates.device, expected, usable)}; {_search_hint(layout)}"
         )
 
 
@@ -51,13 +51,13 @@ def memory_warnings(layout: Layout, memory: int, device: str = "a GPU here") -> 
         raise ConfigError(
             f"weights and optimizer state alone take {state / GB:.1f} GB on the fullest of "
             f"{layout.world_size} processes, but {device} has only {memory / GB:.1f} GB; "
-            f"{_way_out(layout)}"
+            f"{_search_hint(layout)}"
         )
     if estimate.total <= memory:
         return []
     return [
         f"warning: {estimate.total / GB:.1f} GB are expected on the fullest of {layout.world_size} "
-        f"processes, but {device} has only {memory / GB:.1f} GB; {_way_out(layout)}"
+        f"processes, but {device} has only {memory / GB:.1f} GB; {_search_hint(layout)}"
     ]
 
 
@@ -79,7 +79,7 @@ def warnings_without_device(config: RunConfig, world_size: int, gpus_per_node: i
     ]
 
 
-def _way_out(layout: Layout) -> str:
+def _search_hint(layout: Layout) -> str:
     return (
         f"`megalith plan RUN_FILE --gpus {layout.world_size}` lists layouts that fit, with their settings; or use more "
         "GPUs"

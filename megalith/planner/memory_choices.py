@@ -214,7 +214,7 @@ def with_static_dispatch(
         return off, [f"{setting} false (no grouped kernel takes these experts)"]
     if sends_more:
         return off, [f"{setting} false ({why}: it would send {size / met:.1f} times as much)"]
-    return _where_it_fits(on, off, setting, world_size, machine.memory, meta, f"{why}, ")
+    return _enable_if_it_fits(on, off, setting, world_size, machine.memory, meta, f"{why}, ")
 
 
 def with_cached_weights(
@@ -235,7 +235,9 @@ def with_cached_weights(
         figures = f"{expected / 1e9:.1f} GB expected, with false {at_use / 1e9:.1f}"
         return on, [f"train.fp8_cache_weights true ({figures})"]
     return (
-        _where_it_fits(on, off, "train.fp8_cache_weights", world_size, memory, meta) if again else (off, [])
+        _enable_if_it_fits(on, off, "train.fp8_cache_weights", world_size, memory, meta)
+        if again
+        else (off, [])
     )
 
 
@@ -262,10 +264,10 @@ def with_cached_experts(
         return off, []
     if gathered and expert_data_parallel_size(parallel, world_size) > 1:
         return off, []
-    return _where_it_fits(on, off, "train.moe_cache_weights", world_size, memory, meta)
+    return _enable_if_it_fits(on, off, "train.moe_cache_weights", world_size, memory, meta)
 
 
-def _where_it_fits(
+def _enable_if_it_fits(
     on: RunConfig,
     off: RunConfig,
     setting: str,

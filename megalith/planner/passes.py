@@ -183,12 +183,12 @@ class Passes:
             self._attention(number, there, back)
             self._elementwise(number, there, back)
             self._communication(number, there, back)
-            again = self._again(number, there)
+            again = self._recomputed_work(number, there)
             self._weights(number, there, back, again)
             self._layers[number] = there, back, again
         return self._layers[number]
 
-    def _again(self, number: int, there: Counter[str]) -> Counter[str]:
+    def _recomputed_work(self, number: int, there: Counter[str]) -> Counter[str]:
         """Return the part of a layer's forward pass that its recomputation repeats."""
         again, model = Counter(there), self.model
         if self.parallel.saves_attention:
@@ -408,9 +408,11 @@ class Passes:
             )
             moved = share * self._cast_bytes()[0] * matrices
             there["elementwise"] += moved / self.micro_batches / self.streams
-        local_weights = here.total() - (here["experts"] if self.fsdp and not self._experts_whole() else 0)
+        local_weights = here.total() - (
+            here["experts"] if self.fsdp and not self._has_unsharded_experts() else 0
+        )
         cast = (4 + self.width) * (self.width != 4) / self.streams
-        if not self.fsdp or self._experts_whole():
+        if not self.fsdp or self._has_unsharded_experts():
             once = self.config.train.moe_cache_weights is True
             there["elementwise"] += cast * here["experts"] / (self.micro_batches if once else 1)
             if not once:
@@ -433,7 +435,7 @@ class Passes:
         for shape in shapes:
             here["experts" if len(shape) == 3 else "attention"] -= math.prod(shape)
 
-    def _experts_whole(self) -> bool:
+    def _has_unsharded_experts(self) -> bool:
         return expert_data_parallel_size(self.parallel, self.world) == 1
 
     def _sharded(self, local_weights: float, there: Counter[str], back: Counter[str]) -> None:

@@ -51,7 +51,7 @@ def plan_text(answer: PlanResult, tokens: float | None, price: float | None, exp
         )
     ]
     if not answer.best:
-        return "\n".join([*parts, *map(wrap_paragraph, _nothing_fits(answer))])
+        return "\n".join([*parts, *map(wrap_paragraph, _no_layout_fits(answer))])
     parts += [best_table(answer, tokens, price), wrap_paragraph(MFU_NOTE)]
     optim = answer.best[0].config.optim
     if optim.reduces_moments and not config.optim.reduces_moments:
@@ -162,7 +162,7 @@ def _too_large(layout: PlannedLayout, answer: PlanResult) -> str:
     )
 
 
-def _nothing_fits(answer: PlanResult) -> Iterator[str]:
+def _no_layout_fits(answer: PlanResult) -> Iterator[str]:
     yield f"no layout fits {answer.gpus} × {answer.usable / GB:.1f} GB. The nearest:"
     for each in answer.too_large[:3]:
         yield f"  {_too_large(each, answer)}"

@@ -53,7 +53,7 @@ def transfers(
     result = []
     if (size := parallel.tensor_model_parallel_size) > 1:
         sent = max(tensor_bytes(config, chunks) for chunks in stages) * micro_batches
-        result.append(Transfer("tensor", size, sent, _tensor_words(parallel)))
+        result.append(Transfer("tensor", size, sent, _tensor_parallel_text(parallel)))
     if (size := parallel.context_parallel_size) > 1:
         stage_layers = [[number for chunk in chunks for number in chunk.layers] for chunks in stages]
         sent = micro_batches * max(
@@ -204,7 +204,7 @@ def _tokens(config: RunConfig) -> int:
     return config.tokens_per_pass
 
 
-def _tensor_words(parallel: ParallelConfig) -> str:
+def _tensor_parallel_text(parallel: ParallelConfig) -> str:
     if parallel.overlaps:
         return "each layer's collectives, overlapped by ping-pong micro-batches"
     if parallel.sequence_parallel:

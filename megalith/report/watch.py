@@ -135,7 +135,7 @@ class RunSnapshot:
             format_si(speed) if (speed := to_float(self._last.get("tokens_per_second_per_device"))) else "–",
             self._format("mfu", "{:.1%}"),
             self._format("max_memory_gb", "{:.1f}"),
-            self._left(),
+            self._remaining(),
         ]
         return [*map(Text, cells), self._age()]
 
@@ -170,7 +170,7 @@ class RunSnapshot:
         times = [ms for _, ms in metric_points(self._steps[-ETA_STEPS:], "step_time_ms")]
         return sum(times) / len(times) / 1e3 if times else 0.0
 
-    def _left(self) -> str:
+    def _remaining(self) -> str:
         if self.ended:
             return "done"
         seconds = ((self._total or 0) - self.step) * self._step_seconds()

@@ -53,7 +53,7 @@ class FaultHandler:
                 "no weights. events.jsonl names the origin of the first; lower optim.lr, or "
                 "check the data, and resume from a checkpoint"
             )
-        return status.spike is not None and self._go_back(status)
+        return status.spike is not None and self._roll_back(status)
 
     def rerun_if_suspect(self, loss: Tensor, micro_batches: Sequence[Batch]) -> None:
         """Compute the gradients again if they or the step's `loss` look wrong and `rerun_bad_steps` is on."""
@@ -134,7 +134,7 @@ class FaultHandler:
         weights = f" with the weights of {later} steps later" if later else ""
         return f"when repeated{weights}, everything was finite: a transient hardware fault, or a fault of those weights"
 
-    def _go_back(self, status: HealthStatus) -> bool:
+    def _roll_back(self, status: HealthStatus) -> bool:
         """Load the last checkpoint before the spike; skip the data of the spike's step and of the step before it."""
         run, spike, before = self._run, status.spike, status.step_before_spike
         spiked = f"step {spike.step} has loss {spike.loss:.4g}, a spike above the preceding mean"

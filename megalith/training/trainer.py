@@ -89,7 +89,7 @@ class Trainer:
         """
         run, config = self.run, self.config
         if config.train.skip_train:
-            return self._evaluate_alone()
+            return self._evaluate_only()
         if self.loaded_from and run.step >= run.total_steps:
             return self._already_complete()
         pipeline = run.model.pipeline
@@ -251,7 +251,7 @@ class Trainer:
             *position, *evaluated, checkpoint, ended, self.test_loss, self.validation_figures
         )
 
-    def _evaluate_alone(self) -> TrainingResult:
+    def _evaluate_only(self) -> TrainingResult:
         """Evaluate the loaded weights on the validation and test data and print the results as Megatron-LM does."""
         run = self.run
         self.report = Report(build_layout(self.config, run.mesh.world.size), run.mesh, run.device, run.step)

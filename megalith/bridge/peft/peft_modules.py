@@ -73,7 +73,7 @@ def _modules_by_path(family: Family, groups: Iterable[Group]) -> dict[str, set[s
     by_path: dict[str, set[str]] = {}
     for group in groups:
         modules = by_path.setdefault(path_of(group.name), set())
-        for name in their_names(family, group):
+        for name in transformers_names(family, group):
             module = name.rpartition(".")[0]
             while module:
                 modules.add(module)
@@ -81,12 +81,12 @@ def _modules_by_path(family: Family, groups: Iterable[Group]) -> dict[str, set[s
     return by_path
 
 
-def their_names(family: Family, group: Group) -> list[str]:
+def transformers_names(family: Family, group: Group) -> list[str]:
     """Return the names that transformers' model has for the tensors of a group; a tied output matrix is one of them."""
     names = group.names(0 if group.experts is not None else None)
     if path_of(group.name) == EMBEDDING and is_tied(group.model):
         names = [*names, family.tied]
-    return [_as_in_the_model(name, group) for name in names]
+    return [_transformers_name(name, group) for name in names]
 
 
 def is_tied(model: ModelConfig) -> bool:
@@ -94,7 +94,7 @@ def is_tied(model: ModelConfig) -> bool:
     return not (model.untie_embeddings_and_output_weights or model.score_head)
 
 
-def _as_in_the_model(name: str, group: Group) -> str:
+def _transformers_name(name: str, group: Group) -> str:
     """Return the name in transformers 5, whose files keep older names of blocks with a tensor per expert."""
     per_expert = group.model.num_experts and not name.endswith((".layer.weight", ".expert_bias"))
     return name.replace(".block_sparse_moe.gate.", ".mlp.gate.") if per_expert else name
@@ -111,7 +111,7 @@ def saved_tensor_names(family: Family, groups: Mapping[str, Group]) -> dict[str,
 
     A buffer is among them only if transformers has it in a module with a saved parameter.
     """
-    names = {name: their_names(family, group) for name, group in groups.items()}
+    names = {name: transformers_names(family, group) for name, group in groups.items()}
     modules = {
         each.rpartition(".")[0]
         for name, theirs in names.items()

@@ -175,14 +175,16 @@ def _peft_pairs(
         modules[part]: of_part(
             part,
             a,
-            _their_rows(target, modules[part], part, b),
-            _their_rows(target, modules[part], part, lengths[part][:, None]).flatten() if lengths else None,
+            _hugging_face_rows(target, modules[part], part, b),
+            _hugging_face_rows(target, modules[part], part, lengths[part][:, None]).flatten()
+            if lengths
+            else None,
         )
         for part, (a, b) in pairs.items()
     }
 
 
-def _their_rows(target: AdapterTarget, module: str, part: str, b: Tensor) -> Tensor:
+def _hugging_face_rows(target: AdapterTarget, module: str, part: str, b: Tensor) -> Tensor:
     """Return B of a part as the module stores it: all rows of the module in its order, zero in those of other parts."""
     weight_rows = len(target.rows_of_modules()[module])
     rows = b.new_zeros(weight_rows, b.shape[1])
@@ -202,13 +204,13 @@ def _fused_pair(
     module, at = target.modules[WHOLE], (target.layer, target.site)
     ordered = [part for part in SITES[target.site] if part in pairs]
     scales = [lora.scaling_of(*at, part) for part in ordered]
-    blocks = [_their_rows(target, module, part, pairs[part][1]) for part in ordered]
+    blocks = [_hugging_face_rows(target, module, part, pairs[part][1]) for part in ordered]
     blocks = [b if scale == scales[0] else b * (scale / scales[0]) for b, scale in zip(blocks, scales)]
     first, rank = lora.rank_of(*at, ordered[0]), sum(lora.rank_of(*at, part) for part in ordered)
     alpha = lora.alpha_of(*at, ordered[0])
     alpha = alpha * (rank / first) ** 0.5 if lora.use_rslora else alpha * rank / first
     a = torch.cat([pairs[part][0] for part in ordered])
-    rows = [_their_rows(target, module, part, length[:, None]) for part, length in lengths.items()]
+    rows = [_hugging_face_rows(target, module, part, length[:, None]) for part, length in lengths.items()]
     return PeftPair(target, a, torch.cat(blocks, dim=1), rank, alpha, sum(rows).flatten() if rows else None)
 
 

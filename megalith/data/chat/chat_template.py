@@ -98,7 +98,7 @@ class ChatTemplate:
                 for k in learned
             ]
         except ValueError:
-            return self._turns_in_full_text(chat, learned, text)
+            return self._turns_of_full_text(chat, learned, text)
 
     def _completion_begin(self, chat: Chat, text: str) -> int:
         try:
@@ -106,7 +106,7 @@ class ChatTemplate:
         except ValueError:
             if chat.messages[chat.first]["role"] != "assistant":
                 raise
-            return self._turns_in_full_text(chat, [chat.first], text)[0][0]
+            return self._turns_of_full_text(chat, [chat.first], text)[0][0]
 
     def _prefix(self, chat: Chat, count: int, text: str, add_generation_prompt: bool = False) -> int:
         """Return the length of the text of the first `count` messages, which must be a prefix of `text`."""
@@ -127,7 +127,7 @@ class ChatTemplate:
             raise ValueError(UNKNOWN_TURNS.format("does not write each message in a turn of one loop"))
         return {**turns, last: (turns[last][0], len(text))}
 
-    def _turns_in_full_text(self, chat: Chat, learned: list[int], text: str) -> list[Span]:
+    def _turns_of_full_text(self, chat: Chat, learned: list[int], text: str) -> list[Span]:
         """Locate the turns in the full text, where a message may be rendered differently than at the end."""
         turns, spans = self._turns(chat, text), []
         for k in learned:

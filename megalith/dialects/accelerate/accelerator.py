@@ -395,7 +395,11 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        with self._goes_first(self.is_main_process) if self._uses_megalith else super().main_process_first():
+        with (
+            self._main_process_first(self.is_main_process)
+            if self._uses_megalith
+            else super().main_process_first()
+        ):
             yield
 
     @contextmanager
@@ -408,7 +412,7 @@ class Accelerator(accelerate.Accelerator):
             yield
 
     @contextmanager
-    def _goes_first(self, is_first: bool) -> Iterator[None]:
+    def _main_process_first(self, is_first: bool) -> Iterator[None]:
         if not is_first:
             barrier()
         yield

@@ -17,7 +17,7 @@ from megalith.parity.audit.findings import Finding, find
 CHANGES: dict[str, Change] = {
     "labels-shifted-twice": changes.shift_labels_again,
     "labels-not-shifted": changes.leave_labels_unshifted,
-    "loss-mask-ignored": changes.count_every_token,
+    "loss-mask-ignored": changes.count_all_tokens,
     "padding-in-loss": changes.count_padding,
     "attention-mask-ignored": changes.attend_to_padding,
     "attends-to-future": changes.attend_to_future,

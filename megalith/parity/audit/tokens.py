@@ -140,7 +140,7 @@ def leave_labels_unshifted(batch: TokenBatch) -> TokenBatch:
     return replace(batch, labels=batch.input_ids, weights=batch.token_weights)
 
 
-def count_every_token(batch: TokenBatch) -> TokenBatch:
+def count_all_tokens(batch: TokenBatch) -> TokenBatch:
     if batch.has_all_labels:
         return replace(batch, weights=torch.ones_like(batch.weights))
     labels, weights = batch.input_ids.roll(-1, 1), torch.ones_like(batch.weights)
@@ -151,7 +151,7 @@ def count_every_token(batch: TokenBatch) -> TokenBatch:
 def count_padding(batch: TokenBatch) -> TokenBatch:
     if batch.padding is None:
         return batch
-    every, next_is_padding = count_every_token(batch), batch.padding.roll(-1, 1)
+    every, next_is_padding = count_all_tokens(batch), batch.padding.roll(-1, 1)
     return replace(every, weights=torch.where(next_is_padding, every.weights, batch.weights))
 
 

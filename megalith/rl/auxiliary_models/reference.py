@@ -85,16 +85,16 @@ def without_adapters(run: Run) -> Iterator[ParallelModel]:
     scalings = [adapter.scaling for adapter in lora_adapters]
     for adapter in lora_adapters:
         plug(adapter, "scaling", 0.0)
-    trained = _put_base_values(run)
+    trained = _swap_in_base_values(run)
     try:
         yield model
     finally:
         for adapter, scaling in zip(lora_adapters, scalings):
             plug(adapter, "scaling", scaling)
-        _put_values(model, trained)
+        _swap_in_values(model, trained)
 
 
-def _put_base_values(run: Run) -> dict[str, Tensor]:
+def _swap_in_base_values(run: Run) -> dict[str, Tensor]:
     """Give the modules in `lora.modules_to_save` the base's values. Return copies of this rank's shards before that."""
     model, config = run.model, run.config
     saved = saved_names_of(model.chunks)
@@ -104,7 +104,7 @@ def _put_base_values(run: Run) -> dict[str, Tensor]:
     shards = {name: shard for name, shard in checkpoint_shards(model.chunks).items() if name in saved}
     trained = {name: shard.values.clone() for name, shard in shards.items()}
     if run.base_values is not None:
-        _put_values(model, run.base_values)
+        _swap_in_values(model, run.base_values)
         return trained
     load_initial_weights(
         config.model.init_from,
@@ -120,7 +120,7 @@ def _put_base_values(run: Run) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _put_values(model: ParallelModel, values: Mapping[str, Tensor]) -> None:
+def _swap_in_values(model: ParallelModel, values: Mapping[str, Tensor]) -> None:
     """Set this rank's shards of parameters and buffers to `values`, by name."""
     if not values:
         return
