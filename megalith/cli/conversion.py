@@ -238,7 +238,7 @@ def add_lora_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_lora_export(args: argparse.Namespace) -> int:
-    from megalith.bridge.adapter_folder import export_adapters
+    from megalith.bridge.adapters.adapter_folder import export_adapters
 
     family = export_adapters(args.run_dir, args.out, args.family)
     print_written(args, args.out, f", for {family.architecture}", architecture=family.architecture)
@@ -258,7 +258,7 @@ def add_lora_merge_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_lora_merge(args: argparse.Namespace) -> int:
-    from megalith.bridge.adapter_folder import merge
+    from megalith.bridge.adapters.merge_adapters import merge
 
     print_written(args, merge(args.source, args.out, args.base))
     return 0

@@ -161,7 +161,7 @@ class _Adapters:
 
     def __init__(self, args: Arguments, model: Transformer):
         """Read the adapters. Raise ConfigError if one does not fit the model."""
-        from megalith.bridge.adapter_folder import fingerprint_of
+        from megalith.bridge.adapters.open_adapters import fingerprint_of
 
         self._args, self._config = args, model.config
         self._fingerprint = fingerprint_of(model) if args.adapter or args.max_loras else None
@@ -201,13 +201,13 @@ class _Adapters:
 
     def load(self, folder: str) -> dict:
         """Return the matrices A and B of the adapter in a folder, by the name of the adapted matrix."""
-        from megalith.bridge.adapter_folder import load_adapter_pairs
+        from megalith.bridge.adapters.adapter_folder import load_adapter_pairs
 
         return load_adapter_pairs(folder, self._args.checkpoint, self._config, self._fingerprint)
 
     def slots(self) -> SlotSizes | None:
         """Return the engine's adapter slots and their ranks, or None without adapters."""
-        from megalith.bridge.adapter_folder import slot_ranks
+        from megalith.bridge.adapters.adapter_folder import slot_ranks
         from megalith.generation.engine_model import SlotSizes
 
         args = self._args

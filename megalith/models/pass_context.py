@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megalith.models.cache import Cache
 from megalith.models.rope import Tables
-from megalith.ops.dropout import DropoutKeys
+from megalith.ops.documents import (
+    chunk_ends,
+    mark_dynamic_documents,
+    same_document_mask,
+)
+from megalith.ops.dropout import (
+    DropoutKeys,
+)
 
 
 @dataclass(frozen=True)
@@ -126,3 +134,18 @@ class Encoded:
     mask: Tensor | None = None  # bool [batch, 1, queries or 1, keys], True to attend; None: all
     # int32 [2, batch, documents], ends in the queries and in the keys; None: one
     documents: Tensor | None = None
+
+
+def set_chunks(context: Context, size: int, length: int) -> None:
+    """Set mask and documents of attention within chunks of `size` tokens, for full sequences of `length` tokens."""
+    context.chunk_mask, context.chunk_documents = context.mask, context.documents
+    if length <= size:
+        return
+    if context.mask is not None:
+        chunks = context.position_ids // size
+        context.chunk_mask = context.mask & same_document_mask(chunks, chunks, causal=False)
+        return
+    ends = context.documents
+    if ends is None:
+        ends = torch.full((context.batch, 1), length, dtype=torch.int32, device=context.position_ids.device)
+    context.chunk_documents = mark_dynamic_documents(chunk_ends(ends, size, length))

@@ -29,11 +29,10 @@ from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mixers.attention import RelativeBias
 from megalith.models.mtp import add_mtp_losses
 from megalith.models.norm import Norm, norm_or_identity
-from megalith.models.pass_context import Context, Encoded, LayerRoutes, PassLayout, one_device
+from megalith.models.pass_context import Context, Encoded, LayerRoutes, PassLayout, one_device, set_chunks
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
 from megalith.ops.documents import (
-    chunk_ends,
     document_ids,
     mark_dynamic_documents,
     padding_attention_mask,
@@ -164,7 +163,7 @@ class Stack(nn.Module):
         elif inputs.padding is not None:
             context.mask = padding_attention_mask(inputs.padding)
         if self.config.attention_chunk_size is not None:
-            _set_chunks(context, self.config.attention_chunk_size, seq * layout.cp_size)
+            set_chunks(context, self.config.attention_chunk_size, seq * layout.cp_size)
         context.padding = inputs.padding
         if self.training and self.draws_dropout:
             self._key_dropout(context, inputs.sample_numbers, token_index)
@@ -191,21 +190,6 @@ class Stack(nn.Module):
         columns = column_keys(self.config.hidden_size, keys.device)
         before = layers[self.first_layer]  # the embedding's number, the first layer's minus 1
         context.dropout = DropoutKeys(keys, stream, columns, before)
-
-
-def _set_chunks(context: Context, size: int, length: int) -> None:
-    """Set mask and documents of attention within chunks of `size` tokens, for full sequences of `length` tokens."""
-    context.chunk_mask, context.chunk_documents = context.mask, context.documents
-    if length <= size:
-        return
-    if context.mask is not None:
-        chunks = context.position_ids // size
-        context.chunk_mask = context.mask & same_document_mask(chunks, chunks, causal=False)
-        return
-    ends = context.documents
-    if ends is None:
-        ends = torch.full((context.batch, 1), length, dtype=torch.int32, device=context.position_ids.device)
-    context.chunk_documents = mark_dynamic_documents(chunk_ends(ends, size, length))
 
 
 def _check_positions(config: ModelConfig, length: int) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megalith.bridge.adapter_folder import with_lora_load, with_saved_modules
+from megalith.bridge.adapters.adapter_settings import with_lora_load, with_saved_modules
 from megalith.bridge.families import family_for
 from megalith.bridge.load import tokenizer_folder, with_foreign_load, with_init_from
 from megalith.config import DataConfig, RunConfig

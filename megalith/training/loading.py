@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megalith.bridge.adapter_folder import merge_into
+from megalith.bridge.adapters.merge_adapters import merge_into
 from megalith.bridge.folder import is_model_folder
 from megalith.bridge.importer import SEED, common_dtype, open_hf_folder
 from megalith.bridge.load import check_base, config_of, load_initial_weights, load_source

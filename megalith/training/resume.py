@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megalith.bridge.adapter_folder import initialize_from_base, load_peft_adapters
+from megalith.bridge.adapters.adapter_folder import initialize_from_base, load_peft_adapters
 from megalith.bridge.load import check_base, config_of, load_initial_weights
 from megalith.bridge.model_differences import changed_settings
 from megalith.bridge.quantize_base import load_coded_base

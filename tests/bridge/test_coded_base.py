@@ -10,7 +10,7 @@ from models.reference import VOCAB, random_reference
 from safetensors.torch import load_file, save_file
 
 import megalith
-from megalith.bridge.adapter_folder import merge
+from megalith.bridge.adapters.merge_adapters import merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
 from megalith.bridge.quantize_base import CodedBase, _fill

@@ -12,7 +12,7 @@ import transformers
 from models.reference import CASES, VOCAB
 
 import megalith
-from megalith.bridge.adapter_folder import merge
+from megalith.bridge.adapters.merge_adapters import merge
 from megalith.bridge.exporter import export_hf
 from megalith.config import RunConfig
 from megalith.launch.pool import Pool

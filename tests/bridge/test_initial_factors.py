@@ -10,7 +10,8 @@ from models.reference import CASES, VOCAB, random_reference
 from peft_formula import PREFIX, adapt, first_factors, modules_named, random_adapters, save
 
 import megalith
-from megalith.bridge.adapter_folder import export_adapters, merge
+from megalith.bridge.adapters.adapter_folder import export_adapters
+from megalith.bridge.adapters.merge_adapters import merge
 from megalith.bridge.initial_factors import decompose
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError

@@ -10,7 +10,8 @@ from models.reference import CASES, VOCAB, random_reference
 from peft_formula import modules_named
 
 import megalith
-from megalith.bridge.adapter_folder import export_adapters, merge
+from megalith.bridge.adapters.adapter_folder import export_adapters
+from megalith.bridge.adapters.merge_adapters import merge
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.generation.sync import engine_for

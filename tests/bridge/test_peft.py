@@ -14,7 +14,8 @@ from test_bert import reference as bert_reference
 from test_t5 import reference as t5_reference
 
 import megalith
-from megalith.bridge.adapter_folder import export_adapters, merge
+from megalith.bridge.adapters.adapter_folder import export_adapters
+from megalith.bridge.adapters.merge_adapters import merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
 from megalith.bridge.peft.peft_names import NO_EFFECT, ONLY, READ

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import megalith
-from megalith.bridge.adapter_folder import export_adapters, fingerprint_of, load_adapter_pairs, merge
+from megalith.bridge.adapters.adapter_folder import export_adapters, load_adapter_pairs
+from megalith.bridge.adapters.merge_adapters import merge
+from megalith.bridge.adapters.open_adapters import fingerprint_of
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import family_of
 from megalith.bridge.importer import import_hf

@@ -10,7 +10,9 @@ from generation.engine_job import live_tokens, over_tensor_ranks
 from models.reference import CASES, random_reference
 
 import megalith
-from megalith.bridge.adapter_folder import fingerprint_of, load_adapter_pairs, merge, slot_ranks
+from megalith.bridge.adapters.adapter_folder import load_adapter_pairs, slot_ranks
+from megalith.bridge.adapters.merge_adapters import merge
+from megalith.bridge.adapters.open_adapters import fingerprint_of
 from megalith.errors import CheckpointError, ConfigError
 from megalith.generation.engine import Engine
 from megalith.generation.engine_model import SlotSizes

@@ -20,7 +20,7 @@ from small_policy import VOCAB, configuration, metrics, write_prompts
 from test_loop import run_of
 
 import megalith
-from megalith.bridge.adapter_folder import merge
+from megalith.bridge.adapters.merge_adapters import merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import family_for
 from megalith.errors import ConfigError, TrainingError

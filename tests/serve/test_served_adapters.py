@@ -12,13 +12,9 @@ from serve.http_client import Client
 from serve.test_serve import is_up, wait_for
 
 import megalith
-from megalith.bridge.adapter_folder import (
-    export_adapters,
-    fingerprint_of,
-    load_adapter_pairs,
-    merge,
-    slot_ranks,
-)
+from megalith.bridge.adapters.adapter_folder import export_adapters, load_adapter_pairs, slot_ranks
+from megalith.bridge.adapters.merge_adapters import merge
+from megalith.bridge.adapters.open_adapters import fingerprint_of
 from megalith.cli.main import main
 from megalith.data.tokenizers.plain import ByteTokenizer
 from megalith.errors import ConfigError

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from tuning_runs import VOCAB, config_of, token_pairs, tuning_tree
 
 import megalith
-from megalith.bridge.adapter_folder import export_adapters
+from megalith.bridge.adapters.adapter_folder import export_adapters
 from megalith.bridge.exporter import export_hf
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, DataError

@@ -20,7 +20,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megalith.bridge.adapter_folder import export_adapters, merge, trains_tied_embedding
+from megalith.bridge.adapters.adapter_folder import export_adapters
+from megalith.bridge.adapters.adapter_settings import trains_tied_embedding
+from megalith.bridge.adapters.merge_adapters import merge
 from megalith.bridge.exporter import export_hf, merge_hf
 from megalith.bridge.folder import CONFIG, DTYPE_NAMES, TOKENIZER_FILES, read_config_json, resolve_folder
 from megalith.bridge.importer import PRECISIONS, import_hf

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalith.bridge.adapter_folder import trains_tied_embedding
+from megalith.bridge.adapters.adapter_settings import trains_tied_embedding
 from megalith.bridge.load import with_init_from
 from megalith.bridge.peft.peft_names import ONLY
 from megalith.config import RunConfig

@@ -1,0 +1,1 @@
+"""Adapters of a run: their settings, their folders, and merging them with their base."""

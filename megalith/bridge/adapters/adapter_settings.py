@@ -1,0 +1,82 @@
+"""Settings of `lora` that depend on the adapters or the base of a run."""
+
+from __future__ import annotations
+
+from megalith.bridge.adapters.open_adapters import (
+    adapter_family,
+    open_peft,
+)
+from megalith.bridge.family import build_on_meta
+from megalith.bridge.load import (
+    with_init_from,
+)
+from megalith.bridge.peft.peft_modules import EMBEDDING, is_tied, resolve_saved_modules
+from megalith.config import LoraConfig, RunConfig
+from megalith.errors import ConfigError
+
+STORED_SETTINGS = (
+    "rank",
+    "alpha",
+    "targets",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "use_rslora",
+    "use_dora",
+    "init_lora_weights",
+    "modules_to_save",
+)
+"""Settings of `lora` that a PEFT folder determines."""
+
+
+def with_saved_modules(config: RunConfig) -> RunConfig:
+    """Return `config` with Megalith's names of the modules in `lora.modules_to_save`.
+
+    Raises ConfigError for a module that the model lacks or that cannot be trained in full.
+    """
+    names, model = config.lora.modules_to_save, config.model
+    if names is None:
+        return config
+    try:
+        family = adapter_family(model)
+    except ConfigError:  # no family has such a model: only Megalith's names remain
+        build_on_meta(model, config.lora)
+        return config
+    return config.with_settings({"lora.modules_to_save": resolve_saved_modules(names, family, model)})
+
+
+def trains_tied_embedding(config: RunConfig) -> bool:
+    """Return whether `lora.modules_to_save` names an embedding that is the output matrix too.
+
+    The base's configuration is read from `model.init_from`.
+    """
+    if config.lora.modules_to_save is None:
+        return False
+    config = with_saved_modules(with_init_from(config))
+    return is_tied(config.model) and EMBEDDING in (config.lora.modules_to_save or ())
+
+
+def with_lora_load(config: RunConfig) -> RunConfig:
+    """Return `config` with the settings of the adapters that `lora.load` names.
+
+    Raises ConfigError if one of them is set to another value.
+    """
+    lora = config.lora
+    if lora.load is None:
+        return config
+    folder = open_peft(lora.load, config.model)
+    folder.check_trained(lora.modules_to_save)
+    stored = folder.lora
+    for name in STORED_SETTINGS:
+        value, stored_value, default = (getattr(each, name) for each in (lora, stored, LoraConfig()))
+        same = (
+            stored.parts(config.model) == lora.parts(config.model)
+            if name == "targets"
+            else value == stored_value
+        )
+        if value != default and not same:
+            raise ConfigError(
+                f"lora.{name} is {value}, but the adapters in {lora.load}, which lora.load names, have {stored_value}; "
+                f"remove {name}"
+            )
+    return config.with_settings({f"lora.{name}": getattr(stored, name) for name in STORED_SETTINGS})
