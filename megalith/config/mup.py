@@ -23,7 +23,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megalith.config.base import Decides, RequiresSetting
-from megalith.config.dense import DenseModel
+from megalith.config.dense_model import DenseModel
 
 MUP = RequiresSetting("use_mup", True, strict=True)
 

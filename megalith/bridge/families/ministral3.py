@@ -14,7 +14,7 @@ from megalith.bridge.family import Family
 from megalith.bridge.rope_settings import MSCALES, Rope, rope_settings
 from megalith.bridge.settings import Tree, Window, WrittenKeys
 from megalith.config import ModelConfig
-from megalith.config.dense import RopeScaling
+from megalith.config.rope_scaling import RopeScaling
 from megalith.errors import ConfigError
 
 YARN = {
