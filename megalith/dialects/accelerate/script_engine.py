@@ -60,6 +60,12 @@ from megalith.dialects.accelerate.script_batches import (
     split_micro_batches,
 )
 from megalith.dialects.accelerate.script_optimizer import CallGradients, CallLoss, EngineOptimizer
+from megalith.dialects.accelerate.unsupported_calls import (
+    NO_LOGITS_GRADIENT,
+    NoGradient,
+    PreparedModelError,
+    unsupported_method,
+)
 from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.inputs import TokenInputs
 from megalith.models.loss import Loss
@@ -71,24 +77,6 @@ from megalith.training.process import detect_machine, prepare_process
 
 STATE = "megalith"  # folder of Megalith's checkpoint inside save_state's folder
 GROUPS = "optimizer_groups.json"
-NO_LOGITS_GRADIENT = (
-    "a loss computed from the model's logits has no gradient, because the backward passes run inside the model's call "
-    "and no rank has the full logits; pass labels to the model and use outputs.loss, or set MegatronLMPlugin's "
-    "custom_loss_function"
-)
-
-
-class PreparedModelError(ConfigError, AttributeError):
-    """An attribute or method of the script's model that a prepared model does not have."""
-
-
-def _unsupported_method(name: str, advice: str) -> Any:
-    def method(self: MegatronEngine, *args: Any, **options: Any) -> Any:
-        raise PreparedModelError(
-            f"{name} is not available for the prepared model, whose weights are sharded over the ranks; {advice}"
-        )
-
-    return method
 
 
 class MegatronEngine(nn.Module):
@@ -205,15 +193,15 @@ class MegatronEngine(nn.Module):
                 "(recomputation: MegatronLMPlugin(recompute_granularity=…))"
             ) from None
 
-    state_dict = _unsupported_method("state_dict", "use accelerator.get_state_dict(model), on every rank")
-    load_state_dict = _unsupported_method(
+    state_dict = unsupported_method("state_dict", "use accelerator.get_state_dict(model), on every rank")
+    load_state_dict = unsupported_method(
         "load_state_dict", "load before prepare, or use accelerator.load_state"
     )
-    apply = _unsupported_method("apply", "apply functions before prepare")
-    half = _unsupported_method("half", 'set mixed_precision="fp16" of Accelerator')
-    bfloat16 = _unsupported_method("bfloat16", 'set mixed_precision="bf16" of Accelerator')
-    double = _unsupported_method("double", "use fp32, bf16 or fp16: Accelerator(mixed_precision=…)")
-    __deepcopy__ = _unsupported_method("deepcopy", "copy accelerator.unwrap_model(model), on every rank")
+    apply = unsupported_method("apply", "apply functions before prepare")
+    half = unsupported_method("half", 'set mixed_precision="fp16" of Accelerator')
+    bfloat16 = unsupported_method("bfloat16", 'set mixed_precision="bf16" of Accelerator')
+    double = unsupported_method("double", "use fp32, bf16 or fp16: Accelerator(mixed_precision=…)")
+    __deepcopy__ = unsupported_method("deepcopy", "copy accelerator.unwrap_model(model), on every rank")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the step, as the optimizer's zero_grad does."""
@@ -258,7 +246,7 @@ class MegatronEngine(nn.Module):
             if (items := inputs.get("num_items_in_batch")) is not None:
                 loss = loss * (self._tokens(micro_batches) / torch.as_tensor(items, device=self.device))
         if loss is None or self.plugin.return_logits:
-            logits = _NoGradient.apply(self._logits(inputs), self._anchor, NO_LOGITS_GRADIENT)
+            logits = NoGradient.apply(self._logits(inputs), self._anchor, NO_LOGITS_GRADIENT)
         return self._outputs(loss, logits, batch.get("return_dict"))
 
     def _drop_token_types(self, types: Tensor) -> None:
@@ -301,7 +289,7 @@ class MegatronEngine(nn.Module):
         total, tokens = self.model.evaluate(micro_batches, objective)
         message = "this loss was computed in eval() mode, without a backward pass; call train() first"
         loss = total / tokens
-        return _NoGradient.apply(loss, self._anchor, message) if torch.is_grad_enabled() else loss
+        return NoGradient.apply(loss, self._anchor, message) if torch.is_grad_enabled() else loss
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> tuple[list[Batch], Loss | None]:
         """Return num_micro_batches micro-batches of equal size, and the loss (None: the model's own)."""
@@ -461,16 +449,3 @@ class MegatronEngine(nn.Module):
         self._loaded_step = checkpoint.manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
         self.consumed_samples = checkpoint.manifest.consumed_samples
         self.loaded_from, self._loads = input_dir, self._loads + 1
-
-
-class _NoGradient(torch.autograd.Function):
-    """Identity whose backward pass raises ConfigError with a message."""
-
-    @staticmethod
-    def forward(ctx, value: Tensor, anchor: Tensor, message: str) -> Tensor:
-        ctx.message = message
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        raise ConfigError(ctx.message)
