@@ -138,12 +138,12 @@ class OldAttention(passes.Passes):
     in fp16 is written, masked and normalized (read, written), dropped (read, written, a byte of mask), read: 13 bytes;
     backward 19, where dropout and softmax read their outputs too. Layers are recomputed whole."""
 
-    def _again(self, number: int, there: Counter[str]) -> Counter[str]:
-        return Counter(there)
+    def _recomputed_work(self, number: int, forward: Counter[str]) -> Counter[str]:
+        return Counter(forward)
 
-    def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+    def _attention(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
         seq, heads = self.config.data.seq_length, self.model.num_attention_heads / self.tensor
         scores = self.tokens * seq * heads
         one = 2 * self.rates.matmul(seq, self.model.head_dim, seq, "bf16") * heads * self.tokens / seq
-        there["attention"] += one + 13 * scores / self.streams
-        back["attention"] += 2 * one + 19 * scores / self.streams
+        forward["attention"] += one + 13 * scores / self.streams
+        backward["attention"] += 2 * one + 19 * scores / self.streams

@@ -189,9 +189,9 @@ class MultiNodeRendezvous(RendezvousHandler):
         info, self._next = self._next, None
         if info is None:
             self._end_announcements()
-            info = self._meet(None)
+            info = self._rendezvous(None)
             while self.running is None and not self._has_met and self._await_running_job():
-                info = self._meet(None)
+                info = self._rendezvous(None)
         self._has_met = True
         return info
 
@@ -248,14 +248,14 @@ class MultiNodeRendezvous(RendezvousHandler):
             self._store.set(WAITING, "0")
             self._store.set(RUNNING, f"{RESIZING} {member.resizes}")
             self._announce_at = 0.0
-        info = self._meet(member)
+        info = self._rendezvous(member)
         if self.running is not None and self.running.is_of(member):
             return info
         self._end_announcements()
         self._next = info
         return None
 
-    def _meet(self, member: Membership | None) -> RendezvousInfo:
+    def _rendezvous(self, member: Membership | None) -> RendezvousInfo:
         """Meet the other launchers. Members of a running job keep their order; the others follow."""
         info = self._inner.next_rendezvous()
         launcher = {"serves_store": self.serves_store, "member": member and asdict(member)}

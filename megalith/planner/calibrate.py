@@ -110,13 +110,13 @@ class _Bench:
         """Return the median time of one run, in seconds."""
         run()
         self._wait()
-        first = self._once(run, 1)
+        first = self._seconds_per_run(run, 1)
         count = max(1, min(int(self.seconds / 5 / max(first, 1e-7)), 200))
-        median = statistics.median(self._once(run, count) for _ in range(5))
+        median = statistics.median(self._seconds_per_run(run, count) for _ in range(5))
         self.progress.add()
         return median
 
-    def _once(self, run: Bench, count: int) -> float:
+    def _seconds_per_run(self, run: Bench, count: int) -> float:
         if self.cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -207,7 +207,7 @@ class _Bench:
                         self._wait()
                         dist.barrier(group)
                         count = max(3, min(50, int(2e3 / (megabytes + 10))))
-                        taken = statistics.median(self._once(run, count) for _ in range(3))
+                        taken = statistics.median(self._seconds_per_run(run, count) for _ in range(3))
                         self.progress.add()
                         yield [kind, link, size, megabytes, 1e3 * taken]
             dist.barrier()

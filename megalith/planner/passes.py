@@ -125,11 +125,11 @@ class Passes:
         forward, backward = Counter(), Counter()
         recomputed = self._recomputed(len(layer_numbers), chunk.head)
         for number, times in kinds.items():
-            there, back, again = self._layer(number)
+            layer_forward, layer_backward, layer_recomputed = self._layer(number)
             times = times * token_fraction(self.config, number)
-            for name in there | back:
-                forward[name] += times * there[name]
-                backward[name] += times * (back[name] + recomputed * again[name])
+            for name in layer_forward | layer_backward:
+                forward[name] += times * layer_forward[name]
+                backward[name] += times * (layer_backward[name] + recomputed * layer_recomputed[name])
         forward, backward = (
             self._host(forward, layer_numbers, 0.45),
             self._host(backward, layer_numbers, 0.55 + 0.45 * recomputed),
@@ -139,8 +139,8 @@ class Passes:
             forward["elementwise"] += 2 * rows
             backward["elementwise"] += 4 * rows
         if chunk.head:
-            there = self._head()
-            for name, seconds in there.items():
+            layer_forward = self._head()
+            for name, seconds in layer_forward.items():
                 forward[name] += seconds
         if (chunk.embedding or chunk.head) and self.tensor > 1:
             hidden = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
@@ -178,30 +178,30 @@ class Passes:
     def _layer(self, number: int) -> tuple[Counter[str], Counter[str], Counter[str]]:
         """Return the seconds of forward pass, backward pass and recomputation of a layer."""
         if number not in self._layers:
-            there, back = Counter(), Counter()
-            self._matmuls(number, there, back)
-            self._attention(number, there, back)
-            self._elementwise(number, there, back)
-            self._communication(number, there, back)
-            again = self._recomputed_work(number, there)
-            self._weights(number, there, back, again)
-            self._layers[number] = there, back, again
+            forward, backward = Counter(), Counter()
+            self._matmuls(number, forward, backward)
+            self._attention(number, forward, backward)
+            self._elementwise(number, forward, backward)
+            self._communication(number, forward, backward)
+            recomputed = self._recomputed_work(number, forward)
+            self._weights(number, forward, backward, recomputed)
+            self._layers[number] = forward, backward, recomputed
         return self._layers[number]
 
-    def _recomputed_work(self, number: int, there: Counter[str]) -> Counter[str]:
+    def _recomputed_work(self, number: int, forward: Counter[str]) -> Counter[str]:
         """Return the part of a layer's forward pass that its recomputation repeats."""
-        again, model = Counter(there), self.model
+        recomputed, model = Counter(forward), self.model
         if self.parallel.saves_attention:
-            again["attention"] = 0.0
+            recomputed["attention"] = 0.0
         in_graph = can_recompute_in_graph(model, self.parallel, number in self.expert_layers)
         if in_graph and not self.eager and self.config.train.fp8_format is None:
             rows = [each for each in self.meta.matmuls(number) if each.style == "row"]
             for last in rows if model.parallel_attn_mlp else rows[-1:]:
                 dtype, factor = self._dtype(number)
-                again["GEMMs"] -= self.rates.matmul(self.tokens, last.columns, last.rows, dtype, factor)
+                recomputed["GEMMs"] -= self.rates.matmul(self.tokens, last.columns, last.rows, dtype, factor)
             # The residual addition is not repeated either: the first norm reads the saved input.
-            again["elementwise"] -= 2 * model.hidden_size * self.width * self.tokens / self.streams
-        return again
+            recomputed["elementwise"] -= 2 * model.hidden_size * self.width * self.tokens / self.streams
+        return recomputed
 
     def _dtype(self, number: int) -> tuple[str, float]:
         """Return the dtype of a layer's matmuls in the table of rates, and their rate relative to the table."""
@@ -213,10 +213,10 @@ class Passes:
             return "bf16", peaks[0] / peaks[1] if all(peaks) else 0.07
         return "bf16", OTHER_RATES.get(train.precision, 1.0)
 
-    def _matmuls(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+    def _matmuls(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
         dtype, factor = self._dtype(number)
         selective = self.parallel.recompute_granularity == "selective"
-        again = selective and "mlp" in self.parallel.recompute_modules
+        recomputed = selective and "mlp" in self.parallel.recompute_modules
         for rows, columns, experts, style, reads_encoder in self.meta.matmuls(number):
             tokens, rate = self.tokens if style else self.tokens // self.sequence, factor
             if reads_encoder:
@@ -226,16 +226,16 @@ class Passes:
                 tokens = self.tokens * self.model.moe_router_topk * etp // self.tensor
                 rate = factor * self._rate_of_experts()
             one = self.rates.matmul(tokens, columns, rows, dtype, rate)
-            there["GEMMs"] += one
-            back["GEMMs"] += self.rates.matmul(tokens, rows, columns, dtype, rate)
+            forward["GEMMs"] += one
+            backward["GEMMs"] += self.rates.matmul(tokens, rows, columns, dtype, rate)
             if not self.frozen:
                 kind, rate = self._wgrad_dtype(dtype, rate, experts)
-                back["GEMMs"] += self.rates.matmul(rows, tokens, columns, kind, rate)
-            if again and (experts or style == "column") and columns == self.model.hidden_size:
+                backward["GEMMs"] += self.rates.matmul(rows, tokens, columns, kind, rate)
+            if recomputed and (experts or style == "column") and columns == self.model.hidden_size:
                 is_mlp = rows * self.tensor >= self.model.ffn_size or experts
-                back["GEMMs"] += one if is_mlp else 0.0
+                backward["GEMMs"] += one if is_mlp else 0.0
             if dtype == "fp8":
-                self._casts(tokens, rows, columns, experts, style, there, back)
+                self._casts(tokens, rows, columns, experts, style, forward, backward)
 
     def _wgrad_dtype(self, dtype: str, rate: float, experts: int) -> tuple[str, float]:
         if dtype == "fp8" and (experts or not self.config.train.fp8_wgrad):
@@ -254,8 +254,8 @@ class Passes:
         columns: int,
         experts: int,
         style: str | None,
-        there: Counter[str],
-        back: Counter[str],
+        forward: Counter[str],
+        backward: Counter[str],
     ) -> None:
         """Add the casts of a matmul to FP8.
 
@@ -268,8 +268,8 @@ class Passes:
         gathered, taken = self.sequence > 1 and style == "column", tokens * columns
         weight = self._weight_casts(rows * columns * (experts or 1), both, one, bool(experts))
         here = taken * one / self.sequence if gathered else taken * both
-        there["elementwise"] += (here + weight[0]) / self.streams
-        back["elementwise"] += (
+        forward["elementwise"] += (here + weight[0]) / self.streams
+        backward["elementwise"] += (
             tokens * rows * both + (2 * taken if gathered else 0) + weight[1]
         ) / self.streams
 
@@ -289,10 +289,10 @@ class Passes:
         """Return the fraction of the dense FP8 weights that are cast once per step."""
         return 1 - self.freed if casts_weights_once(self.config) else 0.0
 
-    def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+    def _attention(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
         model, parallel = self.model, self.parallel
         seq = self.config.data.seq_length
-        self._recurrence(number, there, back)
+        self._recurrence(number, forward, backward)
         if not model.has_attention(number):
             return
         window = model.reach(number, seq)
@@ -319,17 +319,17 @@ class Passes:
             slower *= GATHERED
         if self.config.train.precision == "fp32":
             slower *= 8
-        there["attention"] += slower * flops / rates[0]
-        back["attention"] += slower * 2.5 * flops / rates[1]
+        forward["attention"] += slower * flops / rates[0]
+        backward["attention"] += slower * 2.5 * flops / rates[1]
         if parallel.recompute_granularity == "selective" and "core_attn" in parallel.recompute_modules:
-            back["attention"] += slower * flops / rates[0]
+            backward["attention"] += slower * flops / rates[0]
         if "p2p" in exchange:
             steps = self.context if exchange == "p2p" else parallel.hierarchical_context_parallel_sizes[1]
             merged = RING_BYTES * steps / 3 * self.tokens * heads * values / self.streams
-            there["attention"] += merged
-            back["attention"] += 2 * merged
+            forward["attention"] += merged
+            backward["attention"] += 2 * merged
 
-    def _recurrence(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+    def _recurrence(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
         """Add a recurrence by its bytes: fp32 matrices per chunk, recomputed in the backward pass."""
         model, mixer = self.model, self.model.recurrent_mixer(number)
         if mixer == "gated_delta_net":
@@ -342,10 +342,10 @@ class Passes:
         else:
             return
         moved = 4 * of_head * heads / self.tensor * self.tokens / self.streams
-        there["attention"] += moved
-        back["attention"] += 3 * moved
+        forward["attention"] += moved
+        backward["attention"] += 3 * moved
 
-    def _elementwise(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+    def _elementwise(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
         """Add the operators between matmuls by their bytes: norms, residuals, activations, heads, RoPE, casts."""
         model, width, parallel = self.model, self.width, self.parallel
         modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else []
@@ -354,21 +354,21 @@ class Passes:
         groups = 2 * max(model.query_groups / self.tensor, 1) * model.head_dim
         qkv = heads + groups
         rotated = 2 * (heads + groups / 2) if model.position_embedding_type == "rope" else 0
-        forward, backward = norms + rotated, norms + rotated + 2 * qkv + 6 * heads
+        forward_elements, backward_elements = norms + rotated, norms + rotated + 2 * qkv + 6 * heads
         for out, taken, experts, style, _ in self.meta.matmuls(number):
             fc1 = style == "column" and out * self.tensor in (model.ffn_size, 2 * model.ffn_size)
             if fc1 or (experts and taken == model.hidden_size):  # expert matrices have no style
                 times = model.moe_router_topk / self.tensor if experts else 1.0
                 into = out / 2 if model.gated else out
-                again = into if "mlp_act" in modules and not experts else 0.0
-                forward += times * (out + into)
-                backward += times * (2 * out + into) + again
+                recomputed = into if "mlp_act" in modules and not experts else 0.0
+                forward_elements += times * (out + into)
+                backward_elements += times * (2 * out + into) + recomputed
         if number in self.expert_layers:
             moved = self._rows_moved() * model.hidden_size / self.tensor
-            forward, backward = forward + moved, backward + moved
-        backward += norms if "layernorm" in modules else self._within_budget(number)
-        there["elementwise"] += width * self.tokens * forward / self.streams
-        back["elementwise"] += width * self.tokens * backward / self.streams
+            forward_elements, backward_elements = forward_elements + moved, backward_elements + moved
+        backward_elements += norms if "layernorm" in modules else self._within_budget(number)
+        forward["elementwise"] += width * self.tokens * forward_elements / self.streams
+        backward["elementwise"] += width * self.tokens * backward_elements / self.streams
 
     def _rows_moved(self) -> float:
         """Return how often a pass reads or writes a token's hidden state in dispatch and combine."""
@@ -394,37 +394,39 @@ class Passes:
             budget, saved[0], saved[0] - saved[1], self.model.hidden_size // self.sequence
         )
 
-    def _weights(self, number: int, there: Counter[str], back: Counter[str], again: Counter[str]) -> None:
+    def _weights(
+        self, number: int, forward: Counter[str], backward: Counter[str], recomputed: Counter[str]
+    ) -> None:
         """Add the casts of a layer's weights or FSDP2's copies of them, and gradient accumulation.
 
         FP8 casts that happen once per step are divided over its micro-batches; recomputation does not repeat them.
         """
         here = Counter(self.meta.in_layers([number]))
         if self.config.lora.has_quantized_base:
-            self._decode(number, here, (there, back, again))
+            self._decode(number, here, (forward, backward, recomputed))
         if self._dtype(number)[0] == "fp8" and (share := self._cast_once()):
             matrices = sum(
                 rows * columns for rows, columns, experts, *_ in self.meta.matmuls(number) if not experts
             )
             moved = share * self._cast_bytes()[0] * matrices
-            there["elementwise"] += moved / self.micro_batches / self.streams
+            forward["elementwise"] += moved / self.micro_batches / self.streams
         local_weights = here.total() - (
             here["experts"] if self.fsdp and not self._has_unsharded_experts() else 0
         )
         cast = (4 + self.width) * (self.width != 4) / self.streams
         if not self.fsdp or self._has_unsharded_experts():
             once = self.config.train.moe_cache_weights is True
-            there["elementwise"] += cast * here["experts"] / (self.micro_batches if once else 1)
+            forward["elementwise"] += cast * here["experts"] / (self.micro_batches if once else 1)
             if not once:
-                for work in (back, again):
+                for work in (backward, recomputed):
                     work["elementwise"] += cast * here["experts"]
         if not self.fsdp:
             dense = cast * (local_weights - here["experts"])
-            there["elementwise"] += dense
-            again["elementwise"] += dense
-            back["elementwise"] += (0 if self.frozen else SUMMING) * local_weights / self.streams
+            forward["elementwise"] += dense
+            recomputed["elementwise"] += dense
+            backward["elementwise"] += (0 if self.frozen else SUMMING) * local_weights / self.streams
         else:
-            self._sharded(local_weights, there, back)
+            self._sharded(local_weights, forward, backward)
 
     def _decode(self, number: int, here: Counter[str], passes: Iterable[Counter[str]]) -> None:
         """Add the decoding of a layer's weights in codes to each pass, and take them out of the counts of weights."""
@@ -438,20 +440,20 @@ class Passes:
     def _has_unsharded_experts(self) -> bool:
         return expert_data_parallel_size(self.parallel, self.world) == 1
 
-    def _sharded(self, local_weights: float, there: Counter[str], back: Counter[str]) -> None:
+    def _sharded(self, local_weights: float, forward: Counter[str], backward: Counter[str]) -> None:
         """Add FSDP2's copies and collectives per micro-batch. step_time.py adds those per step."""
         strategy = self.parallel.data_parallel_sharding_strategy
         if freed := self.freed * local_weights:
-            for work in (there, back):
+            for work in (forward, backward):
                 work["elementwise"] += GATHERING * freed / self.streams
                 work["data"] += self._slowdown("all_gather", 2 * freed)
         if strategy == "optim":
-            back["elementwise"] += SUMMING * local_weights / self.streams
+            backward["elementwise"] += SUMMING * local_weights / self.streams
         else:
-            back["elementwise"] += REDUCING * local_weights / self.streams
+            backward["elementwise"] += REDUCING * local_weights / self.streams
             exchanged = self.parallel.uses_fp32_reduce_scatter
             kind, width = ("all_to_all", self.width) if exchanged else ("reduce_scatter", GRADIENT_BYTES)
-            back["data"] += self._slowdown(kind, width * local_weights)
+            backward["data"] += self._slowdown(kind, width * local_weights)
 
     def _slowdown(self, kind: str, size: float) -> float:
         """Return by how much a collective of `size` bytes over the shards slows the GEMMs that it overlaps."""
@@ -460,12 +462,12 @@ class Passes:
             kind, shards, self.tensor, size * (shards - 1) / shards
         )
 
-    def _communication(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+    def _communication(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
         parallel = self.parallel
         if self.tensor > 1:
-            forward, backward = self._tensor(number)
-            there["tensor"] += forward
-            back["tensor"] += backward
+            tensor_forward, tensor_backward = self._tensor(number)
+            forward["tensor"] += tensor_forward
+            backward["tensor"] += tensor_backward
         if self.context > 1:
             sent = context_bytes(self.config, number) / token_fraction(self.config, number)
             kind = "copy" if "cp" in parallel.copy_engine_axes else "all_to_all"
@@ -474,15 +476,15 @@ class Passes:
             hidden = PING_PONG if parallel.overlaps else 1.0
             if parallel.resolved_cp_comm_type == "p2p":
                 hidden = GEMM_SLOWDOWN["NCCL"]
-            there["context"] += hidden * whole / 3
-            back["context"] += hidden * whole * 2 / 3
+            forward["context"] += hidden * whole / 3
+            backward["context"] += hidden * whole * 2 / 3
         ep = parallel.expert_model_parallel_size
         if ep > 1 and number in self.expert_layers:
             whole = self.collective_time(
                 "all_to_all", ep, parallel.expert_tensor_parallel_size, expert_bytes(self.config)
             )
-            there["expert"] += whole / 2
-            back["expert"] += whole / 2
+            forward["expert"] += whole / 2
+            backward["expert"] += whole / 2
 
     def _tensor(self, number: int) -> tuple[float, float]:
         """Return the exposed time of a layer's tensor-parallel collectives, forward and backward."""
@@ -492,8 +494,8 @@ class Passes:
         one = self.collective_time(kind, self.tensor, 1, part)
         if self.sequence > 1:  # all-gathers before linears (of FP8 data), reduce-scatters after them
             gathers = 2 / self.width if self._dtype(number)[0] == "fp8" else 2
-            again = 0 if parallel.save_gathered_inputs and not self.eager else gathers
-            forward, exposed, overlapped = gathers + 2, 2, 2 + again  # in units of `one`
+            recomputed = 0 if parallel.save_gathered_inputs and not self.eager else gathers
+            forward, exposed, overlapped = gathers + 2, 2, 2 + recomputed  # in units of `one`
         else:
             forward, exposed, overlapped = 4, 0, 4
         if parallel.overlaps:

@@ -103,7 +103,7 @@ def step_time(
             timeline = simulate(schedule, _durations(passes, work, zero=schedule.kind == "zero_bubble"))
             total = timeline.total + rest * busy[slowest] / micro_batches
         parts["bubble"] = total - busy[slowest]
-    ends = [_once(passes, chunks, sum(b.total() for _, b in w)) for chunks, w in zip(assignment, work)]
+    ends = [_step_work(passes, chunks, sum(b.total() for _, b in w)) for chunks, w in zip(assignment, work)]
     for name, seconds in max(ends, key=Counter.total).items():
         parts[name] += seconds
     seconds = parts.total() * (WAITS if world_size > 1 else 1.0)
@@ -148,7 +148,7 @@ def _durations(
     return [Durations(f.total(), split * b.total(), (1 - split) * b.total(), p2p=p2p) for f, b in stages]
 
 
-def _once(passes: Passes, chunks: Sequence[Stage], backward: float) -> Counter[str]:
+def _step_work(passes: Passes, chunks: Sequence[Stage], backward: float) -> Counter[str]:
     """Return the time after the micro-batches: the exposed part of the gradient reduction, and the update."""
     parallel, config, times = passes.parallel, passes.config, Counter()
     here, ends = passes.meta.in_layers(layers_of(passes.model, chunks)), passes.meta.outside(chunks).total()

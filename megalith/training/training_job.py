@@ -161,7 +161,7 @@ class _Job:
         self.startup_timer = StartupTimer()
         return None
 
-    def _meet(self) -> Store | None:
+    def _rendezvous(self) -> Store | None:
         """Wait for the other ranks. Return the store for the process groups of a restart."""
         store = self.restart.meet()
         if self.process != self.restart.process:  # the job has been resized
@@ -181,7 +181,7 @@ class _Job:
             minutes=runtime.distributed_timeout_minutes, seconds=self.config.rl.server_timeout
         )
         with self.signals.during_rendezvous() if self.process.world_size > 1 else nullcontext():
-            store = self._meet()
+            store = self._rendezvous()
             config, process = self.config, self.process
             init_distributed(device, collective_timeout(timeout), store=store)
         writes = not config.train.skip_train

@@ -115,7 +115,7 @@ class AgentSession:
     ) -> LiveRequest:
         """Translate the request for the engine. The run's sampling parameters replace those of the request."""
         sampling = self._rules.sampling
-        limit = min(limit, self._room(prompt))
+        limit = min(limit, self._remaining_tokens(prompt))
         digest = hashlib.blake2b(json.dumps([prompt.ids, prompt.repeat, choice]).encode(), digest_size=5)
         key = self._rules.request_key(self.position, self.generation, int.from_bytes(digest.digest(), "big"))
         settings = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
@@ -208,7 +208,7 @@ class AgentSession:
         length = 0 if branch is None else len(branch.ids)
         return SessionPrompt(ids, branch, length, added, messages, arguments, self._seen[digest] - 1)
 
-    def _room(self, prompt: SessionPrompt) -> int:
+    def _remaining_tokens(self, prompt: SessionPrompt) -> int:
         """Return the number of tokens that may follow."""
         used = 0 if prompt.branch is None else prompt.length + len(prompt.added)
         return self._rules.sampling.max_new_tokens - used
@@ -221,7 +221,7 @@ class AgentSession:
                 "(data.seq_length + 1 − rl.max_completion_length); shorten it, or raise "
                 "data.seq_length"
             )
-        if self._room(prompt) < 1:
+        if self._remaining_tokens(prompt) < 1:
             raise ValueError(
                 "the conversation has no room for another token (rl.max_completion_length is "
                 f"{self._rules.sampling.max_new_tokens:,}); end it, or raise that setting"
