@@ -219,7 +219,7 @@ def test_adapters_of_another_base_and_more_than_lora_are_refused(families, tmp_p
     for kind, settings, message in (
         ("dora", {}, "was trained with DoRA"),
         ("int8", {"lora.use_dora": False, "lora.quantize_base": "int8"}, "on a base quantized to int8"),
-        ("plain", {"lora.use_dora": False}, "were trained on other weights"),
+        ("plain", {"lora.use_dora": False}, "were not trained on the weights"),
     ):
         config = megalith.RunConfig.from_tree(tree).with_settings(
             {"train.output_dir": str(tmp_path / kind), **settings}
