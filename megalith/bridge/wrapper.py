@@ -97,7 +97,11 @@ class WrapperFolder:
         }
 
     def name(self, plain: str) -> str:
-        """Return the name of a tensor of the language model in this folder."""
+        """Return this folder's name for a tensor of the language model.
+
+        Args:
+            plain: the name of the tensor in a folder of the language model alone.
+        """
         return self._names[plain]
 
     def outside(self) -> Iterator[tuple[str, Tensor]]:

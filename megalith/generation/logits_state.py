@@ -184,7 +184,7 @@ class LogitsState:
 
 
 def token_masks(sequences: Sequence[RowSequence | None], vocab_size: int) -> np.ndarray:
-    """Return the tokens that may follow in rows with these sequences, as bits, int32 [rows, words]."""
+    """Return a bit mask of the allowed next tokens per row, int32 [rows, ceil(vocab_size / 32)]. Bit set: allowed."""
     words = np.full((len(sequences), -(-vocab_size // 32)), -1, dtype=np.int32)
     for row, sequence in enumerate(sequences):
         for mask in () if sequence is None else sequence.masks:

@@ -66,7 +66,7 @@ class PrefixReuse:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of first tokens and copies."""
+        """Bytes of the stored first keys and values and of the copied rows."""
         return self._first.nbytes + sum(holder.copy.nbytes for holder in self._copies)
 
     def forget(self) -> None:

@@ -40,7 +40,7 @@ class CodedWeight(nn.Module):
         """Values of the weight before it was coded, which identify the base (checkpoint/fingerprint.py)."""
 
     def fill(self, codes: WeightCodes) -> None:
-        """Set the codes, on the device of the matmuls."""
+        """Set the codes, which must be on the device that computes the matmuls."""
         for name, part in zip(WeightCodes._fields, codes):
             self.register_buffer(name, part, persistent=False)
 

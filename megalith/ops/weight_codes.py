@@ -72,7 +72,7 @@ class WeightCodes(NamedTuple):
 
 @dataclass(frozen=True)
 class CodedMatrix:
-    """One quantized matrix [rows, columns], with the numbers of its rows in the weight."""
+    """One quantized matrix [rows, columns], and the indices of its rows in the full weight."""
 
     rows: Tensor  # int64 [rows]
     codes: Tensor

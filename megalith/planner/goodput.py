@@ -149,8 +149,11 @@ def share_with_memory(costs: Costs, save: float, restart: float, between: float)
 
 
 def best_interval(stall: float, between: float) -> float:
-    """Return Daly's interval in seconds of work between saves. If the stall is at least 2 M, it is M, the mean time
-    between failures.
+    """Return Daly's optimal time between saves, in seconds of work.
+
+    Args:
+        stall: seconds that training waits for a save.
+        between: mean seconds between failures, M. The result is M if `stall` is at least 2 M.
     """
     if stall >= 2 * between:
         return between

@@ -98,7 +98,7 @@ class Task:
         return None
 
     def state_files(self, run: Run) -> dict[str, bytes]:
-        """Return the task's state for a checkpoint, contents by file name. Rank 0's are saved."""
+        """Return the task's files for a checkpoint, by name. Only rank 0's are saved."""
         files = run.data.state_files(run.consumed_samples, run.left_out)
         for note in run.data.stream_notes():
             run.log(f"note: {note}")

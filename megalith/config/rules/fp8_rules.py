@@ -12,7 +12,10 @@ SIXTEEN, BLOCK = 16, 128  # multiples required by FP8 matmuls, and by the blockw
 
 
 def check_fp8(config: RunConfig) -> None:
-    """Raise ConfigError unless the FP8 settings are supported; names the sizes that do not divide."""
+    """Raise ConfigError unless the FP8 settings are supported.
+
+    The error names the sizes that are not multiples of 16, or of 128 with the blockwise recipe.
+    """
     train = config.train
     if train.fp8_format is None:
         return

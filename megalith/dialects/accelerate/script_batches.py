@@ -31,7 +31,11 @@ EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_log
 
 
 def check_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the supported arguments of a call, None for absent ones. Raises ConfigError for unsupported ones."""
+    """Return the arguments of `model(**batch)` that Megalith supports, with None for absent ones.
+
+    Raises:
+        ConfigError: for unsupported arguments.
+    """
     accepted = (*SUPPORTED_INPUTS, *ENCODER_INPUTS, *NO_EFFECT_INPUTS, *EXTRA_OUTPUTS)
     unsupported = [name for name, value in batch.items() if name not in accepted and value is not None]
     reject_extra_outputs(batch)

@@ -260,9 +260,9 @@ class SoftmaxOffset(nn.Module):
 
 
 def all_scores(weight: Tensor, token_index: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
-    """Return the biases [buckets, heads] of the local heads, and the indices of their tokens.
+    """Return the biases [buckets, heads] of the local heads and the indices of the tokens to score.
 
-    Context parallelism replaces it, because each rank computes all tokens' scores for some heads.
+    Context parallelism replaces this function: there, each rank scores all tokens for some of the heads.
     """
     return weight, token_index
 

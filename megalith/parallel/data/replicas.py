@@ -108,7 +108,7 @@ class Replicated:
                 bucket.start_all_reduce()
 
     def wait(self) -> None:
-        """Wait for all all-reduces, after the last pass of a step."""
+        """Wait for the pending all-reduces. Call it after the last pass of a step."""
         self.start_all_reduces()
         for bucket in self._buckets:
             bucket.wait()

@@ -275,7 +275,7 @@ class SharedMambaGroup:
         return torch.cat([parameter.narrow(0, *span) for span in self._units])
 
     def total(self, tensor: TensorParallel, squares: Tensor) -> Tensor:
-        """Sum [..., 1, 1] over the ranks that share this rank's group."""
+        """Return the sum of `squares` [..., 1, 1] over the ranks that hold heads of the same Mamba-2 group."""
         before, after = self.group, self.groups - self.group - 1
         return tensor.sum_over_ranks(F.pad(squares, (0, 0, before, after))).narrow(-2, before, 1)
 

@@ -18,9 +18,7 @@ from megalith.rl.objectives.summed_loss import SummedLoss
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns, [rows, tokens] each; 0 outside of `mask`.
-
-    Sums over later tokens are built by doubling: the number of operations grows with the logarithm of the length.
+    """Return advantages and returns, float [rows, tokens] each, 0 outside of `mask`.
 
     δ_t = r_t + γ · V_{t+1} − V_t,  A_t = δ_t + γ · λ · A_{t+1},  return_t = A_t + V_t
 
@@ -29,11 +27,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         values: float [rows, tokens], V.
         mask: bool [rows, tokens], True for the tokens of a row, which come before its padding.
         gamma: discount γ.
-        lam: λ; 0 uses the next value alone, 1 the sum of the rewards.
+        lam: λ. 0 uses the token's reward and the next value, 1 the discounted sum of the rewards.
     """
     values = torch.where(mask, values, 0.0)
     following = torch.nn.functional.pad(values[:, 1:], (0, 1))
     sums, factor, span = torch.where(mask, rewards + gamma * following - values, 0.0), gamma * lam, 1
+    # Doubling the span needs a number of operations that grows with the logarithm of the length.
     while span < sums.shape[1]:  # sums of the next `span` δ, each with its power of γ · λ
         sums = sums + factor * torch.nn.functional.pad(sums[:, span:], (0, span))
         factor, span = factor * factor, 2 * span

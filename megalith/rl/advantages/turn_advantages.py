@@ -44,7 +44,7 @@ def turn_advantages(
 ) -> list[list[np.ndarray | None]]:
     """Return the advantages of each turn, by group and completion: float64 [turns].
 
-    None for a completion without rewards by turn, whose own advantage applies.
+    Entries are None for completions without turn rewards. Their tokens get the completion's advantage.
 
     Args:
         rl: section `rl` of the configuration.

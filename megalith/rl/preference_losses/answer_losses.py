@@ -31,10 +31,10 @@ def sppo_hard(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
 
 
 def apo_zero(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
-    """Return 1 − σ(β·c) + σ(β·r), [pairs] (APO, D'Oosterlinck et al. 2024): raises chosen, lowers rejected."""
+    """Return 1 − σ(β·c) + σ(β·r), [pairs] (APO, D'Oosterlinck et al. 2024). It raises c and lowers r."""
     return 1 - torch.sigmoid(dpo.beta * pairs.chosen_ratios) + torch.sigmoid(dpo.beta * pairs.rejected_ratios)
 
 
 def apo_down(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
-    """Return σ(β·c) + 1 − σ(β·h), [pairs] (APO): lowers both, rejected more."""
+    """Return σ(β·c) + 1 − σ(β·(c − r)), [pairs] (APO). It lowers both log ratios, the rejected one more."""
     return torch.sigmoid(dpo.beta * pairs.chosen_ratios) + 1 - torch.sigmoid(dpo.beta * pairs.margin)

@@ -47,7 +47,7 @@ class EngineClient:
         return self.engine.update(self._run.step)
 
     def resync(self) -> None:
-        """Send the current weights to a server that was lost. Every rank calls it."""
+        """Send the current weights again after a lost server has returned. Every rank calls it."""
         with self._timed("sync"):
             self.engine.update(self._run.step)
 
@@ -127,7 +127,7 @@ class WeightSync(EngineClient):
         return super().update()
 
     def resync(self) -> None:
-        """Send the current weights to a server that was lost. Every rank calls it."""
+        """Send the current weights again after a lost server has returned. Every rank calls it."""
         super().resync()
         self._run.totals[VERSION] = self._run.step
 
