@@ -245,8 +245,8 @@ def _with_nf4_matrices(tensors: Mapping[str, Any], dtype: str) -> dict[str, Any]
     result = dict(tensors)
     if wrong := next((name for name in tensors if name.endswith("bitsandbytes__fp4")), None):
         raise CheckpointError(
-            f"{wrong.partition('.quant_state')[0]} is stored in FP4, but of bitsandbytes' 4-bit types only NF4 is "
-            "read; use the original, or one with bnb_4bit_quant_type nf4"
+            f"{wrong.partition('.quant_state')[0]} is stored in FP4, but Megalith reads only NF4 of bitsandbytes' "
+            "4-bit types; use the unquantized model, or one with bnb_4bit_quant_type nf4"
         )
     for name in [name.removesuffix(STATE) for name in tensors if name.endswith(STATE)]:
         ends = {end: result.pop(f"{name}.{end}") for end in NF4_PARTS if f"{name}.{end}" in result}

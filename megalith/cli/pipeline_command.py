@@ -94,7 +94,7 @@ def _durations(text: str, p2p: float):
         values = []
     if len(values) != 3 or not all(0 < value < float("inf") for value in values) or not p2p >= 0:
         raise ConfigError(
-            f"--durations is {text!r} and --p2p {p2p}; give three durations above 0 with commas, like 1,1,1, and a "
-            "transfer of 0 or more"
+            f"--durations is {text!r} and --p2p {p2p}; give three comma-separated durations above 0, like 1,1,1, "
+            "and --p2p of at least 0"
         )
     return Durations(*values, p2p=p2p)

@@ -136,7 +136,7 @@ class IndexedDataset:
         if len(indices) == 0 or indices[0] != 0 or indices[-1] > len(self):
             bounds = f"{indices[0]} to {indices[-1]}" if len(indices) else "nothing"
             raise DataError(
-                f"{path} lists document indices from {bounds}, but they begin at 0 and end within its "
+                f"{path} lists document indices from {bounds}, but they must begin at 0 and end within its "
                 f"{len(self)} sequences; the file is damaged: copy it again or preprocess again"
             )
         for rows in chunks(len(indices) - 1):
@@ -145,7 +145,7 @@ class IndexedDataset:
                 d = rows.start + int(decreases.argmax())
                 raise DataError(
                     f"{path} has document index {indices[d]} followed by {indices[d + 1]} at entry {d + 1}, "
-                    "but they never decrease; the file is damaged: copy it again or preprocess again"
+                    "but document indices must not decrease; the file is damaged: copy it again or preprocess again"
                 )
 
 

@@ -76,9 +76,8 @@ def check_can_be_saved(module: str, paths: Iterable[str]) -> None:
     """Raise ConfigError if a path cannot be trained in full; `module` in `lora.modules_to_save` selects the paths."""
     if refused := sorted(path for path in set(paths) if not can_be_saved(path)):
         raise ConfigError(
-            f"lora.modules_to_save names {module}, which has {refused[0]}, but only embeddings, the output matrix, "
-            "norms and routers can be trained in full in addition to adapters; name only such modules here, and "
-            "matrices of layers in lora.targets"
+            f"lora.modules_to_save names {module}, which selects {refused[0]}, but only embeddings, the output matrix, "
+            "norms and routers can be trained in full; put matrices of layers in lora.targets"
         )
 
 

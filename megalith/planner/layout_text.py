@@ -190,7 +190,7 @@ def bubble_text(layout: Layout) -> str:
 
 def transfers_table(layout: Layout) -> Table:
     """Return a table of the bytes that each axis sends."""
-    table = plain_table("axis", "ranks", "sent a step", "what moves", left=1)
+    table = plain_table("axis", "ranks", "sent per step", "what moves", left=1)
     table.columns[-1].justify = "left"
     for transfer in layout.transfers:
         unit, size = memory_unit([transfer.bytes])

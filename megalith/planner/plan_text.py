@@ -73,7 +73,7 @@ MOMENTS_NOTE = (
 
 def best_table(answer: PlanResult, tokens: float | None, price: float | None) -> str:
     """Return a table with a row of numbers per layout, followed by the layout's name."""
-    headings = ["", "ms a step", "tokens/s/GPU", "MFU", "GB", "bubble", "exposed"]
+    headings = ["", "ms per step", "tokens/s/GPU", "MFU", "GB", "bubble", "exposed"]
     headings += (["days"] if tokens else []) + (["cost"] if tokens and price else [])
     table = plain_table(*headings, left=0)
     for number, each in enumerate(answer.best, 1):
@@ -224,7 +224,7 @@ def goodput_table(estimates: Sequence[Goodput]) -> str:
     """Return a table with one row per job size."""
     headings = (
         "GPUs",
-        "failure every",
+        "MTBF",
         "save every",
         "goodput",
         "with memory",

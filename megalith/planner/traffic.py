@@ -223,8 +223,8 @@ EXPERT_WORDS = {
     "allgather": "tokens all-gathered, outputs reduce-scattered, and gradients",
 }
 DATA_WORDS = {
-    "no_shard": "gradients all-reduced once a step, after the last backward pass",
-    "optim": "parameters gathered and gradients reduced, once a step",
-    "optim_grads": "parameters gathered once a step, gradients reduced for each micro-batch",
+    "no_shard": "gradients all-reduced once per step, after the last backward pass",
+    "optim": "parameters gathered and gradients reduced, once per step",
+    "optim_grads": "parameters gathered once per step, gradients reduced for each micro-batch",
     "optim_grads_params": "parameters gathered twice, gradients reduced, for each micro-batch",
 }

@@ -23,7 +23,7 @@ MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 16, 1024, 1024
 MIN_TEMPERATURE = 1e-3  # below, sampling is greedy
 CONTAINERS = (dict, list)
 SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]|\x00")
-"""Bytes without which a body has no half of a surrogate pair; UTF-16 and UTF-32 have zeros."""
+"""Bytes without which a body has no unpaired surrogate; UTF-16 and UTF-32 have zeros."""
 
 Message = dict[str, Any]
 
@@ -103,7 +103,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def _check_unicode(body: bytes, value: Any) -> None:
-    """Raise HttpError if a text of a body has half of a surrogate pair."""
+    """Raise HttpError if a text of a body has an unpaired surrogate."""
     if SURROGATE.search(body) is None:
         return
     try:

@@ -131,7 +131,7 @@ def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[Prepare
         except ConfigError:
             if world_size == world_sizes[0]:
                 raise
-    raise AssertionError("a job has at least one size")
+    raise AssertionError("no valid number of processes")
 
 
 def _forbidden_machines(config: RunConfig, world_sizes: Sequence[int], nproc: int) -> str:

@@ -154,7 +154,7 @@ def test_megatron_stores_norms_of_delta_nets_without_the_one_that_it_adds(tmp_pa
         (
             "delta nets",
             {"swiglu": False, "activation": "gelu"},
-            "gated delta nets without swiglu; Megatron core then applies another activation",
+            "gated delta nets without swiglu; Megatron core then uses an activation other than",
         ),
     ],
 )

@@ -224,7 +224,7 @@ BAD = {
     "no list": ({"messages": "hello"}, "not a list of messages"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part that is not text"),
     "mixed": ({"prompt": "a", "completion": MESSAGES[1:]}, "one of prompt and completion is text"),
-    "surrogate": ('{"prompt": "a", "completion": "\\ud800"}', "half of a surrogate pair"),
+    "surrogate": ('{"prompt": "a", "completion": "\\ud800"}', "has an unpaired surrogate"),
     "beyond": ({"input_ids": [1, 300]}, "token 1 is 300, but the vocabulary has"),
     "labels": ({"input_ids": [1, 2], "labels": [1, 3]}, "label 1 is 3, neither its token 2"),
     "lengths": ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries and input_ids has 2"),

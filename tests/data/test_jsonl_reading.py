@@ -72,7 +72,7 @@ def test_files_of_several_gzip_members_or_zstd_frames_are_read_to_their_end(tmp_
         (b'{"text": ["a"]}', "its 'text' is an array, not a string"),
         (b'{"text": "\xff"}', "not UTF-8: byte 0xff at 10 of the line"),
         (b'{"text": "\xed\xa0\x80"}', "not UTF-8"),
-        (rb'{"text": "\ud800"}', "half of a surrogate pair"),
+        (rb'{"text": "\ud800"}', "has an unpaired surrogate"),
         (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b'{"text": ' + b"1" * 10_000 + b"}", "Exceeds the limit"),
         (b'{"text": "a\x00b"}', "not JSON"),

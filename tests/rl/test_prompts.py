@@ -92,9 +92,9 @@ def test_too_long_ones_are_refused_or_dropped_with_a_count(tmp_path):
         ),
         ({"prompt": [{"role": "robot", "content": "a"}]}, "role 'robot'"),
         ({"prompt": 5}, "not a list of messages"),
-        ({"prompt": "\ud800"}, "half of a surrogate pair"),
-        ({"prompt": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
-        ({"prompt": [{"role": "user", "content": "a"}], "tools": ["\ud800"]}, "half of a surrogate pair"),
+        ({"prompt": "\ud800"}, "has an unpaired surrogate"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}]}, "has an unpaired surrogate"),
+        ({"prompt": [{"role": "user", "content": "a"}], "tools": ["\ud800"]}, "has an unpaired surrogate"),
     ],
 )
 def test_an_unusable_prompt_is_named(tmp_path, record, said):

@@ -168,10 +168,10 @@ def test_files_keep_routes_and_damaged_ones_are_refused(tmp_path):
     encoded = encode_routes(routes)
     for value, said in (
         (None, "line 2, sample 0 has no routes, which rl.router_replay needs"),
-        (5, "has routes 5; they are an object"),
-        (encoded | {"dtype": "float64"}, "they are an object with shape"),
-        (encoded | {"data": "$" + encoded["data"][1:]}, "they are an object with shape"),
-        (encoded | {"shape": [1, 2]}, "they are an object with shape"),
+        (5, "has routes 5; routes must be an object"),
+        (encoded | {"dtype": "float64"}, "routes must be an object with shape"),
+        (encoded | {"data": "$" + encoded["data"][1:]}, "routes must be an object with shape"),
+        (encoded | {"shape": [1, 2]}, "routes must be an object with shape"),
         (encoded | {"data": encoded["data"][:-4]}, "bytes of data; sample again"),
         (encode_routes(routes[1:]), "needed: all tokens of prompt and completion except the last,"),
         (encode_routes(routes[:, :1]), "needed: all tokens of prompt and completion except the last,"),

@@ -184,8 +184,8 @@ class DeltaLayers:
             )
         if not args.get("swiglu"):
             raise ConfigError(
-                "config.json has gated delta nets without swiglu; Megatron core then applies another activation than "
-                "SiLU in them, which is not supported"
+                "config.json has gated delta nets without swiglu; Megatron core then uses an activation other than "
+                "SiLU there, which is not supported"
             )
         frequency = args.get("linear_attention_freq")
         fields = {name: args[name] for name in DELTA_SIZES if args.get(name) is not None}

@@ -187,7 +187,9 @@ def _split_stacks(name: str, tensor: DistributedTensor) -> dict[str, Distributed
 
 def _count(name: str, tensor: DistributedTensor, dimension: int) -> int:
     if tensor.stored_shape[dimension] > MOST_LAYERS:
-        raise ValueError(f"{name} has {tensor.stored_shape[dimension]:,} layers or experts")
+        raise ValueError(
+            f"{name} has {tensor.stored_shape[dimension]:,} layers or experts, more than the maximum of {MOST_LAYERS:,}"
+        )
     return tensor.stored_shape[dimension]
 
 

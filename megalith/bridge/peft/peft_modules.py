@@ -62,8 +62,8 @@ def resolve_saved_modules(names: Iterable[str], family: Family, model: ModelConf
         )
     if EMBEDDING in named and is_tied(model) and model.add_output_bias:
         raise ConfigError(
-            "lora.modules_to_save names the embedding, which is the output matrix too, and the output has a bias; PEFT "
-            "has no format for that: leave embedding and output matrix out"
+            "PEFT cannot store a tied embedding whose output has a bias; remove embedding and output matrix from "
+            "lora.modules_to_save"
         )
     return [path for path in theirs if path in named and path != path_of(SCORE)] or None
 

@@ -126,9 +126,9 @@ def check_rollout_correction(rl: RlConfig) -> None:
         rejection_criteria(rl.rollout_rs, rl.rollout_rs_threshold)
     if rl.normalizes_mismatch and (rl.old_logprobs == "rollout" or rl.loss_type == "reinforce"):
         raise ConfigError(
-            f"rl.rollout_is_batch_normalize is set, but with rl.old_logprobs {rl.old_logprobs} "
-            f"and rl.loss_type {rl.loss_type} the weights change within the step, so only their "
-            "mean over a micro-batch would be known; leave it out"
+            "rl.rollout_is_batch_normalize needs importance weights that are fixed for the whole step, but with "
+            f"rl.old_logprobs {rl.old_logprobs} and rl.loss_type {rl.loss_type} they change within it; turn "
+            "rl.rollout_is_batch_normalize off"
         )
     if rl.corrects_batches and (rl.interpolates_old_logprobs or rl.uses_critic):
         other = "advantage_estimator is gae" if rl.uses_critic else "prox_logp_method is loglinear"

@@ -415,9 +415,9 @@ def _content(content: Any) -> str:
 
 
 def unicode_text(text: str) -> str:
-    """Return `text`. Raise ValueError if it is not Unicode: JSON escapes can spell half of a surrogate pair."""
+    """Return `text`. Raise ValueError if it is not Unicode: JSON escapes can spell an unpaired surrogate."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("it has half of a surrogate pair, which is not a character") from None
+        raise ValueError("the text has an unpaired surrogate; correct its JSON escape") from None
     return text

@@ -130,7 +130,7 @@ def _steps(record: Record, separator: str) -> ParsedSample:
             "list of texts"
         )
     if wrong := [number for number, step in enumerate(steps) if not isinstance(step, str) or not step]:
-        raise ValueError(f"completion {wrong[0]} is {steps[wrong[0]]!r:.60}; a step is text and not empty")
+        raise ValueError(f"completion {wrong[0]} is {steps[wrong[0]]!r:.60}; a step must be non-empty text")
     if not isinstance(labels, Sequence) or len(labels) != len(steps):
         raise ValueError(
             f"it has {len(steps)} completions, but its labels are {labels!r:.60}; give one for each"

@@ -126,7 +126,7 @@ def reason_of(error: ValueError | RecursionError, of: str = "line") -> str:
         )
         return f"{reason}{utf16_hint(error.object)}"
     if isinstance(error, UnicodeEncodeError):
-        return "it escapes half of a surrogate pair, which is not a character"
+        return "it has an unpaired surrogate; correct its JSON escape"
     if isinstance(error, json.JSONDecodeError):
         if error.doc.startswith(BYTE_ORDER_MARK):
             return "it begins with a byte-order mark, which only the first line of a file may have"

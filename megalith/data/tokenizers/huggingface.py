@@ -312,7 +312,7 @@ class BertWordPieceCase(BertWordPieceLowerCase):
 
 
 def _is_unicode(text: str) -> bool:
-    """Return True if the library accepts the text: JSON may contain half of a surrogate pair."""
+    """Return True if the library accepts the text: JSON may contain an unpaired surrogate."""
     return not any("\ud800" <= one <= "\udfff" for one in text)
 
 

@@ -328,8 +328,8 @@ def convert_weights(opened: OpenedRun, process: Process) -> Path:
     converted_from = json.loads(read_small_file(mark, path))["model_name"]
     if converted_from != source:
         raise ConfigError(
-            f"{path} was converted from {converted_from}, but model.model_name is {source}; remove it, or choose "
-            "another training.output_dir"
+            f"{path} was converted from {converted_from}, but model.model_name is {source}; remove that folder, or "
+            "choose another training.output_dir"
         )
     return path if is_foreign_weights(source) else Path(source)
 

@@ -121,10 +121,15 @@ def apply_estimator(
     optional = {"lengths": lengths, "reward_kinds": total[..., None] if rewards is None else rewards}
     named = {name: optional[name] for name in inspect.signature(estimator).parameters if name in optional}
     values = np.asarray(estimator(rl, total, **named), dtype=np.float64)
-    if values.shape != total.shape or not np.isfinite(values).all():
+    if values.shape != total.shape:
         raise DataError(
-            f"rl.advantage_estimator {rl.advantage_estimator} returned {list(values.shape)} values for "
-            f"{list(total.shape)} completions, or values that are not finite; return one finite number per completion"
+            f"rl.advantage_estimator {rl.advantage_estimator} returned values of shape {list(values.shape)} for "
+            f"{list(total.shape)} completions; return one finite number per completion"
+        )
+    if not np.isfinite(values).all():
+        raise DataError(
+            f"rl.advantage_estimator {rl.advantage_estimator} returned NaN or Inf; return one finite number per "
+            "completion"
         )
     return whitened(rl, values, ~np.isnan(total)) if rl.whiten_advantages else values
 

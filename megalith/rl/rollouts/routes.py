@@ -56,8 +56,8 @@ def decode_routes(where: str, value: Any) -> np.ndarray | None:
         shape = None
     if not (isinstance(shape, list) and len(shape) == 3 and all(type(n) is int and n >= 0 for n in shape)):
         raise DataError(
-            f"{where} has routes {value!r:.60}; they are an object with shape (tokens, layers with experts, topk), "
-            "dtype (uint8 or uint16) and data (base64)"
+            f"{where} has routes {value!r:.60}; routes must be an object with shape [tokens, layers with experts, "
+            "topk], dtype (uint8 or uint16) and data (base64)"
         )
     if len(content) != shape[0] * shape[1] * shape[2] * dtype.itemsize:
         raise DataError(
