@@ -166,6 +166,7 @@ SET_IN_PARALLEL = {
         "micro_batch.loss_scale",
         "micro_batch.logged",
         "micro_batch.logged_weight",
+        "micro_batch.z_loss_sum",
     },
     "pipeline/executor.py": {"run.forward", "self.pipeline.timeline"},
     "replication.py": {"chunk.replication"},  # a record, which no pass reads

@@ -355,7 +355,7 @@ class DenseSettings(Section):
 
     output_z_loss_coeff: Annotated[NonNegativeFloat, Decides.UPDATES] = 0.0
     """Weight of the z-loss, log² Σ exp(logit) of each token, which keeps logits small (PaLM used 1e-4). It affects the
-    gradient only; the logged loss does not include it."""
+    gradient only; the logged loss does not include it, and metrics.jsonl has it as output_z_loss."""
 
     num_experts: PositiveInt | None = None
     """Number of experts in each mixture-of-experts layer."""

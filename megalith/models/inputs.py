@@ -55,3 +55,5 @@ class LossInputs:
     balance_scale: Tensor | None = None
     mtp_targets: MTPTargets | None = None  # None: the MTP layers are not run
     max_label_tokens: int | None = None  # tokens with a nonzero loss_mask, at most; None: unknown
+    # float32 scalar that Σ loss_mask · (log Σ exp logits)² is added to, with model.output_z_loss_coeff
+    z_loss_sum: Tensor | None = None

@@ -236,7 +236,11 @@ def cross_entropy_sum(
     math: HeadMath = ORDINARY,
 ) -> Tensor:
     of_tokens = labels, loss_mask, vocab_size, softcap, scale
-    options = dict(max_label_tokens=context.max_label_tokens, z_loss_coeff=context.output_z_loss_coeff)
+    options = dict(
+        max_label_tokens=context.max_label_tokens,
+        z_loss_coeff=context.output_z_loss_coeff,
+        z_loss_sum=context.output_z_loss_sum,
+    )
     return linear_cross_entropy(x, weight, *of_tokens, bias=bias, math=math, **options)
 
 

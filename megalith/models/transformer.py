@@ -365,7 +365,10 @@ class Transformer(Stack):
             return inputs.objective.loss(*outputs, scale)
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
-        context = replace(context, output_z_loss_coeff=self.config.output_z_loss_coeff)
+        z_loss = dict(
+            output_z_loss_coeff=self.config.output_z_loss_coeff, output_z_loss_sum=inputs.z_loss_sum
+        )
+        context = replace(context, **z_loss)
         return self._call_head(self.loss, x, labels, loss_mask, *sizes, context, scale)
 
     def head_input(self, x: Tensor) -> Tensor:

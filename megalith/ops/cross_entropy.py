@@ -9,7 +9,7 @@ of the sum of exponentials, and the label's logit.
 
 The same holds for every loss that is a sum over tokens (`linear_token_losses`), because its derivatives by a token's
 log-probability and entropy are known at once. A loss over several tokens needs all of them first: `linear_logprobs`
-keeps two numbers per token, and its backward pass computes each chunk's logits again.
+keeps two numbers per token and the last chunk's logits, and its backward pass computes the other chunks' logits again.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 5 * 2**25}
 # Large vocabularies use a gigabyte in bf16, because each chunk reads and writes the head's fp32 wgrad. For Llama-3-8B's
 # 128,256 entries, chunks of 4,096 tokens save 8 ms per step of 16,384 tokens compared with chunks of 1,280.
 LARGE_VOCABULARY, LARGE_CHUNK = 2**16, 2**29
+# Logits that `linear_logprobs` keeps for its backward pass, at least one chunk. A GPU keeps one, so that its peak
+# memory, which the backward pass reaches with one chunk's logits, stays the same.
+KEPT_ELEMENTS = {"cpu": 2**26, "cuda": 0}
 CHUNK_MULTIPLE = 256  # tokens; faster for matmuls
 FEW_LABELS = 0.75  # fraction of tokens with labels above which all tokens get logits
 NO_LABEL = -1  # label of a sample that is excluded from classification
@@ -92,6 +95,7 @@ def linear_cross_entropy(
     max_label_tokens: int | None = None,  # maximum number of tokens with nonzero weight; None: unknown
     math: HeadMath = ORDINARY,
     z_loss_coeff: float = 0.0,
+    z_loss_sum: Tensor | None = None,  # float32 scalar
 ) -> Tensor:
     """Return Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label], a float32 scalar.
 
@@ -102,7 +106,7 @@ def linear_cross_entropy(
     probabilities; the result is not. If `max_label_tokens` is small, logits of the other tokens are not computed.
 
     The gradient includes that of the z-loss z_loss_coeff · Σ loss_mask · (log Σ exp logits)² (Chowdhery et al. 2022,
-    section 5); the result does not.
+    section 5); the result does not. With a coefficient, Σ loss_mask · (log Σ exp logits)² is added to `z_loss_sum`.
     """
     if not torch.is_grad_enabled():  # in an autograd function, parameters require gradients even then
         hidden, weight = hidden.detach(), weight.detach()
@@ -126,6 +130,7 @@ def linear_cross_entropy(
         bias,
         math,
         z_loss_coeff,
+        z_loss_sum,
     )[0]
 
 
@@ -215,6 +220,7 @@ class _LinearLosses(torch.autograd.Function):
         bias: Tensor | None,  # [rows]
         math: HeadMath,
         z_loss_coeff: float = 0.0,  # only without `of`
+        z_loss_sum: Tensor | None = None,  # the z-loss before the coefficient is added to it
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         matrix, added = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         wants_gradient = hidden.requires_grad or weight.requires_grad
@@ -237,6 +243,8 @@ class _LinearLosses(torch.autograd.Function):
                 )
                 losses.append(loss)
                 results.append((logprobs, entropies))
+                if z_loss_coeff and z_loss_sum is not None:
+                    z_loss_sum += (values[0] * log_sum.square()).sum()
                 if wants_gradient:
                     slopes = [None if slope is None else slope * factor / temperature for slope in slopes]
                     softmax = (log_sum, entropies, temperature, softcap)
@@ -266,7 +274,7 @@ class _LinearLosses(torch.autograd.Function):
         grad_weight, grad_bias = (None if grad is None else grad * grad_loss for grad in parameter_grads)
         # In fp32: a rounded factor would make the gradients below the head inconsistent with the head's.
         grad_hidden = as_one_kernel(_scaled, grad_hidden, grad_loss)
-        return grad_hidden, grad_weight, *[None] * 10, grad_bias, None, None
+        return grad_hidden, grad_weight, *[None] * 10, grad_bias, None, None, None
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
@@ -355,6 +363,8 @@ def linear_logprobs(
 class _LinearLogprobs(torch.autograd.Function):
     """Autograd function of `linear_logprobs`.
 
+    The backward pass follows the forward pass at once, and starts with the chunks whose logits were kept.
+
     For logits z with p = softmax(z): ∂ log p_t / ∂ z_j = δ_tj − p_j and ∂ entropy / ∂ z_j = −p_j (log p_j + entropy).
     """
 
@@ -376,9 +386,15 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.real, ctx.chunk, ctx.softcap, ctx.temperature = real, chunk, softcap, temperature
         matrix, results = weight.to(hidden.dtype), []
         added = None if bias is None else bias.to(hidden.dtype)
-        for x, targets in zip(hidden.split(chunk), index.split(chunk)):
+        ctx.kept = {}  # chunk → its logits; the backward pass takes them out
+        first_kept = _first_kept(len(hidden), chunk, len(matrix), hidden.device.type)
+        keeps = math is ORDINARY and any(ctx.needs_input_grad)
+        for number, (x, targets) in enumerate(zip(hidden.split(chunk), index.split(chunk))):
             logits, row, is_local = real_logits(x, matrix, targets, real, softcap, added, math)
             results.append(math.statistics(logits, row, is_local, temperature, entropy, axis))
+            if keeps and number >= first_kept:
+                ctx.kept[number] = logits
+            del logits
         log_sum, logit, entropies = (None if part[0] is None else torch.cat(part) for part in zip(*results))
         ctx.save_for_backward(hidden, weight, index, log_sum, entropies, bias)
         return logit - log_sum[:, None], entropies
@@ -395,8 +411,12 @@ class _LinearLogprobs(torch.autograd.Function):
         whole = [hidden, index, grad_logprobs, log_sum]
         if entropy is not None:
             whole += [grad_entropy / ctx.temperature, entropy]
-        for x, targets, grad, log_sums, *entropy_parts in zip(*(tensor.split(ctx.chunk) for tensor in whole)):
-            logits, row, is_local = real_logits(x, matrix, targets, ctx.real, ctx.softcap, added)
+        chunks = [*zip(*(tensor.split(ctx.chunk) for tensor in whole))]
+        for number in reversed(range(len(chunks))):
+            x, targets, grad, log_sums, *entropy_parts = chunks[number]
+            if (logits := ctx.kept.pop(number, None)) is None:
+                logits = real_logits(x, matrix, targets, ctx.real, ctx.softcap, added)[0]
+            row, is_local = _local_rows(targets, logits.shape[1])
             by_entropy, entropies = entropy_parts or (None, None)
             softmax = (log_sums, entropies, ctx.temperature, ctx.softcap)
             product = _logits_gradient(logits, row, is_local, grad, by_entropy, *softmax)
@@ -405,7 +425,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_weight = add_matmul(grad_weight, product.T, x)
             if grad_bias is not None:
                 grad_bias += product.sum(0, dtype=torch.float32)
-        return torch.cat(grads), grad_weight, *[None] * 7, grad_bias, None
+            del logits, product  # before the next chunk's are allocated
+        return torch.cat(grads[::-1]), grad_weight, *[None] * 7, grad_bias, None
 
 
 def real_logits(
@@ -425,8 +446,21 @@ def real_logits(
         True for targets on this rank, bool [tokens, k].
     """
     logits = mask_padding(softcapped(math.linear(x, matrix, bias), softcap), real)
-    is_local = (index >= 0) & (index < logits.shape[1])
-    return logits, torch.where(is_local, index, 0), is_local
+    return logits, *_local_rows(index, logits.shape[1])
+
+
+def _local_rows(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of `index` on this rank, 0 for rows of other ranks, and a mask of the local ones."""
+    is_local = (index >= 0) & (index < rows)
+    return torch.where(is_local, index, 0), is_local
+
+
+def _first_kept(tokens: int, chunk: int, rows: int, device_type: str) -> int:
+    """Return the number of the first chunk of `tokens` whose logits are kept: always the last one, and those before it
+    that fit KEPT_ELEMENTS."""
+    count = -(-tokens // chunk)
+    fit = KEPT_ELEMENTS[device_type] // rows // chunk
+    return count - max(1, fit)
 
 
 def mask_padding(logits: Tensor, real: int) -> Tensor:

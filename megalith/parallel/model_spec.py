@@ -282,6 +282,7 @@ class TransformerSpec(ModelSpec):
                 balance_scale=micro_batch.balance_scale,
                 mtp_targets=micro_batch.mtp_targets,
                 max_label_tokens=micro_batch.max_label_tokens,
+                z_loss_sum=micro_batch.z_loss_sum,
             ),
             streams=streams,
             **{name: batch[name] for name in chunk.reads},
@@ -304,6 +305,7 @@ class LocalMicroBatch:
     max_label_tokens: int | None = None  # tokens with a nonzero loss_mask, at most; None: unknown
     logged_weight: float | None = None  # weight in the logged loss; None: the step's loss is logged
     logged: Tensor | None = None  # float32 scalar: logged_weight · loss is added here
+    z_loss_sum: Tensor | None = None  # float32 scalar: the logits' z-loss is added here
     ids: TokenIds | None = None  # checks the labels in Head; None: they are already checked
 
     def __getitem__(self, name: str) -> Tensor:

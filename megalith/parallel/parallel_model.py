@@ -87,6 +87,9 @@ class ParallelModel:
         """Logged loss of the last step (`Loss.logged_weight`), a float32 scalar, the same on every rank."""
         self.mtp_losses: Tensor | None = None
         """Mean loss of each MTP layer in the last step, float32 [layers]. None without MTP."""
+        self.output_z_loss: Tensor | None = None
+        """Mean of (log Σ exp logits)² over the last step, with the weights of `logged_loss`: a float32 scalar, the same
+        on every rank. None without model.output_z_loss_coeff."""
 
     def backward(
         self,
@@ -362,19 +365,30 @@ class ParallelModel:
         """Give the step's passes the tensors that logged losses are summed in."""
         logged = torch.zeros((), dtype=self._loss_dtype, device=self.device)
         mtp_sums = torch.zeros(self.spec.mtp_layers, dtype=self._loss_dtype, device=self.device)
+        if self.config is not None and self.config.output_z_loss_coeff:
+            for micro_batch, z_loss_sum in zip(
+                local_batches, torch.zeros(len(local_batches), device=self.device)
+            ):
+                micro_batch.z_loss_sum = z_loss_sum
         for micro_batch in local_batches:
             micro_batch.logged = None if micro_batch.logged_weight is None else logged
             if micro_batch.mtp_targets is not None:
                 micro_batch.mtp_targets.sums = mtp_sums
 
     def _read_logged(self, local_batches: list[LocalMicroBatch], loss: Tensor, denominators: Tensor) -> None:
-        """Set logged_loss and mtp_losses from these sums and the loss of the step. Collective."""
+        """Set logged_loss, mtp_losses and output_z_loss from these sums and the loss of the step. Collective."""
         logged, mtp_targets = local_batches[0].logged, local_batches[0].mtp_targets
         self.logged_loss = loss
         if logged is not None:
             self.logged_loss = (self._all_reduce_loss(logged) / denominators[-1]).float()
         if mtp_targets is not None:
             self.mtp_losses = (self._all_reduce_loss(mtp_targets.sums) / denominators[1:-1]).float()
+        self.output_z_loss = None
+        if local_batches[0].z_loss_sum is not None:
+            weights = [1.0 if logged is None else micro_batch.logged_weight for micro_batch in local_batches]
+            sums = [each.z_loss_sum * weight for each, weight in zip(local_batches, weights)]
+            total = self._all_reduce_loss(torch.stack(sums).sum(dtype=self._loss_dtype))
+            self.output_z_loss = (total / denominators[0 if logged is None else -1]).float()
 
     def _forward(
         self, chunk: nn.Module, micro_batch: LocalMicroBatch, streams: Streams | None
@@ -481,9 +495,14 @@ class _CollectLogprobs(Loss):
 
 
 def _check_z_loss(config: ModelConfig | None, loss: Loss) -> None:
-    if config is not None and config.output_z_loss_coeff and not isinstance(loss, CrossEntropy):
+    if config is None or not config.output_z_loss_coeff:
+        return
+    changed = loss.temperature != 1 or loss.needs_entropy or loss.vocab_size is not None
+    is_cross_entropy = isinstance(loss, CrossEntropy)
+    if not is_cross_entropy or changed:
+        reason = " with a temperature, entropies or a vocab_size" if is_cross_entropy else ""
         raise ConfigError(
             f"model.output_z_loss_coeff is {config.output_z_loss_coeff:g}, which is supported "
             "only with the cross-entropy of `megalith train` and `megalith sft`, but the loss is "
-            f"{type(loss).__name__}; set it to 0"
+            f"{type(loss).__name__}{reason}; set it to 0"
         )

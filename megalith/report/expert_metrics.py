@@ -43,7 +43,7 @@ def add_expert_metrics(
 def extra_losses(
     metrics: StepMetrics, mtp_losses: Sequence[float], model: ModelConfig
 ) -> dict[str, float | None]:
-    """Return the auxiliary and MTP losses of a step, under Megatron-LM's names and in its order.
+    """Return the auxiliary and MTP losses of a step, under Megatron-LM's names and in its order, and the output z-loss.
 
     `mtp_losses`: the loss of each MTP layer.
     """
@@ -51,6 +51,6 @@ def extra_losses(
     if isinstance(metrics, ExpertStepMetrics):
         name = BALANCING_LOSSES.get(model.moe_router_load_balancing_type, "")
         losses = {name: metrics.moe_aux_loss, "z_loss": metrics.moe_z_loss}
-    return {name: loss for name, loss in losses.items() if loss is not None} | {
-        f"mtp_{depth} loss": loss for depth, loss in enumerate(mtp_losses, 1)
-    }
+    losses |= {f"mtp_{depth} loss": loss for depth, loss in enumerate(mtp_losses, 1)}
+    losses["output_z_loss"] = metrics.output_z_loss
+    return {name: loss for name, loss in losses.items() if loss is not None}

@@ -33,6 +33,7 @@ class ReadStep:
     num_zeros: float | None = None
     params_norm: float | None = None
     max_attention_logit: float | None = None
+    output_z_loss: float | None = None
 
     @property
     def first_sample(self) -> int:

@@ -45,6 +45,7 @@ OPTIONAL_KEYS = (
     "num_zeros",
     "params_norm",
     "max_attention_logit",
+    "output_z_loss",
 )  # omitted from a line if they have no value
 MAX_PERPLEXITY_EXPONENT = 20  # as in Megatron-LM
 
@@ -84,6 +85,8 @@ class StepMetrics:
     """Norm of the weights after the step. The key is written only at log intervals with log.log_params_norm."""
     max_attention_logit: float | None = None
     """Largest attention logit of the step, with log.log_max_attention_logit or optim.qk_clip."""
+    output_z_loss: float | None = None
+    """Z-loss of the logits before its coefficient, mean over the step's tokens, with model.output_z_loss_coeff."""
 
 
 @dataclass(frozen=True)

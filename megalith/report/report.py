@@ -72,6 +72,8 @@ class PendingStep:
     """Norm of the weights after the step, if computed."""
     max_attention_logit: Tensor | None = None
     """Largest attention logit, if recorded."""
+    output_z_loss: Tensor | None = None
+    """Z-loss of the logits before its coefficient; None without model.output_z_loss_coeff."""
     timers: PhaseTimers | None = None
     """The run's phase timers, with the times since the last log line."""
     mtp_losses: Tensor | None = None
@@ -99,6 +101,7 @@ class PendingStep:
                 "num_zeros",
                 "params_norm",
                 "max_attention_logit",
+                "output_z_loss",
             )
             if (value := getattr(self, name)) is not None
         }
@@ -334,6 +337,7 @@ class Report:
             num_zeros=step.num_zeros,
             params_norm=step.params_norm,
             max_attention_logit=step.max_attention_logit,
+            output_z_loss=step.output_z_loss,
         )
 
     def _is_traced(self, step: int) -> bool:

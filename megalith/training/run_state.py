@@ -267,6 +267,7 @@ class Run:
             num_zeros=zeros,
             params_norm=squares.weight_squares().sqrt() if is_logged and log.log_params_norm else None,
             max_attention_logit=result.max_attention_logit,
+            output_z_loss=self.model.output_z_loss,
             mtp_losses=self.model.mtp_losses,
             tallies=self.model.tallies,
             timers=self.timers,

@@ -249,9 +249,74 @@ def test_equal_one_process_in_every_layout(pool, layouts, model):
         same_as_alone([rank[number] for rank in ranks], alone(**model), layout)
 
 
+Z_LOSSES = CrossEntropy(), MicroBatchMean()
+Z_MODEL = {"num_layers": 4, "output_z_loss_coeff": 0.05}
+Z_LAYOUTS = [name for name, layout in LAYOUTS.items() if layout.processes == 4 and not layout.has_experts]
+Z_BY_DEFAULT = ["tp4-sp", "pp4-interleaved", "cp4", "dp4-zero3", "tp2-sp-pp2-zero_bubble", "cp2-dp2-zero3"]
+
+
+def z_configuration(layout: str) -> RunConfig:
+    train = {"train.micro_batch_size": 1, "train.global_batch_size": 8}
+    return configuration(layout, **Z_MODEL).with_settings(train)
+
+
+def logged_z_losses(configs: list[RunConfig]) -> list[list[float]]:
+    """The mean z-loss of a step that is logged with each loss, in each configuration."""
+    results = []
+    for config in configs:
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        mesh = build_mesh(config.parallel, size, "cpu")
+        model = build_model(config, mesh, torch.device("cpu"))
+        local = [row for batch in rollouts() * 2 for row in batch.rows()][mesh.dp.rank :: mesh.dp.size]
+        results.append([])
+        for loss in Z_LOSSES:
+            model.backward(local, loss, loss_scale=4.0)
+            results[-1].append(model.output_z_loss.item())
+            model.evaluate(local, loss)
+            assert model.output_z_loss.item() == results[-1][-1]
+            model.parameters.clear_gradients()
+    return results
+
+
+@functools.cache
+def z_loss_of_whole_logits() -> float:
+    model = build_model(
+        z_configuration(""), build_mesh(z_configuration("").parallel, 1, "cpu"), torch.device("cpu")
+    )
+    total, count = 0.0, 0.0
+    with torch.no_grad():
+        for batch in rollouts() * 2:
+            logits = model.chunks[0](batch.input_ids).double()
+            total += (batch.loss_mask * logits.exp().sum(-1).log().square()).sum().item()
+            count += batch.loss_mask.sum().item()
+    return total / count
+
+
+@pytest.mark.parametrize("layout", ["", *by_default(Z_LAYOUTS, *Z_BY_DEFAULT)])
+def test_the_logged_z_loss_is_the_mean_over_the_tokens_of_whole_logits(pool, layout):
+    configs = [z_configuration(layout)]
+    ranks = pool.run(logged_z_losses, configs, size=4) if layout else [logged_z_losses(configs)]
+    for ((by_tokens, by_micro_batches),) in ranks:
+        assert relative_error([by_tokens, by_micro_batches], [z_loss_of_whole_logits()] * 2) < BOUND
+
+
+def test_runs_without_a_z_loss_log_none():
+    model = build_model(
+        configuration(""), build_mesh(configuration("").parallel, 1, "cpu"), torch.device("cpu")
+    )
+    model.backward(rollouts(), CrossEntropy())
+    assert model.output_z_loss is None
+
+
+class Tempered(CrossEntropy):
+    temperature = 0.5
+
+
 def test_a_z_loss_of_the_logits_is_refused_for_other_losses():
     config = ModelConfig(output_z_loss_coeff=1e-4)
     _check_z_loss(config, CrossEntropy())
+    with pytest.raises(ConfigError, match=r"the loss is Tempered with a temperature, .*; set it to 0"):
+        _check_z_loss(config, Tempered())
     with pytest.raises(
         ConfigError, match=r"output_z_loss_coeff is 0.0001, .* but the loss is Grpo; set it to 0"
     ):

@@ -1,7 +1,7 @@
 """Parameters that several pipeline stages hold, and the reduction of their gradients.
 
-Two kinds of parameters are on several stages: a tied word embedding, on the first and the last stage; and relative
-position embeddings [buckets, heads], which all layers of a stack share, on every stage.
+Two kinds of parameters are on several stages: a tied word embedding, or its trained rows, on the first and the last
+stage; and relative position embeddings [buckets, heads], which all layers of a stack share, on every stage.
 
 The copies start equal, because initial values depend only on the name. Each stage computes a partial gradient. For
 the embedding, the first stage has the gradient of the lookup and the last stage the gradient of the logits. For
@@ -32,7 +32,14 @@ def shared_parameters(chunks: Sequence[Transformer], mesh: Mesh) -> dict[str, Ax
     """
     if mesh.pp.size == 1:
         return {}
-    shared = {NAME: mesh.tied} if chunks[0].config.embedding_at_head else {}
+    shared = {}
+    if chunks[0].config.embedding_at_head:
+        shared = {
+            name: mesh.tied
+            for chunk in chunks
+            for name, _ in chunk.named_parameters()
+            if name.startswith(NAME.removesuffix("weight"))  # its trained rows too
+        }
     shared |= {
         f"{name}.weight": mesh.pp
         for chunk in chunks

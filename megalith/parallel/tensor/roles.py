@@ -34,6 +34,9 @@ class Role:
 ROLES = {
     # module: weight, bias, style, partial gradients of weight and bias
     "word_embeddings": Role(ROWS),  # lookup in the local rows, summed over ranks
+    "adapter": Role(
+        REPLICATED, partial_weight=ALWAYS
+    ),  # TokenRows: those in the local rows of the vocabulary
     "position_embeddings": Role(REPLICATED, partial_weight=UNDER_SP),
     "tokentype_embeddings": Role(REPLICATED, partial_weight=UNDER_SP),
     "layernorm": Role(

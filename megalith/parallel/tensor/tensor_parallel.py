@@ -441,6 +441,7 @@ class VocabParallel:
             math=math,
             max_label_tokens=context.max_label_tokens,
             z_loss_coeff=context.output_z_loss_coeff,
+            z_loss_sum=context.output_z_loss_sum,
         )
         hidden = self.tensor.gather(hidden, context)
         return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)

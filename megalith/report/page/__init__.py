@@ -52,6 +52,7 @@ CHARTS = {
         ("grad_norm", "gradient norm, before clipping"),
         ("params_norm", "norm of the weights"),
         ("max_attention_logit", "largest attention logit"),
+        ("output_z_loss", "z-loss of the logits"),
         ("num_zeros", "gradient elements that are 0"),
         ("loss_scale", "loss scale"),
         ("global_batch_size", "sequences per step"),
