@@ -155,7 +155,6 @@ def test_a_run_file_that_is_not_there_names_the_nearest_one(refused, words, name
         ("--lora.lora_dropout", "here it is lora.dropout"),
         ("--lora.target_modules", "here it is lora.targets"),
         ("--target_modules", "here it is lora.targets"),
-        ("--lora.trainable_token_indices", "trains whole embeddings, not some of their rows"),
         ("--lora.bias", "biases stay frozen"),
         ("--lr", "did you mean optim.lr?"),
         ("--batch_size", "train.global_batch_size"),

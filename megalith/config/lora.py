@@ -17,6 +17,7 @@ from megalith.config.dense import Probability
 from megalith.config.model import ModelConfig
 from megalith.errors import ConfigError, nearest_of
 
+WORD_EMBEDDINGS, OUTPUT_LAYER = "embedding.word_embeddings", "output_layer"
 WHOLE = "whole"  # one adapter for all rows of a matrix
 QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
 PROJ, SHARED = "self_attention.linear_proj", "mlp.shared_experts."
@@ -99,6 +100,9 @@ SHORT_NAMES = tuple(name for name in TARGETS if name not in SITES and name.rpart
 ROUTERS = ("router", "gate", "mlp.router", "mlp.gate", "shared_expert_gate", "mlp.shared_expert_gate")
 
 
+TokenId = Annotated[int, Field(ge=0)]
+
+
 class LoraConfig(Section):
     """Low-rank adapters (LoRA), trained on frozen weights."""
 
@@ -153,6 +157,12 @@ class LoraConfig(Section):
     transformers', such as embed_tokens, lm_head and norm, which match the end of a module's name, as in PEFT, or
     Megalith's, such as word_embeddings."""
 
+    trainable_token_indices: Annotated[
+        list[TokenId] | dict[str, Annotated[list[TokenId], Field(min_length=1)]] | None, Decides.FUNCTION
+    ] = Field(default=None, min_length=1)
+    """Tokens whose rows of the embedding are trained: numbers of tokens, or numbers by matrix, such as
+    {embed_tokens: [5, 9], lm_head: [9]}, as in PEFT. A tied output matrix uses the same rows."""
+
     loraplus_lr_ratio: Annotated[PositiveFloat | None, Decides.UPDATES] = None
     """Learning rate of B relative to A's, which is optim.lr (LoRA+, Hayou et al. 2024). Default: 1."""
 
@@ -173,6 +183,14 @@ class LoraConfig(Section):
             except re.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
         return patterns
+
+    @field_validator("trainable_token_indices")
+    @classmethod
+    def _check_tokens(cls, tokens: Any) -> Any:
+        for each in tokens.values() if isinstance(tokens, dict) else [tokens or ()]:
+            if twice := sorted({token for token in each if each.count(token) > 1}):
+                raise ValueError(f"token {twice[0]} is there twice; name each token once")
+        return tokens
 
     @field_validator("init_lora_weights", mode="before")
     @classmethod
@@ -224,6 +242,11 @@ class LoraConfig(Section):
         """Return the factor of an adapter's output; the arguments are those of `rank_of`."""
         rank, alpha = self.rank_of(layer, site, part), self.alpha_of(layer, site, part)
         return alpha / rank**0.5 if self.use_rslora else alpha / rank
+
+    def tokens_by_matrix(self) -> dict[str, list[int]]:
+        """Return `trainable_token_indices` by the name of the matrix."""
+        tokens = self.trainable_token_indices or {}
+        return tokens if isinstance(tokens, dict) else {WORD_EMBEDDINGS: tokens}
 
     def adapts_layer(self, number: int, model: ModelConfig) -> bool:
         """Return whether layer `number` of the model has adapters. A decoder's layers count from 0 after an encoder."""

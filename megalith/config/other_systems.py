@@ -126,7 +126,6 @@ OTHER_NAMES: dict[str, str] = {
 PLAIN_LORA = "adapters are plain LoRA on the matrices that lora.targets names"
 UNSUPPORTED_NAMES: dict[str, str] = {
     "bias":                PLAIN_LORA + ", and biases stay frozen",
-    "trainable_token_indices": "lora.modules_to_save trains whole embeddings, not some of their rows",
     "task_type":           "leave it out: the model and the command decide the task",
     "peft_type":           PLAIN_LORA,
 }  # fmt: skip

@@ -29,8 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import LoraConfig, ModelConfig
-from megalith.config.lora import EXPERTS, WHOLE
+from megalith.config.lora import EXPERTS, OUTPUT_LAYER, WHOLE, WORD_EMBEDDINGS
+from megalith.errors import ConfigError
 from megalith.local_shards import local
+from megalith.models.adapter import Adapter
 from megalith.models.identity import identity
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Heads
@@ -38,6 +40,7 @@ from megalith.models.moe import GroupedLinear
 from megalith.models.pass_context import Context
 from megalith.models.saved_modules import saved_names
 from megalith.models.score_model import SCORE
+from megalith.models.token_rows import TokenRows
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
 from megalith.ops.grouped_gemm import RowGroups
@@ -55,50 +58,6 @@ def is_trained_with_adapters(name: str, saved: Collection[str]) -> bool:
     """Return True for a parameter that a run with adapters trains: an adapter's, a reward model's score, or one of
     `saved` (`Transformer.saved_names`)."""
     return ADAPTER in name or name == SCORE or name in saved
-
-
-class Adapter(nn.Module):
-    """The adapters of one matrix, by part. `scaling` is a seam: 0 turns them off."""
-
-    lora_A: nn.ModuleDict
-    lora_B: nn.ModuleDict
-
-    def __init__(self, lora: LoraConfig, layer: str, site: str, parts: Mapping[str, int]):
-        """Read rank and scale of each part; the layer and the site are named as in `LoraConfig.rank_of`."""
-        super().__init__()
-        self.site = site
-        self.ranks = {part: lora.rank_of(layer, site, part) for part in parts}
-        scalings = {part: lora.scaling_of(layer, site, part) for part in parts}
-        self.scaling = next(iter(scalings.values()))
-        self.factors = {part: each / self.scaling for part, each in scalings.items() if each != self.scaling}
-        """Scale of a part relative to `scaling`, if it differs."""
-
-    def delta(self) -> Tensor:
-        """Return the update that merging adds to the weight, in the weight's shape (its shard under tensor
-        parallelism)."""
-        raise NotImplementedError(f"{type(self).__name__} has no delta")
-
-    def pair(self) -> tuple[Tensor, Tensor]:
-        """Return one A [rank, in] and B [out, rank] with B · A = `delta()`; the adapter must be unsharded.
-
-        The rank is the sum of the parts' ranks. Experts have one more dimension before these.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no pair")
-
-    def merged(self, weight: Tensor) -> Tensor:
-        """Return the merged weight in float32; adapter and weight must be unsharded."""
-        return weight.float() + self.delta()
-
-    @property
-    def rescales(self) -> bool:
-        """True if the matrix's output is also multiplied by a factor per row (DoRA)."""
-        return False
-
-    def scaled(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parts' outputs, each multiplied by its factor relative to `scaling`."""
-        if not self.factors:
-            return parts
-        return {part: x * self.factors[part] if part in self.factors else x for part, x in parts.items()}
 
 
 class Magnitude(nn.Module):
@@ -304,14 +263,15 @@ class GroupedAdapter(Adapter):
 def add_adapters(model: Transformer, lora: LoraConfig, config: ModelConfig | None = None) -> None:
     """Add adapters on the meta device to the matrices that `lora` names, and freeze everything else, in place.
 
-    A reward model's score and the modules in `lora.modules_to_save` stay trained.
+    A reward model's score and the modules in `lora.modules_to_save` stay trained. The rows in
+    `lora.trainable_token_indices` are added to their matrices.
 
     `config` is the configuration of the full model if `model` has only some of its layers.
 
-    Raises ConfigError for a module in `lora.modules_to_save` that the full model lacks or that cannot be trained.
+    Raises ConfigError for a module in one of these settings that the full model lacks or that cannot be trained.
     """
-    saved = saved_names(model, lora.modules_to_save or (), may_lack=config is not None)
-    config = config or model.config
+    is_full, config = config is None, config or model.config
+    saved = saved_names(model, lora.modules_to_save or (), may_lack=not is_full)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained_with_adapters(name, saved))
     model.has_adapters, model.saved_names = True, saved
@@ -325,6 +285,15 @@ def add_adapters(model: Transformer, lora: LoraConfig, config: ModelConfig | Non
             if (linear := modules.get(site)) is not None:
                 owner = modules[site.rpartition(".")[0]]
                 linear.adapter = _make_adapter(lora, layer_name, site, parts, linear, owner, config)
+    modules = dict(model.named_modules())
+    for path, tokens in lora.tokens_by_matrix().items():
+        if (matrix := modules.get(path)) is not None:
+            matrix.adapter = TokenRows(tokens, config.hidden_size)
+        elif is_full:
+            raise ConfigError(
+                f"lora.trainable_token_indices names {path}, which this model does not have; name {WORD_EMBEDDINGS}, "
+                f"or {OUTPUT_LAYER} if the output matrix is not the embedding"
+            )
 
 
 def _make_adapter(

@@ -434,7 +434,7 @@ class Transformer(Stack):
     @property
     def output_weight(self) -> Tensor:
         """The output matrix [padded vocab, hidden]: the word embedding if they are tied."""
-        return local(self.output_layer.weight if self.output_layer else self.embedding.word_embeddings.weight)
+        return (self.output_layer or self.embedding.word_embeddings).matrix
 
     @property
     def output_bias(self) -> Tensor | None:

@@ -22,6 +22,19 @@ VOCABULARY = (
 """Parameters with one row per vocabulary entry, padded in memory."""
 
 
+class WordEmbedding(nn.Embedding):
+    """The word embedding's weight [padded vocab, hidden], of which some rows may be trained with adapters."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.adapter: nn.Module | None = None
+
+    @property
+    def matrix(self) -> Tensor:
+        """This rank's shard of the weight, with the trained rows in it."""
+        return _with_trained_rows(self)
+
+
 class Embedding(nn.Module):
     """Sum of the word embedding and, if the model has them, position and token type embeddings, then an optional norm.
 
@@ -33,7 +46,7 @@ class Embedding(nn.Module):
         width = config.hidden_size
         self.lookup = lookup
         self.scale = width**0.5 if config.scale_embeddings and config.learns_positions else 1.0
-        self.word_embeddings = _table(config.padded_vocab_size, width, device)
+        self.word_embeddings = _table(config.padded_vocab_size, width, device, WordEmbedding)
         self.position_embeddings = None
         if config.learns_positions:
             self.position_embeddings = _table(config.max_position_embeddings, width, device)
@@ -51,7 +64,7 @@ class Embedding(nn.Module):
 
         With sequence parallelism, position_ids and tokentype_ids are this rank's shard, and the result is a shard too.
         """
-        x = self.lookup(input_ids, local(self.word_embeddings.weight), context)
+        x = self.lookup(input_ids, self.word_embeddings.matrix, context)
         x = x if self.scale == 1 else x * self.scale
         if self.position_embeddings is not None:
             x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))
@@ -63,9 +76,18 @@ class Embedding(nn.Module):
 class OutputMatrix(Linear):
     """The output matrix as a module, so that data parallelism can gather it when it is needed."""
 
+    @property
+    def matrix(self) -> Tensor:
+        """This rank's shard of the weight, with the trained rows in it."""
+        return _with_trained_rows(self)
+
     def forward(self, x: Tensor, function: Callable, *args):
         """Return function(x, matrix, *args)."""
-        return function(x, local(self.weight), *args)
+        return function(x, self.matrix, *args)
+
+
+def _with_trained_rows(module: WordEmbedding | OutputMatrix) -> Tensor:
+    return local(module.weight) if module.adapter is None else module.adapter.matrix(module.weight)
 
 
 class VocabularyBias(nn.Module):
@@ -76,9 +98,11 @@ class VocabularyBias(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.padded_vocab_size, device=device))
 
 
-def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embedding:
+def _table(
+    rows: int, width: int, device: torch.device | str | None, kind: type[nn.Embedding] = nn.Embedding
+) -> nn.Embedding:
     """Return an embedding without values; nn.Embedding would draw some from the global random state."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width, device=device), freeze=False)
+    return kind.from_pretrained(torch.empty(rows, width, device=device), freeze=False)
 
 
 def lookup(input_ids: Tensor, weight: Tensor, context: Context) -> Tensor:

@@ -143,7 +143,7 @@ def _parameters(config: RunConfig, counts: ParameterCounts) -> str:
     text = f"{counts.total:,}{active}, without embedding and head {counts.non_embedding:,}\n= {shown}{tied}"
     if config.lora.rank is None:
         return text
-    saved = f", and modules in full: {counts.saved:,}" if counts.saved else ""
+    saved = f", and other weights: {counts.saved:,}" if counts.saved else ""
     return f"{text}\nfrozen; trained are adapters of rank {config.lora.rank}: {counts.adapters:,}{saved}"
 
 

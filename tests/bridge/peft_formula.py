@@ -87,6 +87,24 @@ def put_saved_modules(model: nn.Module, config: dict, tensors: dict[str, torch.T
     return saved
 
 
+@torch.no_grad()
+def put_token_rows(
+    model: nn.Module, config: dict, tensors: dict[str, torch.Tensor]
+) -> list[tuple[nn.Module, list[int], str]]:
+    """Replaces the rows in trainable_token_indices; returns each module, its tokens and the tensor's name. A list is of
+    the embedding's tokens."""
+    tokens, rows = config.get("trainable_token_indices") or {}, []
+    if isinstance(tokens, list):
+        name = next(key for key, each in model.named_modules() if each is model.get_input_embeddings())
+        tokens = {name: tokens}
+    for end, index in tokens.items():
+        ((name, module),) = modules_named(model, [end]).items()
+        key = f"{PREFIX}{name}.token_adapter.trainable_tokens_delta"
+        module.weight[index] = tensors[key]
+        rows.append((module, index, key))
+    return rows
+
+
 def take_out_factors(model: nn.Module, named: dict[str, nn.Module], config: dict) -> None:
     """What PEFT does with the weights when it adds adapters of PiSSA or OLoRA: the first B·A is taken out of them."""
     for module in named.values() if config.get("init_lora_weights") in ("pissa", "olora") else ():
@@ -106,8 +124,8 @@ def first_factors(method: str, weight: torch.Tensor, rank: int, scale: float) ->
 
 
 @torch.no_grad()
-def adapt(model: nn.Module, folder: Path) -> None:
-    """Adds the adapters of a folder to the weights of a model of transformers."""
+def adapt(model: nn.Module, folder: Path) -> list[tuple[nn.Module, list[int], str]]:
+    """Adds the adapters of a folder to the weights of a model of transformers. Returns the rows of `put_token_rows`."""
     config = json.loads((folder / "adapter_config.json").read_bytes())
     tensors = load_file(folder / "adapter_model.safetensors")
     named = modules_named(model, config["target_modules"])
@@ -121,7 +139,8 @@ def adapt(model: nn.Module, folder: Path) -> None:
     lengths = {name: x for name, x in tensors.items() if name.endswith(".lora_magnitude_vector")}
     assert {f"{PREFIX}{name}.lora_magnitude_vector" for name in wrappers} == lengths.keys() or not lengths
     assert bool(lengths) == bool(config.get("use_dora"))
-    saved = put_saved_modules(model, config, tensors)
+    saved, rows = put_saved_modules(model, config, tensors), put_token_rows(model, config, tensors)
+    saved |= {key for _, _, key in rows}
     assert {f"{PREFIX}{name}.lora_{half}.weight" for name in wrappers for half in "AB"} == (
         tensors.keys() - lengths.keys() - saved
     )
@@ -149,3 +168,4 @@ def adapt(model: nn.Module, folder: Path) -> None:
         assert len(a) == rank * len(weight)
         by_expert = a.view(len(weight), rank, -1), b.view(len(b), rank, len(weight))
         weight += scale * torch.einsum("eri,ore->eoi", *by_expert)
+    return rows

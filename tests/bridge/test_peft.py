@@ -245,7 +245,7 @@ def test_peft_adapters_merge_with_a_base_of_either_kind(
             r"has alora_invocation_tokens \[5, 6\], but only LoRA is supported",
         ),
         ({"kasa_config": {"beta": 0.1}}, "has kasa_config .* but only LoRA is supported"),
-        ({"trainable_token_indices": [3]}, "has trainable_token_indices .* but only LoRA is supported"),
+        ({"trainable_token_indices": [3]}, "lacks .*token_adapter.trainable_tokens_delta"),
         ({"use_newest": True}, "has use_newest True, which is not known here"),
         ({"modules_to_save": "lm_head"}, "has modules_to_save 'lm_head', which PEFT does not write"),
         ({"rank_pattern": {"q_proj": 8}}, r"has the shape \[3, 64\], but the model and r 8 give"),

@@ -14,7 +14,7 @@ from megalith.config.rules.auto_settings import Machine
 from megalith.errors import ConfigError
 from megalith.planner.fit import fullest_stage
 from megalith.planner.layout import build_layout
-from megalith.training import precheck, trainer
+from megalith.training import precheck, training_job
 
 # 12.9 billion parameters in layers, and hardly anything else: 206 GB of weights, gradients and Adam's moments.
 LARGE = dict(num_layers=4, hidden_size=16384, num_attention_heads=128, vocab_size=64)
@@ -95,14 +95,14 @@ def test_a_process_refuses_and_warns_before_it_makes_the_model(run_file, capsys,
     config = RunConfig.load(run_file(SMALL), ["--runtime.device", "cpu", "--train.global_batch_size", "1"])
     most = fullest_stage(build_layout(precheck.prepare(config, 1).config, 1))
     machine = Machine(memory=most.weights + most.optimizer - 1)
-    monkeypatch.setattr(trainer, "detect_machine", lambda *_: machine)
+    monkeypatch.setattr(training_job, "detect_machine", lambda *_: machine)
     with (
         monkeypatch.context() as patch,
         pytest.raises(ConfigError, match="weights and optimizer state alone"),
     ):
-        patch.setattr(trainer, "Run", None)
+        patch.setattr(training_job, "Run", None)
         megalith.train(config)
-    monkeypatch.setattr(trainer, "detect_machine", lambda *_: replace(machine, memory=machine.memory + 1))
+    monkeypatch.setattr(training_job, "detect_machine", lambda *_: replace(machine, memory=machine.memory + 1))
     megalith.train(config)
     assert "warning: " in text(capsys)
 

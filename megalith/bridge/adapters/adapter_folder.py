@@ -15,6 +15,7 @@ from megalith.bridge.adapters.open_adapters import (
     adapter_family,
     base_reader,
     copy_shards,
+    low_rank_adapters,
     open_adapter_run,
     open_adapters_of,
     open_peft,
@@ -34,6 +35,7 @@ from megalith.config.lora import model_sites
 from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.adapters import ADAPTER, adapters, is_initial_factor
 from megalith.models.score_model import SCORE
+from megalith.models.token_rows import TokenRows
 from megalith.ops.weight_codes import decode
 from megalith.parallel.gather import ALONE
 from megalith.progress import Progress
@@ -57,13 +59,19 @@ def initialize_from_base(
 ) -> None:
     """Set this rank's shards of the adapter values that are computed from the base. Every rank of `world` calls it.
 
-    These are the factors of PiSSA, OLoRA and LoftQ, and DoRA's magnitudes: the norms of the base's rows.
+    These are the factors of PiSSA, OLoRA and LoftQ, DoRA's magnitudes, which are the norms of the base's rows, and the
+    rows of trained tokens.
     """
-    shards = {name: shard for name, shard in checkpoint_shards(model).items() if MAGNITUDE in name}
-    if not shards and not config.lora.decomposes_base and not config.lora.begins_with_loftq:
+    trained = checkpoint_shards(model)
+    shards = {name: shard for name, shard in trained.items() if MAGNITUDE in name}
+    tokens = config.lora.tokens_by_matrix()
+    if not shards and not tokens and not config.lora.decomposes_base and not config.lora.begins_with_loftq:
         return
-    full = dict(adapters(build_on_meta(config.model, config.lora)))
+    full = low_rank_adapters(build_on_meta(config.model, config.lora))
     read = base_reader(config.model.init_from, config.checkpoint.trust, config.model, config.train.seed)
+    for path, rows in tokens.items():
+        if (shard := trained.get(f"{path}{ADAPTER}weight")) is not None:
+            shard.values.copy_(shard.slice_of(read(f"{path}.weight")[rows]))
     if config.lora.decomposes_base:
         initialize_factors(model, config.lora, full, read, config.train.seed, world, device)
 
@@ -153,6 +161,11 @@ def load_adapter_pairs(
         raise ConfigError(
             f"{source} has modules that were trained in full ({shorten(sorted(adapted.saved_names))}), which replace "
             "those of the base; merge it (megalith lora merge), and serve the result"
+        )
+    if any(isinstance(adapter, TokenRows) for _, adapter in adapters(adapted)):
+        raise ConfigError(
+            f"{source} has trained rows of tokens (lora.trainable_token_indices), which replace those of the base; "
+            "merge it (megalith lora merge), and serve the result"
         )
     pairs = {}
     for name, adapter in adapters(adapted):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megalith.bridge.adapters.open_adapters import (
     adapter_family,
     open_peft,
@@ -11,6 +13,7 @@ from megalith.bridge.load import (
     with_init_from,
 )
 from megalith.bridge.peft.peft_modules import EMBEDDING, is_tied, resolve_saved_modules
+from megalith.bridge.peft.peft_tokens import resolve_tokens
 from megalith.config import LoraConfig, RunConfig
 from megalith.errors import ConfigError
 
@@ -25,24 +28,36 @@ STORED_SETTINGS = (
     "use_dora",
     "init_lora_weights",
     "modules_to_save",
+    "trainable_token_indices",
 )
 """Settings of `lora` that a PEFT folder determines."""
 
 
 def with_saved_modules(config: RunConfig) -> RunConfig:
-    """Return `config` with Megalith's names of the modules in `lora.modules_to_save`.
+    """Return `config` with Megalith's names of the modules in `lora.modules_to_save` and of the matrices in
+    `lora.trainable_token_indices`.
 
-    Raises ConfigError for a module that the model lacks or that cannot be trained in full.
+    Raises ConfigError for a module that the model lacks or that cannot be trained, and for one in both.
     """
-    names, model = config.lora.modules_to_save, config.model
-    if names is None:
+    names, tokens, model = config.lora.modules_to_save, config.lora.trainable_token_indices, config.model
+    if names is None and tokens is None:
         return config
     try:
         family = adapter_family(model)
     except ConfigError:  # no family has such a model: only Megalith's names remain
         build_on_meta(model, config.lora)
         return config
-    return config.with_settings({"lora.modules_to_save": resolve_saved_modules(names, family, model)})
+    settings: dict[str, Any] = {}
+    if names is not None:
+        settings["lora.modules_to_save"] = resolve_saved_modules(names, family, model)
+    if tokens is not None:
+        settings["lora.trainable_token_indices"] = tokens = resolve_tokens(tokens, family, model)
+        if both := sorted(tokens.keys() & {*(settings.get("lora.modules_to_save") or ())}):
+            raise ConfigError(
+                f"lora.modules_to_save and lora.trainable_token_indices both name {both[0]}, which is then trained in "
+                "full anyway; name it in one of them"
+            )
+    return config.with_settings(settings)
 
 
 def trains_tied_embedding(config: RunConfig) -> bool:

@@ -27,6 +27,7 @@ from megalith.checkpoint.fingerprint import Sample, digest, sample
 from megalith.errors import CheckpointError
 from megalith.models.adapters import adapters
 from megalith.models.score_model import SCORE
+from megalith.models.token_rows import TokenRows
 from megalith.models.transformer import Transformer
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
@@ -83,6 +84,9 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
             values = shard.slice_of(rounded(name)).to(values.dtype)
         if name not in changes:
             return values
+        if isinstance(changes[name], TokenRows):
+            with torch.no_grad():
+                return changes[name].put_into(values, shard.offset[0])
         values = values + shard.slice_of(delta(name))
         if not changes[name].rescales:
             return values

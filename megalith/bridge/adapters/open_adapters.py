@@ -30,8 +30,10 @@ from megalith.checkpoint.averaged_checkpoint import with_average
 from megalith.checkpoint.state import Model, base_fingerprint, checkpoint_shards
 from megalith.config import ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
+from megalith.models.adapter import Adapter
 from megalith.models.adapters import adapters, add_adapters, is_initial_factor
 from megalith.models.model_types import make_model
+from megalith.models.token_rows import TokenRows
 from megalith.models.transformer import Transformer
 from megalith.models.vocabulary import VOCABULARY
 from megalith.parallel.gather import ALONE
@@ -49,6 +51,11 @@ def base_reader(path: str, trust: bool, model: ModelConfig, seed: int = SEED) ->
         return matched.read(group, seed, (0,) * len(group.shape), group.shape)
 
     return read
+
+
+def low_rank_adapters(model: Transformer) -> dict[str, Adapter]:
+    """Return the adapters of a model by the name of their module, without trained rows of tokens."""
+    return {name: adapter for name, adapter in adapters(model) if not isinstance(adapter, TokenRows)}
 
 
 def saved_values(model: Transformer) -> dict[str, Tensor]:
@@ -118,7 +125,7 @@ def open_adapters(
     from_peft = checkpoint is None
     copy_shards(model_with_adapters, read, lambda name: from_peft and is_initial_factor(name))
     if from_peft and lora.decomposes_base:
-        full = dict(adapters(model_with_adapters))
+        full = low_rank_adapters(model_with_adapters)
         read = base_reader(_check_base_name(base, source), False, model)
         initialize_factors(model_with_adapters, lora, full, read, SEED, ALONE, "cpu", trained=False)
     return _check_base_name(base, source), model_with_adapters, checkpoint, config

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from megalith.bridge.family import Family, Group
 from megalith.config import ModelConfig
+from megalith.config.lora import WORD_EMBEDDINGS
 from megalith.errors import ConfigError
 from megalith.models.saved_modules import (
     can_be_saved,
@@ -29,7 +30,7 @@ OF_PEFT = (
 )
 """Modules that PEFT adds before it looks for those to save."""
 
-EMBEDDING = "embedding.word_embeddings"
+EMBEDDING = WORD_EMBEDDINGS
 """Path of the embedding, which a tied output matrix is too."""
 
 

@@ -13,13 +13,14 @@ SCORE_TASK, SCORE_MODULES = "SEQ_CLS", ("score", "classifier")  # of reward mode
 # Keys of adapter_config.json that select other methods than LoRA, with the only supported value.
 ONLY = {
     "peft_type": "LORA", "bias": "none", "lora_bias": False, "use_qalora": False,
-    "trainable_token_indices": None, "layer_replication": None, "alora_invocation_tokens": None, "use_bdlora": None,
+    "layer_replication": None, "alora_invocation_tokens": None, "use_bdlora": None,
     "arrow_config": None, "kasa_config": None, "monteclora_config": None, "velora_config": None,
     "megatron_config": None,
 }  # fmt: skip
 READ = (
     "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_parameters",
-    "modules_to_save", "ensure_weight_tying", "init_lora_weights", "base_model_name_or_path",
+    "modules_to_save", "ensure_weight_tying", "trainable_token_indices", "init_lora_weights",
+    "base_model_name_or_path",
 )  # fmt: skip
 """Keys that are read, or that the tensors of a folder must agree with."""
 NO_EFFECT = (
@@ -34,6 +35,7 @@ NO_EFFECT = (
 LEAVES_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which PEFT does not change the base."""
 MAGNITUDE = "lora_magnitude_vector"
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # PEFT's name; they are the rows, not differences
 
 
 def is_peft(path: str | Path) -> bool:

@@ -34,9 +34,11 @@ from megalith.bridge.peft.peft_names import (
     READ,
     SCORE_MODULES,
     TENSORS_FILE,
+    TOKEN_ROWS,
     nested_parameters,
     wrapper_name,
 )
+from megalith.bridge.peft.peft_tokens import resolve_tokens, token_modules
 from megalith.bridge.peft.peft_writer import pattern_values
 from megalith.bridge.transfer import to_ours
 from megalith.config import LoraConfig, ModelConfig
@@ -81,6 +83,7 @@ class PeftFolder:
         self._targets = {target.name: target for target in adapter_targets(family, model)}
         self._adapters = self._find_adapters()
         self._family, self._saved = family, self._find_saved(family)
+        self._tokens, self._token_tensors = self._find_tokens()
         self._check_names()
         self._fused = self._find_fused_parts()
         self.lora = self._lora()
@@ -101,6 +104,8 @@ class PeftFolder:
             by_file_name = dict(zip(group.names(), stored))
             return to_ours(group, lambda each: self._tensors[by_file_name[each]].read()).float()
         matrix, _, rest = name.partition(ADAPTER)
+        if matrix in self._token_tensors:
+            return self._tensors[self._token_tensors[matrix]].read().float()
         half, part, _ = rest.split(".")
         target = self._targets[matrix]
         fused = self._fused.get(target.site)
@@ -181,6 +186,33 @@ class PeftFolder:
                 "tie_word_embeddings false"
             )
 
+    def _find_tokens(self) -> tuple[dict[str, list[int]] | None, dict[str, str]]:
+        """Return the tokens whose rows the folder has, and the names of the rows' tensors, by Megalith's names of the
+        matrices. Raise CheckpointError for rows of another shape."""
+        tokens = self._config.get("trainable_token_indices")
+        if not tokens:
+            return None, {}
+        try:
+            tokens = resolve_tokens(tokens, self._family, self._model)
+        except ConfigError as error:
+            raise CheckpointError(str(error.within(self.path / CONFIG_FILE))) from None
+        modules = token_modules(tokens, self._family, self._model)
+        names = {path: f"{PREFIX}{module}.{TOKEN_ROWS}" for path, module in modules.items()}
+        for path, name in names.items():
+            expected = (len(tokens[path]), self._model.hidden_size)
+            if name in self._tensors and tuple(self._tensors[name].shape) != expected:
+                raise CheckpointError(
+                    f"{self.path}: {name} has the shape {list(self._tensors[name].shape)}, but the model and "
+                    f"trainable_token_indices give {list(expected)}; give adapters of the same base"
+                )
+            if (largest := max(tokens[path])) >= self._model.vocab_size:
+                raise CheckpointError(
+                    f"{self.path / CONFIG_FILE}: trainable_token_indices has {largest}, but the base has "
+                    f"{self._model.vocab_size} tokens; if the vocabulary was resized, resize the base too, in "
+                    "transformers (model.resize_token_embeddings, save_pretrained), and give the result as the base"
+                )
+        return tokens, names
+
     def _of_experts(self, target: AdapterTarget, half: str, value: Tensor) -> Tensor:
         experts = target.group.shape[0]
         if half == "lora_A":
@@ -251,6 +283,7 @@ class PeftFolder:
         if self.has_score:
             expected.add(f"{PREFIX}{SCORE}")
         expected |= {each for stored in self._saved_tensors.values() for each in stored}
+        expected |= {*self._token_tensors.values()}
         missing, extra = expected - self._tensors.keys(), self._tensors.keys() - expected
         if missing or extra or not expected:
             messages = [
@@ -344,6 +377,7 @@ class PeftFolder:
             use_dora=bool(self._config.get("use_dora")),
             init_lora_weights=self._initialization,
             modules_to_save=[*dict.fromkeys(map(path_of, self._saved))] or None,
+            trainable_token_indices=self._tokens,
         )
 
     @property
@@ -396,6 +430,13 @@ class PeftFolder:
                 raise CheckpointError(
                     f"{self.path / CONFIG_FILE} has {key} {value!r:.80}, which PEFT does not write; give a folder that "
                     "PEFT has saved"
+                )
+        tokens = self._config.get("trainable_token_indices") or []
+        for each in tokens.values() if isinstance(tokens, dict) else [tokens]:
+            if not isinstance(each, list) or not all(type(token) is int and token >= 0 for token in each):
+                raise CheckpointError(
+                    f"{self.path / CONFIG_FILE} has trainable_token_indices {tokens!r:.80}, which PEFT does not write; "
+                    "give a folder that PEFT has saved"
                 )
         value = self._config.get("init_lora_weights", True)
         if value == "loftq":

@@ -29,9 +29,11 @@ from megalith.bridge.peft.peft_names import (
     PREFIX,
     SCORE_TASK,
     TENSORS_FILE,
+    TOKEN_ROWS,
     nested_parameters,
     wrapper_name,
 )
+from megalith.bridge.peft.peft_tokens import token_modules
 from megalith.bridge.transfer import to_theirs
 from megalith.checkpoint.files import write_safetensors
 from megalith.config import LoraConfig, ModelConfig
@@ -89,6 +91,8 @@ def save_peft(
     if model.score_head:
         tensors[f"{PREFIX}{SCORE}"] = read(SCORE)
     tensors |= _saved_tensors(family, model, lora, read)
+    for path, module in token_modules(lora.tokens_by_matrix(), family, model).items():
+        tensors[f"{PREFIX}{module}.{TOKEN_ROWS}"] = read(f"{path}{ADAPTER}weight")
     for module, pair in pairs.items():
         prefix = wrapper_name(pair.target, module, module in nested)
         tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = pair.a, pair.b
@@ -239,6 +243,7 @@ def _peft_config(
         "base_model_name_or_path": base,
         "task_type": SCORE_TASK if model.score_head else TASKS[model.model_type],
         "modules_to_save": modules or None,
+        "trainable_token_indices": _their_tokens(family, model, lora),
         "ensure_weight_tying": f"{EMBEDDING}.weight" in saved and is_tied(model),
         "inference_mode": True,
         "r": lora.rank,
@@ -256,6 +261,17 @@ def _peft_config(
         "use_dora": lora.use_dora,
         "init_lora_weights": True,
     }
+
+
+def _their_tokens(
+    family: Family, model: ModelConfig, lora: LoraConfig
+) -> list[int] | dict[str, list[int]] | None:
+    """Return PEFT's `trainable_token_indices`: tokens of the embedding, or by the last part of the module's name."""
+    tokens = lora.tokens_by_matrix()
+    if tokens.keys() <= {EMBEDDING}:
+        return tokens.get(EMBEDDING)
+    modules = token_modules(tokens, family, model)
+    return {modules[path].rpartition(".")[2]: each for path, each in tokens.items()}
 
 
 def pattern_values(names: Mapping[str, str], values: Mapping[str, Any], default: Any) -> dict[str, Any]:

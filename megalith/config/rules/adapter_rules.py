@@ -13,6 +13,8 @@ def check_adapters(config: RunConfig) -> None:
     lora.check_requirements("lora")
     if lora.rank is None:
         return
+    if lora.trainable_token_indices is not None:
+        _check_tokens(config)
     parts = lora.parts(model)
     experts = [site for site in parts if site.startswith(EXPERTS)]
     if experts and lora.dropout:
@@ -81,4 +83,19 @@ def check_adapters(config: RunConfig) -> None:
             f"parallel.tensor_model_parallel_size {size} does not divide model.num_query_groups {model.query_groups}; "
             "name linear_qkv, which has one each for queries, keys and values, or choose a tensor size among "
             f"{divisors(model.query_groups)}"
+        )
+
+
+def _check_tokens(config: RunConfig) -> None:
+    lora, model = config.lora, config.model
+    if model.model_type != "gpt":
+        raise ConfigError(
+            f"lora.trainable_token_indices is not supported with model.model_type {model.model_type}, only with gpt; "
+            "leave it out"
+        )
+    largest = max(token for tokens in lora.tokens_by_matrix().values() for token in tokens)
+    if model.vocab_size is not None and largest >= model.vocab_size:
+        raise ConfigError(
+            f"lora.trainable_token_indices names token {largest}, but the vocabulary has {model.vocab_size} tokens, "
+            "from 0 on; correct it, or give the model a larger vocabulary"
         )

@@ -138,6 +138,10 @@ class WeightStream:
             return "servers do not load adapters of experts in PEFT's format"
         if lora.begins_with_loftq:
             return "lora.init_lora_weights loftq makes adapters for the quantized base"
+        if lora.trainable_token_indices:
+            return (
+                "lora.trainable_token_indices trains rows of the embedding, which vLLM and SGLang do not load"
+            )
         if lora.modules_to_save:
             modules = ", ".join(lora.modules_to_save)
             return f"lora.modules_to_save trains {modules} in full, which vLLM and SGLang do not load with adapters"

@@ -42,6 +42,7 @@ LORA = {
     "use_dora": "lora.use_dora",
     "init_lora_weights": "lora.init_lora_weights",
     "modules_to_save": "lora.modules_to_save",
+    "trainable_token_indices": "lora.trainable_token_indices",
 }
 LOFTQ_FORMATS = {4: "nf4", 8: "int8"}  # by loftq_bits
 TARGET_FIELDS = ("target_modules", "target_parameters")

@@ -1,0 +1,52 @@
+"""Rows of an embedding or an output matrix that are trained with adapters: PEFT's `trainable_token_indices`.
+
+The rows of some tokens are parameters of their own, which replace those of the frozen matrix wherever it is used. They
+begin with the matrix's values. An embedding that is the output matrix too uses the same rows for both. Under tensor
+parallelism every rank holds all of them and uses those of its shard of the vocabulary, so their gradients are partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalith.local_shards import local, local_shape_and_offset
+from megalith.models.adapter import Adapter
+
+
+class TokenRows(Adapter):
+    """Trained rows of one matrix [vocabulary, hidden]. With a `scaling` of 0 the matrix has its own rows."""
+
+    def __init__(self, tokens: Sequence[int], hidden: int):
+        """Create the rows of these tokens on the meta device."""
+        nn.Module.__init__(self)
+        self.scaling, self.ranks, self.factors = 1.0, {}, {}
+        self.tokens = tuple(tokens)
+        self.weight = nn.Parameter(torch.empty(len(self.tokens), hidden, device="meta"))
+        self._cached: tuple[tuple[int, int, torch.device], tuple[Tensor, Tensor]] | None = None
+
+    def matrix(self, parameter: Tensor) -> Tensor:
+        """Return this rank's shard of the matrix, whose parameter is given, with the trained rows in it."""
+        if self.scaling == 0:
+            return local(parameter)
+        _, (first, _) = local_shape_and_offset(getattr(parameter, "dtensor", parameter))
+        return self.put_into(local(parameter), first)
+
+    def put_into(self, rows: Tensor, first: int) -> Tensor:
+        """Return a copy of `rows`, the matrix's rows from row `first` on, with the trained rows in it."""
+        index, number = self._find(first, len(rows), rows.device)
+        return rows.index_copy(0, index, local(self.weight)[number].to(rows.dtype))
+
+    def merged(self, weight: Tensor) -> Tensor:
+        return self.put_into(weight.float(), 0)
+
+    def _find(self, first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the trained tokens among `count` tokens from `first` on, as rows of these and of `weight`, int64."""
+        key = first, count, device
+        if self._cached is None or self._cached[0] != key:
+            tokens = torch.tensor(self.tokens) - first
+            number = ((tokens >= 0) & (tokens < count)).nonzero()[:, 0]
+            self._cached = key, (tokens[number].to(device), number.to(device))
+        return self._cached[1]

@@ -1,0 +1,286 @@
+"""Rows of tokens trained beside adapters: PEFT's formula and files, layouts, merged, resumed, and in a reference."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from default_cases import by_default
+from models.reference import CASES, VOCAB, random_reference
+from peft_formula import PREFIX, adapt, random_adapters, save
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+import megalith
+from megalith.bridge.adapters.adapter_folder import export_adapters, load_adapter_pairs
+from megalith.bridge.adapters.merge_adapters import merge
+from megalith.bridge.adapters.open_adapters import fingerprint_of
+from megalith.bridge.exporter import export_hf
+from megalith.config import RunConfig
+from megalith.errors import CheckpointError, ConfigError
+from megalith.generation.sync import engine_for, sync
+from megalith.parity.check import LAYOUTS
+from megalith.parity.differences import BOUND, compare
+from megalith.parity.job import run_job, start
+from megalith.planner.layout import build_layout
+from megalith.rl.auxiliary_models.reference import without_adapters
+from megalith.rl.engines.weight_stream import WeightStream
+from megalith.rl.from_trl.tuning_trainers import SFTTrainer
+from megalith.training.build import prepare
+from megalith.training.loading import load_with_adapter
+
+FIRST, LAST = 3, VOCAB - 1
+# case: modules with adapters, and trainable_token_indices
+TRAINED = {
+    "llama": (["q_proj", "down_proj"], {"embed_tokens": [LAST, 5, FIRST], "lm_head": [9]}),
+    "gemma": (["q_proj"], [7, LAST, FIRST]),  # tied, and scaled
+    "gpt2": (["c_attn"], {"wte": [5]}),
+    "mixtral": (["q_proj"], {"lm_head": [LAST, FIRST]}),
+    "phi": (["q_proj"], {"embed_tokens": [4, 8]}),
+}
+IDS = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+IDS[:, :3] = torch.tensor([FIRST, LAST, 7])
+ROWS = {"embedding.word_embeddings.adapter.weight", "output_layer.adapter.weight"}
+
+
+def run_config(base: Path, output: Path, lora: dict, **settings: object) -> RunConfig:
+    train = {"train_iters": 3, "micro_batch_size": 1, "global_batch_size": 4, "eval_iters": 1}
+    tree = {
+        "model": {"init_from": str(base)},
+        "lora": lora,
+        "data": {"mock": True, "seq_length": 16},
+        "optim": {"lr": 1e-2, "weight_decay": 0.0},
+        "train": train | {"output_dir": str(output)},
+    }
+    return RunConfig.from_tree(tree).with_settings(settings)
+
+
+def lora_of(name: str) -> dict:
+    targets, tokens = TRAINED[name]
+    return {"rank": 2, "alpha": 3.0, "targets": targets, "trainable_token_indices": tokens}
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize("name", by_default(TRAINED, "llama", "gemma", "mixtral"))
+def test_a_run_trains_the_rows_that_peft_trains_and_writes_what_peft_writes(
+    hf_folder, tmp_path: Path, name: str
+) -> None:
+    base = hf_folder(name)
+    step = megalith.train(run_config(base, tmp_path / "run", lora_of(name))).checkpoint
+    export_adapters(step, tmp_path / "peft", show_progress=False)
+    written = json.loads((tmp_path / "peft/adapter_config.json").read_bytes())
+    tokens = TRAINED[name][1]
+    assert written["trainable_token_indices"] == (tokens["wte"] if name == "gpt2" else tokens)
+    model, reference = megalith.load(step), random_reference(CASES[name][0]())
+    with torch.no_grad():
+        untrained = reference(IDS).logits
+    rows = adapt(reference, tmp_path / "peft")
+    logits, theirs = model(IDS), reference(IDS).logits
+    assert difference(theirs, untrained) > 1e-4 and difference(logits, theirs) < 5e-7
+    for each in (logits, theirs):
+        cross_entropy(each.flatten(0, 1), IDS.roll(-1).flatten(), reduction="sum").backward()
+    ours = {key: each for key, each in model.named_parameters() if key in ROWS}
+    assert len(ours) == len(rows)
+    for (module, index, _), each in zip(rows, ours.values(), strict=True):
+        gradient = module.weight.grad[index]
+        assert (each.grad - gradient).norm() < 5e-6 * gradient.norm() and gradient.norm() > 0
+    merge(step, tmp_path / "merged", show_progress=False)
+    export_hf(tmp_path / "merged", tmp_path / "hf", show_progress=False)
+    with torch.no_grad():
+        for folder in ("merged", "hf"):
+            assert difference(megalith.load(tmp_path / folder)(IDS), theirs) < 1e-6
+        for adapter in (tmp_path / "peft", step):
+            merged, _ = load_with_adapter(base, adapter, "cpu", False)
+            assert difference(merged(IDS), theirs) < 1e-6
+
+
+@pytest.mark.parametrize("name", by_default(TRAINED, "llama", "gemma"))
+def test_a_folder_goes_into_a_run_and_back_bitwise(hf_folder, tmp_path: Path, name: str) -> None:
+    base = hf_folder(name)
+    step = megalith.train(run_config(base, tmp_path / "run", lora_of(name))).checkpoint
+    export_adapters(step, tmp_path / "peft", show_progress=False)
+    still = {"optim.lr": 0.0, "train.train_iters": 1}
+    loaded = run_config(base, tmp_path / "again", {"load": str(tmp_path / "peft")}, **still)
+    export_adapters(megalith.train(loaded).checkpoint, tmp_path / "same", show_progress=False)
+    before, after = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("peft", "same")
+    )
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    configs = [
+        json.loads((tmp_path / folder / "adapter_config.json").read_bytes()) for folder in ("peft", "same")
+    ]
+    assert configs[0] == configs[1]
+
+
+UNEVEN = {"pipeline_model_parallel_layout": "Ett|tL"}  # of three layers
+LAYOUTS_OF = {
+    **{name: {} for name in ("tp2-sp", "tp4", "tp4-sp", "cp4", "dp2", "dp2-zero2", "dp4-zero3", "cp2-dp2-zero3",
+                             "tp2-sp-dp2-zero1", "tp2-sp-cp2-a2a")},
+    **{name: UNEVEN for name in ("pp2", "pp2-zero_bubble", "tp2-pp2", "tp2-sp-pp2-zero_bubble")},
+    "pp4-interleaved": {"pipeline_model_parallel_layout": "E|||t||t|t|L"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+@pytest.mark.parametrize("layout", by_default(LAYOUTS_OF, "tp4-sp", "tp2-pp2", "cp2-dp2-zero3", "dp4-zero3"))
+def test_every_layout_trains_the_rows_of_one_process(
+    hf_folder, pool, tmp_path: Path, layout: str, name: str
+) -> None:
+    lora = lora_of(name) | {"dropout": 0.1}
+    config = run_config(hf_folder(name), tmp_path / "run", lora, **{"optim.weight_decay": 0.1})
+    one = run_job(config)
+    assert ROWS & one.gradients.keys() and all(
+        one.gradients[key].any() for key in ROWS & one.gradients.keys()
+    )
+    parallel = LAYOUTS[layout].parallel | LAYOUTS_OF[layout]
+    settings = {f"parallel.{key}": value for key, value in parallel.items()}
+    ranks = pool.run(run_job, config.with_settings(settings), size=LAYOUTS[layout].processes)
+    errors = compare(ranks, one)
+    assert errors.within(BOUND), errors
+
+
+def test_a_run_resumes_bitwise_and_its_checkpoints_hold_only_what_is_trained(
+    hf_folder, tmp_path: Path
+) -> None:
+    lora = lora_of("gemma") | {"dropout": 0.1}
+    whole = megalith.train(run_config(hf_folder("gemma"), tmp_path / "whole", lora))
+    part = run_config(
+        hf_folder("gemma"), tmp_path / "part", lora, **{"checkpoint.load": str(tmp_path / "part")}
+    )
+    assert megalith.train(part.with_settings({"train.exit_interval": 2})).step == 2
+    ends = [megalith.load(run.checkpoint).state_dict() for run in (whole, megalith.train(part))]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    manifest = json.loads((whole.checkpoint / "manifest.json").read_bytes())
+    stored = manifest["tensors"]["model"]
+    assert all(".adapter." in name for name in stored) and ROWS & stored.keys()
+    others = part.with_settings({"lora.trainable_token_indices": [7, FIRST], "train.train_iters": 4})
+    with pytest.raises(CheckpointError, match=r"lora\.trainable_token_indices"):
+        megalith.train(others)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_an_engine_receives_the_rows_and_generates_as_the_model(hf_folder, tmp_path: Path, name: str) -> None:
+    model = start(run_config(hf_folder(name), tmp_path / "run", lora_of(name))).model
+    engine = engine_for(model, max_rows=1, max_tokens=8)
+    trained = [parameter for parameter in model.chunks[0].parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.1)
+    assert sync(engine, model).bytes == sum(parameter.nbytes for parameter in trained) > 0
+    shards = model.parameters.shards
+    assert all(torch.equal(each.values, shards[name].values) for name, each in engine.shards.items())
+    stream = WeightStream(
+        model, prepare(run_config(hf_folder(name), tmp_path / "r", lora_of(name)), 1).config
+    )
+    sent = {name: x for bucket in stream.buckets("cpu") for name, x in zip(bucket.names, bucket.tensors)}
+    rows = model.chunks[0].embedding.word_embeddings.adapter
+    assert torch.equal(sent["model.embed_tokens.weight"][list(rows.tokens)], rows.weight)
+    assert "which vLLM and SGLang do not load" in stream.lora_obstacle
+
+
+def test_a_reference_has_the_base_s_rows(hf_folder, tmp_path: Path) -> None:
+    run = start(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma")))
+    (chunk,) = run.model.chunks
+    base = megalith.load(hf_folder("gemma"))
+    with torch.no_grad():
+        before = run.model(IDS)
+        assert difference(before, base(IDS)) < 1e-6
+        chunk.embedding.word_embeddings.adapter.weight.add_(1.0)
+        assert difference(run.model(IDS), before) > 1e-2
+        with without_adapters(run):
+            assert difference(run.model(IDS), before) < 1e-6
+        assert difference(run.model(IDS), before) > 1e-2
+
+
+def test_the_plan_counts_the_rows(hf_folder, tmp_path: Path) -> None:
+    run = start(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma")))
+    parameters = [*run.model.chunks[0].parameters()]
+    memory = build_layout(run.config, 1).stages[0].memory
+    assert memory.weights == pytest.approx(sum(each.nbytes for each in parameters), rel=1e-4)
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    assert memory.optimizer == pytest.approx(8 * trained, rel=1e-3)
+
+
+def test_a_server_of_several_adapters_names_the_way_out(hf_folder, tmp_path: Path) -> None:
+    step = megalith.train(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma"))).checkpoint
+    base = megalith.load(hf_folder("gemma"))
+    with pytest.raises(ConfigError, match=r"trained rows of tokens .* merge it"):
+        load_adapter_pairs(step, hf_folder("gemma"), base.config, fingerprint_of(base))
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "message"),
+    [
+        ("llama", {"trainable_token_indices": {"q_proj": [3]}}, "q_proj.*embeddings, the output matrix"),
+        ("llama", {"trainable_token_indices": {"norm": [3]}}, "names norm, but only rows of an embedding"),
+        (
+            "llama",
+            {"trainable_token_indices": {"embed_tokns": [3]}},
+            "'embed_tokns', which this model does not have",
+        ),
+        (
+            "llama",
+            {"trainable_token_indices": [VOCAB]},
+            rf"names token {VOCAB}, but the vocabulary has {VOCAB}",
+        ),
+        (
+            "gemma",
+            {"trainable_token_indices": {"lm_head": [3]}},
+            "names only lm_head, .* name embed_tokens instead",
+        ),
+        ("gemma", {"trainable_token_indices": {"lm_head": [3], "embed_tokens": [4]}}, "different tokens"),
+        (
+            "phi",
+            {"trainable_token_indices": {"lm_head": [3]}},
+            "the output has a bias, which PEFT leaves out",
+        ),
+        (
+            "llama",
+            {"trainable_token_indices": [3], "modules_to_save": ["embed_tokens"]},
+            "both name embedding",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_named(
+    hf_folder, tmp_path: Path, name: str, lora: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(run_config(hf_folder(name), tmp_path / "run", lora_of(name) | lora), 1)
+
+
+def test_tied_matrices_with_the_same_tokens_have_one_set_of_rows(hf_folder, tmp_path: Path) -> None:
+    lora = lora_of("gemma") | {"trainable_token_indices": {"embed_tokens": [4, 3], "lm_head": [4, 3]}}
+    prepared = prepare(run_config(hf_folder("gemma"), tmp_path / "run", lora), 1).config
+    assert prepared.lora.trainable_token_indices == {"embedding.word_embeddings": [4, 3]}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "message"),
+    [
+        ([3, 4], 1, r"has the shape \[1, 64\], but .* give \[2, 64\]"),
+        ([VOCAB], 1, "resize_token_embeddings"),
+        ("3", 1, "which PEFT does not write"),
+        ([3, 4], None, "lacks .*trainable_tokens_delta"),
+        (None, 1, "has .*trainable_tokens_delta"),
+    ],
+)
+def test_damaged_folders_are_refused(hf_folder, tmp_path: Path, tokens, rows, message: str) -> None:
+    tensors = random_adapters(random_reference(CASES["llama"][0]()), ["q_proj"], rank=3)
+    if rows is not None:
+        tensors[f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"] = torch.randn(rows, 64)
+    given = save(tensors, tmp_path / "given", 5.0, target_modules=["q_proj"], trainable_token_indices=tokens)
+    with pytest.raises(CheckpointError, match=message):
+        merge(given, tmp_path / "merged", base=str(hf_folder("llama")), show_progress=False)
+
+
+def test_a_trainer_with_trl_s_signature_takes_them(hf_folder, tmp_path: Path) -> None:
+    records = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    peft = {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}
+    args = {"output_dir": str(tmp_path / "run"), "max_steps": 1}
+    trainer = SFTTrainer(
+        str(hf_folder("gemma")), args, records, settings={"data.seq_length": 16}, peft_config=peft
+    )
+    assert trainer.config.lora.trainable_token_indices == [3, 4]
