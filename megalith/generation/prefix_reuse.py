@@ -218,13 +218,13 @@ class PrefixReuse:
 
 
 def _prefilled(sequence: RowSequence, first: int = 0) -> list[int]:
-    """Return the tokens from `first` on whose keys and values a row holds: all but the last one."""
+    """Return the tokens of a row from `first` on, without the last one, whose keys and values are not computed yet."""
     prompt, sampled = sequence.prompt[first:], sequence.ids[max(first - len(sequence.prompt), 0) :]
     return tokens_of_adapter([*prompt, *sampled][:-1], sequence.adapter)
 
 
 def tokens_of_adapter(tokens: list[int], adapter: int) -> list[int]:
-    """Return numbers of tokens that differ between adapters, whose keys and values differ too."""
+    """Return numbers for tokens, different per adapter because keys and values depend on the adapter."""
     return tokens if adapter == 0 else [token + (adapter << TOKEN_BITS) for token in tokens]
 
 

@@ -212,7 +212,7 @@ def reduce_over_replicas(tensor: Any, reduction: str) -> Any:
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Average each loss over the data-parallel replicas; returns float32 [number of losses]."""
+    """Return each loss averaged over the data-parallel replicas, float32 [number of losses]."""
     mean, axis = torch.stack([loss.detach().float().reshape(()) for loss in losses]), replicas()
     return all_reduce_no_grad(mean, axis) / axis.size
 

@@ -142,7 +142,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.result: StepResult | None = None
 
     def _init_state(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-        """Create the optimizer state; returns the parameters whose state is offloaded to the host."""
+        """Create the optimizer state. Return the parameters whose state is offloaded to the host."""
         model, config = self.model, self.config
         on_gpu = [(name, p) for name, p in parameters.items() if p.device.type != "cpu"]
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0

@@ -48,7 +48,7 @@ class SentWeights:
         return WeightBucket(groups, bucket.dtype, kept)
 
     def _take_note(self, name: str, tensor: Tensor) -> bool:
-        """Return True if the bits of a tensor are not those of its copy, which then becomes equal."""
+        """Update the copy of a tensor. Return True if its bits have changed."""
         copy, current = self._copies.get(name), tensor.cpu()
         if copy is not None and copy.shape == current.shape and torch.equal(_bytes(copy), _bytes(current)):
             return False

@@ -165,7 +165,7 @@ class ServerEngine:
         return ServerRequests(self, sampling, config.model, max_sequence_tokens(config))
 
     def require_versions(self) -> None:
-        """Raise ServerLost if the weights of a server are not those of the last update."""
+        """Raise ServerLost unless all servers have the weights of the last update."""
         self._require_versions(Deadline(self.settings.generation_timeout, self._name("generation_timeout")))
 
     def _completion(

@@ -140,7 +140,7 @@ def new_routes(routes: np.ndarray | None, earlier: int) -> list[EncodedRoutes]:
 
 
 def check_routes(where: str, routes: np.ndarray, tokens: int, model: ModelConfig) -> None:
-    """Raise DataError if routes [tokens, layers with experts, topk] are not those of `tokens` tokens of this model."""
+    """Raise DataError unless routes [tokens, layers with experts, topk] match this model and `tokens` tokens."""
     expected = tokens, len(model.routed_layers), model.moe_router_topk
     if routes.shape != expected:
         raise DataError(
