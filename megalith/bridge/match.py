@@ -112,7 +112,7 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     problems = {
         "missing": missing,
         "not of this model": extra,
-        "of another type than config.json says": _wrong_types(source, expected),
+        "whose type differs from config.json": _wrong_types(source, expected),
     }
     messages = [f"{what}: {shorten(names)}" for what, names in problems.items() if names]
     if messages and not allow:

@@ -32,7 +32,7 @@ OPERATORS: Mapping[str, str] = {
     "experts that do nothing, and two attentions per layer": "longcat_flash",
     "a norm after experts only": "axk1",
     "softplus gates on attention's output": "laguna",
-    "value heads of another size than key heads": "mimo_v2_flash",
+    "value heads and key heads of different sizes": "mimo_v2_flash",
     "convolutions inside attention, and routers that read the previous router's states": "zaya",
     "embeddings per layer and shared keys and values": "gemma3n_text gemma4_text gemma4_unified_text",
     "drafting from another model's states": "gemma4_assistant gemma4_unified_assistant",

@@ -87,7 +87,7 @@ class WrapperFolder:
         ]
         if unequal := [*missing, *extra, *others]:
             raise CheckpointError(
-                f"{self.path} has another language model than the checkpoint: {shorten(unequal)} differ; give the "
+                f"{self.path} does not have the checkpoint's language model: {shorten(unequal)} differ; give the "
                 "folder that the model was imported from"
             )
         renamed = {self._names[name]: entry for name, entry in tensors.items()}

@@ -380,4 +380,4 @@ def _whole_numbers(flag: str, text: str | None) -> list[int]:
     try:
         return [int(i) for i in text.split(",")] if text else []
     except ValueError:
-        raise ConfigError(f"{flag} is {text!r}; give whole numbers with commas, like 0,5,9") from None
+        raise ConfigError(f"{flag} is {text!r}; give comma-separated whole numbers, like 0,5,9") from None

@@ -187,7 +187,7 @@ def test_a_language_model_is_written_only_into_its_own_multimodal_model(hf_folde
     config = transformers.LlavaConfig(**other)
     transformers.LlavaForConditionalGeneration._from_config(config).save_pretrained(tmp_path / "hf")
     with pytest.raises(
-        CheckpointError, match=r"another language model than the checkpoint: model\.layers\.2\."
+        CheckpointError, match=r"does not have the checkpoint's language model: model\.layers\.2\."
     ):
         export_hf(tmp_path / "run", tmp_path / "out", multimodal=tmp_path / "hf", show_progress=False)
 

@@ -147,7 +147,7 @@ def test_a_shape_that_differs_from_the_config_names_the_tensor(folder: Path) -> 
 
 def test_a_type_that_differs_from_the_config_names_the_tensor(folder: Path) -> None:
     with_tensors(folder, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].bfloat16()}))
-    assert "of another type than config.json says: model.norm.weight (BF16, not F32)" in refused(folder)
+    assert "whose type differs from config.json: model.norm.weight (BF16, not F32)" in refused(folder)
 
 
 def test_quantized_weights_are_refused(folder: Path) -> None:

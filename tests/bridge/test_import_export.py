@@ -96,7 +96,7 @@ def test_tensors_of_several_types_keep_theirs(tmp_path: Path) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float() * 1.001
     save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
     with pytest.raises(
-        CheckpointError, match=r"of another type than config.json says: model.norm.weight \(F32, not BF16"
+        CheckpointError, match=r"whose type differs from config.json: model.norm.weight \(F32, not BF16"
     ):
         import_hf(tmp_path / "hf", tmp_path / "run")
     import_hf(tmp_path / "hf", tmp_path / "run", allow=True)

@@ -379,7 +379,10 @@ def test_files_that_change_between_a_run_and_its_resume_are_named(change, stream
         assert main(argv) in (0, STOPPED)
         printed = " ".join(capsys.readouterr().out.split())
         assert "samples may differ" in printed
-        assert not streaming or "1 files have another modification time than at the checkpoint" in printed
+        assert (
+            not streaming
+            or "1 files have modification times that differ from those at the checkpoint" in printed
+        )
 
 
 def test_the_next_samples_of_a_finished_run_are_refused(capsys):

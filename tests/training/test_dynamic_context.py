@@ -413,7 +413,9 @@ def test_what_is_not_supported_is_refused(tree: dict, sections: dict, message: s
 
 def test_heads_that_do_not_divide_among_all_ranks_are_refused_or_go_around_a_ring(tree: dict):
     parallel = DYNAMIC | {"cp_comm_type": "a2a"}
-    with pytest.raises(ConfigError, match=r"up to 8 ranks, which do not divide the 4 heads .* set it to p2p"):
+    with pytest.raises(
+        ConfigError, match=r"up to 8 ranks, which do not divide the 4 heads .* set cp_comm_type to p2p"
+    ):
         prepare(config_of(tree, parallel=parallel), 8)
     machine = Machine(ranks_per_host=8, ranks=8)
     for ranks, chosen in ((8, "p2p"), (4, "a2a")):

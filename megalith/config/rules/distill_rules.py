@@ -20,7 +20,7 @@ def check_distillation(config: RunConfig) -> None:
         if is_served(config.rl.teacher) and config.rl.temperature != 1:
             raise ConfigError(
                 f"rl.temperature is {config.rl.temperature:g}, but the server {config.rl.teacher} returns "
-                "log-probabilities at temperature 1; set it to 1, or name the teacher's folder"
+                "log-probabilities at temperature 1; set rl.temperature to 1, or name the teacher's folder"
             )
     distill = config.distill
     if distill.teacher_or_logits is None:

@@ -56,7 +56,7 @@ def check_dynamic_context(config: RunConfig, ranks: int) -> None:
     if parallel.cp_comm_type == "a2a" and heads % largest:
         raise ConfigError(
             f"parallel.cp_comm_type a2a exchanges heads among up to {largest} ranks, which do not divide the {heads} "
-            "heads of a tensor-parallel rank; set it to p2p, which cuts no heads"
+            "heads of a tensor-parallel rank; set cp_comm_type to p2p, which cuts no heads"
         )
 
 

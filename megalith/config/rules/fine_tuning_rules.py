@@ -33,12 +33,14 @@ def check_fine_tuning(config: RunConfig) -> None:
     if config.dpo.enabled:
         check_preference_losses(config.dpo)
     if config.sft.enabled and config.sft.loss_type == "dft" and config.distill.teacher_or_logits is not None:
-        raise ConfigError("sft.loss_type is dft, but `megalith distill` has its own loss; leave sft.loss_type out")
+        raise ConfigError(
+            "sft.loss_type is dft, but `megalith distill` has its own loss; leave sft.loss_type out"
+        )
     fp8 = config.train.fp8_format
     if (config.dpo.enabled or config.kto.enabled) and fp8 is not None:
         raise ConfigError(
             f"train.fp8_format is {fp8}, but {chat.name} computes the reference's log-probabilities before a backward "
-            "pass has set the FP8 scales; leave it out"
+            "pass has set the FP8 scales; leave train.fp8_format out"
         )
 
 

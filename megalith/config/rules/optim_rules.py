@@ -123,7 +123,7 @@ def check_averages(optim: OptimConfig) -> None:
         )
     if optim.ema_decay is not None:
         raise ConfigError(
-            f"optim.ema_decay is {optim.ema_decay}, but schedule_free_adamw has an average of its own; omit it"
+            f"optim.ema_decay is {optim.ema_decay}, but schedule_free_adamw has its own average; omit optim.ema_decay"
         )
 
 

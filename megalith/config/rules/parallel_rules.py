@@ -161,7 +161,8 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
     if model.encoder_layers and kind != "a2a":
         raise ConfigError(
             f"parallel.cp_comm_type {kind} is for a sequence that attends to itself, and with model.model_type "
-            f"{model.model_type} the decoder attends to the encoder; set it to a2a, or leave it out"
+            f"{model.model_type} the decoder attends to the encoder; set cp_comm_type to a2a, or leave it "
+            "out"
         )
     _check_chunks("seq_length", seq_length, size)
     chunk, taps = seq_length // (2 * size), model.linear_conv_kernel_dim
@@ -233,7 +234,7 @@ def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
     if layers and parallel.pipeline_schedule == "zero_bubble":
         raise ConfigError(
             f"parallel.cpu_offloading_num_layers is {layers}, but pipeline_schedule zero_bubble keeps the inputs of "
-            "all matrices on the device for wgrad; set it to 0, or choose another schedule"
+            "all matrices on the device for wgrad; set cpu_offloading_num_layers to 0, or choose another schedule"
         )
 
 
@@ -284,7 +285,7 @@ def _check_zero_bubble(parallel: ParallelConfig, runtime: RuntimeConfig) -> None
     if runtime.compile is True:
         raise ConfigError(
             "runtime.compile is true, but compiled layers compute dgrad and wgrad together, which pipeline_schedule "
-            "zero_bubble runs separately; set it to false, or pipeline_schedule to 1f1b"
+            "zero_bubble runs separately; set runtime.compile to false, or pipeline_schedule to 1f1b"
         )
 
 
@@ -301,7 +302,8 @@ def check_overlap(config: RunConfig) -> None:
         raise ConfigError(
             "parallel.tp_comm_overlap hides collectives of tensor parallelism, and a2a of context parallelism, but "
             f"tensor_model_parallel_size is 1, and context_parallel_size {parallel.context_parallel_size} with "
-            f"cp_comm_type {parallel.resolved_cp_comm_type} has none; leave it out, or set cp_comm_type to a2a"
+            f"cp_comm_type {parallel.resolved_cp_comm_type} has none; leave tp_comm_overlap out, or set "
+            "cp_comm_type to a2a"
         )
     if size % 2:
         raise ConfigError(

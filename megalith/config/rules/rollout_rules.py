@@ -38,7 +38,8 @@ def check_rollouts(config: RunConfig) -> None:
     ):
         raise ConfigError(
             f"rl.use_kl_in_reward is on, but rl.advantage_estimator {rl.advantage_estimator} with rl.advantage_level "
-            f"{rl.advantage_level} does not take one reward per completion; choose another estimator, or leave it out"
+            f"{rl.advantage_level} does not take one reward per completion; choose another estimator, or "
+            "turn rl.use_kl_in_reward off"
         )
     if rl.num_generations == 1 and not rl.uses_critic and rl.teacher is None:
         raise ConfigError(
@@ -138,8 +139,8 @@ def _check_prompts(config: RunConfig) -> None:
         where = f"rl.engine is {rl.engine}" if rl.engine != "own" else "rollouts have several turns"
         raise ConfigError(
             f"rl.stop_strings is {list(rl.stop_texts)} and {where}, but stop strings are "
-            "supported only by Megalith's engine, in completions of one turn; leave it out, or "
-            "set rl.engine to own without tools, environments and agents"
+            "supported only by Megalith's engine, in completions of one turn; leave rl.stop_strings "
+            "out, or set rl.engine to own without tools, environments and agents"
         )
     if not all(rl.stop_texts):
         raise ConfigError("rl.stop_strings has an empty string; give each string at least one character")
@@ -184,7 +185,8 @@ def _check_prompts(config: RunConfig) -> None:
     if rl.max_staleness and rl.is_colocated:
         raise ConfigError(
             f"rl.max_staleness is {rl.max_staleness}, but vLLM without rl.engine_url samples on the trainer's devices, "
-            "which are busy meanwhile; name a server on others by rl.engine_url, or leave it at 0"
+            "which are busy meanwhile; name a server on others by rl.engine_url, or leave "
+            "rl.max_staleness at 0"
         )
     if rl.max_staleness and rl.max_resamples:
         raise ConfigError(

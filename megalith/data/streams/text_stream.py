@@ -118,8 +118,8 @@ class TextStream(SampleStream):
         notes = []
         if self._touched:
             notes.append(
-                f"{self.name}: {len(self._touched):,} files have another modification time than at the checkpoint of "
-                f"this run, so samples may differ if their text changed: {shorten(self._touched)}"
+                f"{self.name}: {len(self._touched):,} files have modification times that differ from those at the "
+                f"checkpoint of this run, so samples may differ if their text changed: {shorten(self._touched)}"
             )
         if not empty and not skipped and not self.bad_lines:
             return notes

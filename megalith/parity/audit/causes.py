@@ -81,7 +81,7 @@ CAUSES = {
     "not-finite":
         "gradients are NaN or infinite",
     "model-setting":
-        "the job computes with another setting than config.json's",
+        "the job computes with a setting that differs from config.json",
     "router-loss":
         "the routers have a loss of their own (balancing or z-loss), which the reference does not compute",
     "forward-reduction":
