@@ -347,6 +347,7 @@ class Group:
         for source in range(len(self.rule.names)):
             rows = sum(run.count for run in self.runs if run.source == source)
             shape = (*stack, *columns, rows) if self.rule.transposed else (*stack, rows, *columns)
-            shapes.append((1, *shape) if self.rule.is_row else shape)
+            before, after = self.rule.ones or (0, 0)
+            shapes.append(((1,) * before) + shape + ((1,) * after))
         experts = [None] if self.experts is None else range(self.experts)
         return {name: shape for expert in experts for name, shape in zip(self.names(expert), shapes)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megalith.bridge.family import build_on_meta
+from megalith.bridge.family import MOST_LAYERS, build_on_meta
 from megalith.bridge.folder import is_model_folder, path_exists, resolve_folder
 from megalith.bridge.importer import open_hf_folder
 from megalith.bridge.match import Match
@@ -107,7 +107,8 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
     """
     config = _stored_config(checkpoint)
     model, table = config.model, checkpoint.manifest.tensors.get(MODEL, {})
-    if model.num_layers > len(table):
+    # Adapters may be in a few layers only.
+    if model.num_layers > (len(table) if config.lora.rank is None else MOST_LAYERS):
         raise CheckpointError(
             f"{checkpoint.folder / MANIFEST} says {model.num_layers:,} layers, but lists {len(table)} tensors; use "
             "another step"

@@ -54,7 +54,7 @@ class Rule:
     order: Callable[[ModelConfig, int], list[RowRun]]
     transposed: bool = False  # Hugging Face has [columns, rows]
     stacked: bool = False  # Hugging Face has one tensor for all experts, with experts as first dimension
-    is_row: bool = False  # Hugging Face has a vector as a matrix of one row
+    ones: tuple[int, int] | None = None  # Hugging Face has so many dimensions of size 1 before and after ours
 
     def runs(self, model: ModelConfig, rows: int) -> list[RowRun]:
         """Return the runs that make up `rows` rows of Megalith's tensor."""
@@ -74,7 +74,12 @@ def transposed(name: str) -> Rule:
 
 def row_vector(name: str) -> Rule:
     """Return the rule of a vector stored as [1, size]."""
-    return replace(same(name), is_row=True)
+    return with_ones(name, 1, 0)
+
+
+def with_ones(name: str, before: int, after: int) -> Rule:
+    """Return the rule of a vector stored with so many dimensions of size 1 before and after its own."""
+    return replace(same(name), ones=(before, after))
 
 
 def stacked(rule: Rule, transposed: bool = False) -> Rule:

@@ -38,8 +38,8 @@ def to_ours(
         offset: start of the box to read; default: the whole tensor.
         shape: shape of the box.
     """
-    if group.rule.is_row:
-        rows, read = read, lambda name: rows(name)[0]
+    if group.rule.ones is not None:
+        stored, read = read, lambda name: stored(name).flatten()
     offset = [0] * len(group.shape) if offset is None else offset
     shape = group.shape if shape is None else tuple(shape)
     if group.experts is not None:
@@ -99,10 +99,10 @@ def to_theirs(
     for expert, part in parts:
         for source, name in enumerate(group.names(expert)):
             if len(group.runs) == 1 and not group.rule.transposed and part.dtype == dtypes[name]:
-                yield name, part[None] if group.rule.is_row else part
+                yield name, part.view(group.sources[name]) if group.rule.ones is not None else part
                 continue
             out = empty(group.sources[name], dtypes[name])
-            _scatter(group, source, part, out[0] if group.rule.is_row else out)
+            _scatter(group, source, part, out.view(-1) if group.rule.ones is not None else out)
             yield name, out
 
 

@@ -16,7 +16,7 @@ OPERATORS: Mapping[str, str] = {
     "short convolutions inside attention or with other norms": "lfm3 inkling_text inkling2_text inkling2_loop_text",
     "lightning attention": "minimax",
     "gated delta nets with other norms or projections": "lara_mini olmo_hybrid qwen4_exp qwen4_exp_text",
-    "delta attention with a gate per channel (KDA)": "bailing_hybrid kimi_linear",
+    "delta attention (KDA) with a lower bound of its decays": "bailing_hybrid",
     "sparse attention with an indexer (DSA)": "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa "
     "hy_v4 minimax_m3_vl_text",
     "residual streams scaled by the number of their branches": "beam",

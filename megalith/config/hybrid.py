@@ -17,7 +17,8 @@ PATTERN_LAYERS = {
     "E": "experts",
 }
 """Layers by their letter in hybrid_layer_pattern, as in Megatron-LM."""
-RECURRENT = ("gated_delta_net", "mamba2", "short_conv")
+RECURRENT = ("gated_delta_net", "kimi_delta_attention", "mamba2", "short_conv")
+DELTA_RULES = ("gated_delta_net", "kimi_delta_attention")
 
 
 class RequiresMixer(RequiresSetting):
@@ -31,7 +32,7 @@ class RequiresMixer(RequiresSetting):
 
 
 LINEAR = RequiresMixer()
-DELTA = RequiresMixer("gated_delta_net")
+DELTA = RequiresMixer(*DELTA_RULES)
 MAMBA = RequiresMixer("mamba2")
 CONVOLUTION = RequiresMixer("short_conv")
 VARIANT = RequiresSetting("experimental_attention_variant", strict=True)
@@ -45,9 +46,11 @@ class HybridModel(MupModel):
     for all earlier tokens. The cost per token therefore does not depend on the sequence length.
     """
 
-    experimental_attention_variant: Literal["gated_delta_net", "mamba2", "short_conv"] | None = None
-    """Mixer that replaces attention in the layers of linear_attention_freq: a gated delta net (Qwen3-Next), a state
-    space model (`mamba2`: Bamba, Granite 4), or a short convolution (LFM2)."""
+    experimental_attention_variant: (
+        Literal["gated_delta_net", "kimi_delta_attention", "mamba2", "short_conv"] | None
+    ) = None
+    """Mixer that replaces attention in the layers of linear_attention_freq: a gated delta net (Qwen3-Next), Kimi Delta
+    Attention (Kimi-Linear), a state space model (`mamba2`: Bamba, Granite 4), or a short convolution (LFM2)."""
 
     linear_attention_freq: Annotated[
         PositiveInt | list[Literal[0, 1]],

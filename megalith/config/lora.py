@@ -14,6 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from megalith.config.base import Decides, RequiresSetting, Section
 from megalith.config.dense import Probability
+from megalith.config.hybrid import DELTA_RULES
 from megalith.config.model import ModelConfig
 from megalith.errors import ConfigError, nearest_of
 
@@ -294,7 +295,7 @@ def model_sites(model: ModelConfig) -> dict[str, Parts]:
     experts = {number for number in model.expert_layers if number < model.num_layers}
     present: set[str] = set()
     if model.linear_attention_layers:
-        of_mixer = {"gated_delta_net": DELTA_NET, "mamba2": (MAMBA,), "short_conv": (SHORT_CONV,)}
+        of_mixer = dict.fromkeys(DELTA_RULES, DELTA_NET) | {"mamba2": (MAMBA,), "short_conv": (SHORT_CONV,)}
         sites = [site for mixer in model.recurrent_mixers for site in (*of_mixer[mixer], OUT)]
         present |= set(PARALLEL_MAMBA if model.parallel_mixers else sites)
     if any(map(model.has_attention, layers)):

@@ -17,6 +17,7 @@ from megalith.models.adapters import add_adapters
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import SoftmaxOffset
 from megalith.models.mixers.gated_delta_net import Decay
+from megalith.models.mixers.kimi_delta_attention import ChannelDecay
 from megalith.models.mixers.mamba2 import GatedGroupNorm, Skip, TimeStep
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadNorms, Norm
@@ -60,7 +61,7 @@ class SiteSlots:
         self.slots.fill(slot, a.narrow(-1, first_column, columns), b)
 
 
-IN_FP32 = (Norm, HeadNorms, Decay, SoftmaxOffset, TimeStep, Skip, GatedGroupNorm)
+IN_FP32 = (Norm, HeadNorms, Decay, ChannelDecay, SoftmaxOffset, TimeStep, Skip, GatedGroupNorm)
 
 
 def engine_model(

@@ -135,7 +135,8 @@ class Prefill:
 
     def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
         is_token = self._is_token(query)
-        out, state = delta_rule.with_last_state(query, key, value, decay * is_token, share * is_token)
+        of_decay = is_token[..., None] if decay.dim() == 4 else is_token  # per channel, or per head
+        out, state = delta_rule.with_last_state(query, key, value, decay * of_decay, share * is_token)
         self.states.matrices.index_copy_(0, self.rows, state[self.prompts])
         return out
 

@@ -13,6 +13,9 @@ e^G K. Then
      V' = U − W S,      O = e^G Q S + tril(Q Kᵀ ⊙ Γ) V',      S ← e^{G_C} S + (e^{G_C − G} K)ᵀ V'
 
 In packed sequences no document reads the state of another.
+
+With a decay per channel of the key (Kimi Delta Attention, Kimi Team 2025) α is a vector that multiplies the rows of S,
+e^G and e^{G_C − G} multiply Q and K elementwise, and β K Kᵀ ⊙ Γ becomes β Σ_d K_id K_jd Γ_ijd (`decayed_products`).
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megalith.ops.chunks import CHUNK, document_masks, in_chunks, pair_decays
 
+BLOCK = 16  # tokens between which decays per channel are computed one pair at a time; a divisor of CHUNK
+
 
 def gated_delta_rule(
     query: Tensor,  # [batch, seq, key heads, key size]
     key: Tensor,
     value: Tensor,  # [batch, seq, value heads, value size]; value heads is a multiple of key heads
-    decay: Tensor,  # float32 [batch, seq, value heads]: log α, at most 0
+    decay: Tensor,  # float32 [batch, seq, value heads], or [..., key size] per channel: log α, at most 0
     share: Tensor,  # [batch, seq, value heads]: β, 0 to 1
     documents: Tensor | None = None,  # int [batch, seq], document number of each token; None: a single one
 ) -> Tensor:
@@ -68,27 +73,77 @@ def with_last_state(
     chunks = -(-seq // CHUNK)
     q, k, v, g, beta = (in_chunks(x.float(), chunks) for x in (query, key, value, decay, share))
     beta = beta[..., None]  # [batch, heads, chunks, C, 1]
-    total = g.cumsum(-1)  # G
+    per_channel = g.dim() == 5
+    total = g.cumsum(3)  # G
     same = reads = writes = keeps = None
     if documents is not None:
         same, reads, writes, keeps = document_masks(documents, chunks, state_documents)
-    pairs, after = pair_decays(g, same)  # Γ, e^{G_C − G}
-    before = total.exp()[..., None]
-    chunk_decay = total[..., -1].exp()[..., None, None]
+    if per_channel:
+        after, before = _sums_after(g).exp(), total.exp()  # e^{G_C − G}, e^G
+        chunk_decay = total[:, :, :, -1].exp()[..., None]
+    else:
+        pairs, after = pair_decays(g, same)  # Γ, e^{G_C − G}
+        before = total.exp()[..., None]
+        chunk_decay = total[..., -1].exp()[..., None, None]
     if documents is not None:
         before, after, chunk_decay = before * reads, after * writes, chunk_decay * keeps
-    system = beta * (k @ k.mT) * pairs
+    if per_channel:
+        system, inside = beta * decayed_products(k, k, g, same), decayed_products(q, k, g, same)
+    else:
+        system, inside = beta * (k @ k.mT) * pairs, (q @ k.mT) * pairs
     written = torch.linalg.solve_triangular(
         system, torch.cat([beta * v, beta * before * k], dim=-1), upper=False, unitriangular=True
     )
     u, w = written.split([size, k.shape[-1]], dim=-1)
-    inside, q, k = (q @ k.mT) * pairs, q * before, k * after
+    q, k = q * before, k * after
     if state is None:
         state = torch.zeros_like(u[:, :, 0, 0, None] * k[:, :, 0, 0, :, None])
     u = pad(u, (0, state.shape[-1] - size))
     out, states = scan_chunks(u, w, q, k, inside, chunk_decay, state)
     out = out[..., :size]
     return out.flatten(2, 3)[:, :, :seq].transpose(1, 2).to(value.dtype), states[:, :, -1]
+
+
+def decayed_products(x: Tensor, k: Tensor, decay: Tensor, same: Tensor | None = None) -> Tensor:
+    """Return Σ_d x_id k_jd exp(G_id − G_jd) of the pairs of tokens j ≤ i in each chunk, 0 for the others.
+
+    No exponent is above 0. Tokens of earlier blocks meet at the decay of the block's start: x e^{G − G_start} times
+    k e^{G_start − G}. Within a block every pair has its own decays.
+
+    Args:
+        x, k: float32 [batch, heads, chunks, C, size].
+        decay: log α, of the same shape.
+        same: pairs of tokens of the same document, bool [batch, 1, chunks, C, C]; None: all pairs.
+
+    Returns:
+        float32 [batch, heads, chunks, C, C].
+    """
+    blocks = range(0, CHUNK, BLOCK)
+    rows = []
+    for start in blocks:
+        block = slice(start, start + BLOCK)
+        x_i, k_i, g_i = (y[:, :, :, block] for y in (x, k, decay))
+        within = g_i[..., None, :, :].expand(
+            *g_i.shape[:3], BLOCK, BLOCK, -1
+        )  # [..., j, i, d], summed over i > j
+        later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=x.device).triu(1)[..., None]
+        within = within.masked_fill(~later, 0).cumsum(-2).transpose(-2, -3)
+        products = (x_i[..., :, None, :] * k_i[..., None, :, :] * within.exp()).sum(-1).tril()
+        parts = [products]
+        if start:
+            before = decay[:, :, :, :start]
+            at_start = k[:, :, :, :start] * _sums_after(before).exp()
+            parts.insert(0, (x_i * g_i.cumsum(3).exp()) @ at_start.mT)
+        if start + BLOCK < CHUNK:
+            parts.append(products.new_zeros(*products.shape[:4], CHUNK - start - BLOCK))
+        rows.append(torch.cat(parts, -1))
+    pairs = torch.cat(rows, 3)
+    return pairs if same is None else pairs * same
+
+
+def _sums_after(decay: Tensor) -> Tensor:
+    """Return the sum of the decays of the tokens after each, along dimension 3."""
+    return pad(decay[:, :, :, 1:], (0, 0, 0, 1)).flip(3).cumsum(3).flip(3)
 
 
 def transition(
@@ -113,7 +168,7 @@ def scan_chunks(
     q: Tensor,  # likewise, e^G Q
     k: Tensor,  # likewise, e^{G_C − G} K
     inside: Tensor,  # [batch, heads, chunks, C, C]: tril(Q Kᵀ ⊙ Γ)
-    chunk_decay: Tensor,  # [batch, heads, chunks, 1, 1]: e^{G_C}
+    chunk_decay: Tensor,  # [batch, heads, chunks, 1 or key size, 1]: e^{G_C}
     state: Tensor,  # [batch, heads, key size, value size]: S before the first chunk
 ) -> tuple[Tensor, Tensor]:
     """Scan the chunks in order. One operator, because compilers would unroll the loop over chunks.
@@ -164,7 +219,7 @@ def scan_chunks_backward(
             g @ state.mT,
             new @ grad_state.mT,
             g @ new.mT,
-            (state * grad_state).sum((-2, -1), keepdim=True),
+            (state * grad_state).sum(-1, keepdim=True).sum_to_size(chunk_decay[:, :, i].shape),
         )
         for grad, one in zip(grads, chunk_grads, strict=True):
             grad.append(one)
@@ -200,7 +255,8 @@ def next_token(
     """Return the result of one token, [batch, 1, heads, ·], after `state`, and the new state; see `with_last_state`."""
     sharing = value.shape[2] // key.shape[2]
     q, k = (_unit(x[:, 0]).repeat_interleave(sharing, dim=1) for x in (query, key))
-    state = state * decay[:, 0, :, None, None].exp()
+    decay = decay[:, 0].exp()
+    state = state * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
     read = (state * k[..., None]).sum(-2)
     written = (value[:, 0].float() - read) * share[:, 0, :, None].float()
     state = state + k[..., None] * written[..., None, :]

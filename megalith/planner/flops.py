@@ -19,6 +19,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megalith.config import LoraConfig, ModelConfig, RunConfig
+from megalith.config.hybrid import DELTA_RULES
 from megalith.planner.counts import INITIAL, MetaModel, active_experts
 
 FORWARD_AND_BACKWARD = 3  # the backward costs twice the forward
@@ -122,7 +123,7 @@ def token_fraction(config: RunConfig, number: int) -> float:
 def recurrence_macs(model: ModelConfig, layer: int) -> int:
     """Return the multiply-adds per token, forward, of the recurrence in a layer whose mixer is not attention."""
     mixer = model.recurrent_mixer(layer)
-    if mixer == "gated_delta_net":  # read, write, read
+    if mixer in DELTA_RULES:  # read, write, read
         return 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
     if mixer == "mamba2":  # write, read
         return 2 * model.mamba_heads * model.mamba_state_dim * model.mamba_head_dim

@@ -19,6 +19,7 @@ from megalith.config.rules.expert_rules import expert_data_parallel_size, is_sta
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.hardware import GIGA
 from megalith.ops.chunks import CHUNK
+from megalith.ops.delta_rule import BLOCK
 from megalith.parallel.fp8_linears import casts_weights_once, saves_weight_codes, uses_fp8
 from megalith.parallel.memory.recompute import can_recompute_in_graph, skips_last_layer
 from megalith.parallel.pipeline.stages import Stage, virtual_size
@@ -334,6 +335,11 @@ class Passes:
         model, mixer = self.model, self.model.recurrent_mixer(number)
         if mixer == "gated_delta_net":
             of_head = 4 * CHUNK + 6 * model.linear_key_head_dim + 6 * model.linear_value_head_dim
+            heads = model.linear_num_value_heads
+        elif mixer == "kimi_delta_attention":  # and the decays of all channels, between the pairs of a block
+            of_head = (
+                4 * CHUNK + (10 + 4 * BLOCK) * model.linear_key_head_dim + 6 * model.linear_value_head_dim
+            )
             heads = model.linear_num_value_heads
         elif mixer == "mamba2":  # a chunk's state is state_dim · head_dim, for CHUNK tokens
             states = 3 * model.mamba_state_dim * model.mamba_head_dim / CHUNK

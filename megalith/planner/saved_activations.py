@@ -164,7 +164,11 @@ def _mixer_activations(model: ModelConfig, mixer: str) -> int:
         return 3 * units + 3 * values + 2 * model.mamba_heads
     values = model.linear_num_value_heads * model.linear_value_head_dim
     units = 2 * model.linear_num_key_heads * model.linear_key_head_dim + values
-    return 3 * units + 3 * values
+    decays = 0
+    if mixer == "kimi_delta_attention":  # in fp32, their projection, and both low-rank projections
+        keys = model.linear_num_key_heads * model.linear_key_head_dim
+        decays = 3 * keys + model.linear_key_head_dim + model.linear_value_head_dim
+    return 3 * units + 3 * values + decays
 
 
 def _between_matrices(mlp: nn.Module) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalith.config import ParallelConfig, RunConfig
+from megalith.config.hybrid import DELTA_RULES
 from megalith.config.rules.expert_rules import is_static
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.parallel.pipeline.stages import Stage
@@ -127,7 +128,7 @@ def _state_bytes(config: RunConfig, number: int) -> int:
     model, parallel = config.model, config.parallel
     mixer, size = model.recurrent_mixer(number), parallel.context_parallel_size
     each = 0
-    if mixer == "gated_delta_net":
+    if mixer in DELTA_RULES:
         key = model.linear_key_head_dim
         each = model.linear_num_value_heads * key * (model.linear_value_head_dim + key)
     elif mixer == "mamba2":

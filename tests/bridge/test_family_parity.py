@@ -105,6 +105,8 @@ def lora_targets(family: str) -> list[str]:
         attention += ["linear_zxbcdt", "linear_out"]
     if model.get("experimental_attention_variant") == "short_conv":
         attention += ["linear_bcx", "linear_out"]
+    if model.get("experimental_attention_variant") == "kimi_delta_attention":
+        attention += ["linear_in", "linear_gates", "linear_out"]
     if family == "mamba2":
         return attention[2:]
     return attention if model.get("num_experts") else [*attention, "linear_fc1", "linear_fc2"]

@@ -58,7 +58,8 @@ def test_runs_cover_each_row_of_both_sides_once(name: str) -> None:
         ours = [run.ours + i * run.step for run in group.runs for i in range(run.count)]
         assert sorted(ours) == list(range(group.matrix_shape[0])), group.name
         for source, shape in enumerate(list(group.sources.values())[: len(group.rule.names)]):
-            rows = shape[-1] if group.rule.transposed else shape[group.rule.stacked or group.rule.is_row]
+            before, _ = group.rule.ones or (0, 0)
+            rows = shape[-1] if group.rule.transposed else shape[group.rule.stacked or before]
             theirs = [run.theirs + i for run in group.runs if run.source == source for i in range(run.count)]
             assert sorted(theirs) == list(range(rows)), group.name
 

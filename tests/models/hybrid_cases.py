@@ -21,6 +21,20 @@ OUR_LFM2 = dict(
     experimental_attention_variant="short_conv", linear_attention_freq=[1, 0, 1], linear_conv_kernel_dim=3,
 )  # fmt: skip
 
+KIMI = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "attention_dropout")} | dict(
+    kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, linear_num_heads=4, linear_head_dim=12,
+    num_experts=8, num_experts_per_token=3, moe_intermediate_size=40, num_shared_experts=1, pad_token_id=None,
+    num_key_value_heads=LLAMA["num_attention_heads"], rms_norm_eps=1e-6,  # of latents in transformers, whatever it is
+)  # fmt: skip
+OUR_KIMI = {key: value for key, value in OURS.items() if key not in ("num_query_groups", "rotary_base")} | dict(
+    OUR_EXPERTS, multi_latent_attention=True, position_embedding_type="none", kv_lora_rank=24,
+    qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12, moe_ffn_hidden_size=40, moe_layer_freq=[0, 1, 1],
+    moe_shared_expert_intermediate_size=40, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+    moe_router_topk_scaling_factor=2.446, experimental_attention_variant="kimi_delta_attention",
+    linear_attention_freq=[1, 0, 1], linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=12,
+    linear_value_head_dim=12,
+)  # fmt: skip
+
 HYBRID_CASES: dict[str, tuple[Callable, dict]] = {
     "bamba": (
         lambda: transformers.BambaConfig(**LLAMA, **MAMBA, attn_layer_indices=[1], pad_token_id=None),
@@ -102,6 +116,18 @@ HYBRID_CASES: dict[str, tuple[Callable, dict]] = {
                                            num_experts_per_tok=3, moe_intermediate_size=40, num_dense_layers=1),
         dict(OUR_LFM2, **OUR_EXPERTS, moe_layer_freq=[0, 1, 1], moe_ffn_hidden_size=40,
              moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+    ),
+    "kimi-linear": (
+        lambda: transformers.KimiLinearConfig(**KIMI, layer_types=CONVOLVED),
+        OUR_KIMI,
+    ),
+    "kimi-linear, a latent for queries, an MLP last": (
+        lambda: transformers.KimiLinearConfig(
+            **KIMI, layer_types=["full_attention", "linear_attention", "linear_attention"], q_lora_rank=20,
+            mlp_layer_types=["sparse", "sparse", "dense"], linear_conv_kernel_dim=2, norm_topk_prob=True,
+            routed_scaling_factor=1.3),
+        dict(OUR_KIMI, linear_attention_freq=[0, 1, 1], q_lora_rank=20, moe_layer_freq=[1, 1, 0],
+             linear_conv_kernel_dim=2, moe_router_topk_scaling_factor=1.3),
     ),
     "qwen3.5": (
         lambda: transformers.Qwen3_5TextConfig(

@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import transformers
@@ -35,10 +34,10 @@ from models.tiny import (
     VOCAB,
     YARN_ROPE,
 )
-from safetensors.torch import load_file
 from torch import nn
 
 from megalith.bridge.families import family_of
+from megalith.bridge.folder import SourceFolder
 from megalith.bridge.transfer import to_ours
 from megalith.config import ModelConfig
 from megalith.models.transformer import Transformer
@@ -339,10 +338,12 @@ def random_parameters(reference: nn.Module, std: float = 0.1) -> nn.Module:
 
 
 def saved_tensors(reference: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors as transformers writes them into files, which have one for each expert."""
+    """The tensors as transformers writes them into files, which have one for each expert, under their current names."""
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
+        source = SourceFolder(folder)
+        source.normalize_names(family_of(source.config, folder))
+        return {name: stored.read().clone() for name, stored in source.tensors.items()}
 
 
 # One case of each mechanism: positions, masks, norms, projections, experts, other mixers.

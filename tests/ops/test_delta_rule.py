@@ -21,7 +21,7 @@ def token_by_token(
         state, read = torch.zeros(key.shape[2], value.shape[2], dtype=value.dtype), []
         for t in range(len(value)):
             kt, qt = k[t, head // sharing], q[t, head // sharing] / key.shape[2] ** 0.5
-            state = state * decay[t, head].exp()
+            state = state * (decay[t, head].exp() if decay.dim() == 2 else decay[t, head].exp()[:, None])
             state = state + torch.outer(kt, share[t, head] * (value[t, head] - state.T @ kt))
             read.append(state.T @ qt)
         out.append(torch.stack(read))
@@ -29,22 +29,27 @@ def token_by_token(
     return torch.stack(out, 1), torch.stack(states)
 
 
-def inputs(seq: int) -> list[Tensor]:
+def inputs(seq: int, per_channel: bool = False) -> list[Tensor]:
+    """Return queries, keys, values, decays and shares. Decays per channel are up to e^-12 per token."""
     generator = torch.Generator().manual_seed(seq)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(2, seq, *shape, generator=generator, dtype=torch.float64)
 
+    if per_channel:
+        given = [drawn(4, 5), drawn(4, 5), drawn(4, 7), -3 * drawn(4, 5).abs(), drawn(4).sigmoid()]
+        return [x.requires_grad_() for x in given]
     given = [drawn(2, 5), drawn(2, 5), drawn(4, 7), -drawn(4).abs() / 4, drawn(4).sigmoid()]
     return [x.requires_grad_() for x in given]
 
 
 @pytest.mark.parametrize("ends", [None, [(1, 70, 151), (64, 100, 151)]], ids=["one document", "three"])
+@pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("seq", [151])
 def test_chunks_give_what_tokens_give_and_the_same_gradients(
-    seq: int, ends: list[tuple[int, ...]] | None
+    seq: int, per_channel: bool, ends: list[tuple[int, ...]] | None
 ) -> None:
-    given = inputs(seq)
+    given = inputs(seq, per_channel)
     numbers = None
     if ends is not None:
         places = torch.arange(seq)
@@ -69,9 +74,10 @@ def test_chunks_give_what_tokens_give_and_the_same_gradients(
         assert (ours - theirs).abs().max() < 5e-6 * theirs.abs().max()
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
 @torch.no_grad()
-def test_the_state_goes_on_from_a_prefix() -> None:
-    given = [x.float() for x in inputs(80)]
+def test_the_state_goes_on_from_a_prefix(per_channel: bool) -> None:
+    given = [x.float() for x in inputs(80, per_channel)]
     whole, last = with_last_state(*given)
     _, state = with_last_state(*(x[:, :77] for x in given))
     for t in range(77, 80):
@@ -80,8 +86,9 @@ def test_the_state_goes_on_from_a_prefix() -> None:
     torch.testing.assert_close(state, last, rtol=1e-5, atol=1e-6)
 
 
-def test_the_transition_maps_any_initial_state_to_the_state_after_the_tokens() -> None:
-    arguments = [x.detach().float() for x in inputs(151)]
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_transition_maps_any_initial_state_to_the_state_after_the_tokens(per_channel: bool) -> None:
+    arguments = [x.detach().float() for x in inputs(151, per_channel)]
     state = torch.randn(2, 4, 5, 7, generator=torch.Generator().manual_seed(3)).requires_grad_()
     expected = with_last_state(*arguments, state=state)[1]
     written, matrix = transition(*arguments[1:]).split([7, 5], dim=-1)

@@ -85,6 +85,10 @@ def _widths(config: RunConfig) -> Iterator[tuple[str, int]]:
             2 * (keys * model.linear_key_head_dim + values * model.linear_value_head_dim),
         )
         yield "columns of linear_out", values * model.linear_value_head_dim
+    if "kimi_delta_attention" in model.recurrent_mixers:
+        heads = model.linear_num_key_heads // size
+        yield "rows of linear_in", heads * (2 * model.linear_key_head_dim + model.linear_value_head_dim)
+        yield "columns of linear_out", heads * model.linear_value_head_dim
     if len(model.expert_layers) < model.num_layers + len(model.mtp_layers):
         yield "ffn_hidden_size", model.ffn_size // size
     if model.num_experts is not None:

@@ -181,7 +181,6 @@ def _check_latent_attention(model: ModelConfig) -> None:
     if not model.multi_latent_attention:
         return
     required = {
-        "position_embedding_type": (model.position_embedding_type, "rope"),
         "num_query_groups": (model.num_query_groups, 0),
         "kv_channels": (model.kv_channels, None),
         "rotary_percent": (model.rotary_percent, 1.0),
@@ -200,6 +199,11 @@ def _check_latent_attention(model: ModelConfig) -> None:
                 f"model.multi_latent_attention defines heads, positions and norms itself, but model.{name} is {value}; "
                 f"set it to {needed}"
             )
+    if model.position_embedding_type not in ("rope", "none"):
+        raise ConfigError(
+            f"model.multi_latent_attention has rotary positions or none, but model.position_embedding_type is "
+            f"{model.position_embedding_type}; set it to rope or none"
+        )
     if model.v_head_dim > model.head_dim:
         raise ConfigError(
             f"model.v_head_dim {model.v_head_dim} is more than model.qk_head_dim {model.qk_head_dim} + "
@@ -274,6 +278,11 @@ def _check_linear_attention(model: ModelConfig) -> None:
             f"model.linear_num_value_heads {heads[1]} is not divisible by model.linear_num_key_heads {heads[0]}, but "
             "the same number of value heads must share each key head; change one of the two"
         )
+    if "kimi_delta_attention" in model.recurrent_mixers and heads[1] != heads[0]:
+        raise ConfigError(
+            f"model.linear_num_value_heads {heads[1]} is not model.linear_num_key_heads {heads[0]}, but Kimi Delta "
+            "Attention has a key head for every value head; set both to one number"
+        )
     if "mamba2" in model.recurrent_mixers:
         _check_mamba(model)
     if model.model_type != "gpt":
@@ -286,6 +295,7 @@ def mixers_text(model: ModelConfig) -> str:
     """Return the model's mixers other than attention with the setting that selects each, for error messages."""
     names = {
         "gated_delta_net": "a gated delta net",
+        "kimi_delta_attention": "Kimi Delta Attention",
         "mamba2": "a state space model (mamba2)",
         "short_conv": "a short convolution",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megalith.config.hybrid import DELTA_RULES
 from megalith.config.model import ModelConfig
 from megalith.config.output import RuntimeConfig
 from megalith.config.parallel import ParallelConfig
@@ -100,7 +101,7 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
         sizes["hidden_size"] = model.hidden_size
     if "mamba2" in model.recurrent_mixers:
         sizes["mamba_num_heads"] = model.mamba_heads
-    if "gated_delta_net" in model.recurrent_mixers:
+    if set(DELTA_RULES) & set(model.recurrent_mixers):
         sizes["linear_num_key_heads"] = model.linear_num_key_heads
     for name, value in sizes.items():
         if value % size:

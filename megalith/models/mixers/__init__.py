@@ -16,6 +16,7 @@ from torch import nn
 from megalith.config import ModelConfig
 from megalith.models.mixers.attention import SelfAttention
 from megalith.models.mixers.gated_delta_net import GatedDeltaNet
+from megalith.models.mixers.kimi_delta_attention import KimiDeltaAttention
 from megalith.models.mixers.mamba2 import Mamba2
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.mixers.short_conv import ShortConvolution
@@ -25,6 +26,7 @@ MakeMixer = Callable[[ModelConfig, int, torch.device | None], nn.Module]
 
 RECURRENT: dict[str, MakeMixer] = {
     "gated_delta_net": GatedDeltaNet,
+    "kimi_delta_attention": KimiDeltaAttention,
     "mamba2": Mamba2,
     "short_conv": ShortConvolution,
 }

@@ -54,7 +54,7 @@ class LatentAttention(Attention):
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         queries = split_heads(self._queries(x, context), context.batch, sum(self.parts))
         nope, rope = queries.split(self.parts, dim=-1)
-        query = torch.cat([nope, rotate(rope, context.rotary)], dim=-1)
+        query = torch.cat([nope, _rotated(rope, context)], dim=-1)
 
         latent, rope = self.linear_kv_down_proj(x, context).split([self.latent, self.parts[1]], dim=-1)
         up = self.linear_kv_up_proj(norm_or_identity(self.kv_down_layernorm, latent), context)
@@ -63,7 +63,7 @@ class LatentAttention(Attention):
             sizes, dim=-1
         )  # [batch, seq, heads, ·]
         rope = split_heads(self.gather(rope, context), context.batch, self.parts[1])
-        rope = rotate(rope, context.rotary)
+        rope = _rotated(rope, context)
         key = torch.cat([nope, rope.expand(-1, -1, nope.shape[2], -1)], dim=-1)
 
         value = nn.functional.pad(value, (0, sum(self.parts) - self.value_size))
@@ -76,6 +76,11 @@ class LatentAttention(Attention):
         return self.linear_q_up_proj(
             norm_or_identity(self.q_down_layernorm, self.linear_q_down_proj(x, context)), context
         )
+
+
+def _rotated(x: Tensor, context: Context) -> Tensor:
+    """Return x, rotated by its position unless the model has no positions (Kimi-Linear)."""
+    return x if context.rotary is None else rotate(x, context.rotary)
 
 
 def _norm(config: ModelConfig, width: int, device: torch.device | None) -> Norm | None:

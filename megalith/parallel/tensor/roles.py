@@ -63,6 +63,12 @@ ROLES = {
     "linear_proj": Role(COLUMNS, REPLICATED, "row", NEVER, UNDER_SP),  # the bias is added after the reduction
     "linear_in": Role(ROWS, ROWS, "column"),  # gated delta net: local heads
     "linear_gates": Role(ROWS, ROWS, "column"),
+    "linear_decay_down": Role(
+        REPLICATED, REPLICATED, None, UNDER_SP
+    ),  # Kimi Delta Attention: of local tokens
+    "linear_decay_up": Role(ROWS, ROWS, "column"),
+    "linear_gate_down": Role(REPLICATED, REPLICATED, None, UNDER_SP),
+    "linear_gate_up": Role(ROWS, ROWS, "column"),
     "linear_zxbcdt": Role(ROWS, ROWS, "column"),  # Mamba-2: local groups of heads
     "linear_bcx": Role(ROWS, ROWS, "column"),  # short convolution: local units
     "conv": Role(ROWS, ROWS),
