@@ -102,7 +102,9 @@ def test_a_process_refuses_and_warns_before_it_makes_the_model(run_file, capsys,
     ):
         patch.setattr(training_job, "Run", None)
         megalith.train(config)
-    monkeypatch.setattr(training_job, "detect_machine", lambda *_: replace(machine, memory=machine.memory + 1))
+    monkeypatch.setattr(
+        training_job, "detect_machine", lambda *_: replace(machine, memory=machine.memory + 1)
+    )
     megalith.train(config)
     assert "warning: " in text(capsys)
 
