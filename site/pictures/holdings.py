@@ -65,22 +65,22 @@ def holdings(parallel: dict[str, Any], **model: Any) -> list[dict[str, LocalShar
 
 
 def ranges(shard: LocalShard) -> list[Range]:
-    """Of each dimension of the whole tensor, what a shard has of it."""
+    """Return the range of a shard in each dimension of the whole tensor, as fractions."""
     sizes = zip(shard.shape, shard.offset, shard.values.shape)
     return [(offset / whole, (offset + size) / whole) for whole, offset, size in sizes]
 
 
 def moves(axis: str, parallel: dict[str, Any], preset: str = "llama3-8b", world: int = WORLD) -> str:
-    """What goes over the axis, in a sentence, and how much a rank sends in a step of eight sequences."""
+    """Return a sentence with the transfers of an axis and the bytes that a rank sends in a step of eight sequences."""
     transfer = traffic(axis, parallel, preset, world)
     return (
-        f"{transfer.what}. {NAMES[preset]} on {world} GPUs, {BATCH} sequences of {TOKENS:,} tokens a step: each sends "
-        f"{transfer.bytes / 1e9:.1f} GB."
+        f"{transfer.what}. {NAMES[preset]} on {world} GPUs, {BATCH} sequences of {TOKENS:,} tokens per step: "
+        f"each sends {transfer.bytes / 1e9:.1f} GB."
     )
 
 
 def traffic(axis: str, parallel: dict[str, Any], preset: str, world: int) -> Transfer:
-    """Of a training step in bf16, with micro-batches of one sequence."""
+    """Return the transfer of an axis in a training step in bf16, with micro-batches of one sequence."""
     config = RunConfig.from_tree(
         {
             "model": dict(preset=preset),
@@ -98,7 +98,7 @@ def short(name: str) -> str:
 
 
 def held(picture: Picture, x: float, y: float, has: Sequence[Range], colour: str) -> None:
-    """What is held of a tensor's box: rows are cut downwards, columns to the side; experts stand side by side."""
+    """Draw the part of a tensor that a rank holds. Rows run down, columns to the right; experts are side by side."""
     if len(has) == 1:  # a vector
         ((first, end),) = has
         picture.box(colour, x + first * WHOLE, y + HIGH / 2 - 4, (end - first) * WHOLE, 8)

@@ -1,4 +1,4 @@
-"""What goes through a matmul in FP8, and around GRPO's loop: an example through the program's own functions."""
+"""Values in an FP8 matmul and in GRPO's loop, computed by Megalith's own functions."""
 
 from __future__ import annotations
 

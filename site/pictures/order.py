@@ -1,7 +1,7 @@
-"""What moves when: a layer's matmuls and collectives, in the order in which one rank issues them.
+"""A layer's matmuls and collectives, in the order in which one rank issues them.
 
-A small model makes one pass over a process group in which no other rank is, so what its collectives give means nothing;
-matmuls are noted at the seam `gemm`, collectives as torch dispatches them.
+A small model makes one pass with a process group that has no other ranks, so the results of its collectives are
+meaningless. Matmuls are recorded at the seam `gemm`, collectives as torch dispatches them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class NotingCollectives(TorchDispatchMode):
 
 
 def passes(parallel: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Of the middle one of three layers what its forward and its backward pass issue, up to the next layer's."""
+    """Return the operations of the forward and the backward pass of the middle one of three layers."""
     config = RunConfig.from_tree(
         {
             "model": dict(num_layers=3, hidden_dropout=0.0, attention_dropout=0.0) | LLAMA,
@@ -109,7 +109,7 @@ def _mark(layer: torch.nn.Module, noted: list[str]) -> None:
 
 
 def _second(noted: list[str], mark: str) -> list[str]:
-    """What stands between the second and the third of these marks."""
+    """Return the operations between the second and the third mark."""
     first, last = [place for place, each in enumerate(noted) if each == mark][1:]
     return noted[first + 1 : last]
 

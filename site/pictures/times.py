@@ -1,8 +1,8 @@
-"""What takes time, memory and bandwidth: pipeline schedules as simulated, a step as traced, ZeRO's memory and each
-axis' traffic as planned.
+"""Time, memory and bandwidth: simulated pipeline schedules, a traced step, and the planned memory of ZeRO and
+traffic of each axis.
 
-The trace is a run's own (`log.profile`), step.yaml's over two processes of a CPU. What is drawn of it stands in
-step.json, which `python -m pictures TRACE STEP` writes.
+The trace (`log.profile`) is that of step.yaml on two CPU processes. step.json has the part that is drawn. `python -m
+pictures TRACE STEP` writes it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def schedules() -> str:
         schedule = build_schedule(kind, STAGES, MICRO_BATCHES, virtual)
         timeline = simulate(schedule, Durations(1 / virtual, 1 / virtual, 1 / virtual))
         longest = longest or timeline.total
-        words = ", two chunks a rank, the second darker" if virtual > 1 else ""
+        words = ", two chunks per rank, the second darker" if virtual > 1 else ""
         picture.text(0, y, f"{kind}{words}: bubble {timeline.bubble:.1%}")
         unit = (480 - 46) / longest
         for rank, spans in enumerate(timeline.spans):
@@ -60,7 +60,7 @@ def schedules() -> str:
 
 
 def shown_of(trace: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Of step `number` in a profile's trace what `step` draws: names, starts and ends, in milliseconds from its begin.
+    """Return the parts of a profile's step `number` that `step` draws: names, starts and ends, in milliseconds.
 
     A layer's forward pass begins at its first norm. Its backward pass ends where its gradients' all-reduce begins.
     """
@@ -200,7 +200,7 @@ AXES = [  # of 8 GPUs: label, colour, axis, settings
 
 def axes() -> str:
     picture = Picture("What each axis moves: GB that a GPU sends in a step of Llama-3-8B on eight GPUs")
-    picture.text(0, 14, "Llama-3-8B on 8 GPUs, 8 sequences of 8,192 tokens a step:", "h")
+    picture.text(0, 14, "Llama-3-8B on 8 GPUs, 8 sequences of 8,192 tokens per step:", "h")
     picture.text(0, 31, "GB that each GPU sends", "h")
     sent = [traffic(axis, settings, "llama3-8b", 8).bytes / 1e9 for _, _, axis, settings in AXES]
     unit, y = (480 - 200) / max(sent), 46.0
