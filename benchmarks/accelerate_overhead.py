@@ -1,4 +1,4 @@
-"""An Accelerate script beside `megalith train` for the same work: `python -m benchmarks.accelerate_overhead`.
+"""An Accelerate script compared with `megalith train` for the same work: `python -m benchmarks.accelerate_overhead`.
 
 For each layout the loop of Accelerate's guide over a Hugging Face model, and the run file of a workload of train.py for
 the same shape, with the same batches, precision, AdamW and clipping; then the ratio of their times of a step. That of
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def timed(args: argparse.Namespace, name: str, side: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A side's figures, printed with how long it took."""
+    """Print and return the figures of one side, with its duration."""
     print(f"{name}: {args.steps} steps begin", flush=True)
     began = time.perf_counter()
     result = side()
@@ -76,7 +76,7 @@ def timed(args: argparse.Namespace, name: str, side: Callable[[], dict[str, Any]
 
 
 def measure_script(args: argparse.Namespace, layout: str) -> dict[str, float | str]:
-    """The figures of `script` in processes of its own, whose progress is seen, or under `failed` their exit code."""
+    """Run `script` in new processes and show their progress. Return its figures, or under `failed` the exit code."""
     numbers = {"--steps": args.steps, "--warmup": args.warmup, "--micro": args.micro}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += [str(LAYOUTS[layout]["processes"]), "-m", "benchmarks.accelerate_overhead", args.workload]
@@ -89,7 +89,7 @@ def measure_script(args: argparse.Namespace, layout: str) -> dict[str, float | s
 
 
 def script(args: argparse.Namespace) -> None:
-    """The loop of Accelerate's guide; its last line is its figures."""
+    """The loop of Accelerate's guide. Its last line prints its figures."""
     from megalith.accelerate import Accelerator, MegatronLMPlugin
 
     how, tree = (
@@ -136,7 +136,7 @@ def script(args: argparse.Namespace) -> None:
 
 
 def tell(args: argparse.Namespace, times: Sequence[float]) -> None:
-    """How far the script is, on its first process; the kernels of the step before may still run."""
+    """Print the progress on the first process. Kernels of the previous step may still run."""
     if int(os.environ["RANK"]) == 0:
         since = f", {time.perf_counter() - times[0]:.1f} s after the first began" if times else ""
         print(f"  step {len(times) + 1} of {args.steps} begins{since}", file=sys.stderr, flush=True)

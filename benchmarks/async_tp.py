@@ -1,4 +1,4 @@
-"""PyTorch's own asynchronous tensor parallelism beside ours, on two GPUs: `python -m benchmarks.async_tp llama3-8b`.
+"""PyTorch's asynchronous tensor parallelism against Megalith's, on two GPUs: `python -m benchmarks.async_tp llama3-8b`.
 
 `ours` is ping-pong micro-batches over NCCL and over copy engines, `pytorch` is Inductor's micro-pipelining of
 all-gather + matmul and matmul + reduce-scatter over symmetric memory, `plain` overlaps nothing. Each is the same run of
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace, variant: str) -> str:
 
 
 def run_logged(command: list[str], file: Path, limit: float) -> tuple[int, str]:
-    """The exit status and what was printed; after `limit` seconds the processes are ended, all of them."""
+    """Return the exit status and the output. After `limit` seconds, end all processes."""
     with file.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -102,7 +102,7 @@ def run_logged(command: list[str], file: Path, limit: float) -> tuple[int, str]:
 
 
 def worker(run: Path) -> None:
-    """One rank of a run whose layers Inductor micro-pipelines, in the place of ping-pong micro-batches."""
+    """One rank of a run whose layers Inductor micro-pipelines, in place of ping-pong micro-batches."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     import megalith

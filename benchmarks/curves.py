@@ -146,7 +146,7 @@ def main() -> None:
 
 
 class Gpus:
-    """Places for runs, `at_once` on each GPU, that none has at the moment."""
+    """Free places for runs, `at_once` on each GPU."""
 
     def __init__(self, at_once: int):
         self.count, seen = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -155,7 +155,7 @@ class Gpus:
 
     @contextmanager
     def taken(self, count: int) -> Iterator[dict[str, str]]:
-        """The environment of a process that has so many of them; without GPUs every process has what there is."""
+        """Yield the environment of a process on `count` GPUs. Without GPUs, it is that of this process."""
         if not self.count:
             yield dict(os.environ)
             return
@@ -173,7 +173,7 @@ class Gpus:
 
 
 def run(args: argparse.Namespace, how: dict[str, Any], prefix: str, folder: Path, gpus: Gpus) -> list[float]:
-    """The losses of a path's run, in order. Ends the program when the run fails."""
+    """Return the losses of a path's run, in order. End the program if the run fails."""
     folder.mkdir()
     run_file, output = folder / "run.yaml", folder / "run"
     run_file.write_text(yaml.safe_dump(run_tree(args, how, prefix, output)))
@@ -190,7 +190,7 @@ def run(args: argparse.Namespace, how: dict[str, Any], prefix: str, folder: Path
 
 
 def run_tree(args: argparse.Namespace, how: dict[str, Any], prefix: str, output: Path) -> dict[str, Any]:
-    """The run file of a path."""
+    """Return the run file of a path."""
     model = {
         "num_layers": args.layers,
         "hidden_size": args.width,
@@ -222,7 +222,7 @@ def run_tree(args: argparse.Namespace, how: dict[str, Any], prefix: str, output:
 
 
 def judge(curves: dict[str, list[float]], seeded: Collection[str]) -> list[str]:
-    """Prints how far each path is from the plain one; returns the names of those that are too far. `seeded`: judged
+    """Print the distance of each path from the plain one. Return the names of those that are too far. `seeded`: judged
     over seeds."""
     plain = curves["plain"]
     spread = max(mean_distance(curves[name], plain) for name in YARDSTICKS)
@@ -245,7 +245,7 @@ def judge(curves: dict[str, list[float]], seeded: Collection[str]) -> list[str]:
 
 
 def judge_seeds(curves: dict[str, list[float]], seeded: Collection[str]) -> list[str]:
-    """Prints the differences of the yardsticks and of `seeded` over the seeds; returns those that are too far."""
+    """Print the differences of the yardsticks and of `seeded` over the seeds. Return those that are too far."""
     names = [*YARDSTICKS, *seeded]
     pairs = {
         name: list(zip(seeds_of(name, curves), seeds_of("plain", curves), strict=True)) for name in names
@@ -272,7 +272,7 @@ def judge_seeds(curves: dict[str, list[float]], seeded: Collection[str]) -> list
 
 
 def seeds_of(name: str, curves: dict[str, list[float]]) -> list[list[float]]:
-    """A path's curves, seed after seed."""
+    """Return a path's curves, one per seed."""
     return [curves[each] for each in curves if each == name or each.startswith(name + SEED)]
 
 
@@ -281,7 +281,7 @@ def second_half(losses: Sequence[float]) -> Sequence[float]:
 
 
 def of_seed(name: str, number: int) -> str:
-    """The name of a path's run from a further seed."""
+    """Return the name of a path's run with a further seed."""
     return f"{name}{SEED}{number}" if number else name
 
 
@@ -294,7 +294,7 @@ def mean_distance(losses: Sequence[float], others: Sequence[float]) -> float:
 
 
 def worst_window(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The largest mean distance over consecutive steps."""
+    """Return the largest mean distance over consecutive steps."""
     starts = range(max(1, len(losses) - WINDOW + 1))
     return max(mean_distance(losses[i : i + WINDOW], others[i : i + WINDOW]) for i in starts)
 

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def write_sparse(prefix: Path, documents: int) -> int:
-    """Write the pair of files; returns the number of tokens."""
+    """Write the pair of files. Return the number of tokens."""
     bin_path, idx_path = file_pair(prefix)
     dtype = np.dtype("<u2")
     lengths = np.random.default_rng(0).integers(1, 2 * MEAN_LENGTH, documents, dtype=np.int32)
@@ -103,7 +103,7 @@ def shuffles_mb(dataset: GPTDataset) -> float:
 
 
 def memory_mb() -> float:
-    """Memory of this process that is not a mapped file (Linux)."""
+    """Return the memory of this process without mapped files (Linux)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1e3

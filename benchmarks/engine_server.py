@@ -90,7 +90,7 @@ class Batcher:
 
 
 class EngineService:
-    """What each path does."""
+    """The handler of each path."""
 
     def __init__(self, engine: Engine, least: float):
         self.engine, self.batcher, self.version = engine, Batcher(engine, least), "default"

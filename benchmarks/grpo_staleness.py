@@ -79,7 +79,7 @@ def main() -> None:
 
 
 class Setup:
-    """The runs of one call, in a folder."""
+    """The runs of one call of the benchmark, in a folder."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.folder, self.steps, self.set, self.tuning = folder, args.steps, args.set, args.tuning
@@ -120,7 +120,7 @@ class Setup:
         return figures([json.loads(line) for line in lines])
 
     def add(self, tree: dict[str, Any], takes: Callable[[str], bool]) -> None:
-        """The settings of `--set` whose section it takes."""
+        """Set in `tree` the settings of `--set` whose section `takes` accepts."""
         for setting in self.set:
             name, _, value = setting.partition("=")
             section, _, key = name.partition(".")
@@ -187,7 +187,7 @@ class Setup:
 
 
 def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a run's lines in metrics.jsonl."""
+    """Return the figures of a run from its lines in metrics.jsonl."""
     phases = sorted({name for step in steps for name in step if name.startswith("time_")})
     counted = steps[min(WARMUP, len(steps) - 1) :]
 

@@ -77,13 +77,13 @@ def chosen(args: argparse.Namespace) -> list[Row]:
 
 
 def fits(row: Row, gpus: int, mirrored: bool) -> bool:
-    """A pipeline's stages have other layers than the first: no rank mirrors it."""
+    """Return True if a row can be measured on `gpus` GPUs, or mirrored, which pipelines cannot be."""
     staged = "pipeline_model_parallel_size" in row.parallel
     return row.processes > 1 and not staged if mirrored else row.processes <= gpus
 
 
 def measured(row: Row, steps: int, warmup: int) -> dict[str, Any]:
-    """Milliseconds of a step and GB at its peak, medians of the steps after the warm-up; or `failed`."""
+    """Return milliseconds per step and peak GB, medians of the steps after the warm-up, or `failed`."""
     tree = row.tree()
     for section, setting, value in AS_EXPECTED:
         tree[section].setdefault(setting, value)

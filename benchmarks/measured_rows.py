@@ -1,4 +1,4 @@
-"""The rows of benchmarks/RESULTS.md and docs/performance.md that the planner is held to, of H200."""
+"""The rows of benchmarks/RESULTS.md and docs/performance.md that test the planner, measured on H200."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MISSED = "missed"  # predicted before it was measured, and outside the bounds
 class Row(NamedTuple):
     name: str
     use: str
-    """Whether the time model's figures were fitted on it, or it is told whether they hold."""
+    """FIT: constants of the time model were fitted to this row. TOLD and others: the row only tests them."""
     processes: int
     model: dict
     batch: tuple[int, int, int]
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     """Measured since attention keeps its values and not all of linear_qkv's output (`saved_before_attention`)."""
 
     def tree(self) -> dict:
-        """As a run file has it."""
+        """Return the contents of the run file."""
         micro, batch, seq = self.batch
         more = {section: dict(values) for section, values in self.more.items()}
         train = dict(train_iters=10, micro_batch_size=micro, global_batch_size=batch, precision="bf16")

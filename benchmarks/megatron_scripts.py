@@ -1,4 +1,4 @@
-"""How many of Megatron-LM's own training scripts pass whole, and which flags they are refused for.
+"""How many of Megatron-LM's own training scripts are accepted, and which flags cause the others to be rejected.
 
     python benchmarks/megatron_scripts.py CHECKOUT [--all]
 
@@ -39,7 +39,7 @@ FILLED_IN = {"--train-iters": "10", **dict.fromkeys(REQUIRED, "8"), "--lr": "1e-
 
 
 def flags_of_yaml(path: Path) -> list[str] | None:
-    """The words of MODEL_ARGS; None where there are none."""
+    """Return the words of MODEL_ARGS, or None without any."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
@@ -63,7 +63,7 @@ def words_of(value: object) -> list[str]:
 
 
 def flags_of_script(path: Path) -> list[str] | None:
-    """The words of a script's arrays and command lines; None where it starts no pretrain_….py."""
+    """Return the words of a script's arrays and command lines, or None if it starts no pretrain_….py."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if not re.search(r"pretrain_\w+\.py", text):
         return None

@@ -1,4 +1,4 @@
-"""How many of Oumi's training configurations are taken, and for which keys the others are refused.
+"""How many of Oumi's training configurations are accepted, and which keys cause the others to be rejected.
 
     python benchmarks/oumi_configurations.py CHECKOUT [--json] [--train MODEL --chat FILE --pairs FILE]
 
@@ -33,7 +33,7 @@ KEY = re.compile(r"\b(?:model|data|training|peft|fsdp|deepspeed|grpo|megatron)(?
 
 
 def trainer_of(path: Path) -> str | None:
-    """The trainer_type of a file, where it is a training configuration."""
+    """Return the trainer_type of a file if it is a training configuration."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
@@ -45,7 +45,7 @@ def trainer_of(path: Path) -> str | None:
 
 
 def keys_in(sentence: str) -> list[str]:
-    """The keys of Oumi's that a sentence names first: those that the file would have to change."""
+    """Return the keys of Oumi that an error names first, which the file would have to change."""
     result = KEY.findall(sentence.partition(": ")[0]) or KEY.findall(sentence)
     return [re.sub(r"\[\d+\]", "[]", key) for key in result[:1]]
 
@@ -68,7 +68,7 @@ SHRUNK = {
 
 
 def train_shrunk(path: Path, model: Path, data: Path) -> str | None:
-    """Two steps of a configuration; why it could not, or None."""
+    """Train two steps of a configuration. Return the reason if that fails, otherwise None."""
     from megalith.dialects.oumi.oumi_run import open_run, train_run
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -91,7 +91,7 @@ def train_shrunk(path: Path, model: Path, data: Path) -> str | None:
 def count(
     checkout: Path, model: Path | None = None, chat: Path | None = None, pairs: Path | None = None
 ) -> dict:
-    """The figures of a checkout; with a model and data those that are taken are trained, too."""
+    """Return the figures of a checkout. With a model and data, also train the accepted configurations."""
     sys.path.append(str(checkout.resolve() / "src"))
     trainers, taken, refused, whole, trained, failed = Counter(), Counter(), Counter(), {}, Counter(), {}
     for path in sorted(checkout.rglob("*.yaml")):

@@ -1,4 +1,4 @@
-"""docs/plan_accuracy.md, the plan beside every row that was measured or published, and the tables of docs/tradeoffs.md.
+"""docs/plan_accuracy.md, the plan compared with every measured or published row, and the tables of docs/tradeoffs.md.
 
 `python -m benchmarks.plan_accuracy` writes both (`make accuracy`), in a minute.
 """
@@ -38,7 +38,7 @@ ON_80_GB = {PARALLEL + name: value for name, value in (NO_GEMM | SHARDS).items()
 
 
 def saved_with_linear_qkv(model: ModelConfig, query: int, key_value: int) -> int:
-    """What `saved_before_attention` was while all of linear_qkv's output stayed, with a copy of queries for norms."""
+    """Return `saved_before_attention` of the version that saved all of linear_qkv's output, and copies of queries."""
     if not (norms := model.qk_layernorm or model.qk_l2_norm) and model.position_embedding_type != "rope":
         return 0
     copied = norms and 1 < model.query_groups < model.num_attention_heads
@@ -55,7 +55,7 @@ def as_measured(row: Row) -> Iterator[None]:
 
 
 def expected(row: Row) -> tuple[float, step_time.StepTime]:
-    """GB of the first stage's devices, and a step of a measured row."""
+    """Return the predicted GB of the first stage's devices and the step time of a measured row."""
     config, _ = resolve_auto(row.config(), Machine(row.processes, True, True, ranks=row.processes))
     with as_measured(row):
         memory = build_layout(config, row.processes).stages[0].memory.total / 1e9
@@ -64,7 +64,7 @@ def expected(row: Row) -> tuple[float, step_time.StepTime]:
 
 
 def told(row: Published) -> float:
-    """What the plan says of a published row, in its unit."""
+    """Return the planned speed of a published row, in its unit."""
     speed = planned(row.config(), row.gpus, rates_of(row.device)).speed
     return speed.tflops_per_device if row.unit == "TFLOP/s" else speed.tokens_per_second_per_device
 
@@ -94,8 +94,9 @@ def sc21(in_2021: bool = False, rows: Sequence[tuple] = SC21) -> dict[str, float
 
 
 def feasible(row: Published) -> PlannedLayout:
-    """A published layout as it stands, or where that takes too much, with no GEMM recomputed and tokens gathered
-    again."""
+    """Return a published layout. If it needs too much memory, return it with tokens gathered again and no GEMM
+    recomputed.
+    """
     whole = planned(row.config(), row.gpus, rates_of(row.device))
     return (
         whole if whole.fits else planned(row.config().with_settings(ON_80_GB), row.gpus, rates_of(row.device))
@@ -107,7 +108,7 @@ def off(result: float, figure: float) -> str:
 
 
 def measured_line(row: Row) -> str:
-    """A row of the page."""
+    """Return a row of the page."""
     memory, time = expected(row)
     ms = 1e3 * time.seconds
     has_time = row.ms is not None
@@ -253,7 +254,9 @@ TABLE = re.compile("(?<=<!-- benchmarks.plan_accuracy writes this -->\n).*?(?=<!
 
 
 def tradeoffs(rows: list[Row]) -> str:
-    """A table of docs/tradeoffs.md, beside the first row; what was mirrored beside the first that was."""
+    """Return a table of docs/tradeoffs.md. Changes are relative to the first row, or for mirrored ranks to the first
+    mirrored one.
+    """
     lines = []
     for row in rows:
         base = next(each for each in rows if (each.use == MIRRORED) == (row.use == MIRRORED))

@@ -1,4 +1,4 @@
-"""What others have published of H100 and A100, as configurations of ours and figures a GPU."""
+"""Results published for H100 and A100, as Megalith's configurations and figures per GPU."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Published(NamedTuple):
     """Micro-batch, global batch, sequence."""
     parallel: dict
     figure: float
-    """TFLOP/s a GPU, or tokens a second a GPU."""
+    """TFLOP/s per GPU, or tokens per second and GPU."""
     unit: str
     fp8: bool = False
 
     @property
     def by_megatron_core(self) -> bool:
-        """Whether that is what was measured: it hides and leaves out what Megalith does not."""
+        """True if Megatron-Core was measured, which overlaps or omits work that Megalith does not."""
         return self.name.startswith("Bridge")
 
     def config(self) -> RunConfig:
@@ -111,7 +111,7 @@ IN_2021 = {
     "parallel.tp_comm_overlap": False,
     "parallel.symmetric_memory_groups": [],
 }
-"""What tensor parallelism did not have."""
+"""Features of tensor parallelism that did not exist in 2021."""
 
 
 def sc21_row(

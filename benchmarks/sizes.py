@@ -1,4 +1,4 @@
-"""docs/sizes.md: the rows of the size guides that people begin with, as the planner judges them.
+"""docs/sizes.md: the rows of common size guides, with the planner's estimates.
 
 `python -m benchmarks.sizes` prints the page; `make sizes` writes it.
 """
@@ -74,7 +74,7 @@ NEARER = [  # what is added until a row fits, from the cheapest on
 
 
 def layout_of(row: SizeRow, parallel: dict[str, Any], optim: dict[str, Any]) -> PlannedLayout:
-    """A row as it stands, with these settings besides."""
+    """Return the layout of a row with further settings."""
     return planned(config_of(row, parallel, optim), row.gpus, rates_of(row.device))
 
 
@@ -101,7 +101,7 @@ def config_of(row: SizeRow, parallel: dict[str, Any], optim: dict[str, Any]) -> 
 
 
 def line(row: SizeRow) -> str:
-    """A row of the page."""
+    """Return a row of the page."""
     sizes = f"{row.tp} / {row.pp} / {row.cp} / {row.gpus // (row.tp * row.pp * row.cp)}"
     cells = [
         row.guide,
@@ -143,7 +143,7 @@ def _nearest(row: SizeRow, layout: PlannedLayout) -> str:
 
 
 def threshold_line(row: SizeRow) -> str:
-    """What the planner finds for a row's job, beside the row with the optimizer's state sharded."""
+    """Return a row with the planner's layout and the published one, whose optimizer state is sharded."""
     config = config_of(row, OPTIM, {}).with_settings({"train.global_batch_size": BATCH})
     result = plan(config, row.gpus, rates=rates_of(row.device), top=1).best[0]
     own = planned(config, row.gpus, rates_of(row.device))
@@ -153,7 +153,7 @@ def threshold_line(row: SizeRow) -> str:
 
 
 def micro_batch_line(row: SizeRow, micro_batches: int) -> str:
-    """A pipeline's bubble and speed with so many micro-batches of one sequence."""
+    """Return a row with a pipeline's bubble and speed with `micro_batches` micro-batches of one sequence."""
     layout = layout_of(row._replace(micro_batches=micro_batches), OPTIM, {})
     speed = f"{layout.speed.tokens_per_second_per_device:,.0f}"
     return f"| {micro_batches} | {layout.time.bubble:.1%} | {speed} | {layout.bytes / 1e9:.1f} |"
@@ -206,7 +206,7 @@ For your own job, run `megalith plan PRESET --gpus N --explain`.
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     rooms = ", ".join(f"{usable_bytes(rates_of(name)) / 1e9:.0f} GB ({name})" for name in (A100, H100, H200))
     return TEXT.format(
         lines="\n".join(map(line, ROWS)),

@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def make(folder: Path) -> None:
-    """Two models of one shape, and a tokenizer with a chat template in the first one's folder."""
+    """Write two models of one shape, and a tokenizer with a chat template in the first one's folder."""
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
@@ -115,7 +115,7 @@ def make(folder: Path) -> None:
 
 
 def compare(folder: Path, kind: str, records: list, both: dict, own: dict) -> tuple[float, float]:
-    """The relative errors of loss and of the worst gradient."""
+    """Return the relative errors of the loss and of the worst gradient."""
     from megalith.parity.differences import gradient_errors
 
     sequences, loss, model = {"sft": their_sft, "dpo": their_dpo, "reward": their_reward}[kind](

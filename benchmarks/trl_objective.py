@@ -1,4 +1,4 @@
-"""GRPO's objective beside TRL's own `_compute_loss`: the same tiny Llama and batch, loss and every gradient.
+"""GRPO's objective compared with TRL's own `_compute_loss`: the same tiny Llama and batch, loss and every gradient.
 
     python -m benchmarks.trl_objective --make /tmp/trl     # makes an environment there, of this one and TRL, once
     /tmp/trl/bin/python -m benchmarks.trl_objective        # compares; a line for each objective
@@ -84,7 +84,7 @@ def make_environment(folder: Path) -> None:
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """A batch as TRL has it: prompts left-padded, completions right-padded."""
+    """Return a batch in TRL's form: prompts left-padded, completions right-padded."""
     generator = torch.Generator().manual_seed(5)
     lengths = torch.tensor([9, 1, 6, 4])
     prompts = torch.tensor([5, 2, 5, 3])
@@ -99,7 +99,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def compare(folder: Path, name: str) -> tuple[float, float]:
-    """The relative errors of loss and of the worst gradient."""
+    """Return the relative errors of the loss and of the worst gradient."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -118,7 +118,7 @@ def compare(folder: Path, name: str) -> tuple[float, float]:
 
 
 def in_our_names(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    """The gradients of a model of transformers by our parameters' names. The model is used up."""
+    """Return the gradients of a transformers model by Megalith's parameter names. The model is consumed."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)

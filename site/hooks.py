@@ -1,5 +1,5 @@
-"""What the site has besides docs/: its first page, the README, the benchmarks, the API, and the files that pages
-name.
+"""Pages of the site outside of docs/: the README as the first page, the benchmarks, the API, and files that pages
+link to.
 
 Pages link to each other and to the repository as they lie there, so that they can be read there too; the site gives
 every such link its place here. Markdown is read as the repository's readers read it: a list needs no blank line before

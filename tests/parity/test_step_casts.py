@@ -1,4 +1,4 @@
-"""Experts' weights cast once a step (moe_cache_weights): nothing changes but how often they are cast."""
+"""Experts' weights cast once per step (moe_cache_weights): only the number of casts changes."""
 
 import pytest
 import torch

@@ -114,7 +114,7 @@ def report(folder: Path, name: str, seconds: float) -> bool:
     print(
         f"{name}: {len(steps)} steps in {seconds:.0f} s with vLLM's start; largest |Δ log-probability| {largest:.1e}, "
         f"of the canary's mean exp|Δ| - 1 {canary - 1:.1e}; reward {rewards[:3].mean():.3f} → "
-        f"{rewards[-3:].mean():.3f}; sync {sync * 1e3:.0f} ms, generation {sampling * 1e3:.0f} ms a step",
+        f"{rewards[-3:].mean():.3f}; sync {sync * 1e3:.0f} ms, generation {sampling * 1e3:.0f} ms per step",
         flush=True,
     )
     return len(steps) == STEPS  # a canary beyond the run's own limit had ended it
