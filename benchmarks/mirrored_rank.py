@@ -196,7 +196,7 @@ def worker(arguments: Sequence[str]) -> None:
     from megalith.launch.launcher import this_process
     from megalith.parallel.context import ring
     from megalith.parallel.expert import dispatch_buffer
-    from megalith.training import trainer
+    from megalith.training import training_job
 
     def join(device: torch.device, *args, **kwargs):
         if not dist.is_initialized():
@@ -204,7 +204,7 @@ def worker(arguments: Sequence[str]) -> None:
         return this_process()
 
     with (
-        mock.patch.object(trainer, "init_distributed", join),
+        mock.patch.object(training_job, "init_distributed", join),
         mock.patch.object(dispatch_buffer, "inverse", with_rows_for_all),
         mock.patch.object(collectives, "begin_group_all_gather", all_gather_of_any_group),
         mock.patch.object(ring, "begin_group_all_gather", all_gather_of_any_group),
