@@ -56,7 +56,10 @@ def test_heads_that_cannot_be_exchanged():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"parallel.cp_comm_type": "p2p"}, "cp_comm_type p2p is for a sequence that .* set it to a2a"),
+        (
+            {"parallel.cp_comm_type": "p2p"},
+            "cp_comm_type p2p is for a sequence that .* set cp_comm_type to a2a",
+        ),
         (
             {"data.decoder_seq_length": 10},
             "decoder_seq_length 10 cannot be cut .* 8 or 12, or a context size of 1",
