@@ -268,7 +268,9 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             ConfigError: the engine has no such slot, or no room for a matrix or a rank.
         """
         if not 1 <= slot <= self.slots:
-            raise ConfigError(f"the engine has {self.slots} slots for adapters, and no slot {slot}")
+            raise ConfigError(
+                f"slot is {slot}, but the engine has {self.slots} slots for adapters; give 1 to {self.slots}"
+            )
         for name, (a, _) in pairs.items():
             if name not in self._slots:
                 raise ConfigError(

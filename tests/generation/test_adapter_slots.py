@@ -196,7 +196,7 @@ def test_room_for_later_adapters_is_that_of_all_matrices(families) -> None:
         Engine(family.model.config, "cpu", torch.float32, adapter_slots=sizes, **ROOM).set_adapter(
             1, family.pairs[2]
         )
-    with pytest.raises(ConfigError, match="has 2 slots for adapters, and no slot 3"):
+    with pytest.raises(ConfigError, match="slot is 3, but the engine has 2 slots for adapters"):
         family.engine().set_adapter(3, {})
     with pytest.raises(ConfigError, match="cannot have slots for adapters"):
         Engine(
