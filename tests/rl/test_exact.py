@@ -332,7 +332,11 @@ def grpo_steps(config: RunConfig) -> list[dict]:
         return [run.train_step(batches).extra_metrics() | {"step": step} for step in range(run.total_steps)]
 
 
-def test_on_policy_the_ratio_is_1_in_every_step_of_a_parallel_run(pool, tmp_path):
+FEW = {"tp2", "ep2 static", "etp2 tp2 sp", "cp2 a2a"}
+
+
+@pytest.mark.parametrize("few", [True, in_full(False)])
+def test_on_policy_the_ratio_is_1_in_every_step_of_a_parallel_run(pool, tmp_path, few):
     def config(name: str, parallel: dict) -> RunConfig:
         model = EXPERTS if "sp" in name or "ep" in name or "etp" in name else dict(num_query_groups=2)
         if name in ("tp2", "ep2", "cp2 a2a"):
@@ -347,7 +351,8 @@ def test_on_policy_the_ratio_is_1_in_every_step_of_a_parallel_run(pool, tmp_path
         )
 
     layouts = tensor_layouts(2) | expert_layouts(2) | context_layouts(2)
-    cases = {name: (config(name, parallel),) for name, parallel in layouts.items()}
+    chosen = FEW if few else layouts.keys() - FEW
+    cases = {name: (config(name, layouts[name]),) for name in sorted(chosen)}
     for name, ranks in pool.run_cases(grpo_steps, cases, size=2).items():
         for step in itertools.chain(*ranks):
             assert (step["ratio"], step["mismatch"]) == (1.0, 1.0), name
