@@ -35,7 +35,7 @@ from megalith.launch.tcp_store import ANSWER_TIMEOUT, connect_store, not_a_rende
 
 DEFAULT_PORT = 29400  # torch elastic's
 LAST_CALL = 10  # seconds to wait for more machines once the minimum is reached
-ANNOUNCE_INTERVAL = 1.0  # seconds between a running job's announcements
+ANNOUNCE_INTERVAL = 1.0  # seconds between a running job's announcements, and between its reads of WAITING
 SILENCE = 20.0  # seconds without an announcement after which a job no longer runs
 RESIZE_LIMIT = 60.0  # seconds in which a job that is being resized meets the machines that wait for it
 RUNNING = "megalith/running"  # key of the running job's last announcement
@@ -138,6 +138,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         self.running: Membership | None = None
         self.members, self.hides_waiting = 0, False
         self._has_met = False
+        self._waiting, self._waiting_read_at = 0, 0.0
         self._announcements, self._announce_at = 0, 0.0
         self._resizing, self._resizing_since = (
             "",
@@ -244,6 +245,7 @@ class MultiNodeRendezvous(RendezvousHandler):
             The result of the round. None if the ranks have to start again; the next call of `next_rendezvous` then
             returns the result.
         """
+        self._waiting = 0
         if member.group_rank == 0:
             self._store.set(WAITING, "0")
             self._store.set(RUNNING, f"{RESIZING} {member.resizes}")
@@ -290,8 +292,11 @@ class MultiNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(info.store, rank, info.world_size, address)
 
     def waiting(self) -> int:
-        """Return the number of machines that wait to join."""
-        return self._inner.num_nodes_waiting() + self._store.add(WAITING, 0)
+        """Return the number of machines that wait to join, read at most once per second."""
+        now = time.monotonic()
+        if self.is_elastic and now >= self._waiting_read_at + ANNOUNCE_INTERVAL:
+            self._waiting, self._waiting_read_at = self._store.add(WAITING, 0), now
+        return self._inner.num_nodes_waiting() + self._waiting
 
     def get_backend(self) -> str:
         return self._inner.get_backend()
