@@ -33,9 +33,9 @@ CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 5 * 2**25}
 # Large vocabularies use a gigabyte in bf16, because each chunk reads and writes the head's fp32 wgrad. For Llama-3-8B's
 # 128,256 entries, chunks of 4,096 tokens save 8 ms per step of 16,384 tokens compared with chunks of 1,280.
 LARGE_VOCABULARY, LARGE_CHUNK = 2**16, 2**29
-# Logits that `linear_logprobs` keeps for its backward pass, at least one chunk. A GPU keeps one, so that its peak
-# memory, which the backward pass reaches with one chunk's logits, stays the same.
-KEPT_ELEMENTS = {"cpu": 2**26, "cuda": 0}
+# Logits that `linear_logprobs` keeps on a CPU for its backward pass. Elsewhere it keeps one chunk, as many as its
+# backward pass has at once.
+KEPT_ELEMENTS = 2**26
 CHUNK_MULTIPLE = 256  # tokens; faster for matmuls
 FEW_LABELS = 0.75  # fraction of tokens with labels above which all tokens get logits
 NO_LABEL = -1  # label of a sample that is excluded from classification
@@ -459,7 +459,7 @@ def _first_kept(tokens: int, chunk: int, rows: int, device_type: str) -> int:
     """Return the number of the first chunk of `tokens` whose logits are kept: always the last one, and those before it
     that fit KEPT_ELEMENTS."""
     count = -(-tokens // chunk)
-    fit = KEPT_ELEMENTS[device_type] // rows // chunk
+    fit = KEPT_ELEMENTS // rows // chunk if device_type == "cpu" else 0
     return count - max(1, fit)
 
 

@@ -248,7 +248,7 @@ def clipped(logprobs, entropy, tokens):
 def test_losses_of_tokens_in_one_pass_equal_two(rows, kept, softcap, monkeypatch):
     """Two passes repeat the logits of the tokens that are in none of the kept chunks."""
     monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", rows * PADDED)
-    monkeypatch.setitem(cross_entropy.KEPT_ELEMENTS, "cpu", kept * PADDED)
+    monkeypatch.setattr(cross_entropy, "KEPT_ELEMENTS", kept * PADDED)
     (hidden, weight, labels, mask), bias = inputs(), biases()
     asked, scale = dict(temperature=0.7, entropy=True), torch.tensor(8.0)
     generator = torch.Generator().manual_seed(4)
