@@ -14,10 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalith.bridge.folder import (
-    path_exists,
-    read_folder_file,
-)
+from megalith.bridge.folder import path_exists, read_folder_file
 from megalith.bridge.partial import partial_folder
 from megalith.checkpoint.files import Layout, RandomAccessWriter, byte_count
 from megalith.errors import CheckpointError

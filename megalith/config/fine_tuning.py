@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    PositiveFloat,
-)
+from pydantic import PositiveFloat
 
 from megalith.config.base import Decides, RequiresSetting, Section
 

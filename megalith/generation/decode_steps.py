@@ -15,16 +15,9 @@ from torch import Tensor
 
 from megalith.generation.logits_state import NO_PARTS, UsedParts
 from megalith.generation.mtp_drafter import MTPDrafter
-from megalith.generation.requests import (
-    Sampling,
-)
-from megalith.generation.speculation import (
-    DecodeRows,
-    accepted_tokens,
-)
-from megalith.generation.static_cache import (
-    Decode,
-)
+from megalith.generation.requests import Sampling
+from megalith.generation.speculation import DecodeRows, accepted_tokens
+from megalith.generation.static_cache import Decode
 from megalith.ops.attention_core import visible_positions
 from megalith.ops.batch_invariant.token_logprobs import token_logprobs
 from megalith.ops.cross_entropy import linear_logits

@@ -46,10 +46,7 @@ from megalith.generation.speculation import (
     NgramDrafter,
     Speculation,
 )
-from megalith.generation.static_cache import (
-    RecurrentStates,
-    cached_layers,
-)
+from megalith.generation.static_cache import RecurrentStates, cached_layers
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.attention_core import cached_attention, continued_attention
 from megalith.ops.batch_invariant import invariant_attention

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from megalith.generation.logits_state import UsedParts
 from megalith.generation.prefix_reuse import PrefixReuse
-from megalith.generation.requests import (
-    RowSequence,
-    Sampling,
-)
-from megalith.generation.static_cache import (
-    RecurrentStates,
-    empty_cache,
-)
+from megalith.generation.requests import RowSequence, Sampling
+from megalith.generation.static_cache import RecurrentStates, empty_cache
 from megalith.hardware import to_device
 
 

@@ -16,13 +16,8 @@ from torch import Tensor
 
 from megalith.generation.mtp_drafter import MTPDrafter
 from megalith.generation.prefix_reuse import tokens_of_adapter
-from megalith.generation.requests import (
-    RowSequence,
-)
-from megalith.generation.static_cache import (
-    ContinuedPrefill,
-    Prefill,
-)
+from megalith.generation.requests import RowSequence
+from megalith.generation.static_cache import ContinuedPrefill, Prefill
 from megalith.hardware import to_device
 from megalith.models.cache import Cache
 from megalith.models.pass_context import Context, LayerRoutes, PassLayout

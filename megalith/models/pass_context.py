@@ -15,9 +15,7 @@ from megalith.ops.documents import (
     mark_dynamic_documents,
     same_document_mask,
 )
-from megalith.ops.dropout import (
-    DropoutKeys,
-)
+from megalith.ops.dropout import DropoutKeys
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,7 @@ class Context:
     mtp_embeddings: Tensor | None = None  # [batch, seq, hidden], embeddings of an MTP layer's input tokens
     max_label_tokens: int | None = None  # local tokens with a nonzero loss_mask, at most; None: unknown
     output_z_loss_coeff: float = 0.0  # weight of the logits' z-loss in the gradient
-    output_z_loss_sum: Tensor | None = (
-        None  # float32 scalar: its weighted sum over the local tokens is added here
-    )
+    output_z_loss_sum: Tensor | None = None  # float32 scalar: its sum over the local tokens is added here
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass
     adapters: Tensor | None = None
     """int64 [batch], the adapter of each sequence among those of adapter_slots.py, 0 for none. None: no slots."""

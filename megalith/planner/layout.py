@@ -12,9 +12,7 @@ from itertools import product
 from typing import Any
 
 from megalith.config import RunConfig
-from megalith.config.rules.parallel_rules import (
-    data_parallel_size,
-)
+from megalith.config.rules.parallel_rules import data_parallel_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
 from megalith.parallel.mesh import Coordinates

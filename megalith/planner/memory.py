@@ -17,10 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megalith.config import RunConfig
-from megalith.config.rules.expert_rules import (
-    expert_data_parallel_size,
-    expert_shard_size,
-)
+from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.ops.cross_entropy import loss_chunk_tokens
 from megalith.ops.weight_codes import coded_bytes

@@ -17,9 +17,7 @@ from collections.abc import Collection
 from torch import nn
 
 from megalith.config import ModelConfig, RunConfig
-from megalith.config.rules.expert_rules import (
-    rows_of_a_token,
-)
+from megalith.config.rules.expert_rules import rows_of_a_token
 from megalith.models.linear import Linear
 from megalith.parallel.tensor.roles import role_of
 from megalith.planner.counts import MetaModel

@@ -22,10 +22,7 @@ from default_cases import by_default
 from test_accelerate_commands import plain_script
 from torch import nn
 
-from megalith.accelerate import (
-    avg_losses_across_data_parallel_group,
-    gather_across_data_parallel_groups,
-)
+from megalith.accelerate import avg_losses_across_data_parallel_group, gather_across_data_parallel_groups
 from megalith.dialects.accelerate import process_state
 from megalith.errors import ConfigError
 from megalith.launch import call_order

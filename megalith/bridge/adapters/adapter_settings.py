@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalith.bridge.adapters.open_adapters import (
-    adapter_family,
-    open_peft,
-)
+from megalith.bridge.adapters.open_adapters import adapter_family, open_peft
 from megalith.bridge.family import build_on_meta
-from megalith.bridge.load import (
-    with_init_from,
-)
+from megalith.bridge.load import with_init_from
 from megalith.bridge.peft.peft_modules import EMBEDDING, is_tied, resolve_saved_modules
 from megalith.bridge.peft.peft_tokens import resolve_tokens
 from megalith.config import LoraConfig, RunConfig

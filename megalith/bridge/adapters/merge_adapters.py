@@ -16,10 +16,7 @@ from megalith.bridge.adapters.open_adapters import (
     saved_values,
 )
 from megalith.bridge.importer import Change, check_absent, import_hf, new_run
-from megalith.bridge.load import (
-    check_base,
-    is_foreign_weights,
-)
+from megalith.bridge.load import check_base, is_foreign_weights
 from megalith.bridge.quantize_base import CodedBase, round_base, taken_from
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.files import stored_bytes

@@ -9,10 +9,7 @@ from megalith.bridge.families.bamba import FEED_FORWARD, SIZES_OF_MAMBA
 from megalith.bridge.families.gated import LogitFactor
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, SETTINGS, TENSORS
 from megalith.bridge.family import Family
-from megalith.bridge.mamba_rows import (
-    MambaHeads,
-    mamba_tensors,
-)
+from megalith.bridge.mamba_rows import MambaHeads, mamba_tensors
 from megalith.bridge.settings import Field, Tree, WrittenKeys
 from megalith.config import ModelConfig
 

@@ -9,10 +9,7 @@ from megalith.bridge.families.experts import RouterGroups, SigmoidScores
 from megalith.bridge.families.layernorm_decoders import activation
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, SIZES, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.mamba_rows import (
-    StepLimit,
-    mamba_tensors,
-)
+from megalith.bridge.mamba_rows import StepLimit, mamba_tensors
 from megalith.bridge.rows import qkv, same
 from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WrittenKeys
 from megalith.config import ModelConfig

@@ -8,10 +8,7 @@ from typing import Any
 from megalith.bridge.families.llama import IGNORED, UNTIED
 from megalith.bridge.families.nemotron_h import NEMOTRON_H
 from megalith.bridge.family import Family
-from megalith.bridge.mamba_rows import (
-    ExpandedHeads,
-    StepLimit,
-)
+from megalith.bridge.mamba_rows import ExpandedHeads, StepLimit
 from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WrittenKeys
 from megalith.config import ModelConfig
 

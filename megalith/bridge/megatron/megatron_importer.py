@@ -19,10 +19,7 @@ from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
 from megalith.bridge.megatron.hybrid_rows import DELTA_NORM
 from megalith.bridge.megatron.legacy_reader import METADATA, read_legacy
-from megalith.bridge.megatron.megatron_names import (
-    LAYER,
-    plain_name,
-)
+from megalith.bridge.megatron.megatron_names import LAYER, plain_name
 from megalith.bridge.megatron.table import BERT, GPT, HYBRID
 from megalith.bridge.megatron.torch_dist_reader import LazyTensor, read_torch_dist
 from megalith.checkpoint.steps import CHECKPOINTS, list_steps

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from megalith.data.batch import Batch
-from megalith.dialects.accelerate.batch_masks import (
-    document_ends_from_mask,
-    padding_from_ids,
-)
+from megalith.dialects.accelerate.batch_masks import document_ends_from_mask, padding_from_ids
 from megalith.errors import ConfigError
 from megalith.models.loss import Loss
 

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from megalith.data.batch import Batch
 from megalith.data.masked_lm import BertBatch
 from megalith.data.pairs import T5Batch
-from megalith.dialects.accelerate.batch_masks import (
-    document_ids_of,
-)
+from megalith.dialects.accelerate.batch_masks import document_ids_of
 from megalith.dialects.accelerate.custom_step import CustomStep, split_batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import token_multiple

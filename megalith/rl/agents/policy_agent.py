@@ -18,10 +18,7 @@ from threading import current_thread, main_thread
 from typing import Any
 
 from megalith.config.rl import RlConfig
-from megalith.data.chat.call_formats import (
-    call_format,
-    tokenizer_response_template,
-)
+from megalith.data.chat.call_formats import call_format, tokenizer_response_template
 from megalith.data.chat.chat_template import template_of
 from megalith.data.chat.conversations import template_arguments
 from megalith.data.tokenizers.tokenizer import Tokenizer
