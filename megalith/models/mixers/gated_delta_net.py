@@ -11,6 +11,8 @@ rows is therefore a slice of heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
@@ -24,11 +26,25 @@ from megalith.models.runnable import runnable
 from megalith.ops.delta_rule import gated_delta_rule
 
 
-class GatedDeltaNet(Recurrent):
+class DeltaNet(Recurrent):
+    """Base class of mixers whose state follows the gated delta rule."""
+
+    def __init__(self) -> None:
+        super().__init__(gated_delta_rule)
+
+    def apply_rule(self, inputs: Sequence[Tensor], documents: Tensor | None, context: Context) -> Tensor:
+        """Return the rule's result for its `inputs` (ops/delta_rule.py), [batch, seq, value heads, value size]."""
+        if context.cache is not None:
+            return context.cache.delta_rule(*inputs)
+        rule = gated_delta_rule if context.layout.full_sequence else self.recurrence
+        return rule(*inputs, documents)
+
+
+class GatedDeltaNet(DeltaNet):
     """linear_in and linear_gates, convolution, delta rule, gated norm, linear_out."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
-        super().__init__(gated_delta_rule)
+        super().__init__()
         self.sharing = config.linear_num_value_heads // config.linear_num_key_heads
         self.sizes = config.linear_key_head_dim, config.linear_value_head_dim
         heads, (key, value) = config.linear_num_key_heads, self.sizes
@@ -64,12 +80,9 @@ class GatedDeltaNet(Recurrent):
         gates = self.linear_gates(x, context).view(context.batch, -1, heads, 2, self.sharing)
         beta, step = gates[..., 0, :].flatten(2).sigmoid(), gates[..., 1, :].flatten(2)
         inputs = query, key, value, self.decay(step), beta
-        if context.cache is None:
-            rule = gated_delta_rule if context.layout.full_sequence else self.recurrence
-            out = rule(*inputs, documents)
-        else:
-            out = context.cache.delta_rule(*inputs)
-        return self.linear_out(self.out_norm(out, gate).flatten(2), context)
+        return self.linear_out(
+            self.out_norm(self.apply_rule(inputs, documents, context), gate).flatten(2), context
+        )
 
 
 class Decay(nn.Module):

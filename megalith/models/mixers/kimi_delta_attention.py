@@ -19,17 +19,17 @@ from torch.nn.functional import silu, softplus
 from megalith.config import ModelConfig
 from megalith.local_shards import local
 from megalith.models.linear import Linear
-from megalith.models.mixers.recurrent import Recurrent, StateSizes
+from megalith.models.mixers.gated_delta_net import DeltaNet
+from megalith.models.mixers.recurrent import StateSizes
 from megalith.models.pass_context import Context
 from megalith.models.runnable import runnable
-from megalith.ops.delta_rule import gated_delta_rule
 
 
-class KimiDeltaAttention(Recurrent):
+class KimiDeltaAttention(DeltaNet):
     """linear_in, linear_gates and two low-rank projections, convolution, delta rule, gated norm, linear_out."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
-        super().__init__(gated_delta_rule)
+        super().__init__()
         hidden, heads = config.hidden_size, config.linear_num_key_heads
         self.sizes = key, value = config.linear_key_head_dim, config.linear_value_head_dim
         units, taps = heads * (2 * key + value), config.linear_conv_kernel_dim
@@ -65,12 +65,9 @@ class KimiDeltaAttention(Recurrent):
         gate = gate.view(*value.shape)
         share = self.linear_gates(x, context).view(*value.shape[:3]).sigmoid()
         inputs = query, key, value, self.time_step(decay.view(*query.shape)), share
-        if context.cache is None:
-            rule = gated_delta_rule if context.layout.full_sequence else self.recurrence
-            out = rule(*inputs, documents)
-        else:
-            out = context.cache.delta_rule(*inputs)
-        return self.linear_out(self.out_norm(out, gate).flatten(2), context)
+        return self.linear_out(
+            self.out_norm(self.apply_rule(inputs, documents, context), gate).flatten(2), context
+        )
 
 
 class ChannelDecay(nn.Module):
