@@ -169,3 +169,11 @@ def adapt(model: nn.Module, folder: Path) -> list[tuple[nn.Module, list[int], st
         by_expert = a.view(len(weight), rank, -1), b.view(len(b), rank, len(weight))
         weight += scale * torch.einsum("eri,ore->eoi", *by_expert)
     return rows
+
+
+def assert_equal_folders(first: Path, second: Path) -> None:
+    """Assert that two folders in PEFT's format have the same tensors, bit for bit, and the same configuration."""
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (first, second))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    one, other = (json.loads((folder / "adapter_config.json").read_bytes()) for folder in (first, second))
+    assert one == other

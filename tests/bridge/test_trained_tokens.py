@@ -7,8 +7,7 @@ import pytest
 import torch
 from default_cases import by_default
 from models.reference import CASES, VOCAB, random_reference
-from peft_formula import PREFIX, adapt, random_adapters, save
-from safetensors.torch import load_file
+from peft_formula import PREFIX, adapt, assert_equal_folders, random_adapters, save
 from torch.nn.functional import cross_entropy
 
 import megalith
@@ -105,14 +104,7 @@ def test_a_folder_goes_into_a_run_and_back_bitwise(hf_folder, tmp_path: Path, na
     still = {"optim.lr": 0.0, "train.train_iters": 1}
     loaded = run_config(base, tmp_path / "again", {"load": str(tmp_path / "peft")}, **still)
     export_adapters(megalith.train(loaded).checkpoint, tmp_path / "same", show_progress=False)
-    before, after = (
-        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("peft", "same")
-    )
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    configs = [
-        json.loads((tmp_path / folder / "adapter_config.json").read_bytes()) for folder in ("peft", "same")
-    ]
-    assert configs[0] == configs[1]
+    assert_equal_folders(tmp_path / "peft", tmp_path / "same")
 
 
 UNEVEN = {"pipeline_model_parallel_layout": "Ett|tL"}  # of three layers
