@@ -238,7 +238,7 @@ def read_yaml(path: str | Path) -> Tree:
         raise ConfigError(sentence)
     try:
         content = parse_yaml(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         message = " ".join(str(error).split()).replace(' in "<unicode string>",', " at")
         raise ConfigError(f"the run file {path} is not valid YAML: {message}") from None
     if content is not None and not isinstance(content, dict):
@@ -320,7 +320,7 @@ def begins_override(word: str) -> bool:
 def _parse_values(section: str, key: str, values: list[str]) -> Any:
     try:
         parsed = [parse_yaml(value) for value in values]
-    except (yaml.YAMLError, RecursionError):
+    except yaml.YAMLError:
         parsed = list(values)
     if not parsed:
         return True

@@ -1,4 +1,4 @@
-"""YAML loader that builds no objects from tags and rejects duplicate keys and excessive alias expansion."""
+"""YAML loader that builds no objects from tags and rejects duplicate keys, deep nesting and alias bombs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,35 @@ import yaml
 from yaml.composer import ComposerError
 
 MAX_NODES = 100_000  # after alias expansion; a blend of thousands of datasets has far fewer
+MAX_DEPTH = 100  # of sections and lists within each other; each level takes four frames of Python's stack
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the plain values of `text`. Raises yaml.YAMLError, or RecursionError for excessive nesting."""
+    """Return the plain values of `text`.
+
+    Raises:
+        yaml.YAMLError: it is malformed, repeats a key, nests deeper than MAX_DEPTH or expands to more than MAX_NODES.
+    """
     return yaml.load(text, Loader=_Loader)  # a SafeLoader
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys and excessive alias expansion before building values."""
+    """YAML loader that checks keys, nesting and alias expansion before it builds values."""
 
     def __init__(self, text: str):
         super().__init__(text)
         self._sizes: dict[int, int] = {}  # id of a finished node → number of nodes after alias expansion
+        self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         is_alias = self.check_event(yaml.AliasEvent)
+        if self._depth == MAX_DEPTH:
+            raise ComposerError(
+                None, None, f"it is nested more than {MAX_DEPTH} levels deep", self.peek_event().start_mark
+            )
+        self._depth += 1
         node = super().compose_node(parent, index)
+        self._depth -= 1
         if is_alias:
             if id(node) not in self._sizes:
                 raise ComposerError(None, None, "an alias refers to a node that contains it", node.start_mark)

@@ -216,7 +216,7 @@ def run_settings(folder: Path | StorePath) -> dict[str, str]:
 
     try:
         tree = parse_yaml(_text(folder / "config.yaml"))
-    except (yaml.YAMLError, ValueError, RecursionError, OSError):
+    except (yaml.YAMLError, ValueError, OSError):
         return {}
     sections = tree.items() if isinstance(tree, dict) else ()
     return {

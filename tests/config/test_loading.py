@@ -267,7 +267,9 @@ REFUSED = [
     ("train: !!python/object/new:os.system ['touch PWNED']", "not valid YAML.*python/object"),
     ("train: {seed: !!python/name:os.system }", "not valid YAML.*python/name"),
     ("a: &a [*a]", "an alias refers to a node that contains it"),
-    ("a: " + "[" * 5000, "not valid YAML"),
+    ("a: " + "[" * 5000, "not valid YAML: it is nested more than 100 levels deep"),
+    ("a: " + "[" * 100 + "]" * 100, "nested more than 100 levels deep"),
+    ("data: {shuffle: " + "[" * 97 + "]" * 97 + "}", "data.shuffle"),
     ("\x00", "not valid YAML"),
     ("%TAG ! tag:x,2024:\n--- !y {}", "not valid YAML"),
 ]  # fmt: skip

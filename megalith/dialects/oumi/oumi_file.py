@@ -32,7 +32,7 @@ def read_configuration(path: str | Path | None, overrides: Sequence[str] = ()) -
             tree = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the configuration {path} cannot be read: {error}") from None
-        except (yaml.YAMLError, RecursionError) as error:
+        except yaml.YAMLError as error:
             raise ConfigError(
                 f"the configuration {path} is not valid YAML: {' '.join(str(error).split())}"
             ) from None
