@@ -103,10 +103,25 @@ def test_code_for_gpus_has_changed_in_few_commits_since():
     )
 
 
-def test_a_resumed_run_of_the_gpu_tests_runs_what_was_not_reached(tmp_path):
+@pytest.fixture(scope="module")
+def runner():
+    """tests/gpu/run.py as a module."""
     spec = importlib.util.spec_from_file_location("gpu_run", ROOT / "tests" / "gpu" / "run.py")
     runner = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(runner)
+    return runner
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_no_client_of_mps_runs_the_tests_that_kill_ranks(runner, count):
+    hangs = str(ROOT / "tests" / "gpu" / "test_hang_gpu.py")
+    jobs = [job for stage in runner.with_mps(runner.stages("0123"[:count], 10)) for job in stage]
+    assert [hangs in job.options for job in jobs].count(True) == 1
+    for job in jobs:
+        assert not job.mps or f"--ignore={hangs}" in job.options
+
+
+def test_a_resumed_run_of_the_gpu_tests_runs_what_was_not_reached(runner, tmp_path):
     run = {"commit": "abc", "date": "2026-01-01", "gpus": ["X"], "torch": "2.11", "python": "3.12"}
     with pytest.raises(ValueError, match="no logs of a run to resume"):
         runner.prepare_logs(tmp_path, run, resume=True)

@@ -1,6 +1,6 @@
 """Run the tests of this folder on a machine with GPUs, within a time limit, and write a record of the result.
 
-    python tests/gpu/run.py --seconds 560 --logs build/gpu [--record tests/gpu/record.json] [--resume | --mended]
+    python tests/gpu/run.py --seconds 560 --logs build/gpu [--record FILE] [--resume | --mended] [--mps]
 
 Tests that measure time run first and alone. Then pytest-xdist sessions for one, two and four GPUs share the GPUs: each
 worker sees as many as its tests need. The record has the commit, the GPUs, the versions, and for each file how many
@@ -13,6 +13,9 @@ A commit that mends the failures of a run, and changes nothing else, need not ru
 that commit every test of the files with a failure, and what was not reached. The record keeps the first commit, and
 says which commit mended which tests.
 
+Processes on one GPU take turns, and a collective waits until all its ranks have theirs. With --mps, NVIDIA's MPS lets
+their kernels run at the same time. Tests that kill ranks stay outside it, because a killed client can end the others.
+
 record.json is of the last whole run. A later run without a failure that reached nearly all tests is latest.json.
 """
 
@@ -23,12 +26,15 @@ import datetime
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -39,6 +45,8 @@ ENDING = 15.0  # seconds that an interrupted job has to report what it did
 OUTCOMES = "passed", "failed", "skipped", "not_reached"
 RUN_FILE = "run.json"  # in the folder of logs: the commit, the GPUs and the version of torch of the run
 DONE_FILE = "done.txt"  # beside it: the tests that a resumed run leaves out
+HANGS = FOLDER / "test_hang_gpu.py"  # its tests kill ranks
+MPS = "nvidia-cuda-mps-control"
 
 
 class Job(NamedTuple):
@@ -46,6 +54,7 @@ class Job(NamedTuple):
     options: tuple[str, ...]  # of pytest
     groups: Sequence[Sequence[str]]  # GPUs: each worker sees one of these groups
     workers_per_group: int = 1
+    mps: bool = False  # the processes are clients of MPS, if it runs
 
     @property
     def gpus(self) -> list[str]:
@@ -75,11 +84,55 @@ def stages(gpus: Sequence[str], workers: int) -> list[list[Job]]:
     return [[measured, compared], [four_gpus, two_gpus, one_gpu]]
 
 
+def with_mps(all_stages: Sequence[Sequence[Job]]) -> list[list[Job]]:
+    """Return the stages whose last one uses MPS, apart from the tests that kill ranks."""
+    *first, last = all_stages
+    gpus = max((job.gpus for job in last), key=len)
+    hangs = Job("hangs", (str(HANGS),), [gpus])
+    return [*map(list, first), [hangs, *(_as_client(job) for job in last)]]
+
+
+def _as_client(job: Job) -> Job:
+    return job._replace(options=(*job.options, f"--ignore={HANGS}"), mps=True)
+
+
+@contextmanager
+def mps_daemon() -> Iterator[dict[str, str]]:
+    """Run NVIDIA's MPS daemon, and yield the environment of its clients.
+
+    Raises:
+        ValueError: It is not installed, or does not start.
+    """
+    if shutil.which(MPS) is None:
+        raise ValueError(f"{MPS} is not installed; run without --mps.")
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        if status := _mps_control(environment, "-d"):
+            raise ValueError(f"{MPS} -d ended with status {status}; run without --mps.")
+        try:
+            yield environment
+        finally:
+            _mps_control(environment, text="quit\n")
+
+
+def _mps_control(environment: dict[str, str], *options: str, text: str = "") -> int:
+    """Run the daemon's control program and return its exit status. Its output has no pipe: the daemon would keep it."""
+    return subprocess.run(
+        [MPS, *options],
+        input=text.encode(),
+        env=os.environ | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=60,
+    ).returncode
+
+
 class Runner:
     """Runs stages of jobs within a time limit."""
 
-    def __init__(self, seconds: float, logs: Path):
+    def __init__(self, seconds: float, logs: Path, mps: dict[str, str] | None = None):
         self._end, self._logs = time.monotonic() + seconds, logs
+        self._mps = mps or {}  # the environment of MPS's clients
         self.complete = True  # no job failed, was cut short or was not started
 
     def run(self, all_stages: Sequence[Sequence[Job]]) -> None:
@@ -115,6 +168,8 @@ class Runner:
             "MEGALITH_TEST_DONE": str(self._logs / DONE_FILE),
             "TORCHINDUCTOR_COMPILE_THREADS": "4",
         }
+        if job.mps:
+            environment |= self._mps
         with open(self._logs / f"{job.name}.log", "w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
             try:
@@ -249,7 +304,7 @@ def main() -> int:
         "--record", type=Path, help="write the record here; tests/gpu/record.json is the one in git"
     )
     parser.add_argument("--commit", help="of the tree that is tested (default: git's HEAD)")
-    names = "quiet-measured", "quiet-auto", "four_gpus", "two_gpus", "one_gpu"
+    names = "quiet-measured", "quiet-auto", "four_gpus", "two_gpus", "one_gpu", "hangs"
     parser.add_argument("--only", nargs="+", choices=names, help="jobs, in place of all of them")
     parser.add_argument(
         "--workers", type=int, default=10, help="processes per GPU that share the tests of one GPU"
@@ -262,6 +317,11 @@ def main() -> int:
         action="store_true",
         help="after a commit that only mends failures of the run in --logs: run their files and what it did not reach",
     )
+    parser.add_argument(
+        "--mps",
+        action="store_true",
+        help="share the GPUs by NVIDIA's MPS, with a job of its own for the hangs",
+    )
     args = parser.parse_args()
     run = described_run(args.commit)
     try:
@@ -269,12 +329,17 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     gpus = visible_gpus()
-    runner = Runner(args.seconds, args.logs)
+    all_stages = stages(gpus, args.workers)
     chosen = [
         [job for job in stage if not args.only or job.name in args.only]
-        for stage in stages(gpus, args.workers)
+        for stage in (with_mps(all_stages) if args.mps else all_stages)
     ]
-    runner.run(chosen)
+    try:
+        with mps_daemon() if args.mps else nullcontext() as mps:
+            runner = Runner(args.seconds, args.logs, mps)
+            runner.run(chosen)
+    except ValueError as error:
+        parser.error(str(error))
     files, failed, not_reached = outcomes(args.logs)
     record = record_of(files, failed, not_reached, runner.complete and not args.only, run)
     print()
