@@ -40,7 +40,7 @@ BY_DEFAULT = [
     "gpt2-pretrain-1gpu", "deepseek-v2-lite-pretrain-16gpu", "llama3.3-70b-sft-32gpu", "qwen3-14b-lora-1gpu",
     "llama3.1-8b-dpo-8gpu", "qwen2.5-0.5b-grpo-1gpu", "llama3.2-1b-distill-2gpu",
 ]  # fmt: skip
-IN_LAYOUT = ["qwen3-30b-a3b-sft-16gpu", "qwen3-32b-lora-2gpu"]
+IN_LAYOUT = ["qwen3-32b-lora-2gpu"]
 
 
 @pytest.fixture(scope="module")
