@@ -258,6 +258,7 @@ def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_data_show(args: Arguments) -> int:
+    from megalith.data.blend import parse_data_path
     from megalith.data.show import render_samples, show_samples
 
     if args.config is not None:
@@ -271,6 +272,13 @@ def run_data_show(args: Arguments) -> int:
     indices = _whole_numbers("--index", args.index or (None if positions else "0"))
     if not 0 <= args.seed < 2**32:
         raise ConfigError(f"--seed is {args.seed}; give one from 0 to 2^32 - 1")
+    tokenizer = None
+    if args.tokenizer_type:
+        from megalith.data.dataset_tokenizer import check_tokenizer
+        from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+
+        tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
+        check_tokenizer(parse_data_path(data_path)[0], tokenizer)
     samples = show_samples(
         data_path,
         args.seq_length,
@@ -285,12 +293,7 @@ def run_data_show(args: Arguments) -> int:
     if args.json:
         print(json.dumps(samples))
         return 0
-    decode = None
-    if args.tokenizer_type:
-        from megalith.data.tokenizers.open_tokenizer import build_tokenizer
-
-        decode = build_tokenizer(args.tokenizer_type, args.tokenizer_model).decode
-    print(render_samples(samples, decode))
+    print(render_samples(samples, tokenizer and tokenizer.decode))
     return 0
 
 

@@ -22,6 +22,7 @@ from typing import IO
 
 import numpy as np
 
+from megalith.data.dataset_tokenizer import DatasetTokenizer, merged_record, record_path
 from megalith.data.idx_format import (
     CODES,
     HEADER,
@@ -156,10 +157,27 @@ class IndexedWriter:
     they are removed. After a kill they remain under a name that no reader opens.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype | type, *, overwrite: bool = False) -> None:
-        """Open the files. Raise DataError if `dtype` is not in the format, or if a file exists and `overwrite` is
-        off."""
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: np.dtype | type,
+        *,
+        overwrite: bool = False,
+        tokenizer: DatasetTokenizer | None = None,
+    ) -> None:
+        """Open the files.
+
+        Args:
+            prefix: path or URL.
+            dtype: type of the tokens.
+            overwrite: replace existing files.
+            tokenizer: the tokenizer that makes the tokens, recorded in `{prefix}.tokenizer.json`; None: no record.
+
+        Raises:
+            DataError: `dtype` is not in the format, or a file exists and `overwrite` is off.
+        """
         self.bin_path, self.idx_path = file_pair(prefix)
+        self._tokenizer, self._record_path = tokenizer, record_path(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
             choices = ", ".join(str(d) for d in CODES)
@@ -167,7 +185,8 @@ class IndexedWriter:
         self._lengths = array("i")  # tokens of each sequence
         self._documents = array("q", [0])  # the document indices
         suffix = f"partial-{os.getpid()}-{secrets.token_hex(4)}"
-        self._partials = [Path(f"{path}.{suffix}") for path in (self.bin_path, self.idx_path)]
+        outputs = self.bin_path, self.idx_path, self._record_path
+        self._partials = [Path(f"{path}.{suffix}") for path in outputs]
         with data_errors(self.bin_path), contextlib.ExitStack() as cleanup:
             if isinstance(self.bin_path, Path):
                 cleanup.callback(_PrefixLock(prefix).close)
@@ -263,17 +282,35 @@ class IndexedWriter:
         if isinstance(self.idx_path, StorePath):
             self.idx_path.unlink(missing_ok=True)  # an old .idx must never be paired with a new .bin
             self._cleanup.pop_all().close()  # completes the upload of the .bin
+            self._record_path.unlink(missing_ok=True)
+            if (record := self._record()) is not None:
+                self._record_path.write(record)
             with self.idx_path.create() as file:
                 self._write_index(file)
             return
+        bin_partial, idx_partial, record_partial = self._partials
         sync_file(self._file)
-        with open(self._partials[1], "xb") as file:
+        with open(idx_partial, "xb") as file:
             self._write_index(file)
             sync_file(file)
         self.idx_path.unlink(missing_ok=True)
-        for partial, path in zip(self._partials, (self.bin_path, self.idx_path)):
-            os.replace(partial, path)
+        self._record_path.unlink(missing_ok=True)
+        os.replace(bin_partial, self.bin_path)
+        if (record := self._record()) is not None:
+            with open(record_partial, "xb") as file:
+                file.write(record)
+                sync_file(file)
+            os.replace(record_partial, self._record_path)
+        os.replace(idx_partial, self.idx_path)
         sync_folder(self.idx_path.parent)
+
+    def _record(self) -> bytes | None:
+        """Return the content of the tokenizer's record."""
+        if self._tokenizer is None:
+            return None
+        tokens = int(np.frombuffer(self._lengths, np.int32).sum(dtype=np.int64))
+        idx_bytes = HEADER.size + 12 * len(self._lengths) + 8 * len(self._documents)
+        return self._tokenizer.of_files(tokens * self.dtype.itemsize, idx_bytes).to_json()
 
     def _write_index(self, file: IO[bytes]) -> None:
         lengths, end = np.frombuffer(self._lengths, np.int32), 0
@@ -328,7 +365,8 @@ def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrit
     if not prefixes:
         raise DataError(f"nothing to merge into {output_prefix}; name at least one dataset prefix")
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    with IndexedWriter(output_prefix, datasets[0].dtype, overwrite=overwrite) as writer:
+    options = {"overwrite": overwrite, "tokenizer": merged_record(prefixes)}
+    with IndexedWriter(output_prefix, datasets[0].dtype, **options) as writer:
         for dataset in datasets:
             writer.add_dataset(dataset)
 

@@ -16,11 +16,12 @@ from megalith.config.rules.fine_tuning_rules import check_epochs
 from megalith.config.rules.notes import idle_notes
 from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import BoundaryRules
-from megalith.data.blend import build_datasets
+from megalith.data.blend import build_datasets, dataset_prefixes
 from megalith.data.chat.chat_dataset import ChatSplits, open_chat_data
 from megalith.data.chat.chat_template import read_template
 from megalith.data.dataset import SampleDataset, parse_split
 from megalith.data.dataset_kinds import load_dataset_kind
+from megalith.data.dataset_tokenizer import check_tokenizer
 from megalith.data.length_schedule import LengthSchedule
 from megalith.data.mixture import MixtureSettings, parse_schedule
 from megalith.data.streams.open_stream import stream_opener
@@ -73,6 +74,8 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
     check_optimizer(config.optim)
     boundary_rules(config, tokenizer)
     parse_split(config.data.split)
+    if tokenizer is not None:
+        check_tokenizer(dataset_prefixes(config.data), tokenizer, config.data)
     config = _with_short_evaluations(config, tokenizer)
     if config.checkpoint.export_hf:
         family_for(config.model)  # raises if the model has no Hugging Face architecture

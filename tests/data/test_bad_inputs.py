@@ -428,6 +428,8 @@ def test_a_tokenizer_that_does_not_match_stored_tokens_or_the_model_is_named(cap
     mismatch = (
         "data_text_document has token id .*but the vocabulary has 257; preprocess the data with this run's"
     )
+    check_refused(capsys, ["train", run_file(data)], "was made with .*tok.*but the tokenizer is Byte", CONFIG)
+    Path("data_text_document.tokenizer.json").unlink()
     check_refused(capsys, ["train", run_file(data)], mismatch)
     model = MODEL | {"vocab_size": 260}
     own = data | {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "tok"}

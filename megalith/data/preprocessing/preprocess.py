@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from megalith.config.data import TextDocuments
+from megalith.data.dataset_tokenizer import describe_tokenizer
 from megalith.data.indexed import IndexedWriter, best_dtype
 from megalith.data.inputs.blocks import MAX_DOCUMENT_BYTES, BadLine, DocumentBlock
 from megalith.data.inputs.hub_dataset import Source
@@ -130,7 +131,7 @@ def preprocess(
     text_documents: TextDocuments = "file",
     show_progress: bool = True,
 ) -> PreprocessSummary:
-    """Encode text into the indexed datasets `{output_prefix}_{key}_document.{bin,idx}`.
+    """Encode text into the indexed datasets `{output_prefix}_{key}_document.{bin,idx}`, with records of the tokenizer.
 
     Nothing gets its final name before everything is written. Worker processes import the main script, which must
     guard its start with `if __name__ == "__main__"`.
@@ -162,8 +163,9 @@ def preprocess(
     workers = _usable_cores() if workers is None else workers
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
+        made_by = describe_tokenizer(tokenizer, tokenizer.eod if append_eod else None)
         writers = [
-            stack.enter_context(IndexedWriter(prefix, dtype, overwrite=overwrite))
+            stack.enter_context(IndexedWriter(prefix, dtype, overwrite=overwrite, tokenizer=made_by))
             for prefix in summary.prefixes
         ]
         read_before, total = _file_offsets(paths)

@@ -56,7 +56,9 @@ def build_tokenizer(
         None if path is None else str(path) for path in (vocab_file, merge_file, tokenizer_model)
     )
     paths = TokenizerPaths(model, vocab_file, merge_file, vocab_size)
-    return _tokenizer_class(tokenizer_type).from_paths(paths)
+    tokenizer = _tokenizer_class(tokenizer_type).from_paths(paths)
+    tokenizer.path = model or vocab_file or ""
+    return tokenizer
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -75,6 +77,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         ) from error
     names = [*kind.required_files, *(name for name in kind.optional_files if (folder / name).exists())]
     tokenizer = kind({name: read_file(folder / name, "tokenizer file", folder) for name in names}, vocab_size)
+    tokenizer.path = str(folder)
     if tokenizer.fingerprint != fingerprint:
         raise DataError(
             f"the tokenizer in {str(folder)!r} has fingerprint {tokenizer.fingerprint[:12]}, but was saved "

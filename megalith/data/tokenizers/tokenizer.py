@@ -45,6 +45,9 @@ class Tokenizer(ABC):
     encodes_without_lock: ClassVar[bool] = False
     """True if `encode_batch` lets other Python threads run."""
 
+    path: str = ""
+    """Path or name that it was built from, for messages; "" if unknown."""
+
     vocab_size: int
     eod: int | None
 
