@@ -15,6 +15,7 @@
 #   make types  has mypy, in an environment of its own, read what megalith exports and a program that uses it
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported and save what is imported, compares samples
+#   make google-store  installs gcsfs beside .venv, reads and writes gs:// through a server of this machine
 #   make sizes   writes docs/sizes.md, from the planner; make accuracy  docs/plan_accuracy.md; make pictures  draws docs/images/
 #   make recipes  writes megalith/recipes/files, by the planner
 #   make llms    writes llms.txt, the list of the pages for language models
@@ -36,7 +37,7 @@ PYTEST := $(BIN)/python -m pytest tests $(SPREAD)
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock train test test-quick test-all test-site test-docs first-hour notebooks test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults faults-1000 mutants sizes accuracy pictures llms recipes lint dist workflows dockerfile clean
+.PHONY: setup lock train test test-quick test-all test-site test-docs first-hour notebooks test-install test-minimum types docs docs-serve megatron-core google-store cluster-models accelerate-example faults faults-1000 mutants sizes accuracy pictures llms recipes lint dist workflows dockerfile clean
 
 setup: $(READY)
 
@@ -208,6 +209,13 @@ megatron-core: $(MEGATRON)/megatron $(MEGATRON_NEWEST)/megatron
 	    done; \
 	done
 	PYTHONPATH=$(CURDIR):$(MEGATRON) $(BIN)/python tests/bridge/hybrids_from_megatron_core.py
+
+GOOGLE_STORE := .google-store
+$(GOOGLE_STORE)/gcsfs: | $(READY)
+	$(BIN)/pip install --quiet --target $(GOOGLE_STORE) gcsfs==2026.10.1
+
+google-store: $(GOOGLE_STORE)/gcsfs
+	PYTHONPATH=$(CURDIR):$(GOOGLE_STORE) $(BIN)/python -m pytest -q -n0 -k gs tests/data/test_store_inputs.py
 
 CLUSTER_MODELS := .cluster-models
 $(CLUSTER_MODELS)/kubeflow_trainer_api: | $(READY)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -115,23 +116,33 @@ class StorePath:
         return StorePath(f"{self._scheme}://{self._name.rpartition('/')[0]}")
 
     def exists(self) -> bool:
-        return self._info() is not None
+        return self.kind() is not None
 
     def is_dir(self) -> bool:
         """Return True if an object's name starts with this path."""
-        return (self._info() or {}).get("type") == "directory"
+        return self.kind() == "directory"
 
     def is_file(self) -> bool:
-        return (self._info() or {}).get("type") == "file"
+        return self.kind() == "file"
+
+    def kind(self) -> str | None:
+        """Return "file" for an object, "directory" for the start of the names of others, else None."""
+        try:
+            return self._existing_info()["type"]
+        except FileNotFoundError:
+            return None
 
     def size(self) -> int:
         """Return the size of the object in bytes."""
-        return self._existing_info()["size"]
+        return self.stat()[0]
 
     def version(self) -> str:
         """Return a value that changes whenever the object is written."""
-        info = self._existing_info()
-        return str(next((info[key] for key in ("ETag", "generation", "created") if key in info), info))
+        return self.stat()[1]
+
+    def stat(self) -> tuple[int, str]:
+        """Return `size()` and `version()` in one request."""
+        return _size_and_version(self._existing_info())
 
     def modified(self) -> datetime:
         """Return when the object was last written."""
@@ -148,12 +159,24 @@ class StorePath:
         except FileNotFoundError:
             return []
 
-    def glob(self) -> list[StorePath]:
-        """Return the objects that match this path, in which `*` and `?` are wildcards, sorted by name."""
+    def glob(self) -> dict[StorePath, str]:
+        """Return what matches this path, in which `*` and `?` are wildcards, sorted by name, with its `kind`."""
         with self.asking() as store:
-            return [
-                StorePath(f"{self._scheme}://{name.strip('/')}") for name in sorted(store.glob(self._name))
-            ]
+            matches = store.glob(self._name, detail=True)
+        return {
+            StorePath(f"{self._scheme}://{name.strip('/')}"): matches[name]["type"]
+            for name in sorted(matches)
+        }
+
+    def stats(self) -> dict[StorePath, tuple[int, str]]:
+        """Return the `stat` of every object one level below this path, with few requests."""
+        with self.asking() as store:
+            infos = store.ls(self._name, detail=True)
+        return {
+            self / info["name"].rstrip("/").rpartition("/")[2]: _size_and_version(info)
+            for info in infos
+            if info["type"] == "file"
+        }
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of every object below this path, by relative name."""
@@ -234,12 +257,6 @@ class StorePath:
         with self.asking() as store:
             return store.info(self._name)
 
-    def _info(self) -> dict[str, Any] | None:
-        try:
-            return self._existing_info()
-        except FileNotFoundError:
-            return None
-
     @contextmanager
     def asking(self) -> Iterator[Any]:
         """Yield the store's connection, and turn its errors into OSError with a reason."""
@@ -292,7 +309,25 @@ def _store(scheme: str, process: int) -> Any:
     """Return this process's connection to the stores of a scheme, without a cache of listings."""
     import fsspec
 
+    if scheme == "gs":
+        _say_once(logging.getLogger("gcsfs"))
     return fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False)
+
+
+def _say_once(logger: logging.Logger) -> None:
+    """Let each message of a logger through once. gcsfs repeats with every request that the bucket has no layout."""
+    passed: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not (message in passed or passed.add(message))
+
+    logger.addFilter(is_new)
+
+
+def _size_and_version(info: dict[str, Any]) -> tuple[int, str]:
+    version = next((info[key] for key in ("ETag", "generation", "created") if key in info), info)
+    return int(info["size"]), str(version)
 
 
 def _reason(error: Exception) -> str:

@@ -146,11 +146,11 @@ class TokenFile:
     def __init__(self, path: Path | StorePath):
         self._path = path
         with _read_errors(path):
-            self.size = size_of(path)
             if isinstance(path, StorePath):
-                self._version = path.version()
+                self.size, self._version = path.stat()
                 self._read_part = self._read_cached_block
                 return
+            self.size = size_of(path)
             self._file = FileIO(path)
         self._read_part = lambda count, start: os.pread(self._file.fileno(), count, start)
         # Samples are read in random order, so read-ahead would waste megabytes per sample.

@@ -303,9 +303,6 @@ def test_the_network_is_retried_from_the_block_that_failed(texts):
     class Remote(Shard):
         is_remote = True
 
-        def version(self):
-            return []
-
     reader = Flaky("text", "file", pauses.append)
     blocks = reader.blocks(Remote(Path("texts/0.jsonl")), 0)
     assert [next(blocks)[0] for _ in range(9)] == list(range(9))  # each attempt reads one block further

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.remote import StorePath
 
+LISTED = 4  # objects of a folder from which on it is listed
 Item = TypeVar("Item")
 Version = tuple[str, int, int | str]  # name, bytes, and time of the last change in ns, or the store's version
 
@@ -23,22 +25,38 @@ def source_versions(sources: Sequence[Source]) -> list[Version]:
         DataError: a dataset of the hub cannot be loaded.
         OSError: a file cannot be read.
     """
-    return [version for source in sources for version in _versions(source)]
+    return [version for versions in versions_by_source(sources).values() for version in versions]
+
+
+def versions_by_source(sources: Sequence[Source]) -> dict[Source, list[Version]]:
+    """Return `source_versions` by source. Objects in a store are listed, with few requests."""
+    parents = Counter(source.parent for source in sources if isinstance(source, StorePath))
+    listed: dict[StorePath, tuple[int, str]] = {}
+    for parent, count in parents.items():
+        if count >= LISTED:
+            listed |= parent.stats()
+    return {
+        source: [(str(source), *listed[source])] if source in listed else _versions(source)
+        for source in sources
+    }
 
 
 def steady(source: Source, items: Iterator[Item]) -> Iterator[Item]:
     """Yield the items read from a source. Raise DataError at their end if its files have changed or are gone."""
-    before = current_versions(source)
+    before = current_versions([source])
     yield from items
-    check_unchanged(source, before, current_versions(source))
+    check_unchanged(source, before[source], current_versions([source])[source])
 
 
-def current_versions(source: Source) -> list[Version]:
-    """Return the versions of a source's files; none for a dataset of the hub. Raise DataError if a file is gone."""
+def current_versions(sources: Sequence[Source]) -> dict[Source, list[Version]]:
+    """Return the versions of each source's files; none for datasets of the hub. Raise DataError if a file is gone."""
+    hub = [source for source in sources if isinstance(source, HubDataset)]
     try:
-        return [] if isinstance(source, HubDataset) else source_versions([source])
+        files = versions_by_source([source for source in sources if not isinstance(source, HubDataset)])
     except OSError as error:
-        raise DataError(f"cannot read {source}: {error.strerror or error}; check the path") from error
+        name = error.filename or ", ".join(map(str, sources))
+        raise DataError(f"cannot read {name}: {error.strerror or error}; check the path") from error
+    return files | {source: [] for source in hub}
 
 
 def check_unchanged(name: Any, before: Sequence[Version], now: Sequence[Version]) -> None:
@@ -65,7 +83,7 @@ def add_tokenizer(digest: Any, tokenizer: Tokenizer) -> None:
 
 def _versions(source: Source) -> list[Version]:
     if isinstance(source, StorePath):
-        return [(str(source), source.size(), source.version())]
+        return [(str(source), *source.stat())]
     if isinstance(source, HubDataset):
         if source.arguments["streaming"]:
             raise ConfigError(

@@ -53,15 +53,15 @@ def expand_inputs(inputs: Sequence[str | Path | Source], notes: list[str] | None
     sources: list[Source] = []
     for pattern in inputs:
         try:
-            matches = [pattern] if isinstance(pattern, HubDataset) else _matches(str(pattern))
+            matches = {pattern: True} if isinstance(pattern, HubDataset) else _matches(str(pattern))
         except OSError as error:
             raise DataError(
                 f"cannot look for {str(pattern)!r}: {error.strerror or error}; check the path"
             ) from None
         if not matches:
             raise DataError(f"no file matches the input {str(pattern)!r}; check the path")
-        for match in matches:
-            sources += _files_of(match, [] if notes is None else notes)
+        for match, is_source in matches.items():
+            sources += [match] if is_source else _files_of(match, [] if notes is None else notes)
     if not sources:
         raise DataError("no input; name at least one file, such as text.jsonl")
     seen: set[Source] = set()
@@ -166,22 +166,22 @@ def _suffix(source: Source) -> str:
     return content_suffix(source) if content_suffix(source) in ENDINGS else ".jsonl"
 
 
-def _matches(pattern: str) -> list[Source]:
+def _matches(pattern: str) -> dict[Source, bool]:
+    """Return what matches the name of an input, with False for folders of several files."""
     if pattern.startswith(SCHEME):
-        return [HubDataset(pattern)]
+        return {HubDataset(pattern): True}
     path = open_location(pattern)
-    if path.exists():
-        return [path]
     if isinstance(path, StorePath):
-        return [*path.glob()]
-    return [*map(Path, sorted(glob.glob(pattern, recursive=True)))]
+        kind = path.kind()
+        kinds = path.glob() if kind is None else {path: kind}
+        return {match: kind == "file" for match, kind in kinds.items()}
+    paths = [path] if path.exists() else map(Path, sorted(glob.glob(pattern, recursive=True)))
+    return {path: path.is_file() or is_saved_dataset(path) for path in paths}
 
 
-def _files_of(source: Source, notes: list[str]) -> list[Source]:
-    """Return the files below a folder, sorted by name; [source] for other sources."""
-    if isinstance(source, HubDataset) or source.is_file() or is_saved_dataset(source):
-        return [source]
-    if not source.is_dir():
+def _files_of(source: Path | StorePath, notes: list[str]) -> list[Source]:
+    """Return the files below a folder, sorted by name."""
+    if isinstance(source, Path) and not source.is_dir():
         raise DataError(f"the input {str(source)!r} is neither a file nor a folder; check the path")
     if isinstance(source, StorePath):
         names = sorted(source.sizes())

@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megalith.config.data import TextDocuments
@@ -28,6 +27,8 @@ class Shard:
     source: Source
     number: int = 0
     count: int = 1
+    versions: tuple[Version, ...] = ()
+    """Versions of the files when the run started; none for a dataset of the hub."""
 
     def __str__(self) -> str:
         return str(self.source) if self.count == 1 else f"{self.source} (shard {self.number} of {self.count})"
@@ -37,18 +38,19 @@ class Shard:
         return isinstance(self.source, StorePath | HubDataset)
 
     def identity(self) -> list[Any]:
-        """Return the name, and the size and modification time (ns) of a local file, as JSON.
+        """Return the name, the size and the stamp, as JSON; None where a dataset of the hub has none.
 
-        Name and size must be the same when a run is resumed.
+        The stamp is the last modification time (ns) of local files, and the store's version of an object. A resumed
+        run needs the same name and size, and the same version of an object.
         """
-        if not (isinstance(self.source, Path) and self.source.is_file()):
+        if not self.versions:
             return [str(self), None, None]
-        stat = self.source.stat()
-        return [str(self), stat.st_size, stat.st_mtime_ns]
-
-    def version(self) -> list[Version]:
-        """Return size and modification time of the files, which show a change; nothing for datasets of the hub."""
-        return current_versions(self.source)
+        stamps = [stamp for _, _, stamp in self.versions]
+        return [
+            str(self),
+            sum(size for _, size, _ in self.versions),
+            stamps[0] if len(stamps) == 1 else max(stamps),
+        ]
 
 
 def list_shards(entry: str, notes: list[str] | None = None) -> list[Shard]:
@@ -60,17 +62,20 @@ def list_shards(entry: str, notes: list[str] | None = None) -> list[Shard]:
         DataError: a file is missing, or the hub cannot be reached.
     """
     shards: list[Shard] = []
-    for source in expand_inputs([entry], notes):
+    sources = expand_inputs([entry], notes)
+    versions = current_versions(sources)
+    for source in sources:
         count = 1
         if isinstance(source, HubDataset):
             dataset = source.load()  # before the first step, so that a wrong name is not retried
             count = dataset.num_shards if source.arguments["streaming"] else 1
-        shards += [Shard(source, number, count) for number in range(count)]
+        files = tuple(versions[source])
+        shards += [Shard(source, number, count, files) for number in range(count)]
     return shards
 
 
 class ShardReader:
-    """Reads the blocks of shards, and keeps the versions of those that it has opened.
+    """Reads the blocks of shards, and compares their versions with those at the start of the run.
 
     Args:
         text_key: key or column of the text.
@@ -82,7 +87,6 @@ class ShardReader:
         self, text_key: str, text_documents: TextDocuments, pause: Callable[[float], None] = time.sleep
     ):
         self._keys, self._text_documents, self._pause = [text_key], text_documents, pause
-        self._versions: dict[Shard, list[Version]] = {}
         self._hub: dict[HubDataset, Any] = {}
 
     def blocks(self, shard: Shard, first: int) -> Iterator[tuple[int, DocumentBlock]]:
@@ -91,7 +95,7 @@ class ShardReader:
         An error of the network is retried from the block that failed.
 
         Raises:
-            DataError: the shard cannot be read, or has changed since it was first opened.
+            DataError: the shard cannot be read, or has changed since the run started.
         """
         at, failures = first, 0
         while True:
@@ -130,8 +134,9 @@ class ShardReader:
         )
 
     def _check_version(self, shard: Shard) -> None:
-        now = shard.version()
-        check_unchanged(shard, self._versions.setdefault(shard, now), now)
+        if shard.versions:
+            now = current_versions([shard.source])[shard.source]
+            check_unchanged(shard, list(shard.versions), now)
 
 
 def _may_pass(error: DataError, shard: Shard) -> bool:

@@ -170,19 +170,32 @@ class TextStream(SampleStream):
                 f"reads it with {self.settings.lanes}; set data.stream_lanes to {len(saved['lanes'])}, or "
                 "start a new run with model.init_from set to the checkpoint"
             )
+        self._touched = []
         for was, now in zip(saved["shards"], shards):
-            if list(was[:2]) != now[:2]:
+            if _differ(was, now):
                 raise DataError(
                     f"{self.name} has changed since the checkpoint: {_described(was)} is {_described(now)} now; "
                     + way_out
                 )
-        self._touched = [now[0] for was, now in zip(saved["shards"], shards) if was[2:] and was[2] != now[2]]
+            if was[2:] and was[2] is not None and was[2] != now[2]:
+                self._touched.append(now[0])
         if len(saved["shards"]) != len(shards):
             raise DataError(
                 f"{self.name} has {len(shards):,} shards, and {len(saved['shards']):,} at the checkpoint; {way_out}"
             )
 
 
+def _differ(was: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Return True if two identities of a shard have another name, size or version in a store.
+
+    Checkpoints of earlier commits have no size of objects and saved datasets.
+    """
+    name, size, stamp = [*was, None][:3]
+    other_version = isinstance(stamp, str) and stamp != now[2]
+    return name != now[0] or (size is not None and size != now[1]) or other_version
+
+
 def _described(shard: Sequence[Any]) -> str:
-    name, size, *_ = shard
-    return str(name) if size is None else f"{name} ({size:,} bytes)"
+    name, size, stamp = [*shard, None][:3]
+    version = f", version {stamp}" if isinstance(stamp, str) else ""
+    return str(name) if size is None else f"{name} ({size:,} bytes{version})"
