@@ -75,6 +75,8 @@ def plan_text(plan: dict[str, Any], steps: int) -> str:
         if source["last_weight"] != source["weight"]:
             weight += f" to {100 * source['last_weight']:.1f} %"
         epochs = "-" if source["epochs"] is None else f"{source['epochs']:.2f}"
+        if source.get("estimated") and source["epochs"] is not None:
+            epochs = f"about {epochs}"
         name = source["source"] + (" (capped)" if source["capped"] else "")
         table.append((name, weight, f"{source['samples']:,}", f"{source['tokens']:,}", epochs))
     lines += _columns(table)

@@ -24,6 +24,8 @@ from megalith.data.masked_lm import SentenceSamples
 from megalith.data.packed_dataset import PackedDataset
 from megalith.data.source_plan import source_plan
 from megalith.data.streams.stream import SampleStream
+from megalith.data.streams.stream_statistics import estimated_epochs, stream_statistics
+from megalith.data.streams.text_stream import TextStream
 from megalith.data.text_data import source_name
 from megalith.errors import ConfigError, DataError
 from megalith.remote import open_location
@@ -143,14 +145,20 @@ class RunData:
 
     def plan(self) -> dict[str, Any]:
         """Return samples, tokens and epochs of each training source over the run, and `steps`."""
-        if not isinstance(self.data.train, BlendedDataset | GPTDataset | PackedDataset | SentenceSamples):
+        planned = BlendedDataset | GPTDataset | PackedDataset | SentenceSamples | TextStream
+        if not isinstance(self.data.train, planned):
             raise ConfigError(
                 "data plan needs pre-training data in data.data_path or data.train_data_path; for other data use "
                 "megalith data stats --config"
             )
         steps = self.sizes.iterations(self.config.train)
         samples = self.sizes.samples_for_iterations(steps)
-        return {"steps": steps, **source_plan(self.data.train, samples, self.config.data.seq_length)}
+        plan = {"steps": steps, **source_plan(self.data.train, samples, self.config.data.seq_length)}
+        for (part, _), source in zip(_parts(self.data.train), plan["sources"], strict=True):
+            if isinstance(part, TextStream):
+                source["epochs"] = estimated_epochs(stream_statistics(part.settings), source["tokens"])
+                source["estimated"] = True
+        return plan
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics of the data by split, and the samples and tokens of each source in the training samples."""
@@ -192,6 +200,13 @@ def _statistics(dataset: SampleDataset, samples: int) -> dict[str, Any]:
         }
     sources = {}
     for part, share in _parts(dataset):
+        if isinstance(part, TextStream):
+            source = {"samples": round(share * samples)}
+            source["tokens"] = source["samples"] * part.settings.seq_length
+            about = stream_statistics(part.settings)
+            source["epochs"] = estimated_epochs(about, source["tokens"])
+            sources[part.name] = {**source, "stream": True, **about}
+            continue
         [indexed] = list(indexed_datasets(part)) or [None]
         if indexed is None:
             continue
@@ -214,5 +229,5 @@ def _parts(dataset: SampleDataset) -> Iterator[tuple[SampleDataset, float]]:
         yield dataset, 1.0
         return
     counts = dataset.sample_counts()
-    for part, count in zip(dataset.datasets, counts):
+    for part, count in zip(dataset.datasets, counts, strict=True):
         yield part, count / sum(counts)

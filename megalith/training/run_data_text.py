@@ -33,10 +33,12 @@ def _source_lines(split: str, values: dict[str, Any]) -> list[str]:
     for name, source in values["sources"].items():
         lines.append(f"{name}:")
         if "samples" in source:
-            text = f"  {source['samples']:,} samples, {source['epochs']} epochs"
+            text = f"  {source['samples']:,} samples, {_epochs(source)}"
             if total and "tokens" in source:
                 text += f", {source['tokens']:,} tokens of the run ({100 * source['tokens'] / total:.1f} %)"
             lines.append(text)
+        if source.get("stream"):
+            lines += _indented(_stream_lines(source))
         lines += _indented(render_lengths(source["documents"], "documents"))
         if "packing" in source:
             lines.append(
@@ -48,6 +50,31 @@ def _source_lines(split: str, values: dict[str, Any]) -> list[str]:
                 f"{source['longer_documents']:,} are longer than a sample"
             )
         lines.append("")
+    return lines
+
+
+def _epochs(source: dict[str, Any]) -> str:
+    if not source.get("stream"):
+        return f"{source['epochs']} epochs"
+    return (
+        "an unknown number of epochs" if source["epochs"] is None else f"about {source['epochs']:.2f} epochs"
+    )
+
+
+def _stream_lines(source: dict[str, Any]) -> list[str]:
+    """Return what is known of a stream, and the extent of the sample that its statistics are from."""
+    text = f"a stream of {source['shards']:,} shards in {source['lanes']:,} lanes"
+    if source["bytes"] is not None:
+        text += f", {source['bytes']:,} bytes"
+    if source["estimated_tokens"] is not None:
+        text += (
+            f", about {source['estimated_documents']:,} documents and {source['estimated_tokens']:,} tokens"
+        )
+    lines = [text, f"a sample of documents from {source['sampled_shards']:,} of the shards:"]
+    if source["empty"]:
+        lines.append(f"{source['empty']:,} documents without tokens")
+    if source["unusable"]:
+        lines.append(f"{source['unusable']:,} unusable documents; the first: {source['first_unusable']}")
     return lines
 
 
