@@ -102,6 +102,17 @@ def test_a_preset_is_written_in_the_family_that_it_was_published_in(preset: str,
     assert family_for(model).model_type == model_type
 
 
+def test_a_hybrid_without_experts_is_written_in_the_family_whose_models_have_none() -> None:
+    model = ModelConfig(**CASES["qwen3.5"][1])
+    assert family_for(model).model_type == "qwen3_5_text"
+    assert family_for(ModelConfig(**CASES["qwen3.5-moe"][1])).model_type == "qwen3_next"
+    for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "MixtralForCausalLM"):
+        with pytest.raises(
+            ConfigError, match="num_experts None, not a number: models of this family have experts"
+        ):
+            FAMILIES[name].write_config(model)
+
+
 def test_a_model_that_no_family_can_say_is_refused_with_what_the_nearest_lack() -> None:
     model = ModelConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=100, max_position_embeddings=64,
