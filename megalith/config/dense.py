@@ -345,7 +345,9 @@ class DenseSettings(Section):
     )
     """MLA: add learned position embeddings in addition to RoPE, as Megatron-LM can."""
 
-    mtp_num_layers: Annotated[PositiveInt | None, ROTARY_ONLY] = None
+    mtp_num_layers: Annotated[
+        PositiveInt | None, RequiresSetting("position_embedding_type", "rope", "none", strict=True)
+    ] = None
     """Number of multi-token prediction (MTP) layers; each predicts one token further in training (DeepSeek-V3)."""
 
     mtp_loss_scaling_factor: Annotated[PositiveFloat, Decides.UPDATES, RequiresSetting("mtp_num_layers")] = (

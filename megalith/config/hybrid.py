@@ -64,7 +64,8 @@ class HybridModel(MupModel):
         RequiresSetting("experimental_attention_variant", None, strict=True),
     ] = None
     """Layers with a single branch, one letter per layer: M Mamba-2, G gated delta net, * attention, - MLP, E experts
-    (Nemotron-H). Default: every layer has a mixer and an MLP or experts."""
+    (Nemotron-H). Default: every layer has a mixer and an MLP or experts. Layers of mtp_num_layers have attention and
+    experts, or attention and an MLP if the model has no experts."""
 
     parallel_mixers: Annotated[
         bool, RequiresSetting("experimental_attention_variant", "mamba2", strict=True)
@@ -193,7 +194,7 @@ class HybridModel(MupModel):
         """Return True if layer number `layer` (from 0) has attention."""
         pattern = self.pattern_layers
         if pattern is not None:
-            return pattern[layer] == "attention"
+            return layer >= self.num_layers or pattern[layer] == "attention"
         return self.parallel_mixers or layer >= self.num_layers or layer not in self.linear_attention_layers
 
     @property
@@ -204,7 +205,7 @@ class HybridModel(MupModel):
     def has_mlp(self, layer: int) -> bool:
         """Return True if layer number `layer` (from 0) has an MLP or experts."""
         pattern = self.pattern_layers
-        return pattern is None or pattern[layer] in ("mlp", "experts")
+        return pattern is None or layer >= self.num_layers or pattern[layer] in ("mlp", "experts")
 
     @property
     def mamba_heads(self) -> int:

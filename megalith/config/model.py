@@ -131,7 +131,8 @@ class ModelConfig(HybridModel):
         if self.num_experts is None:
             return []
         if self.pattern_layers is not None:
-            return [layer for layer, branch in enumerate(self.pattern_layers) if branch == "experts"]
+            layers = [layer for layer, branch in enumerate(self.pattern_layers) if branch == "experts"]
+            return layers + self.mtp_layers
         frequency = self.moe_layer_freq
         if isinstance(frequency, int):
             layers = list(range(0, self.num_layers, frequency))

@@ -319,7 +319,7 @@ def layer_class(config: ModelConfig, number: int, cross: bool = False) -> type[T
                 "apply_residual_connection_post_layernorm; leave them out"
             )
         topology = CrossAttentionLayer
-    elif config.pattern_layers is not None:
+    elif config.pattern_layers is not None and number < config.num_layers:
         topology = BRANCHES.get(config.pattern_layers[number], MixerLayer)
     elif config.parallel_mixers and number in config.linear_attention_layers:
         topology = ParallelMixersLayer

@@ -58,7 +58,7 @@ class MetaModel:
         self.layer_numbers = [*range(model.num_layers), *model.mtp_layers]
         special = set(model.expert_layers), set(model.mtp_layers)
         mixers = {number: model.recurrent_mixer(number) for number in model.linear_attention_layers}
-        pattern = model.pattern_layers or [None] * len(self.layer_numbers)
+        pattern = [*(model.pattern_layers or [None] * model.num_layers), *[None] * len(model.mtp_layers)]
         adapted = _adapter_ranks(model, lora)
         kinds = {
             number: (

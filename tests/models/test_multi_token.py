@@ -134,3 +134,47 @@ def test_further_layers_are_counted_and_left_out_without_a_future():
     plain = Transformer(CONFIG.model_copy(update={"mtp_num_layers": None}))
     initialize(plain, plain.config, seed=1)
     assert torch.equal(model(tokens[:, :SEQ]), plain(tokens[:, :SEQ]))
+
+
+def branches(name: str) -> str:
+    """The name of a parameter of a model with two layers in one whose layers have a branch each."""
+    if not name.startswith(("layers.0.", "layers.1.")):
+        return name.replace("layers.2.", "layers.4.")
+    _, layer, rest = name.split(".", 2)
+    return f"layers.{2 * int(layer) + ('mlp' in rest)}.{rest}"
+
+
+def test_mtp_layers_after_layers_with_a_single_branch_are_those_after_whole_layers():
+    whole = CONFIG.model_copy(update={"mtp_num_layers": 1})
+    single = ModelConfig(
+        **whole.model_dump(exclude_unset=True) | dict(num_layers=4, hybrid_layer_pattern="*-*-")
+    )
+    models = [Transformer(config) for config in (whole, single)]
+    initialize(models[0], whole, seed=1)
+    state = {branches(name): value for name, value in models[0].state_dict().items()}
+    models[1].load_state_dict(state)
+    tokens = torch.randint(0, 30, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    losses, mask = [], torch.ones(BATCH, SEQ)
+    for model in models:
+        ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        inputs = LossInputs(mtp_targets=make_mtp_targets(labels, mask, None, 1))
+        losses.append(model(ids, labels=labels, loss_mask=mask, loss_inputs=inputs))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    parameters = dict(models[1].named_parameters())
+    for name, parameter in models[0].named_parameters():
+        torch.testing.assert_close(
+            parameters[branches(name)].grad, parameter.grad, rtol=1e-5, atol=1e-7, msg=name
+        )
+
+
+def test_mtp_layers_of_a_pattern_with_experts_have_experts_and_are_counted():
+    pattern = dict(num_layers=3, hybrid_layer_pattern="ME*", num_experts=4, moe_grouped_gemm=False,
+                   position_embedding_type="none", mamba_num_heads=4, mamba_head_dim=8, mamba_num_groups=2)  # fmt: skip
+    config = ModelConfig(**CONFIG.model_dump(exclude_unset=True) | pattern)
+    model = Transformer(config)
+    assert config.expert_layers == [1, 3, 4] and config.attention_layers == [2, 3, 4]
+    assert all(model.layers[number].has_experts for number in ("1", "3", "4"))
+    counted = count_parameters(config, padded_vocab=False).total
+    padded = 2 * (config.padded_vocab_size - config.vocab_size) * config.hidden_size
+    assert counted + padded == sum(parameter.numel() for parameter in model.parameters())

@@ -244,6 +244,11 @@ class PatternLayers:
 
     def write(self, model: ModelConfig) -> Tree:
         pattern = model.hybrid_layer_pattern
+        if model.mtp_num_layers:
+            raise ConfigError(
+                f"mtp_num_layers {model.mtp_num_layers}, which is not supported in Megatron's files of models with "
+                "hybrid_layer_pattern"
+            )
         mamba = {name: getattr(model, name) for name in MAMBA_SIZES} | {"mamba_num_heads": model.mamba_heads}
         delta = {name: getattr(model, name) for name in DELTA_SIZES}
         is_newer = "G" in pattern  # only the later releases have gated delta nets in a pattern

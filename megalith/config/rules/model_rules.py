@@ -325,7 +325,6 @@ def _check_pattern(model: ModelConfig) -> None:
         )
     required = {
         "model_type": (model.model_type, "gpt"),
-        "mtp_num_layers": (model.mtp_num_layers, None),
         "parallel_attn_mlp": (model.parallel_attn_mlp, False),
         "apply_residual_connection_post_layernorm": (model.apply_residual_connection_post_layernorm, False),
     }

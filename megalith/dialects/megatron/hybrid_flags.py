@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 PATTERN = "--hybrid-layer-pattern"
 STACK_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")  # the specs of Megatron's own hybrid layers
 UNSUPPORTED = {
-    "/": "begins layers of multi-token prediction, which hybrid models do not support here",
     "|": "sets the boundaries of pipeline stages, which are chosen from the number of layers here",
     "D": "is sparse attention (DSA), which is not supported",
     "+": "is latent attention, which is not supported in a pattern",
@@ -36,6 +35,7 @@ def hybrid_layers(flags: ParsedFlags) -> None:
                 f"--is-hybrid-model is refused without {PATTERN}, which describes the layers; give it, as M-M*-"
             )
         return
+    pattern = _without_mtp(flags, flag, pattern)
     for letter in sorted(set(pattern)):
         if letter in UNSUPPORTED:
             flags.problems.append(f"{flag} {pattern} is refused: {letter!r} {UNSUPPORTED[letter]}; remove it")
@@ -57,6 +57,27 @@ def hybrid_layers(flags: ParsedFlags) -> None:
     if "G" in pattern:
         for name in ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"):
             flags.set(f"model.linear_{name}", flags[f"--linear-{name.replace('_', '-')}"])
+
+
+def _without_mtp(flags: ParsedFlags, flag: str, pattern: str) -> str:
+    """Return the pattern without its layers for multi-token prediction, `/*E` for each, and set their number."""
+    pattern, *mtp = pattern.split("/")
+    if not mtp:
+        return pattern
+    expected = "*E" if "E" in pattern else "*-"
+    if others := [part for part in mtp if part != expected]:
+        flags.problems.append(
+            f"{flag} {'/'.join([pattern, *mtp])} is refused: its layers of multi-token prediction are {others[0]!r}, "
+            f"but here each has attention and {'experts' if 'E' in pattern else 'an MLP'}; write /{expected}"
+        )
+        return pattern
+    if flags["--mtp-num-layers"] not in (None, len(mtp)):
+        flags.notes.append(
+            f"--mtp-num-layers {flags['--mtp-num-layers']} has no effect with {flag}, which has {len(mtp)} layers of "
+            "multi-token prediction, as in Megatron"
+        )
+    flags.set("model.mtp_num_layers", len(mtp))
+    return pattern
 
 
 def _check_spec(flags: ParsedFlags, pattern: str | None) -> None:
