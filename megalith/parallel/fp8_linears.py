@@ -1,6 +1,7 @@
 """Selection of the matmuls that run in FP8, and their scaling.
 
-FP8 covers the linears of attention (MLA's included) and MLP, and the experts. Embedding, output layer, router, norms,
+FP8 covers the linears of attention (MLA's included) and MLP, the experts, and the input and output projections of
+recurrent mixers. Embedding, output layer, router, norms,
 core attention and loss stay in the compute dtype, as do the first and last layers under `first_last_layers_bf16`.
 """
 
@@ -34,6 +35,7 @@ from megalith.parallel.seams import plug
 NAMES = {
     "linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_in", "linear_out", "linear_fc1", "linear_fc2",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+    "linear_zxbcdt", "linear_bcx",
 }  # fmt: skip
 
 
@@ -121,7 +123,6 @@ def apply_fp8(
         return
     layers = layers_of(chunk)
     once = layers_cast_once([layer.number for layer in layers.values()], config)
-    shares_groups = config.model.query_groups < mesh.tp.size
     prefixes_cast_once = tuple(f"{name}." for name, layer in layers.items() if layer.number in once)
     for name, module in fp8_modules(chunk, config).items():
         if isinstance(module, GroupedLinear):
@@ -132,40 +133,56 @@ def apply_fp8(
             step_codes = StepCodes() if name.startswith(prefixes_cast_once) else None
             gemm = _gemm(name, config, mesh, table, chunk.compute_dtype, step_codes)
             plug(module, "gemm", CountedGemm(gemm, device) if config.log.log_fp8_interval else gemm)
-            if shares_groups and name.endswith(("linear_qkv", "linear_kv")):
-                plug(module, "style", SharedGradient(module.style, mesh.tp, config.model))
+            shared = _shared_outputs(name.rpartition(".")[2], config.model, mesh.tp.size)
+            if shared is not None:
+                plug(module, "style", SharedGradient(module.style, mesh.tp, *shared))
+
+
+def _shared_outputs(linear: str, model: ModelConfig, ranks: int) -> tuple[int, int, int] | None:
+    """Return the number of groups, and the first and the number of a rank's outputs that other ranks of its group have
+    too: keys and values of attention, B and C of Mamba-2. None if no ranks share a group."""
+    if linear in ("linear_qkv", "linear_kv") and model.query_groups < ranks:
+        queries = (
+            0 if linear == "linear_kv" else model.num_attention_heads * (1 + model.attention_output_gate)
+        )
+        return model.query_groups, queries // ranks * model.head_dim, 2 * model.head_dim
+    if linear == "linear_zxbcdt" and model.mamba_num_groups < ranks:
+        width = model.mamba_heads * model.mamba_head_dim // ranks
+        return model.mamba_num_groups, 2 * width, 2 * model.mamba_state_dim
+    return None
 
 
 class SharedGradient:
-    """The style of a linear whose keys and values are replicated on several ranks, because they share a KV group.
+    """The style of a linear of which some outputs are replicated on several ranks, because these share a group.
 
     A run in one process casts the sum of the replicas' gradients to FP8. To match it, the first rank of a group gets
     that sum, and the others get zeros.
     """
 
-    def __init__(self, style: Callable[..., Tensor], axis: Axis, model: ModelConfig):
+    def __init__(self, style: Callable[..., Tensor], axis: Axis, groups: int, first: int, count: int):
         self.style, self.axis = style, axis
-        self.groups, self.width = model.query_groups, 2 * model.head_dim
+        self.groups, self.first, self.count = groups, first, count
 
     def __call__(self, *args) -> Tensor:
-        return _SharedGradient.apply(self.style(*args), self.axis, self.groups, self.width)
+        return _SharedGradient.apply(self.style(*args), self.axis, self.groups, self.first, self.count)
 
 
 class _SharedGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y: Tensor, axis: Axis, groups: int, width: int) -> Tensor:
-        ctx.axis, ctx.groups, ctx.width = axis, groups, width
+    def forward(ctx, y: Tensor, axis: Axis, groups: int, first: int, count: int) -> Tensor:
+        ctx.axis, ctx.groups, ctx.outputs = axis, groups, (first, count)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        queries, shared = grad.split([grad.shape[-1] - ctx.width, ctx.width], -1)
+        first, count = ctx.outputs
+        before, shared, after = grad.split([first, count, grad.shape[-1] - first - count], -1)
         group, replica = divmod(ctx.axis.rank, ctx.axis.size // ctx.groups)
         zeros = torch.zeros_like(shared, dtype=torch.float32)
         parts = torch.stack([shared.float() if number == group else zeros for number in range(ctx.groups)])
         sums = all_reduce_no_grad(parts, ctx.axis)
         total = sums[group] if replica == 0 else zeros
-        return torch.cat([queries, total.to(grad.dtype)], -1), None, None, None
+        return torch.cat([before, total.to(grad.dtype), after], -1), None, None, None, None
 
 
 def _gemm(

@@ -52,6 +52,25 @@ def block_config(layout: str | None) -> RunConfig:
     return run_config("llama", layout, "", model=BLOCKS, data={"seq_length": 128}, train=train)
 
 
+MIXERS = {
+    "mamba": dict(experimental_attention_variant="mamba2", mamba_num_groups=2),
+    "mamba, a group shared": dict(experimental_attention_variant="mamba2", mamba_num_groups=1),
+    "short convolution": dict(experimental_attention_variant="short_conv"),
+    "delta net": dict(
+        experimental_attention_variant="gated_delta_net", linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=16,
+    ),
+}  # fmt: skip
+MAMBA = dict(mamba_num_heads=32, mamba_head_dim=4, mamba_state_dim=16)  # 16 heads on each of two ranks
+
+
+def mixer_config(layout: str | None, mixer: str, **train: Any) -> RunConfig:
+    model = LLAMA | MIXERS[mixer] | {"linear_attention_freq": [1, 0]}
+    if "mamba" in mixer:
+        model |= MAMBA
+    return run_config("llama", layout, "", model=model, train={"fp8_format": "hybrid", **train})
+
+
 def expert_config(layout: str | None) -> RunConfig:
     return run_config("moe", layout, "", model=MOE, train={"fp8_format": "hybrid"})
 

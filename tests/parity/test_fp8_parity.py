@@ -7,6 +7,7 @@ import pytest
 import torch
 from default_cases import by_default
 from fp8_job import (
+    MIXERS,
     STEPS,
     Fp8Outcome,
     block_config,
@@ -16,6 +17,7 @@ from fp8_job import (
     figures_of_steps,
     fp8_config,
     latent_config,
+    mixer_config,
     run_counting_casts,
     run_fp8_job,
     run_with_failures,
@@ -52,6 +54,7 @@ MAKERS = {
     "a group shared": functools.partial(fp8_config, groups=1),
     "blockwise": block_config,
     "experts": expert_config,
+    **{mixer: functools.partial(mixer_config, mixer=mixer) for mixer in MIXERS},
     **{f"latent {recipe}": functools.partial(latent_config, recipe=recipe) for recipe in RECIPES},
 } | {
     f"{name} {recipe}": functools.partial(encoder_config, run=run, recipe=recipe)
@@ -78,6 +81,10 @@ MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by de
     ("blockwise", "tp2-sp", 5e-3, 5e-4),
     ("a group shared", "tp2-sp", 1e-6, 1e-4),
     ("experts", "tp2-etp2", 5e-6, 1e-4),
+    *((mixer, "tp2-sp", 1e-6, 1e-4) for mixer in MIXERS if mixer != "delta net"),
+    ("delta net", "tp2-sp", 5e-6, 1e-4),  # the gradient of its decay; in fp32 the layouts differ as much
+    ("mamba", "pp2", 1e-7, 1e-6),
+    ("short convolution", "cp2", 1e-4, 1e-4),
     ("bert delayed", "cp2", 1e-6, 1e-6),
     ("t5 recompute delayed", "tp2-sp-pp2", 1e-6, 1e-6),
     ("delayed", "cp2", 1e-4, 1e-4),
@@ -218,6 +225,18 @@ def test_latents_are_made_in_fp8():
     assert found == {
         f"layers.{n}.self_attention.{name}" for n in (0, 1) for name in latents | {"linear_proj"}
     }
+
+
+def test_projections_of_mixers_are_in_fp8():
+    names = {"mamba": "zxbcdt", "short convolution": "bcx", "delta net": "in"}
+    for mixer, inputs in names.items():
+        config = mixer_config(None, mixer)
+        first = {
+            name for name in fp8_modules(build_meta_model(config), config) if ".0.self_attention" in name
+        }
+        assert first == {f"layers.0.self_attention.linear_{name}" for name in (inputs, "out")}
+    with pytest.raises(ConfigError, match=r"rows of Mamba-2's linear_zxbcdt .* 244"):
+        check_fp8(mixer_config(None, "mamba").with_settings({"model.mamba_num_heads": 20}))
 
 
 def test_both_stacks_of_an_encoder_decoder_compute_in_fp8():

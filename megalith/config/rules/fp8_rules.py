@@ -75,8 +75,12 @@ def _widths(config: RunConfig) -> Iterator[tuple[str, int]]:
         yield "rows of linear_qkv", (heads * (1 + model.attention_output_gate) + 2 * groups) * model.head_dim
         yield "columns of linear_proj", heads * model.head_dim
     if "mamba2" in model.recurrent_mixers:
-        yield "columns of Mamba-2's linear_out", model.mamba_heads * model.mamba_head_dim // size
+        heads, groups = model.mamba_heads // size, max(model.mamba_num_groups // size, 1)
+        inputs = heads * (2 * model.mamba_head_dim + 1) + 2 * groups * model.mamba_state_dim
+        yield "rows of Mamba-2's linear_zxbcdt (with a row per head)", inputs
+        yield "columns of Mamba-2's linear_out", heads * model.mamba_head_dim
     if "short_conv" in model.recurrent_mixers:
+        yield "rows of the short convolution's linear_bcx", 3 * model.hidden_size // size
         yield "columns of the short convolution's linear_out", model.hidden_size // size
     if "gated_delta_net" in model.recurrent_mixers:
         keys, values = model.linear_num_key_heads // size, model.linear_num_value_heads // size
