@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from datetime import timedelta
 from typing import Any
@@ -60,11 +61,52 @@ def destroy_groups() -> None:
     distributed_c10d._world.group_count = 0
 
 
+def release_groups() -> None:
+    """Destroy all process groups and replace them by None in attributes and dictionaries, so that gloo's threads end.
+
+    For use at interpreter exit: a thread that releases a tensor later, during interpreter shutdown, aborts the process.
+    `destroy_process_group` alone does not end the threads of a group that a model, a mesh or a script refers to.
+    """
+    if is_initialized():
+        destroy_process_group()
+    gc.collect()
+    for table in _tables_of_groups():
+        for name in [name for name, value in table.items() if _is_group(value)]:
+            table[name] = None
+
+
+def _tables_of_groups() -> list[dict]:
+    """Return the dictionaries, also those of objects' attributes, with a process group among their values."""
+    tables = []
+    for holder in gc.get_objects():
+        for part in gc.get_referents(holder):
+            if _is_group(part):
+                tables.append(holder if isinstance(holder, dict) else getattr(holder, "__dict__", {}))
+            # The collector does not track each dictionary: one of text and groups is only found by what refers to it.
+            elif type(part) is dict and not gc.is_tracked(part) and any(map(_is_group, part.values())):
+                tables.append(part)
+    return tables
+
+
+def _is_group(value: Any) -> bool:
+    return issubclass(
+        type(value), ProcessGroup
+    )  # isinstance would call `__class__` of lazily imported modules
+
+
 def abort_nccl_groups() -> None:
     """Abort the collectives of all NCCL groups, so that kernels and hosts no longer wait for them."""
-    groups = [group for group in process_groups() if "nccl" in distributed_c10d.get_backend_config(group)]
-    for group in reversed(groups):
+    for group in reversed(_nccl_groups()):
         group.abort()
+
+
+def has_nccl_group() -> bool:
+    """Return True if one of this rank's process groups uses NCCL."""
+    return bool(_nccl_groups())
+
+
+def _nccl_groups() -> list[ProcessGroup]:
+    return [group for group in process_groups() if "nccl" in distributed_c10d.get_backend_config(group)]
 
 
 def fake_store() -> Store:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from torch.distributed import PrefixStore, Store
 
 from megalith.compat.process_groups import default_store
 from megalith.errors import ConfigError
-from megalith.launch.failure import report
+from megalith.launch.failure import is_failing, report
 
 PATIENCE = 3.0  # seconds in a call after which its rank publishes it
 LOOK = 1.0  # seconds between two checks
@@ -103,7 +102,7 @@ class CallOrder:
 
         `_watch` meanwhile reports ranks that are still in another call.
         """
-        if getattr(sys, "last_value", None) is not None:  # the script ended with an error
+        if is_failing():
             return
         with suppress(RuntimeError), self.call(END):
             self._publish(self._recent())

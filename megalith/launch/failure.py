@@ -76,6 +76,11 @@ def report_uncaught() -> None:
             faulthandler.enable()
 
 
+def is_failing() -> bool:
+    """Return True if an uncaught error ends this process. For use at interpreter exit."""
+    return getattr(sys, "last_value", None) is not None
+
+
 def _write_error_file(path: str, error: BaseException, expected: bool, code: int) -> None:
     now, collective = time.time_ns(), is_collective_error(error)
     text = str(error) if expected else _trace(error)

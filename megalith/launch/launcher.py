@@ -8,7 +8,6 @@ On several machines, run the same command with `--nnodes` and a common `--rdzv-e
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import sys
@@ -22,8 +21,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megalith.compat.process_groups import has_nccl_group, release_groups
 from megalith.errors import ConfigError, TrainingError
-from megalith.launch.failure import CRASH_FILE, RankLost, report_uncaught
+from megalith.launch.failure import CRASH_FILE, RankLost, is_failing, report_uncaught
 from megalith.launch.network import is_loopback, use_loopback_interface, use_network_interface
 from megalith.launch.parent import JOB, LAUNCHER, exit_with_launcher
 from megalith.launch.peer_watch import CONNECTED_FILE
@@ -130,6 +130,7 @@ def init_distributed(
             dist.init_process_group("gloo", **options)
     except RuntimeError as error:
         raise RankLost(_unreachable(process, error)) from error
+    end_at_exit()
     if path := os.environ.get(CONNECTED_FILE):
         with open(path, "ab", buffering=0) as file:
             file.write(b".")
@@ -205,14 +206,25 @@ def _send_prefix(store: dist.Store, prefix: str, other_ranks: Collection[int], d
 
 
 def end_distributed() -> None:
-    """Destroy the process group after a successful run. After an error, just exit: the launcher stops the others.
-
-    Models reference their groups in cycles, and gloo groups have threads. If such a thread releases a tensor during
-    interpreter shutdown, the process aborts; collecting garbage first avoids this.
-    """
+    """Destroy the process group after a successful run. After an error, just exit: the launcher stops the others."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        atexit.register(gc.collect)
+
+
+def end_at_exit() -> None:
+    """End the process groups and gloo's threads when the interpreter exits, unless an error ends the process.
+
+    Models reference their groups, some in cycles, and gloo groups have threads. If such a thread releases a tensor
+    during interpreter shutdown, the process aborts. Groups with NCCL that are still in use are left to torch.
+    """
+    atexit.unregister(_end_groups)
+    atexit.register(_end_groups, os.getpid())
+
+
+def _end_groups(pid: int) -> None:
+    """End the groups of the process `pid`; a fork of it has none of gloo's threads and would wait for them."""
+    if os.getpid() == pid and not is_failing() and not has_nccl_group():
+        release_groups()
 
 
 def launch(

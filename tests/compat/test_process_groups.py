@@ -1,7 +1,11 @@
 """Contract of torch.distributed's private state."""
 
+import gc
+import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -59,3 +63,28 @@ def test_groups_after_a_failed_initialization_have_the_names_of_the_first_ones()
         process_groups.abort_nccl_groups()  # there are none
         process_groups.destroy_groups()
     assert names[0] == names[1] and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("destroyed", [False, True])
+def test_released_groups_end_though_objects_and_meshes_refer_to_them(destroyed):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    holder = SimpleNamespace(group=dist.new_group([0]), rank=3)
+    tables = ({"group": holder.group}, {"group": holder.group, "other": [1]})
+    gc.collect()  # which no longer tracks dictionaries of text and groups then, the mesh's among them
+    groups = [weakref.ref(group) for group in process_groups.process_groups()]
+    if destroyed:
+        dist.destroy_process_group()
+    process_groups.release_groups()
+    assert mesh and len(groups) == 2 and not [group for group in groups if group()]
+    assert (holder, *tables) == (
+        SimpleNamespace(group=None, rank=3),
+        {"group": None},
+        {"group": None, "other": [1]},
+    )
+    assert not dist.is_initialized()
+    process_groups.release_groups()  # there are none
+
+
+def test_groups_of_gloo_are_not_of_nccl(single_process_group):
+    assert not process_groups.has_nccl_group()

@@ -8,13 +8,17 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from sockets import listening
+from torch.distributed import init_device_mesh
 
 from megalith.errors import DataError
 from megalith.launch.failure import report
 from megalith.launch.launcher import end_distributed, init_distributed
+
+HELD = SimpleNamespace()  # to the end of the interpreter, as a script's model
 
 
 def main() -> int:
@@ -39,9 +43,12 @@ def main() -> int:
             os.abort()
         torch.distributed.all_reduce(total)
         print(f"the sum is {total.item()}")
+        gc.disable()
+        if what == "leave":
+            HELD.group, HELD.mesh = torch.distributed.group.WORLD, init_device_mesh("cpu", (2,))
+            return 0
         held = [torch.distributed.group.WORLD]
         held.append(held)  # as a model is: in a cycle, which no collection of the young finds
-        gc.disable()
         end_distributed()
     except DataError as error:
         return report(error)

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import forked
@@ -13,7 +14,7 @@ import torch
 from sockets import LOOPBACK_INTERFACE
 
 from megalith.errors import ConfigError
-from megalith.launch import failure
+from megalith.launch import failure, launcher
 from megalith.launch.failure import Failure
 from megalith.launch.launcher import Process, init_distributed, launch, this_process
 from megalith.launch.network import is_loopback
@@ -27,13 +28,20 @@ sys.exit(launch(2, sys.argv[1:]))
 """
 
 
-def start(folder: Path, what: str, launcher=("-c", LAUNCHER)) -> subprocess.CompletedProcess:
+def start(folder: Path, what: str, program=("-c", LAUNCHER)) -> subprocess.CompletedProcess:
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    return forked.run([*launcher, WORKER, folder, what], env=environment)
+    return forked.run([*program, WORKER, folder, what], env=environment)
 
 
 def seen(folder: Path, rank: int) -> dict:
     return json.loads((folder / f"rank{rank}.json").read_text())
+
+
+def check_no_thread_is_left(folder: Path) -> None:
+    """One of gloo's would abort the process now and then."""
+    for rank in (0, 1):
+        left = json.loads((folder / f"threads{rank}.json").read_text())
+        assert not [name for name in left if "gloo" in name], left
 
 
 def test_two_processes_find_each_other_and_the_first_prints(tmp_path):
@@ -44,11 +52,70 @@ def test_two_processes_find_each_other_and_the_first_prints(tmp_path):
         assert len(seen(tmp_path, rank)["listening"]) >= 2
         assert all(map(is_loopback, seen(tmp_path, rank)["listening"])), seen(tmp_path, rank)
         assert seen(tmp_path, rank)["interface"] == LOOPBACK_INTERFACE  # gloo's own choice is the host's name
-        left = json.loads(
-            (tmp_path / f"threads{rank}.json").read_text()
-        )  # one would abort the process now and then
-        assert not [name for name in left if "gloo" in name], left
+    check_no_thread_is_left(tmp_path)
     assert seen(tmp_path, 1)["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_groups_that_a_program_leaves_and_refers_to_end_with_it(tmp_path):
+    result = start(tmp_path, "leave")
+    assert result.returncode == 0, result.stderr
+    check_no_thread_is_left(tmp_path)
+
+
+def test_groups_are_left_when_an_error_or_a_fork_ends(monkeypatch):
+    ended = []
+    monkeypatch.setattr(launcher, "release_groups", lambda: ended.append(1))
+    monkeypatch.setattr(launcher, "has_nccl_group", lambda: False)
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    launcher._end_groups(os.getpid())
+    monkeypatch.delattr(sys, "last_value")
+    launcher._end_groups(os.getppid())
+    assert not ended
+    launcher._end_groups(os.getpid())
+    assert ended
+
+
+BY_HAND = """import os, sys, time
+import torch
+import torch.distributed as dist
+from megalith.launch.launcher import init_distributed
+rank, what = init_distributed(torch.device("cpu")).rank, sys.argv[1]
+group = dist.new_group([0, 1])
+dist.barrier()
+if what == "destroyed":
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.destroy_process_group()
+elif rank == 1 and what == "unfinished":
+    time.sleep(1)  # the other has ended, but for gloo's thread
+    dist.all_reduce(torch.ones(3), group=group)
+else:
+    dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    if rank == 1:
+        os._exit(7)
+    if what == "raises":
+        raise ValueError("the reason")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("what", "codes"), [("destroyed", [0, 0]), ("unfinished", [0, 0]), ("raises", [1, 7]), ("alone", [0, 7])]
+)
+def test_interpreters_of_ranks_without_a_launcher_end_in_order(tmp_path, what, codes):
+    """With their own exit codes, in seconds: the timeout of collectives is 10 minutes."""
+    clean = {name: value for name, value in os.environ.items() if name != failure.ERROR_FILE}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(forked.free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", BY_HAND, what],
+            env=clean | place | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == codes, errors
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path):

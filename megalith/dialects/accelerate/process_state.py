@@ -31,7 +31,7 @@ from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
 from megalith.launch.call_order import CallOrder, clone_store
-from megalith.launch.launcher import init_distributed, this_process
+from megalith.launch.launcher import end_at_exit, init_distributed, this_process
 from megalith.parallel.mesh import build_mesh
 
 REPLICAS = "megalith_replicas"  # the data-parallel axis
@@ -91,6 +91,7 @@ def init_process_groups(cpu: bool, timeout: timedelta) -> None:
     process = this_process()
     if process.world_size > 1:  # Accelerate reads it if there are no GPUs
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(process.local_world_size))
+    end_at_exit()  # also of a group that the script has created, which the model's groups belong to
     if is_initialized:
         return
     if process.world_size > 1:
