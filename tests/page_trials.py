@@ -76,6 +76,11 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # in a page's commands and 
     "docs/first_hour/oumi_verl.md": (SUMS,),
     "docs/distillation.md": (SUMS,),
     "docs/grpo.md": (SUMS,),
+    "docs/optimizers.md": (
+        ("RUN/", "runs/a/"),
+        ("step_00000800", "step_00000002"),
+        ("step_00000900", "step_00000004"),
+    ),
     "docs/plan.md": (("--nproc 8", "--nproc 2"),),
     "docs/ppo.md": (SUMS,),
     "docs/preference.md": (FP32,),
