@@ -21,7 +21,7 @@ from megalith.ops import attention_core, fused_norm
 from megalith.ops.batch_invariant import invariant_attention, norms
 from megalith.ops.batch_invariant.matmul import PARTS, matmul, sum_of_parts
 from megalith.ops.batch_invariant.token_logprobs import statistics as batch_invariant_statistics
-from megalith.ops.cross_entropy import ORDINARY
+from megalith.ops.vocab_softmax import ORDINARY
 
 Case = tuple[str, Callable[[int], Tensor], Callable[[int], Tensor], int]
 """Name, the ordinary and the batch-invariant operator of the first n rows, and the number of all rows."""

@@ -52,8 +52,8 @@ from megalith.ops.attention_core import cached_attention, continued_attention
 from megalith.ops.batch_invariant import invariant_attention
 from megalith.ops.batch_invariant.token_logprobs import BATCH_INVARIANT
 from megalith.ops.compiled import run_with_breaks
-from megalith.ops.cross_entropy import ORDINARY
 from megalith.ops.dropout import column_keys
+from megalith.ops.vocab_softmax import ORDINARY
 from megalith.parallel.batch_invariant import apply_batch_invariant
 from megalith.parallel.seams import plug
 from megalith.parallel.shards import LocalShard

@@ -21,15 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalith.ops.cross_entropy import (
-    ORDINARY,
-    HeadMath,
-    TokenLoss,
-    linear_cross_entropy,
-    linear_logits,
-    linear_logprobs,
-    linear_token_losses,
-)
+from megalith.ops.cross_entropy import TokenLoss, linear_cross_entropy, linear_token_losses
+from megalith.ops.linear_logprobs import linear_logprobs
+from megalith.ops.vocab_softmax import ORDINARY, HeadMath, linear_logits
 
 if TYPE_CHECKING:
     from megalith.data.batch import Batch

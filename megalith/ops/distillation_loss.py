@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from megalith.comm.collectives import Axis, all_gather_replicated, all_reduce_no_grad
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.cross_entropy import add_matmul, loss_chunk_tokens, real_logits, softcap_slope
+from megalith.ops.loss_chunks import add_matmul, loss_chunk_tokens
+from megalith.ops.vocab_softmax import real_logits, softcap_slope
 
 Divergence = Literal["forward_kl", "reverse_kl", "generalized_jsd", "skewed_forward_kl", "skewed_reverse_kl"]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from megalith.config import RunConfig
 from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
 from megalith.config.rules.parallel_rules import shard_size
-from megalith.ops.cross_entropy import loss_chunk_tokens
+from megalith.ops.loss_chunks import loss_chunk_tokens
 from megalith.ops.weight_codes import coded_bytes
 from megalith.optim.optimizer import state_bytes
 from megalith.parallel.fp8_linears import layers_cast_once, saves_weight_codes, uses_fp8

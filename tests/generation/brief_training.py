@@ -11,7 +11,7 @@ from megalith.models.init import initialize
 from megalith.models.inputs import LossInputs
 from megalith.models.mtp import make_mtp_targets
 from megalith.models.transformer import Transformer
-from megalith.ops.cross_entropy import linear_logprobs
+from megalith.ops.linear_logprobs import linear_logprobs
 
 VOCAB = 96
 LLAMA = dict(

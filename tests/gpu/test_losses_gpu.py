@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megalith.config import OptimConfig
-from megalith.ops import cross_entropy
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logprobs, linear_token_losses
+from megalith.ops import loss_chunks
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_token_losses
+from megalith.ops.linear_logprobs import linear_logprobs
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
 from megalith.optim.optimizer import Placement
 
@@ -22,7 +23,7 @@ def inputs(dtype: torch.dtype):
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_log_probabilities_entropies_and_gradients_equal_whole_logits(dtype, bound, monkeypatch):
     monkeypatch.setitem(
-        cross_entropy.CHUNK_ELEMENTS, "cuda", 256 * PADDED
+        loss_chunks.CHUNK_ELEMENTS, "cuda", 256 * PADDED
     )  # the last of three chunks is smaller
     results = []
     for chunked in (True, False):
@@ -46,7 +47,7 @@ def ratio_losses(logprobs, entropy, tokens):
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_losses_of_tokens_in_one_pass_equal_two_and_wait_for_nothing(dtype, bound, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cuda", 256 * PADDED)
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "cuda", 256 * PADDED)
     asked, results = dict(temperature=0.7, entropy=True), []
     tokens = {name: torch.randn(TOKENS, device="cuda") for name in ("old", "advantages")}
     with torch.no_grad():

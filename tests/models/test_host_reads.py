@@ -12,7 +12,7 @@ from megalith.config import OptimConfig, ParallelConfig, RunConfig
 from megalith.models.encoders.t5 import T5
 from megalith.models.inputs import LossInputs, TokenInputs
 from megalith.models.transformer import Transformer
-from megalith.ops import cross_entropy, grouped_gemm
+from megalith.ops import grouped_gemm, loss_chunks
 from megalith.optim import build_optimizer
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.step import optimizer_step
@@ -60,7 +60,7 @@ def step(shape: dict, kernel: bool = True, spread: Callable | None = None) -> No
 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "meta", cross_entropy.CHUNK_ELEMENTS["cuda"])
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "meta", loss_chunks.CHUNK_ELEMENTS["cuda"])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -5,8 +5,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalith.ops import cross_entropy
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logprobs, linear_token_losses
+from megalith.ops import cross_entropy, loss_chunks, vocab_softmax
+from megalith.ops import linear_logprobs as kept_logits
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_token_losses
+from megalith.ops.linear_logprobs import linear_logprobs
 
 VOCAB, PADDED, HIDDEN = 61, 64, 24
 
@@ -46,7 +48,7 @@ def ours(hidden, weight, labels, mask):
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 30, 1000])
 def test_equals_torch_for_every_chunk_size_with_masks_and_padding(rows, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", rows * PADDED)
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "cpu", rows * PADDED)
     found = loss_and_gradients(ours, inputs(), factor=0.37)
     expected = loss_and_gradients(on_whole_logits, inputs(), factor=0.37)
     for a, b in zip(found, expected):
@@ -56,7 +58,8 @@ def test_equals_torch_for_every_chunk_size_with_masks_and_padding(rows, monkeypa
 
 @pytest.mark.parametrize("counted", [0, 1, 8, 22])
 def test_tokens_without_a_label_cost_no_matmul_where_the_host_counts_the_others(counted, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "CHUNK_MULTIPLE", 4)
+    for module in (cross_entropy, loss_chunks):
+        monkeypatch.setattr(module, "CHUNK_MULTIPLE", 4)
     hidden, weight, labels, mask = inputs()
     few = mask.flatten().clone()
     few[few.nonzero().flatten()[torch.arange(len(few.nonzero())) >= counted]] = 0.0
@@ -77,7 +80,7 @@ def test_tokens_without_a_label_cost_no_matmul_where_the_host_counts_the_others(
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0])
 def test_of_capped_logits_equals_torch_with_padding(softcap, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
     capped = loss_and_gradients(
         lambda *args: linear_cross_entropy(*args, VOCAB, softcap), inputs(), factor=0.37
     )
@@ -88,7 +91,7 @@ def test_of_capped_logits_equals_torch_with_padding(softcap, monkeypatch):
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_bias_behind_the_matrix_is_in_the_logits_and_gets_its_gradient(softcap, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
     (hidden, weight, labels, mask), bias = inputs(), biases()
 
     def expected(hidden, weight, bias):  # as a column more of the matrix
@@ -136,7 +139,7 @@ def test_large_logits_do_not_overflow():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision_the_softmax_is_fp32_and_weight_gradients_stay_fp32(dtype, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
     loss, grad_hidden, grad_weight = loss_and_gradients(ours, inputs(dtype))
     same_logits = loss_and_gradients(on_whole_logits, inputs(dtype))
     torch.testing.assert_close(loss, same_logits[0], rtol=1e-4, atol=0)
@@ -207,7 +210,7 @@ def test_in_fp16_the_scale_keeps_probabilities_that_would_vanish():
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_log_probabilities_and_entropies_of_chunks_equal_torch(softcap, temperature, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
     targets = torch.randint(0, VOCAB, (3, 10, 2), generator=torch.Generator().manual_seed(1))
 
     # at 0.3 the logits are as large as these bounds bear
@@ -247,8 +250,8 @@ def clipped(logprobs, entropy, tokens):
 @pytest.mark.parametrize(("rows", "kept"), [(7, 0), (7, 14), (7, 1000), (1000, 0)])
 def test_losses_of_tokens_in_one_pass_equal_two(rows, kept, softcap, monkeypatch):
     """Two passes repeat the logits of the tokens that are in none of the kept chunks."""
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", rows * PADDED)
-    monkeypatch.setattr(cross_entropy, "KEPT_ELEMENTS", kept * PADDED)
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "cpu", rows * PADDED)
+    monkeypatch.setattr(kept_logits, "KEPT_ELEMENTS", kept * PADDED)
     (hidden, weight, labels, mask), bias = inputs(), biases()
     asked, scale = dict(temperature=0.7, entropy=True), torch.tensor(8.0)
     generator = torch.Generator().manual_seed(4)
@@ -287,12 +290,12 @@ def test_losses_of_tokens_in_one_pass_equal_two(rows, kept, softcap, monkeypatch
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_the_z_loss_is_in_the_gradients_and_not_in_the_loss(softcap, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 3 * 16)
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "cpu", 3 * 16)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, 8, generator=generator, requires_grad=True) for size in (11, 16))
     labels = torch.randint(13, (11,), generator=generator)
     mask = torch.rand(11, generator=generator).round()
-    logits = cross_entropy.softcapped(hidden @ weight[:13].T, softcap)
+    logits = vocab_softmax.softcapped(hidden @ weight[:13].T, softcap)
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     z_losses = logits.logsumexp(-1).square()
     expected = torch.autograd.grad((mask * (losses + 0.3 * z_losses)).sum() * 2, [hidden, weight])

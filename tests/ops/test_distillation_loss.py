@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig, RunConfig
 from megalith.errors import ConfigError
-from megalith.ops import cross_entropy
+from megalith.ops import loss_chunks
 from megalith.ops.distillation_loss import (
     TeacherOutput,
     TeacherTargets,
@@ -74,7 +74,7 @@ def plain(hidden, weight, labels, weights, taught, softcap, bias):
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("divergence", KINDS)
 def test_loss_and_gradients_are_those_over_whole_logits(divergence, temperature, softcap, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 2 * 7 * PADDED)  # seven tokens at a time
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "cpu", 2 * 7 * PADDED)  # seven tokens at a time
     hidden, weight, labels, weights, told, teacher = inputs()
     bias, teachers = (torch.linspace(0, end, PADDED, requires_grad=end < 2) for end in (1, 2))
     taught = TeacherTargets(
@@ -124,7 +124,7 @@ def by_tail(z, p, k, temperature, divergence):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("divergence", KINDS)
 def test_of_stored_log_probabilities_it_is_that_of_the_likeliest_and_a_tail(divergence, softcap, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 2 * 7 * PADDED)
+    monkeypatch.setitem(loss_chunks.CHUNK_ELEMENTS, "cpu", 2 * 7 * PADDED)
     hidden, weight, labels, weights, told, teacher = inputs()
     logprobs, indices = linear_top_logprobs(told, teacher, 5, VOCAB, softcap and 5.0, 1.5)
     t = told @ teacher[:VOCAB].T

@@ -5,7 +5,7 @@ import pytest
 from megalith.config import ParallelConfig, RunConfig
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
-from megalith.ops.cross_entropy import loss_chunk_tokens
+from megalith.ops.loss_chunks import loss_chunk_tokens
 from megalith.planner.counts import MetaModel, count_parameters
 from megalith.planner.layout import build_layout
 from megalith.planner.saved_activations import saved_activations

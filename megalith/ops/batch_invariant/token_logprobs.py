@@ -9,7 +9,7 @@ from megalith.comm.collectives import Axis, all_gather_no_grad
 from megalith.ops import kernels
 from megalith.ops.batch_invariant.elementwise import by_whole_vectors, sum_by_halves
 from megalith.ops.batch_invariant.matmul import invariant_linear, local_parts
-from megalith.ops.cross_entropy import HeadMath, mask_padding
+from megalith.ops.vocab_softmax import HeadMath, mask_padding
 
 if kernels.AVAILABLE:
     from megalith.ops.kernels.batch_invariant_kernels import softmax_sums
@@ -26,7 +26,7 @@ def statistics(
     entropy: bool,
     axis: Axis = Axis(),  # noqa: B008 (immutable)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log Σ exp, the targets' logits and the entropy as ops.cross_entropy.vocabulary_statistics does.
+    """Return log Σ exp, the targets' logits and the entropy as ops.vocab_softmax.vocabulary_statistics does.
 
     The vocabulary has up to PARTS parts of equal size, whose sums are added by a binary tree. If the axis has 2, 4 or 8
     ranks that divide the vocabulary, each has some of the parts, and the bits are those of one rank.

@@ -51,14 +51,9 @@ from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.compiled import depend_on
-from megalith.ops.cross_entropy import (
-    ORDINARY,
-    HeadMath,
-    linear_cross_entropy,
-    linear_logits,
-    softcapped,
-)
+from megalith.ops.cross_entropy import linear_cross_entropy
 from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
+from megalith.ops.vocab_softmax import ORDINARY, HeadMath, linear_logits, local_rows, softcapped
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.roles import ALWAYS, UNDER_SP, Role, role_of, shared_modules
 
@@ -414,7 +409,8 @@ class VocabParallel:
 
     def lookup(self, input_ids: Tensor, weight: Tensor, context: Context) -> Tensor:
         """Return the embeddings [batch, seq, hidden], under SP [1, tokens / tp, hidden], summed over the ranks."""
-        index, here = self._local_rows(self.tensor.to_sp_order(input_ids, context.layout), weight)
+        tokens = self.tensor.to_sp_order(input_ids, context.layout)
+        index, here = local_rows(tokens - self.first, weight.shape[0])
         return self.tensor.reduce(F.embedding(index, weight) * here[..., None], context)
 
     def loss(
@@ -491,9 +487,3 @@ class VocabParallel:
         shard = F.pad(shard, (0, self.rows - shard.shape[-1]))
         logits = all_gather_replicated(shard, self.axis, -1)[..., :vocab_size]
         return softcapped(logits.reshape(context.batch, -1, vocab_size), softcap)
-
-    def _local_rows(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens' rows in this rank's shard, 0 for rows of other ranks, and a mask of the local ones."""
-        index = tokens - self.first
-        here = (index >= 0) & (index < weight.shape[0])
-        return torch.where(here, index, 0), here
