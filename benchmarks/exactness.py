@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megalith.ops import attention_core, fused_norm
+from megalith.ops import attention_core, cached_attention, fused_norm
 from megalith.ops.batch_invariant import invariant_attention, norms
 from megalith.ops.batch_invariant.matmul import PARTS, matmul, sum_of_parts
 from megalith.ops.batch_invariant.token_logprobs import statistics as batch_invariant_statistics
@@ -70,12 +70,12 @@ def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
 
     def decode(function: Callable[..., Tensor], n: int) -> Tensor:
         new = (each[:n, :1] for each in (query, key, value))
-        seen = attention_core.visible_positions(positions[:n], args.context)
+        seen = cached_attention.visible_positions(positions[:n], args.context)
         return function(*new, cache[:, :n], positions[:n], seen, **how)
 
     yield (
         "attention, decode",
-        lambda n: decode(attention_core.cached_attention, n),
+        lambda n: decode(cached_attention.cached_attention, n),
         lambda n: decode(invariant_attention.cached_attention, n),
         rows,
     )

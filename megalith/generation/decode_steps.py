@@ -18,8 +18,8 @@ from megalith.generation.mtp_drafter import MTPDrafter
 from megalith.generation.requests import Sampling
 from megalith.generation.speculation import DecodeRows, accepted_tokens
 from megalith.generation.static_cache import Decode
-from megalith.ops.attention_core import visible_positions
 from megalith.ops.batch_invariant.token_logprobs import token_logprobs
+from megalith.ops.cached_attention import visible_positions
 from megalith.ops.dropout import mix
 from megalith.ops.gumbel import sample, sample_rows
 from megalith.ops.vocab_softmax import linear_logits

@@ -48,9 +48,9 @@ from megalith.generation.speculation import (
 )
 from megalith.generation.static_cache import RecurrentStates, cached_layers
 from megalith.models.transformer import Transformer, layers_of
-from megalith.ops.attention_core import cached_attention, continued_attention
 from megalith.ops.batch_invariant import invariant_attention
 from megalith.ops.batch_invariant.token_logprobs import BATCH_INVARIANT
+from megalith.ops.cached_attention import cached_attention, continued_attention
 from megalith.ops.compiled import run_with_breaks
 from megalith.ops.dropout import column_keys
 from megalith.ops.vocab_softmax import ORDINARY

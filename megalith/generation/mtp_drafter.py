@@ -25,7 +25,7 @@ from megalith.generation.requests import RowSequence, Sampling
 from megalith.generation.speculation import NO_DRAFT, DecodeRows
 from megalith.generation.static_cache import Decode, Prefill
 from megalith.models.cache import Cache
-from megalith.ops.attention_core import visible_positions
+from megalith.ops.cached_attention import visible_positions
 
 if TYPE_CHECKING:
     from megalith.generation.engine import Engine

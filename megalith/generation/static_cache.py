@@ -22,7 +22,7 @@ from megalith.config import ModelConfig
 from megalith.models.mixers.recurrent import Recurrent
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops import delta_rule, state_space
-from megalith.ops.attention_core import cached_attention, continued_attention
+from megalith.ops.cached_attention import cached_attention, continued_attention
 from megalith.ops.causal_conv import causal_conv
 from megalith.ops.documents import chunk_ends
 
@@ -206,7 +206,7 @@ class Decode:
     keys_values: Tensor | None  # like Prefill's, for the rows of the pass
     attention_layers: Sequence[int]
     tokens: Sequence[tuple[Tensor, Tensor | None]]
-    """For each token of a row: its position, int64 [rows], and what it sees (ops.attention_core.visible_positions)."""
+    """For each token of a row: its position, int64 [rows], and what it sees (`visible_positions`)."""
     states: RecurrentStates | LayerState | None = None  # within a layer, its own state
     attend_cached: Callable[..., Tensor] = cached_attention
 

@@ -8,10 +8,6 @@ so depends on the layout, unlike all other dropout; on a CPU it uses the plain p
 
 Soft-capped scores and ALiBi use the plain path or, in compiled code on a GPU, flex_attention, which skips masked
 blocks. A trained bias goes with the mask to the memory-efficient kernel.
-
-In generation, attention of one new token per row uses a kernel that reads only the filled part of the cache
-(kernels/decode_kernel.py). On a CPU, the query heads of a group become the queries of one head, so that keys need not
-be repeated.
 """
 
 from __future__ import annotations
@@ -25,10 +21,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megalith.compat.dynamo import mark_constant
-from megalith.ops import kernels
 from megalith.ops.attention_blocks import warn_of_plain_attention
 from megalith.ops.attention_kernels import for_each_head
-from megalith.ops.attention_sink import SinkAttention, merge_sink
+from megalith.ops.attention_sink import SinkAttention
 from megalith.ops.block_attention import block_attention
 from megalith.ops.documents import (
     alibi_bias,
@@ -39,10 +34,6 @@ from megalith.ops.documents import (
     visible_blocks,
 )
 from megalith.ops.dropout import attention_keep_mask
-from megalith.ops.gemm import add_bias_gradient
-
-if kernels.AVAILABLE:
-    from megalith.ops.kernels.decode_kernel import decode_attention
 
 # One of the first three supports every shape that _on_gpu passes. MATH is for devices without them.
 _CAUSAL = [
@@ -104,7 +95,7 @@ def attention(
         if query.is_cuda and not torch.compiler.is_compiling():
             warn_of_plain_attention(softcap, alibi is not None, dropout, query.dtype, query.shape[3])
         drops = dropout, dropout_rows, first_head
-        out = _plain(query, key, value, causal, mask, softcap, scale, *drops, slopes)
+        out = plain_attention(query, key, value, causal, mask, softcap, scale, *drops, slopes)
     else:
         out = _fused(query, key, value, causal, mask, scale, 0.0)
     return out.transpose(1, 2)
@@ -287,7 +278,7 @@ def _biased(
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
     if dropout and not query.is_cuda:
         drops = dropout, dropout_rows, first_head
-        return _plain(query, key, value, False, mask, None, scale, *drops, bias=bias)
+        return plain_attention(query, key, value, False, mask, None, scale, *drops, bias=bias)
     key, value = (for_each_head(x, query) for x in (key, value))
     added = bias.to(query.dtype)
     if mask is not None:
@@ -296,7 +287,7 @@ def _biased(
         return _fused(query, key, value, False, added, scale, dropout)
 
 
-def _plain(
+def plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -330,138 +321,3 @@ def _plain(
         keep = attention_keep_mask(dropout_rows, scores.shape[1], positions, dropout, first_head)
         probabilities = torch.where(keep, probabilities / (1.0 - dropout), 0.0)
     return probabilities.to(value.dtype) @ value
-
-
-def cached_attention(
-    query: Tensor,  # [rows, 1, heads, head_dim]
-    key: Tensor,  # [rows, 1, groups, head_dim]
-    value: Tensor,  # [rows, 1, groups, head_dim]
-    cache: Tensor,  # [2, rows, room, groups, head_dim]: keys and values; those of the new token are added
-    positions: Tensor,  # int64 [rows]: positions of the new tokens; a row sees all up to its own
-    visible: Tensor | None,  # from `visible_positions`; not used on a GPU
-    *,
-    window: int | None,
-    softcap: float | None,
-    scale: float | None,
-    sink: Tensor | None = None,
-    alibi: int | None = None,  # as in `attention`
-    first_head: int = 0,
-    chunk: int | None = None,  # length of the chunks that attention stays within; not with a window
-) -> Tensor:
-    """Add the key and value of one new token per row to the cache, and return its attention over the cache.
-
-    Returns [rows, 1, heads, head_dim].
-    """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.is_cuda and kernels.AVAILABLE and sink is None and alibi is None:
-        new = (x[:, 0] for x in (query, key, value))
-        out = decode_attention(*new, cache, positions, window or 0, softcap or 0.0, scale, chunk or 0)
-        return out[:, None]
-    rows, room = cache.shape[1:3]
-    new = torch.arange(0, rows * room, room, device=positions.device) + positions
-    for cached, x in zip(cache, (key, value)):
-        cached.flatten(0, 1).index_copy_(0, new, x[:, 0])
-    if visible is None:
-        visible = torch.arange(room, device=positions.device) <= positions[:, None]
-    if window is not None:
-        keys = torch.arange(visible.shape[1], device=positions.device)
-        visible = visible & (keys > positions[:, None] - window)
-    if chunk is not None:
-        keys = torch.arange(visible.shape[1], device=positions.device)
-        visible = visible & (keys // chunk == positions[:, None] // chunk)
-    # The query heads of a group become queries: [rows, in group, groups, head_dim].
-    groups = query[:, 0].unflatten(1, (key.shape[2], -1)).transpose(1, 2)
-    mask = visible[:, None, None].expand(-1, 1, groups.shape[1], -1)
-    filled = cache[:, :, : visible.shape[1]]
-    if sink is not None:
-        inputs = (x.transpose(1, 2) for x in (groups, *filled))
-        results = block_attention(*inputs, mask, None, False, None, scale)
-        out = merge_sink(*results, sink.view(key.shape[2], -1))[0]
-        return out.flatten(1, 2)[:, None]
-    if alibi is not None:
-        slopes = alibi_slopes(alibi, first_head, query.shape[2], query.device).view(key.shape[2], -1, 1)
-        distances = torch.arange(visible.shape[1], device=positions.device) - positions[:, None]
-        bias = slopes * distances[:, None, None]  # [rows, groups, in group, keys]
-        inputs = (x.transpose(1, 2) for x in (groups, *filled))
-        out = _plain(*inputs, False, mask, softcap, scale, 0.0, None, first_head, bias=bias)
-        return out.flatten(1, 2)[:, None]
-    out = attention(groups, filled[0], filled[1], causal=False, mask=mask, softcap=softcap, scale=scale)
-    return out.transpose(1, 2).flatten(1, 2)[:, None]
-
-
-def continued_attention(
-    query: Tensor,  # [rows, seq, heads, head_dim]
-    key: Tensor,  # [rows, keys, groups, head_dim]: of the sequence from its first token
-    value: Tensor,  # [rows, keys, groups, head_dim]
-    positions: Tensor,  # int64 [rows, seq]: of the queries; each sees all keys up to its own
-    *,
-    window: int | None,
-    softcap: float | None,
-    scale: float | None,
-    sink: Tensor | None = None,
-    chunk: int | None = None,  # as in `cached_attention`
-) -> Tensor:
-    """Return the attention of new tokens over the keys of earlier tokens, which come first, and their own.
-
-    Returns [rows, seq, heads, head_dim].
-    """
-    keys = torch.arange(key.shape[1], device=positions.device)
-    visible = keys <= positions[..., None]
-    if window is not None:
-        visible &= keys > positions[..., None] - window
-    if chunk is not None:
-        visible &= keys // chunk == positions[..., None] // chunk
-    seen = dict(mask=visible[:, None], softcap=softcap, scale=scale, sink=sink)
-    return attention(query, key, value, causal=False, **seen)
-
-
-def visible_positions(positions: Tensor, longest: int) -> Tensor | None:
-    """Return which of the first `longest` positions each row sees, bool [rows, longest].
-
-    positions are int64 [rows]. Returns None if the kernel determines visibility itself.
-    """
-    if positions.is_cuda and kernels.AVAILABLE:
-        return None
-    return torch.arange(longest, device=positions.device) <= positions[:, None]
-
-
-def split_qkv(
-    qkv: Tensor, bias: Tensor | None, batch: int, heads_in_group: int, head_dim: int, flat: bool = True
-) -> tuple[Tensor, ...]:
-    """Return query [batch, seq, heads, head_dim], and key and value [batch, seq, groups, head_dim].
-
-    All are views of qkv, except that queries of several groups with several heads are a copy. Without `flat` they are
-    a view too, [batch, seq, groups, heads_in_group, head_dim].
-
-    qkv is [..., groups · (heads_in_group + 2) · head_dim]. Each group has its queries, then its key, then its value.
-
-    `bias`, float32 [rows of linear_qkv], is already part of qkv. Its gradient is computed here, not where it was
-    added.
-    """
-    qkv = qkv.view(batch, -1, qkv.shape[-1])
-    if bias is not None and bias.requires_grad and kernels.fuses_backward(qkv):
-        return _SplitQKV.apply(qkv, heads_in_group, head_dim, flat, bias)
-    return split_heads(add_bias_gradient(qkv, bias), heads_in_group, head_dim, flat)
-
-
-def split_heads(qkv: Tensor, heads_in_group: int, head_dim: int, flat: bool = True) -> tuple[Tensor, ...]:
-    """Return query, key and value of qkv [batch, seq, ·] as `split_qkv` does, without a bias."""
-    groups = qkv.unflatten(-1, (-1, heads_in_group + 2, head_dim))  # [batch, seq, groups, ·, head_dim]
-    query, key, value = groups.split([heads_in_group, 1, 1], dim=3)
-    return query.flatten(2, 3) if flat else query, key.squeeze(3), value.squeeze(3)
-
-
-class _SplitQKV(torch.autograd.Function):
-    """Split in which one kernel assembles the gradient of qkv and sums it over tokens for the bias."""
-
-    @staticmethod
-    def forward(
-        ctx, qkv: Tensor, heads_in_group: int, head_dim: int, flat: bool, bias: Tensor
-    ) -> tuple[Tensor, ...]:
-        return split_heads(qkv, heads_in_group, head_dim, flat)
-
-    @staticmethod
-    def backward(ctx, query: Tensor, key: Tensor, value: Tensor):
-        query = query if query.ndim == 4 else query.flatten(2, 3)
-        grad, grad_bias = torch.ops.megalith.join_qkv(query, key, value)
-        return grad.unflatten(0, query.shape[:2]), None, None, None, grad_bias

@@ -8,7 +8,7 @@ import torch
 from megalith.comm import collectives as comm
 from megalith.config import ParallelConfig
 from megalith.launch.pool import Pool
-from megalith.ops.attention_core import split_heads
+from megalith.ops.split_qkv import split_heads
 from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
 from megalith.parallel.mesh import build_mesh
 

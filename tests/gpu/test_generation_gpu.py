@@ -18,7 +18,7 @@ from megalith.generation.speculation import Speculation
 from megalith.generation.stop_strings import StopStrings
 from megalith.generation.sync import engine_for, sync
 from megalith.launch.pool import Pool
-from megalith.ops.attention_core import cached_attention, visible_positions
+from megalith.ops.cached_attention import cached_attention, visible_positions
 from megalith.ops.gumbel import sample
 from megalith.parallel.mesh import build_mesh
 

@@ -9,9 +9,9 @@ from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.ops import kernels as fused
 from megalith.ops.activation import ACTIVATIONS, gelu_tanh, weighted_activation
-from megalith.ops.attention_core import split_qkv
 from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.fused_norm import add_norm, residual_add
+from megalith.ops.split_qkv import split_qkv
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, set_learning_rate
 from megalith.optim.adam import MIN_KERNEL_NUMEL, AdamW
 

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 
 from megalith.ops import gumbel, kernels
 from megalith.ops.activation import ACTIVATIONS, gelu_tanh
-from megalith.ops.attention_core import cached_attention, split_qkv, visible_positions
 from megalith.ops.batch_invariant.elementwise import sum_by_pairs
+from megalith.ops.cached_attention import cached_attention, visible_positions
 from megalith.ops.dropout import column_keys, counter_dropout, token_keys
 from megalith.ops.fp8 import codes as fp8
 from megalith.ops.kernels import batch_invariant_kernels, decode_kernel, norm_kernel, sampling_kernel
+from megalith.ops.split_qkv import split_qkv
 from megalith.optim import moments
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

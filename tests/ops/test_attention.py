@@ -13,17 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from megalith.data.batch import document_ends
 from megalith.ops import attention_blocks, attention_kernels
 from megalith.ops import attention_core as chosen
-from megalith.ops.attention_core import (
-    Visibility,
-    _flex,
-    _on_gpu,
-    _plain,
-    attention,
-    cached_attention,
-    continued_attention,
-    supports_heads,
-    visible_positions,
-)
+from megalith.ops.attention_core import Visibility, _flex, _on_gpu, attention, plain_attention, supports_heads
+from megalith.ops.cached_attention import cached_attention, continued_attention, visible_positions
 from megalith.ops.documents import (
     chunk_ends,
     cumulative_lengths,
@@ -79,7 +70,7 @@ def test_fused_and_plain_path_are_the_formula_in_value_and_gradient(groups, mask
     inputs, other = qkv(groups), qkv(groups)
     fused = attention(*inputs, causal=True, documents=DOCUMENTS if masked else None)
     swapped = [x.transpose(1, 2) for x in other]
-    plain = _plain(*swapped, mask is None, mask, None, HEAD_DIM**-0.5, 0.0, None, 0).transpose(1, 2)
+    plain = plain_attention(*swapped, mask is None, mask, None, HEAD_DIM**-0.5, 0.0, None, 0).transpose(1, 2)
     expected = formula(*inputs, mask if masked else CAUSAL)
     torch.testing.assert_close(fused.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(plain.double(), expected, rtol=1e-5, atol=1e-6)
@@ -204,7 +195,7 @@ def test_the_kernel_made_of_the_capped_formula_is_the_plain_path(documents, wind
         Visibility(False, documents=documents),
         Visibility(False, INSIDE, window=window),
     ):
-        plain = _plain(*inputs, *seen.dense(*inputs[:2]), 0.8, 0.3, 0.0, None, 0)
+        plain = plain_attention(*inputs, *seen.dense(*inputs[:2]), 0.8, 0.3, 0.0, None, 0)
         torch.testing.assert_close(_flex(*inputs, seen, 0.8, 0.3), plain)
 
 

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from megalith.errors import ConfigError
 from megalith.ops.activation import ACTIVATIONS, gated_activation
 from megalith.ops.attention_core import attention as ordinary_attention
-from megalith.ops.attention_core import visible_positions
 from megalith.ops.batch_invariant import norms
 from megalith.ops.batch_invariant.elementwise import (
     activation_by_whole_vectors,
@@ -31,6 +30,7 @@ from megalith.ops.batch_invariant.matmul import (
     sum_of_parts,
 )
 from megalith.ops.batch_invariant.token_logprobs import statistics, token_logprobs
+from megalith.ops.cached_attention import visible_positions
 from megalith.ops.documents import padding_attention_mask, same_document_mask
 from megalith.ops.grouped_gemm import RowGroups
 

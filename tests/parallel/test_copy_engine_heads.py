@@ -12,7 +12,7 @@ from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig, RunConfig
 from megalith.models.transformer import Transformer
 from megalith.ops import kernels as fused
-from megalith.ops.attention_core import split_heads
+from megalith.ops.split_qkv import split_heads
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
 from megalith.parallel.mesh import build_mesh

@@ -29,7 +29,8 @@ from megalith.models.norm import HeadNorms, HeadsNorm, Norm, RootMeanSquare
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.rope import rotate
 from megalith.models.runnable import Runnable, runnable
-from megalith.ops.attention_core import attention, split_qkv
+from megalith.ops.attention_core import attention
+from megalith.ops.split_qkv import split_qkv
 
 
 class Heads(NamedTuple):

@@ -92,7 +92,7 @@ def cached_attention(
     scale: float | None,
     **_unsupported,
 ) -> Tensor:
-    """Add a new token per row to the cache and return its attention, as ops.attention_core.cached_attention does."""
+    """Add a new token per row to the cache and return its attention, as ops.cached_attention.cached_attention does."""
     rows, room = cache.shape[1:3]
     new = torch.arange(0, rows * room, room, device=positions.device) + positions
     for cached, x in zip(cache, (key, value)):
@@ -112,7 +112,7 @@ def continued_attention(
     scale: float | None,
     **_unsupported,
 ) -> Tensor:
-    """Return the attention of tokens that follow others, as ops.attention_core.continued_attention does."""
+    """Return the attention of tokens that follow others, as ops.cached_attention.continued_attention does."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return attend(query, key, value, positions, None, window, scale)[0]
 

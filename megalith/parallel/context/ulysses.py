@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import Axis, all_to_all, wait
-from megalith.ops.attention_core import split_heads
+from megalith.ops.split_qkv import split_heads
 from megalith.parallel.context.zigzag import from_zigzag, zigzag
 
 
