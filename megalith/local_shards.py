@@ -12,7 +12,7 @@ def local(parameter: Tensor) -> Tensor:
 
     The gradient of the shard is assumed to have the parameter's placement. If a rank uses a replicated parameter for
     only some tokens or heads, its gradient is partial;
-    `megalith.parallel.tensor.tensor_parallel.reduce_partial_gradients` sums these gradients after the backward pass.
+    `megalith.parallel.tensor.partial_gradients.reduce_partial_gradients` sums these gradients after the backward pass.
     """
     from torch.distributed.tensor import DTensor  # takes a second, which `megalith plan` would wait for
 

@@ -34,7 +34,7 @@ from megalith.models.transformer import Stack
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
 from megalith.parallel.shards import to_local_parameters
-from megalith.parallel.tensor.tensor_parallel import apply_tensor
+from megalith.parallel.tensor.apply_tensor import apply_tensor
 
 MAX_ROWS = 64  # concurrent sequences
 

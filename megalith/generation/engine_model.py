@@ -25,9 +25,10 @@ from megalith.models.router import Router
 from megalith.models.transformer import Transformer
 from megalith.parallel.replication import replica_axes
 from megalith.parallel.shards import LocalShard, local_shard, to_local_parameters
+from megalith.parallel.tensor.apply_tensor import apply_tensor
 from megalith.parallel.tensor.lora_shards import shard_adapters
 from megalith.parallel.tensor.roles import ROLES
-from megalith.parallel.tensor.tensor_parallel import TensorParallel, apply_tensor
+from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)

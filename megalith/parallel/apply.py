@@ -23,8 +23,8 @@ from megalith.parallel.overlap.ping_pong import apply_ping_pong, interleaving
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.seams import plug
 from megalith.parallel.shards import to_local_parameters
+from megalith.parallel.tensor.apply_tensor import apply_tensor
 from megalith.parallel.tensor.lora_shards import shard_adapters
-from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 
 def apply(

@@ -30,7 +30,7 @@ from megalith.ops.batch_invariant.token_logprobs import BATCH_INVARIANT
 from megalith.parallel.seams import plug
 from megalith.parallel.tensor.ordered_reduce import OrderedRow, ordered_columns
 from megalith.parallel.tensor.roles import role_of
-from megalith.parallel.tensor.tensor_parallel import VocabParallel
+from megalith.parallel.tensor.vocab_parallel import VocabParallel
 
 SEAMS = {"loss": cross_entropy_sum, "logprobs": target_logprobs, "logits": all_logits}
 

@@ -38,7 +38,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Streams
 from megalith.parallel.shards import to_local_parameters
 from megalith.parallel.tensor.building_blocks import replicate_plain_parameters, vocab_parallel_of
-from megalith.parallel.tensor.tensor_parallel import partial_gradients
+from megalith.parallel.tensor.partial_gradients import partial_gradients
 
 
 class Head:

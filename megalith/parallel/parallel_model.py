@@ -39,7 +39,7 @@ from megalith.parallel.pipeline.tied_parameters import reduce_shared_gradients
 from megalith.parallel.shards import LocalParameters
 from megalith.parallel.step_casts import StepCasts
 from megalith.parallel.tensor.building_blocks import VocabParallelEmbedding
-from megalith.parallel.tensor.tensor_parallel import reduce_partial_gradients
+from megalith.parallel.tensor.partial_gradients import reduce_partial_gradients
 
 WRONG_IDS = "use the model's own tokenizer, or give the model a larger vocabulary (model.vocab_size)"
 

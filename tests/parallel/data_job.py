@@ -28,7 +28,8 @@ from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute_wgrads
 from megalith.parallel.shards import LocalParameters
-from megalith.parallel.tensor.tensor_parallel import apply_tensor, partial_gradients, reduce_partial_gradients
+from megalith.parallel.tensor.apply_tensor import apply_tensor
+from megalith.parallel.tensor.partial_gradients import partial_gradients, reduce_partial_gradients
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -24,7 +24,8 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.pipeline.tied_parameters import reduce_shared_gradients
-from megalith.parallel.tensor.tensor_parallel import apply_tensor, partial_gradients, reduce_partial_gradients
+from megalith.parallel.tensor.apply_tensor import apply_tensor
+from megalith.parallel.tensor.partial_gradients import partial_gradients, reduce_partial_gradients
 
 BATCH, SEQ = 2, 16
 

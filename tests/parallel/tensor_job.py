@@ -19,7 +19,8 @@ from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.data_parallel import apply_data, prepare_backward, wait_for_gradients
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.parallel.tensor.tensor_parallel import apply_tensor, partial_gradients, reduce_partial_gradients
+from megalith.parallel.tensor.apply_tensor import apply_tensor
+from megalith.parallel.tensor.partial_gradients import partial_gradients, reduce_partial_gradients
 
 BATCH, SEQ = 2, 16
 ALONE = ParallelConfig()

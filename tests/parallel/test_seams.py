@@ -21,8 +21,8 @@ from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.overlap.ping_pong import apply_ping_pong
 from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute_wgrads
 from megalith.parallel.seams import SEAMS, plug
+from megalith.parallel.tensor.apply_tensor import apply_tensor
 from megalith.parallel.tensor.lora_shards import shard_adapters
-from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 SIZES = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, max_position_embeddings=16,
              hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip

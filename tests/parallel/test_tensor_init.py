@@ -12,7 +12,7 @@ from megalith.config import ModelConfig, ParallelConfig
 from megalith.models import init
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.tensor.tensor_parallel import apply_tensor
+from megalith.parallel.tensor.apply_tensor import apply_tensor
 
 SMALL_BLOCKS = 100  # elements, so that the slices cross blocks
 

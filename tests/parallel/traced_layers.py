@@ -28,7 +28,7 @@ from megalith.ops import compiled
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.overlap.ping_pong import apply_ping_pong
-from megalith.parallel.tensor.tensor_parallel import apply_tensor
+from megalith.parallel.tensor.apply_tensor import apply_tensor
 
 BATCH, SEQ = 64, 1024
 LARGE = dict(

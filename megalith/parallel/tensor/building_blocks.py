@@ -21,8 +21,10 @@ from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
 from megalith.parallel.replication import Replication, record_replication
 from megalith.parallel.seams import plug, replace_parameter
+from megalith.parallel.tensor.apply_tensor import distribute_parameters
 from megalith.parallel.tensor.roles import COLUMNS, REPLICATED, ROWS, Role
-from megalith.parallel.tensor.tensor_parallel import TensorParallel, VocabParallel, distribute_parameters
+from megalith.parallel.tensor.tensor_parallel import TensorParallel
+from megalith.parallel.tensor.vocab_parallel import VocabParallel
 
 
 class _ShardedLinear(Linear):

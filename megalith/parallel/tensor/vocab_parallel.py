@@ -1,0 +1,108 @@
+"""Lookup, loss and logits over a vocabulary that is sharded over the tensor axis.
+
+Each rank has ⌈rows / tp⌉ consecutive rows of the padded embedding and of the output matrix, the last ranks fewer where
+that is uneven. The padding is the model's own and never depends on the axis. A token's embedding comes from one rank,
+and the others add zeros. In the loss no rank has a full row of logits (ops/vocab_softmax.py).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from megalith.comm.collectives import all_gather_replicated
+from megalith.models.loss import Objective, compute_logprobs
+from megalith.models.pass_context import Context
+from megalith.ops.cross_entropy import linear_cross_entropy
+from megalith.ops.vocab_softmax import ORDINARY, HeadMath, linear_logits, local_rows, softcapped
+from megalith.parallel.tensor.tensor_parallel import TensorParallel
+
+
+class VocabParallel:
+    """Lookup, loss and logits over a vocabulary that is sharded over the tensor axis."""
+
+    def __init__(self, tensor: TensorParallel, padded_vocab: int):
+        self.tensor, self.axis = tensor, tensor.axis
+        self.rows = -(-padded_vocab // self.axis.size)  # per rank; the last ranks may have fewer
+        self.first = self.axis.rank * self.rows
+
+    def lookup(self, input_ids: Tensor, weight: Tensor, context: Context) -> Tensor:
+        """Return the embeddings [batch, seq, hidden], under SP [1, tokens / tp, hidden], summed over the ranks."""
+        tokens = self.tensor.to_sp_order(input_ids, context.layout)
+        index, here = local_rows(tokens - self.first, weight.shape[0])
+        return self.tensor.reduce(F.embedding(index, weight) * here[..., None], context)
+
+    def loss(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        vocab_size: int,
+        softcap: float | None,
+        context: Context,
+        scale: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        math: HeadMath = ORDINARY,
+    ) -> Tensor:
+        """Return `ops.cross_entropy.linear_cross_entropy`, the same on every rank. weight [local rows, hidden]."""
+        labels, loss_mask = (self.tensor.to_sp_order(x, context.layout) for x in (labels, loss_mask))
+        shard = dict(
+            axis=self.axis,
+            first=self.first,
+            rows=self.rows,
+            bias=bias,
+            math=math,
+            max_label_tokens=context.max_label_tokens,
+            z_loss_coeff=context.output_z_loss_coeff,
+            z_loss_sum=context.output_z_loss_sum,
+        )
+        hidden = self.tensor.gather(hidden, context)
+        return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)
+
+    def logprobs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        softcap: float | None,
+        context: Context,
+        objective: Objective,
+        scale: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        math: HeadMath = ORDINARY,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return `models.loss.compute_logprobs`, the same on every rank, as [batch, seq]."""
+        layout = context.layout
+        shard = dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias, math=math)
+        tokens = {name: self.tensor.to_sp_order(x, layout) for name, x in objective.tokens.items()}
+        hidden, targets = self.tensor.gather(hidden, context), self.tensor.to_sp_order(targets, layout)
+        *outputs, loss = compute_logprobs(
+            objective, hidden, weight, targets, tokens, vocab_size, softcap, scale, **shard
+        )
+        ordered = [
+            None if x is None else self.tensor.from_sp_order(x, layout, context.batch) for x in outputs
+        ]
+        return ordered[0], ordered[1], loss
+
+    def logits(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        vocab_size: int,
+        softcap: float | None,
+        context: Context,
+        *,
+        bias: Tensor | None = None,
+        math: HeadMath = ORDINARY,
+    ) -> Tensor:
+        """Return logits [batch, seq, vocab] on every rank, without the vocabulary's padding."""
+        shard = linear_logits(
+            self.tensor.gather(x, context), weight, bias=bias, math=math
+        )  # [..., local rows]
+        shard = F.pad(shard, (0, self.rows - shard.shape[-1]))
+        logits = all_gather_replicated(shard, self.axis, -1)[..., :vocab_size]
+        return softcapped(logits.reshape(context.batch, -1, vocab_size), softcap)
