@@ -24,7 +24,7 @@ from benchmarks.published_rows import (
 )
 from megalith.config.model import ModelConfig
 from megalith.config.rules.auto_settings import Machine, resolve_auto
-from megalith.planner import passes, saved_activations, step_time
+from megalith.planner import layer_times, passes, saved_activations, step_time
 from megalith.planner.candidates import NO_GEMM, PARALLEL, SHARDS
 from megalith.planner.counts import MetaModel
 from megalith.planner.flops import flops_per_token
@@ -73,7 +73,7 @@ def told(row: Published) -> float:
 def as_megatron_core() -> Iterator[None]:
     with (
         patch.object(step_time, "Passes", MegatronCore),
-        patch.object(passes, "SUMMING", 0),
+        patch.object(layer_times, "SUMMING", 0),
     ):
         yield
 

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from megalith.config import RunConfig
-from megalith.planner import passes
+from megalith.planner import layer_times, passes
 
 A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 
@@ -19,7 +19,7 @@ class MegatronCore(passes.Passes):
 
     def _tensor(self, number: int) -> tuple[float, float]:
         forward, backward = super()._tensor(number)
-        exposed = 1.0 if self.expert_layers else 1 / self.tensor + passes.GEMM_SLOWDOWN["copy engine"]
+        exposed = 1.0 if self.expert_layers else 1 / self.tensor + layer_times.GEMM_SLOWDOWN["copy engine"]
         return exposed * forward, exposed * backward
 
     def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[float, float]:

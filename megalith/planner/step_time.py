@@ -27,7 +27,8 @@ from megalith.parallel.pipeline.stages import (
 )
 from megalith.parallel.pipeline.timeline import Timeline
 from megalith.planner.counts import MetaModel, layers_of
-from megalith.planner.passes import FLASH_DIMS, GATHERING, GEMM_SLOWDOWN, REDUCING, Passes
+from megalith.planner.layer_times import FLASH_DIMS, GATHERING, GEMM_SLOWDOWN, REDUCING
+from megalith.planner.passes import Passes
 from megalith.planner.rates import Rates
 from megalith.planner.traffic import hidden_bytes
 
