@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from megalith.bridge.family import Family, Group
 from megalith.bridge.folder import list_tensors, read_json
+from megalith.bridge.peft.adapter_config import check_adapter_config, match_pattern
 from megalith.bridge.peft.adapter_targets import AdapterTarget, adapter_targets
 from megalith.bridge.peft.peft_modules import (
     EMBEDDING,
@@ -26,12 +26,8 @@ from megalith.bridge.peft.peft_modules import (
 )
 from megalith.bridge.peft.peft_names import (
     CONFIG_FILE,
-    LEAVES_BASE,
     MAGNITUDE,
-    NO_EFFECT,
-    ONLY,
     PREFIX,
-    READ,
     SCORE_MODULES,
     TENSORS_FILE,
     TOKEN_ROWS,
@@ -48,16 +44,6 @@ from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.adapters import ADAPTER
 from megalith.models.saved_modules import path_of
 from megalith.models.score_model import SCORE
-
-
-def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a module's name, as PEFT does."""
-    try:
-        return next(
-            (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default
-        )
-    except re.error as error:
-        raise CheckpointError(f"a pattern of {list(patterns)} is not a regular expression: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -78,7 +64,7 @@ class PeftFolder:
         """Open a folder. Raises CheckpointError if it is missing, damaged, of another model, or of another method."""
         self.path, self._model = Path(path), model
         self._config = read_json(self.path / CONFIG_FILE)
-        self._reject_other_methods()
+        check_adapter_config(self.path / CONFIG_FILE, self._config)
         self._tensors = list_tensors(self.path / TENSORS_FILE)
         self._targets = {target.name: target for target in adapter_targets(family, model)}
         self._adapters = self._find_adapters()
@@ -229,8 +215,8 @@ class PeftFolder:
                 prefix = self._stored_prefix(target, module)
                 if prefix is None:
                     continue
-                rank = _matching(patterns["rank_pattern"], module, self._config["r"])
-                alpha = _matching(patterns["alpha_pattern"], module, self._config["lora_alpha"])
+                rank = match_pattern(patterns["rank_pattern"], module, self._config["r"])
+                alpha = match_pattern(patterns["alpha_pattern"], module, self._config["lora_alpha"])
                 stored_adapters[target.name, part] = stored = self._checked(target, part, prefix, rank, alpha)
                 for half, expected in target.shapes(module, rank).items():
                     tensor = self._tensors.get(f"{stored.prefix}.{half}.weight")
@@ -404,54 +390,3 @@ class PeftFolder:
                     "of every adapted layer are supported"
                 )
         return None if adapted == set(stack_indices.values()) else sorted(adapted)
-
-    def _reject_other_methods(self) -> None:
-        for key, only in ONLY.items():
-            value = self._config.get(key, only)
-            if value != only and value not in (None, {}, []):
-                raise CheckpointError(
-                    f"{self.path / CONFIG_FILE} has {key} {value!r}, but only LoRA is supported "
-                    f"({key} {only!r}); merge them with PEFT, or train others"
-                )
-        for key in sorted(self._config.keys() - {*ONLY, *READ, *NO_EFFECT}):
-            if self._config[key] not in (None, False, "", {}, []):
-                raise CheckpointError(
-                    f"{self.path / CONFIG_FILE} has {key} {self._config[key]!r:.60}, which is not known here; if it "
-                    "does not change what the adapters compute, remove it, otherwise merge them with PEFT"
-                )
-        for key, kind in (
-            ("rank_pattern", dict),
-            ("alpha_pattern", dict),
-            ("target_parameters", list),
-            ("modules_to_save", list),
-        ):
-            value = self._config.get(key) or kind()
-            if not isinstance(value, kind) or not all(isinstance(each, str) for each in value):
-                raise CheckpointError(
-                    f"{self.path / CONFIG_FILE} has {key} {value!r:.80}, which PEFT does not write; give a folder that "
-                    "PEFT has saved"
-                )
-        tokens = self._config.get("trainable_token_indices") or []
-        for each in tokens.values() if isinstance(tokens, dict) else [tokens]:
-            if not isinstance(each, list) or not all(type(token) is int and token >= 0 for token in each):
-                raise CheckpointError(
-                    f"{self.path / CONFIG_FILE} has trainable_token_indices {tokens!r:.80}, which PEFT does not write; "
-                    "give a folder that PEFT has saved"
-                )
-        value = self._config.get("init_lora_weights", True)
-        if value == "loftq":
-            raise CheckpointError(
-                f"{self.path / CONFIG_FILE} has init_lora_weights 'loftq', whose adapters are for weights that PEFT "
-                "quantized; merge them with PEFT, or train others with lora.init_lora_weights loftq"
-            )
-        if value not in LEAVES_BASE and str(value).lower() not in ("pissa", "olora"):
-            raise CheckpointError(
-                f"{self.path / CONFIG_FILE} has init_lora_weights {value!r:.60}, with which PEFT "
-                "changes the base weights; save the adapters again in PEFT with "
-                "path_initial_model_for_weight_conversion, which converts them to plain LoRA"
-            )
-        for key, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
-            if type(self._config.get(key)) not in kinds:
-                raise CheckpointError(
-                    f"{self.path / CONFIG_FILE} has no {key}; give a folder that PEFT has saved"
-                )
