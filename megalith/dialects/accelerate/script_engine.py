@@ -20,10 +20,6 @@ from accelerate.state import GradientState, PartialState
 from accelerate.utils import GradScalerKwargs
 from torch import Tensor, nn
 
-from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
-from megalith.checkpoint.saver import Saver
-from megalith.checkpoint.shard_files import open_shard_files, save_shard_files
-from megalith.checkpoint.state import amax_shards, load_amaxes
 from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
@@ -59,6 +55,7 @@ from megalith.dialects.accelerate.script_batches import (
     reject_token_types,
     split_micro_batches,
 )
+from megalith.dialects.accelerate.script_checkpoint import load_engine, save_engine
 from megalith.dialects.accelerate.script_optimizer import CallGradients, CallLoss, EngineOptimizer
 from megalith.dialects.accelerate.unsupported_calls import (
     NO_LOGITS_GRADIENT,
@@ -66,17 +63,14 @@ from megalith.dialects.accelerate.unsupported_calls import (
     PreparedModelError,
     unsupported_method,
 )
-from megalith.errors import CheckpointError, ConfigError, shorten
+from megalith.errors import ConfigError, shorten
 from megalith.models.inputs import TokenInputs
 from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.mesh import Mesh
 from megalith.planner.memory_choices import with_auto
-from megalith.training.build import build_model, build_run_mesh, resolve_config, vocabulary_rows
+from megalith.training.build import build_model, build_run_mesh, resolve_config
 from megalith.training.process import detect_machine, prepare_process
-
-STATE = "megalith"  # folder of Megalith's checkpoint inside save_state's folder
-GROUPS = "optimizer_groups.json"
 
 
 class MegatronEngine(nn.Module):
@@ -407,45 +401,11 @@ class MegatronEngine(nn.Module):
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
         """Save model and optimizer for any layout; Accelerate's save_state calls it. Every rank calls it."""
-        reshard_parameters(self.model.chunks)
-        folder = Path(output_dir) / STATE
-        saves_optimizer = self.optimizer is not None and not self.plugin.no_save_optim
-        record = RunRecord(
-            step=self.iteration,
-            consumed_samples=self.consumed_samples,
-            config=self.run.to_tree(),
-            loss_scale=self.optimizer.loss_scale.state() if saves_optimizer else {},
-        )
-        saver = Saver(folder, self.mesh.world, unpadded_rows=vocabulary_rows(self.run), keep_last=1)
-        inner = self.optimizer.inner if saves_optimizer else None
-        saver.save(record, self.model.chunks, inner, amax_shards(self.model.amaxes, self.mesh.world))
-        if saver.last.error is not None:
-            raise saver.last.error
-        if self.mesh.world.rank == 0:
-            self.config.save_pretrained(output_dir)
-            if saves_optimizer:
-                self.optimizer.save_groups(Path(output_dir) / GROUPS)
-        if self.plugin.legacy_bin:
-            save_shard_files(Path(output_dir), record, self.model, inner, vocabulary_rows(self.run))
+        save_engine(self, output_dir)
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
         """Load what `save_checkpoint` saved, in any layout; Accelerate's load_state calls it. Every rank calls it."""
-        folder, rows, world = Path(input_dir) / STATE, vocabulary_rows(self.run), self.mesh.world
-        loads_optimizer = self.optimizer is not None and not self.plugin.no_load_optim
-        parts = ("model", "optimizer") if loads_optimizer else ("model",)
-        checkpoint = open_checkpoint(folder, parts, world=world) or open_shard_files(input_dir, parts, world)
-        if checkpoint is None:
-            raise CheckpointError(
-                f"there is no checkpoint in {folder}; pass load_state a folder written by save_state"
-            )
-        reshard_parameters(self.model.chunks)
-        load_model(checkpoint, self.model.chunks, rows, world)
-        if loads_optimizer:
-            load_optimizer(checkpoint, self.optimizer.inner, rows, self.model.chunks, world)
-            load_amaxes(checkpoint, self.model.amaxes, world)
-            self.optimizer.loss_scale.load_state(checkpoint.manifest.loss_scale)
-            self.optimizer.load_groups(Path(input_dir) / GROUPS)
-            self.optimizer.zero_grad()
-        self._loaded_step = checkpoint.manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
-        self.consumed_samples = checkpoint.manifest.consumed_samples
+        manifest = load_engine(self, input_dir)
+        self._loaded_step = manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
+        self.consumed_samples = manifest.consumed_samples
         self.loaded_from, self._loads = input_dir, self._loads + 1
