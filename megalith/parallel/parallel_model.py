@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.comm.collectives import Axis, all_reduce_no_grad
-from megalith.config import ModelConfig, OptimConfig, ParallelConfig
+from megalith.comm.collectives import all_reduce_no_grad
+from megalith.config import OptimConfig, ParallelConfig
 from megalith.data.batch import Batch
 from megalith.data.token_ids import TokenIds
-from megalith.errors import ConfigError
-from megalith.models.loss import CrossEntropy, Loss, Objective
-from megalith.models.mtp import make_mtp_targets
+from megalith.models.loss import Loss
 from megalith.ops.compiled import run_eagerly
 from megalith.optim.optimizer import Placement
 from megalith.optim.qk_clip import clip_factors, row_factors
 from megalith.parallel.attention_logits import AttentionLogits
-from megalith.parallel.context.context_parallel import shard_batch, unshard_replicated
 from megalith.parallel.data.data_parallel import (
     finish_weight_gradients,
     prepare_backward,
     wait_for_gradients,
     wait_for_reductions,
 )
-from megalith.parallel.data.gradient_norm import loss_denominators
 from megalith.parallel.data.ordered_sums import OrderedGradients, additions
 from megalith.parallel.expert.expert_counts import gather_tallies, update_expert_biases
+from megalith.parallel.local_losses import CollectLogprobs, LocalLosses, check_z_loss
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.model_spec import LocalMicroBatch, ModelSpec
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
@@ -81,6 +77,7 @@ class ParallelModel:
         self._ordered: dict[nn.Module, OrderedGradients] = {}  # of the passes of a step, by chunk
         self.tallies: Tensor | None = None  # token counts per expert in the last step: see gather_tallies
         self._ids = TokenIds(self._vocab_size(), WRONG_IDS)
+        self._losses = LocalLosses(mesh, device, self._ids, self.config is not None, spec.mtp_layers)
         self.local_loss = torch.zeros((), device=device)
         """This rank's share of the last step's sum of losses, a float32 scalar."""
         self.logged_loss = self.local_loss
@@ -112,11 +109,11 @@ class ParallelModel:
             The unscaled loss, a float32 scalar, the same on every rank.
         """
         loss, micro_batches = loss or self.spec.loss, self._in_passes(micro_batches)
-        _check_z_loss(self.config, loss)
+        check_z_loss(self.config, loss)
         if not isinstance(loss_scale, Tensor):
             loss_scale = torch.full((), loss_scale, device=self.device)
-        local_batches = self._train(True)._prepare(micro_batches, loss)
-        denominators = self._denominators(loss, micro_batches, local_batches)
+        local_batches = self._train(True)._losses.prepare(micro_batches, loss)
+        denominators = self._losses.denominators(loss, micro_batches, local_batches)
         factor = loss_scale / denominators[0]
         for micro_batch in local_batches:
             micro_batch.loss_scale = factor
@@ -203,8 +200,8 @@ class ParallelModel:
     def evaluate(self, micro_batches: Sequence[Batch], loss: Loss | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss and the sum of its denominators, float32 scalars, over all ranks."""
         loss, micro_batches = loss or self.spec.loss, self._in_passes(micro_batches)
-        local_batches = self._train(False)._prepare(micro_batches, loss)
-        denominators = self._denominators(loss, micro_batches, local_batches)
+        local_batches = self._train(False)._losses.prepare(micro_batches, loss)
+        denominators = self._losses.denominators(loss, micro_batches, local_batches)
         return self._all_reduce_loss(self._run_passes(local_batches, None)).float(), denominators[0]
 
     @torch.no_grad()
@@ -223,8 +220,8 @@ class ParallelModel:
 
         A pipeline has a smaller bubble than with one call per micro-batch.
         """
-        collector = _CollectLogprobs(temperature, vocab_size)
-        self._run_passes(self._train(False)._prepare(micro_batches, collector), None)
+        collector = CollectLogprobs(temperature, vocab_size)
+        self._run_passes(self._train(False)._losses.prepare(micro_batches, collector), None)
         return self._from_last_stage(collector.logprobs, micro_batches)
 
     @torch.no_grad()
@@ -232,8 +229,8 @@ class ParallelModel:
         self, micro_batches: Sequence[Batch], temperature: float = 1.0, vocab_size: int | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return `all_logprobs` and the entropies of the tokens' distributions, float32 [batch, seq] each."""
-        collector = _CollectLogprobs(temperature, vocab_size, needs_entropy=True)
-        self._run_passes(self._train(False)._prepare(micro_batches, collector), None)
+        collector = CollectLogprobs(temperature, vocab_size, needs_entropy=True)
+        self._run_passes(self._train(False)._losses.prepare(micro_batches, collector), None)
         outputs = (collector.logprobs, collector.entropies)
         logprobs, entropies = (self._from_last_stage(each, micro_batches) for each in outputs)
         return logprobs, entropies
@@ -285,15 +282,6 @@ class ParallelModel:
             return micro_batches
         return [row for batch in micro_batches for row in batch.rows()]
 
-    def _prepare(self, micro_batches: Sequence[Batch], loss: Loss) -> list[LocalMicroBatch]:
-        self._ids.check_batches(micro_batches, labels=self.config is not None)
-        return [self._prepare_micro_batch(batch, loss) for batch in micro_batches]
-
-    def _context_axis(self, batch: Batch) -> Axis:
-        """Return the ranks that share the rows of a micro-batch."""
-        groups = self.mesh.context_groups
-        return groups[batch.cp_size] if groups else self.mesh.cp
-
     def _vocab_size(self) -> int | None:
         """Return the size of the input vocabulary, or None if a user's own model does not reveal it."""
         if self.config is not None:
@@ -301,65 +289,6 @@ class ParallelModel:
         modules = [module for chunk in self.chunks for module in chunk.modules()]
         sizes = [each.num_embeddings for each in modules if isinstance(each, VocabParallelEmbedding)]
         return sizes[0] if len(sizes) == 1 else None
-
-    def _prepare_micro_batch(self, batch: Batch, loss: Loss) -> LocalMicroBatch:
-        weights, objective, fused_head_loss = loss.weights(batch), None, loss.fused_head_loss(batch)
-        if weights is not None:
-            _require_shape(loss, "weights", weights, batch.loss_mask.shape)
-        changed = loss.temperature != 1 or loss.needs_entropy or loss.vocab_size
-        if weights is None or fused_head_loss is not None or changed:
-            batch, options = batch.to(self.device), (loss.temperature, loss.needs_entropy, loss.vocab_size)
-            weights = batch.loss_mask
-            if (tokens := loss.tokens(batch)) is None:
-                objective = Objective(partial(self._sequence_loss, loss, batch), *options)
-            else:
-                observe = partial(self._observe, loss, batch)
-                objective = Objective(observe, *options, loss.token_losses, tokens, fused_head_loss)
-        local_batch, token_index = shard_batch(loss.with_weights(batch, weights), self._context_axis(batch))
-        if objective is not None and self._context_axis(batch).size > 1:
-            objective = replace(
-                objective, tokens={name: x[:, token_index] for name, x in objective.tokens.items()}
-            )
-        max_label_tokens = (
-            None if local_batch.loss_mask.is_cuda else int(local_batch.loss_mask.count_nonzero())
-        )
-        ids = self._ids if self.config is None else None
-        micro_batch = LocalMicroBatch(
-            local_batch, token_index, objective, max_label_tokens=max_label_tokens, ids=ids
-        )
-        if layers := self.spec.mtp_layers:
-            mtp_targets = make_mtp_targets(batch.labels, batch.loss_mask, batch.document_ends, layers)
-            micro_batch.mtp_targets = mtp_targets.at(token_index)
-        return micro_batch
-
-    def _observe(self, loss: Loss, batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> None:
-        cp = self._context_axis(batch)
-        entropy = None if entropy is None else unshard_replicated(entropy, cp)
-        loss.observe(unshard_replicated(logprobs, cp), entropy, batch)
-
-    def _sequence_loss(self, loss: Loss, batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Return the loss of full sequences. Every context-parallel rank computes it, and the first one counts it."""
-        cp = self._context_axis(batch)
-        entropy = None if entropy is None else unshard_replicated(entropy, cp)
-        total = loss(unshard_replicated(logprobs, cp), entropy, batch)
-        _require_shape(
-            loss, "__call__", total, torch.Size(), ": the sum over the micro-batch, as .sum() returns it"
-        )
-        return total if cp.rank == 0 else total - total.detach()
-
-    def _denominators(
-        self, loss: Loss, micro_batches: Sequence[Batch], local_batches: list[LocalMicroBatch]
-    ) -> Tensor:
-        """Return denominators of the loss, of each MTP loss and of the logged loss: float32 [1 + MTP layers + 1]."""
-        sums = torch.zeros(1 + self.spec.mtp_layers + 1, dtype=torch.float64)
-        for batch, micro_batch in zip(micro_batches, local_batches):
-            micro_batch.logged_weight = loss.logged_weight(batch)
-            if self._context_axis(batch).rank == 0:  # these belong to full sequences
-                sums[0] += _scalar(loss, loss.denominator(batch))
-                sums[-1] += micro_batch.logged_weight or 0.0
-            if micro_batch.mtp_targets is not None:
-                sums[1:-1] += micro_batch.mtp_targets.loss_mask.sum((-2, -1), dtype=torch.float64).cpu()
-        return loss_denominators(sums, self.mesh.dp_cp, self.device)
 
     def _begin_logged(self, local_batches: list[LocalMicroBatch]) -> None:
         """Give the step's passes the tensors that logged losses are summed in."""
@@ -460,49 +389,4 @@ class ParallelModel:
             after_backward=self._after_backward,
             after_input_gradients=self._after_input_gradients,
             after_weights=self._after_weights,
-        )
-
-
-def _require_shape(loss: Loss, method: str, value: object, shape: torch.Size, hint: str = "") -> None:
-    """Raise ConfigError unless a user's loss returned a tensor of this shape."""
-    if isinstance(value, Tensor) and value.shape == shape:
-        return
-    returned = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    raise ConfigError(
-        f"{type(loss).__name__}.{method} returned {returned}; return a tensor of shape {list(shape)}{hint}"
-    )
-
-
-def _scalar(loss: Loss, value: Tensor | float) -> float:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        _require_shape(loss, "denominator", value, torch.Size(), ", or a number")
-    return float(value)
-
-
-class _CollectLogprobs(Loss):
-    """A loss of zero that keeps the log-probabilities of each micro-batch, and with `needs_entropy` the entropies."""
-
-    def __init__(self, temperature: float, vocab_size: int | None, needs_entropy: bool = False):
-        self.temperature, self.vocab_size, self.needs_entropy = temperature, vocab_size, needs_entropy
-        self.logprobs: list[Tensor] = []
-        self.entropies: list[Tensor] = []
-
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:
-        self.logprobs.append(logprobs)
-        if entropy is not None:
-            self.entropies.append(entropy)
-        return logprobs.new_zeros(())
-
-
-def _check_z_loss(config: ModelConfig | None, loss: Loss) -> None:
-    if config is None or not config.output_z_loss_coeff:
-        return
-    changed = loss.temperature != 1 or loss.needs_entropy or loss.vocab_size is not None
-    is_cross_entropy = isinstance(loss, CrossEntropy)
-    if not is_cross_entropy or changed:
-        reason = " with a temperature, entropies or a vocab_size" if is_cross_entropy else ""
-        raise ConfigError(
-            f"model.output_z_loss_coeff is {config.output_z_loss_coeff:g}, which is supported "
-            "only with the cross-entropy of `megalith train` and `megalith sft`, but the loss is "
-            f"{type(loss).__name__}{reason}; set it to 0"
         )

@@ -14,8 +14,9 @@ from megalith.data.batch import Batch
 from megalith.errors import ConfigError
 from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean
 from megalith.parallel.gather import global_tensors
+from megalith.parallel.local_losses import check_z_loss
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.parallel_model import ParallelModel, _check_z_loss
+from megalith.parallel.parallel_model import ParallelModel
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import BOUND, gradient_errors, relative_error
 from megalith.rl import PreferenceLoss
@@ -314,10 +315,10 @@ class Tempered(CrossEntropy):
 
 def test_a_z_loss_of_the_logits_is_refused_for_other_losses():
     config = ModelConfig(output_z_loss_coeff=1e-4)
-    _check_z_loss(config, CrossEntropy())
+    check_z_loss(config, CrossEntropy())
     with pytest.raises(ConfigError, match=r"the loss is Tempered with a temperature, .*; set it to 0"):
-        _check_z_loss(config, Tempered())
+        check_z_loss(config, Tempered())
     with pytest.raises(
         ConfigError, match=r"output_z_loss_coeff is 0.0001, .* but the loss is Grpo; set it to 0"
     ):
-        _check_z_loss(config, Grpo())
+        check_z_loss(config, Grpo())
