@@ -33,8 +33,7 @@ from megalith.ops.fp8.recipes import AmaxTable
 from megalith.optim.moments import Moment
 from megalith.parallel.coded_base import coded_weights
 from megalith.parallel.gather import ALONE
-from megalith.parallel.replication import replica_axes
-from megalith.parallel.shards import LocalShard, local_shard
+from megalith.parallel.shards import LocalShard, local_shard, named_shards
 from megalith.progress import Progress
 
 MODEL, OPTIMIZER, AMAXES = "model", "optimizer", "amaxes"
@@ -59,15 +58,7 @@ Model = nn.Module | Sequence[nn.Module]  # a model, or the chunks of a pipeline 
 
 def model_shards(model: Model) -> dict[str, LocalShard]:
     """Return parameters and persistent buffers by name. A tied tensor appears under its first name."""
-    named: dict[str, LocalShard] = {}
-    seen: set[int] = set()
-    for chunk in _chunks(model):
-        copies = replica_axes(chunk)
-        for name, tensor in chunk.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                named[name] = local_shard(tensor, copies.get(name))
-    return named
+    return named_shards(_chunks(model))
 
 
 def base_shards(model: Model) -> dict[str, LocalShard]:

@@ -16,7 +16,6 @@ from megalith.comm.collectives import Axis
 from megalith.data.pairs import DECODER_START
 from megalith.errors import ConfigError
 from megalith.generation.engine import OnToken
-from megalith.generation.engine_model import named_shards
 from megalith.generation.logits_state import LogitsState, UsedParts, token_masks
 from megalith.generation.requests import (
     MAX_GENERATIONS,
@@ -33,7 +32,7 @@ from megalith.models.rope import rotary_tables
 from megalith.models.transformer import Stack
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
-from megalith.parallel.shards import to_local_parameters
+from megalith.parallel.shards import named_shards, to_local_parameters
 from megalith.parallel.tensor.apply_tensor import apply_tensor
 
 MAX_ROWS = 64  # concurrent sequences

@@ -24,7 +24,7 @@ from megalith.config import LoraConfig, ModelConfig
 from megalith.config.rules.batch_invariant_rules import check_batch_invariant_engine
 from megalith.errors import ConfigError
 from megalith.generation.decode_steps import DecodeSteps
-from megalith.generation.engine_model import SiteSlots, SlotSizes, engine_model, named_shards
+from megalith.generation.engine_model import SiteSlots, SlotSizes, engine_model
 from megalith.generation.engine_rows import EngineRows
 from megalith.generation.logits_state import LogitsState
 from megalith.generation.mtp_drafter import MTPDrafter
@@ -56,7 +56,7 @@ from megalith.ops.dropout import column_keys
 from megalith.ops.vocab_softmax import ORDINARY
 from megalith.parallel.batch_invariant import apply_batch_invariant
 from megalith.parallel.seams import plug
-from megalith.parallel.shards import LocalShard
+from megalith.parallel.shards import LocalShard, named_shards
 
 WINDOW = {"cpu": 1, "cuda": 8}  # steps launched before the host reads their samples
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,7 @@ from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadNorms, Norm
 from megalith.models.router import Router
 from megalith.models.transformer import Transformer
-from megalith.parallel.replication import replica_axes
-from megalith.parallel.shards import LocalShard, local_shard, to_local_parameters
+from megalith.parallel.shards import to_local_parameters
 from megalith.parallel.tensor.apply_tensor import apply_tensor
 from megalith.parallel.tensor.lora_shards import shard_adapters
 from megalith.parallel.tensor.roles import ROLES
@@ -111,16 +110,3 @@ def _add_slots(
 def _style(name: str) -> str | None:
     site = name.rpartition(".")[2]
     return None if f".{EXPERTS}" in name else ROLES[site].style
-
-
-def named_shards(chunks: Iterable[torch.nn.Module]) -> dict[str, LocalShard]:
-    """Return this rank's shards of parameters and persistent buffers. A tied tensor appears under its first name."""
-    named: dict[str, LocalShard] = {}
-    seen: set[int] = set()
-    for chunk in chunks:
-        copies = replica_axes(chunk)
-        for name, tensor in chunk.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                named[name] = local_shard(tensor, copies.get(name))
-    return named

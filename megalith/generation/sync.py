@@ -27,7 +27,7 @@ from torch import Tensor
 from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
-from megalith.generation.engine_model import SlotSizes, named_shards
+from megalith.generation.engine_model import SlotSizes
 from megalith.generation.speculation import Speculation
 from megalith.models.adapters import ADAPTER, is_initial_factor, is_trained_with_adapters
 from megalith.models.saved_modules import saved_names_of
@@ -35,7 +35,7 @@ from megalith.models.transformer import Transformer
 from megalith.parallel.coded_base import CodedShard, coded_shards
 from megalith.parallel.gather import ALONE, global_tensors
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.shards import LocalShard
+from megalith.parallel.shards import LocalShard, named_shards
 
 BUCKET = 2**28  # bytes per broadcast
 

@@ -141,20 +141,20 @@ def build_mesh(
     direct = parallel.copy_engine_axes if device_type == "cuda" else set()
     if direct:
         import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (registers operators)
-    axes = {name: replace(_axis(root[name]), direct=name in direct) for name in ("pp", "dp", "cp", "tp")}
+    axes = {name: replace(axis_of(root[name]), direct=name in direct) for name in ("pp", "dp", "cp", "tp")}
     names = ("ep", "etp", "edp", "ep_etp", "cp_tp")
     experts = {name: Axis() for name in names} | {"experts": None, "expert_fsdp": None}
     if has_experts:
         experts = _expert_axes(parallel, world_size, device_type)
-        experts["cp_tp"] = _axis(flatten_mesh(root["cp", "tp"], "cp_tp"))
+        experts["cp_tp"] = axis_of(flatten_mesh(root["cp", "tp"], "cp_tp"))
     return Mesh(
         **axes,
-        dp_cp=_axis(dp_cp),
+        dp_cp=axis_of(dp_cp),
         tied=_tied(axes["pp"]),
         world=Axis(world_size, dist.get_rank(), dist.group.WORLD, dist.group.WORLD.group_name),
         **experts,
         fsdp=fsdp,
-        context_groups=_context_groups(_axis(dp_cp), device_type)
+        context_groups=_context_groups(axis_of(dp_cp), device_type)
         if parallel.dynamic_context_parallel
         else {},
     )
@@ -192,10 +192,10 @@ def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) ->
     elif shards < edp:
         fsdp = unflatten_mesh(fsdp, (edp // shards, shards), ("expert_replicate", "expert_shard"))
     return dict(
-        ep=_axis(root["ep"]),
-        etp=_axis(root["etp"]),
-        edp=_axis(root["edp"]),
-        ep_etp=_axis(flatten_mesh(root["ep", "etp"], "ep_etp")),
+        ep=axis_of(root["ep"]),
+        etp=axis_of(root["etp"]),
+        edp=axis_of(root["edp"]),
+        ep_etp=axis_of(flatten_mesh(root["ep", "etp"], "ep_etp")),
         experts=root[sharded] if sharded else None,
         expert_fsdp=fsdp,
     )
@@ -212,7 +212,8 @@ def _groups_of_their_own(device_type: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, backends[device_type])
 
 
-def _axis(mesh: DeviceMesh) -> Axis:
+def axis_of(mesh: DeviceMesh) -> Axis:
+    """Return the axis of a mesh with one dimension."""
     if mesh.size() == 1:
         return Axis()
     group = mesh.get_group()

@@ -71,6 +71,19 @@ def local_shard(tensor: Tensor, copies: Axis | None = None) -> LocalShard:
     return LocalShard(tensor.detach().to_local(), offset, tuple(tensor.shape), owned)
 
 
+def named_shards(chunks: Iterable[nn.Module]) -> dict[str, LocalShard]:
+    """Return this rank's shards of parameters and persistent buffers. A tied tensor appears under its first name."""
+    named: dict[str, LocalShard] = {}
+    seen: set[int] = set()
+    for chunk in chunks:
+        copies = replica_axes(chunk)
+        for name, tensor in chunk.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                named[name] = local_shard(tensor, copies.get(name))
+    return named
+
+
 def to_local_parameters(chunk: nn.Module) -> None:
     """Replace the chunk's DTensor parameters by plain parameters on the same storage, in place.
 

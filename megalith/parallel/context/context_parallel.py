@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed import DeviceMesh
 
 from megalith.comm.collectives import Axis, all_gather, all_gather_replicated
 from megalith.compat.device_mesh import unflatten_mesh
@@ -45,6 +44,7 @@ from megalith.parallel.context.recurrent_states import (
 from megalith.parallel.context.ring import ring_attention
 from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
 from megalith.parallel.context.zigzag import from_zigzag, spans
+from megalith.parallel.mesh import axis_of
 from megalith.parallel.seams import plug
 
 if TYPE_CHECKING:
@@ -298,11 +298,4 @@ def _inner_and_outer(
         return Axis(), axis
     inner, outer = hierarchical_sizes
     both = unflatten_mesh(axis.mesh, (outer, inner), ("cp_outer", "cp_inner"))
-    return replace(_axis(both["cp_inner"]), direct=axis.direct), _axis(both["cp_outer"])
-
-
-def _axis(mesh: DeviceMesh) -> Axis:
-    if mesh.size() == 1:
-        return Axis()
-    group = mesh.get_group()
-    return Axis(mesh.size(), mesh.get_local_rank(), group, group.group_name, mesh)
+    return replace(axis_of(both["cp_inner"]), direct=axis.direct), axis_of(both["cp_outer"])

@@ -26,11 +26,11 @@ from megalith.bridge.origin import read_origin
 from megalith.bridge.peft.peft_writer import save_peft
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.config import RunConfig
-from megalith.generation.engine_model import named_shards
 from megalith.models.adapters import ADAPTER, GroupedAdapter, adapters
 from megalith.parallel.coded_base import coded_shards
 from megalith.parallel.gather import GlobalTensor, global_tensors
 from megalith.parallel.parallel_model import ParallelModel
+from megalith.parallel.shards import named_shards
 
 BUCKET_BYTES = 2**28  # maximum, unless a single tensor is larger
 
