@@ -19,7 +19,7 @@ from megalith.errors import TrainingError
 from megalith.hardware import pick_device
 from megalith.launch.launcher import this_process
 from megalith.local_shards import local
-from megalith.parallel.data.data_parallel import ReduceScatter
+from megalith.parallel.data.fsdp_reduce_scatter import ReduceScatter
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout
 from megalith.planner.topology import gather_rank_locations

@@ -11,7 +11,7 @@ from data_job import GPT2, LLAMA, Job, Outcome, assert_equal, collectives, train
 from default_cases import by_default, cases_that_run
 
 from megalith.config import ModelConfig
-from megalith.parallel.data.data_parallel import Fp32SumReduceScatter
+from megalith.parallel.data.fsdp_reduce_scatter import Fp32SumReduceScatter
 
 MANY = 16  # samples: 8 micro-batches a rank
 STRATEGIES = {"no_shard": GPT2, "optim": LLAMA, "optim_grads": LLAMA, "optim_grads_params": GPT2}

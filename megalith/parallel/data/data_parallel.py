@@ -18,24 +18,25 @@ of a frequent token sums thousands of gradients. So a bf16 run equals that of on
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from megalith.compat.fsdp import end_backward, fsdp_state, reduce_scatter_stream, sharded_parameters
+from megalith.compat.fsdp import end_backward, reduce_scatter_stream
 from megalith.config import ParallelConfig
 from megalith.local_shards import local
 from megalith.models.transformer import Transformer, layers_of
 from megalith.models.vocabulary import OutputMatrix
-from megalith.ops import kernels
-from megalith.parallel.data.ordered_sums import sum_over_ranks
+from megalith.parallel.data.fsdp_reduce_scatter import (
+    Fp32SumReduceScatter,
+    OrderedReduceScatter,
+    ReduceScatter,
+)
 from megalith.parallel.data.replicas import replicate
 from megalith.parallel.mesh import Mesh
 
@@ -186,99 +187,6 @@ def _outside_layers(root: FSDPModule) -> list[FSDPModule]:
         return []
     head = getattr(root, "output_layer", None)
     return [root, head] if isinstance(head, FSDPModule) else [root]
-
-
-class ReduceScatter:
-    """FSDP2's reduce-scatter of gradients to fp32 sums, with results that can reuse memory of freed activations.
-
-    PyTorch's allocator keeps a memory pool per stream, and FSDP2 allocates results on its own stream, so gradients
-    could not reuse the activations that the compute stream freed. Therefore a result that becomes a gradient is
-    allocated on the compute stream, and FSDP2's stream waits for the last use of that memory. The gradient may be freed
-    once the compute stream has waited for the result: at the end of the step's last backward pass, or in
-    `wait_for_reductions`. A result that is added to an existing gradient, or reduced over replicas, is allocated on
-    FSDP2's stream as usual.
-    """
-
-    def __init__(self, module: FSDPModule, ranks: int, replicas: bool) -> None:
-        """Reduce the gradients of `module`'s FSDP2 unit over `ranks`, and then over replicas if `replicas`."""
-        self._state, self._ranks, self._replicas = fsdp_state(module), ranks, replicas
-        self._input, self._compute_stream = 0, None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer for FSDP2: alternately the reduce-scatter's input, in `dtype`, and its result, in fp32."""
-        length = math.prod(size)
-        if length * self._ranks != self._input:  # an input; after an exception calls need not alternate
-            self._input = length
-            self._compute_stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            return torch.empty(*size, dtype=dtype, device=device)
-        self._input = 0
-        if self._compute_stream is None or not self._becomes_gradient():
-            return torch.empty(*size, dtype=torch.float32, device=device)
-        with torch.cuda.stream(self._compute_stream):
-            result = torch.empty(*size, dtype=torch.float32, device=device)
-        torch.cuda.current_stream(device).wait_stream(self._compute_stream)
-        return result
-
-    def _becomes_gradient(self) -> bool:
-        shards = sharded_parameters(self._state)
-        return not self._replicas and all(
-            shard.grad is None and shard.dtype == torch.float32 for shard in shards if shard.requires_grad
-        )
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op,
-        async_op: bool = False,
-    ) -> None:
-        # torch 2.13 has the first name, torch 2.11 the second.
-        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        reduce_scatter(output_tensor, input_tensor, op=op, group=group)
-
-
-class Fp32SumReduceScatter(ReduceScatter):
-    """A reduce-scatter of gradients in the compute dtype: an all-to-all in that dtype, and a local sum in fp32.
-
-    The result equals that of a reduce-scatter in fp32, which sends twice as many bytes.
-    """
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op,
-        async_op: bool = False,
-    ) -> None:
-        parts = _exchanged(input_tensor, group)
-        if kernels.AVAILABLE and parts.is_cuda:
-            kernels.sum_rows(parts, output_tensor)
-        else:
-            torch.sum(parts, 0, dtype=torch.float32, out=output_tensor)
-
-
-class OrderedReduceScatter(ReduceScatter):
-    """A reduce-scatter that adds the ranks' gradients by the tree of ordered_sums.py, in fp32: an all-to-all and local
-    additions."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op,
-        async_op: bool = False,
-    ) -> None:
-        output_tensor.copy_(sum_over_ranks(_exchanged(input_tensor, group), neighbours=True))
-
-
-def _exchanged(input_tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return every rank's part for this rank, [ranks, elements], by an all-to-all."""
-    received = torch.empty_like(input_tensor)
-    dist.all_to_all_single(received, input_tensor, group=group)
-    return received.view(group.size(), -1)
 
 
 def _fully_shard(
