@@ -370,6 +370,18 @@ LATENT = {
     "layers.{layer}.self_attention.linear_kv_up_proj.weight":
         same("model.layers.{layer}.self_attn.kv_b_proj.weight"),
 }
+LATENT_SIZES = (
+    Field("kv_lora_rank", "kv_lora_rank", default=512),
+    Field("qk_head_dim", "qk_nope_head_dim", default=128),
+    Field("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
+    Field("v_head_dim", "v_head_dim", default=128),
+)
+ROUTED_EXPERTS = (
+    Field("num_experts", "n_routed_experts"),
+    Field("moe_router_topk", "num_experts_per_tok"),
+    Field("moe_ffn_hidden_size", "moe_intermediate_size"),
+    Field("moe_router_topk_scaling_factor", "routed_scaling_factor", default=1.0),
+)
 SHARED = {
     "layers.{layer}.mlp.router.expert_bias":
         same("model.layers.{layer}.mlp.gate.e_score_correction_bias"),
@@ -383,14 +395,8 @@ SETTINGS = (
     UNTIED,
     MscaleRope(),
     Field("q_lora_rank", "q_lora_rank", default=1536),
-    Field("kv_lora_rank", "kv_lora_rank", default=512),
-    Field("qk_head_dim", "qk_nope_head_dim", default=128),
-    Field("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
-    Field("v_head_dim", "v_head_dim", default=128),
-    Field("num_experts", "n_routed_experts"),
-    Field("moe_router_topk", "num_experts_per_tok"),
-    Field("moe_ffn_hidden_size", "moe_intermediate_size"),
-    Field("moe_router_topk_scaling_factor", "routed_scaling_factor", default=1.0),
+    *LATENT_SIZES,
+    *ROUTED_EXPERTS,
     DenseFirst(),
     SharedExperts(),
     FixedSettings(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0,

@@ -18,6 +18,7 @@ from typing import Any
 from megalith.bridge.families.experts import (
     DEEPSEEK_V3,
     EXPERTS,
+    ROUTED_EXPERTS,
     SHARED,
     DenseFirst,
     MlpLayerTypes,
@@ -74,10 +75,7 @@ GLM4 = Family(
 
 WITHOUT_ROPE = tuple(row for row in SETTINGS if not isinstance(row, Rope))
 SIGMOID_EXPERTS = (
-    Field("num_experts", "n_routed_experts"),
-    Field("moe_router_topk", "num_experts_per_tok"),
-    Field("moe_ffn_hidden_size", "moe_intermediate_size"),
-    Field("moe_router_topk_scaling_factor", "routed_scaling_factor", default=1.0),
+    *ROUTED_EXPERTS,
     RouterGroups(method=False),
     SigmoidScores(),
 )

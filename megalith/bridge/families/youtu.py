@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.bridge.families.experts import LATENT, LatentHeads, MscaleRope, RotaryHeads
+from megalith.bridge.families.experts import LATENT, LATENT_SIZES, LatentHeads, MscaleRope, RotaryHeads
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, TIED
 from megalith.bridge.family import Family
 from megalith.bridge.settings import Field, FixedSettings, RequiredKeys
@@ -18,10 +18,7 @@ YOUTU = Family(
         TIED,
         MscaleRope(),
         Field("q_lora_rank", "q_lora_rank", default=1536),
-        Field("kv_lora_rank", "kv_lora_rank", default=512),
-        Field("qk_head_dim", "qk_nope_head_dim", default=128),
-        Field("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
-        Field("v_head_dim", "v_head_dim", default=128),
+        *LATENT_SIZES,
         FixedSettings(
             normalization="RMSNorm",
             swiglu=True,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from megalith.config.hybrid import PATTERN_LAYERS
 from megalith.config.model import ModelConfig
@@ -78,17 +81,11 @@ def _check_gate(model: ModelConfig) -> None:
         )
     if model.mlp_activation == "xielu":
         required = {
-            "model_type": (model.model_type, "gpt"),
-            "gated_linear_unit": (model.gated_linear_unit, False),
-            "num_experts": (model.num_experts, None),
+            "model_type": "gpt",
+            "gated_linear_unit": False,
+            "num_experts": None,
         }
-        for name, (value, needed) in required.items():
-            if value != needed:
-                raise ConfigError(
-                    f"model.activation is xielu, but model.{name} is {value}; its learned slopes are supported only in "
-                    f"the MLPs of decoders without gates and experts: set {name} to {needed}, or choose another "
-                    "activation"
-                )
+        _require(model, required, "which the learned slopes of model.activation xielu do not support")
     for name, plain in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
         if getattr(model, name) != plain and not model.gated:
             raise ConfigError(
@@ -153,17 +150,12 @@ def _check_two_stacks(model: ModelConfig) -> None:
             "one of the two"
         )
     required = {
-        "num_experts": (model.num_experts, None),
-        "parallel_attn_mlp": (model.parallel_attn_mlp, False),
-        "multi_latent_attention": (model.multi_latent_attention, False),
-        "apply_residual_connection_post_layernorm": (model.apply_residual_connection_post_layernorm, False),
+        "num_experts": None,
+        "parallel_attn_mlp": False,
+        "multi_latent_attention": False,
+        "apply_residual_connection_post_layernorm": False,
     }
-    for name, (value, needed) in required.items():
-        if value != needed:
-            raise ConfigError(
-                f"model.{name} is {value}, but layers with cross-attention (model.model_type t5) do not support it; "
-                f"set it to {needed}"
-            )
+    _require(model, required, "which layers with cross-attention (model.model_type t5) do not support")
     if model.position_embedding_type == "relative" and model.attn_logit_softcapping is not None:
         raise ConfigError(
             f"model.attn_logit_softcapping {model.attn_logit_softcapping} and model.position_embedding_type relative "
@@ -181,24 +173,19 @@ def _check_latent_attention(model: ModelConfig) -> None:
     if not model.multi_latent_attention:
         return
     required = {
-        "num_query_groups": (model.num_query_groups, 0),
-        "kv_channels": (model.kv_channels, None),
-        "rotary_percent": (model.rotary_percent, 1.0),
-        "rotary_base_local": (model.rotary_base_local, None),
-        "rotary_interleaved": (model.rotary_interleaved, False),
-        "no_rope_freq": (model.no_rope_freq, None),
-        "qk_layernorm": (model.qk_layernorm, False),
-        "qk_l2_norm": (model.qk_l2_norm, False),
-        "add_qkv_bias": (model.add_qkv_bias, False),
+        "num_query_groups": 0,
+        "kv_channels": None,
+        "rotary_percent": 1.0,
+        "rotary_base_local": None,
+        "rotary_interleaved": False,
+        "no_rope_freq": None,
+        "qk_layernorm": False,
+        "qk_l2_norm": False,
+        "add_qkv_bias": False,
     }
     if model.add_position_embedding:
-        required["mtp_num_layers"] = (model.mtp_num_layers, None)
-    for name, (value, needed) in required.items():
-        if value != needed:
-            raise ConfigError(
-                f"model.multi_latent_attention defines heads, positions and norms itself, but model.{name} is {value}; "
-                f"set it to {needed}"
-            )
+        required["mtp_num_layers"] = None
+    _require(model, required, "but model.multi_latent_attention defines heads, positions and norms itself")
     if model.position_embedding_type not in ("rope", "none"):
         raise ConfigError(
             f"model.multi_latent_attention has rotary positions or none, but model.position_embedding_type is "
@@ -324,16 +311,11 @@ def _check_pattern(model: ModelConfig) -> None:
             f"model.num_experts is {model.num_experts}; change one"
         )
     required = {
-        "model_type": (model.model_type, "gpt"),
-        "parallel_attn_mlp": (model.parallel_attn_mlp, False),
-        "apply_residual_connection_post_layernorm": (model.apply_residual_connection_post_layernorm, False),
+        "model_type": "gpt",
+        "parallel_attn_mlp": False,
+        "apply_residual_connection_post_layernorm": False,
     }
-    for name, (value, needed) in required.items():
-        if value != needed:
-            raise ConfigError(
-                f"model.{name} is {value}, but layers of model.hybrid_layer_pattern have a single branch, which does "
-                f"not support it; set it to {needed}"
-            )
+    _require(model, required, "but layers of model.hybrid_layer_pattern have a single branch")
 
 
 def _check_mamba(model: ModelConfig) -> None:
@@ -357,20 +339,13 @@ def _check_mamba(model: ModelConfig) -> None:
         )
     if model.parallel_mixers:
         required = {
-            "norm_placement": (model.norm_placement, "pre"),
-            "num_experts": (model.num_experts, None),
-            "multi_latent_attention": (model.multi_latent_attention, False),
-            "parallel_attn_mlp": (model.parallel_attn_mlp, False),
-            "apply_residual_connection_post_layernorm": (
-                model.apply_residual_connection_post_layernorm,
-                False,
-            ),
+            "norm_placement": "pre",
+            "num_experts": None,
+            "multi_latent_attention": False,
+            "parallel_attn_mlp": False,
+            "apply_residual_connection_post_layernorm": False,
         }
-        for name, (value, needed) in required.items():
-            if value != needed:
-                raise ConfigError(
-                    f"model.{name} is {value}, which model.parallel_mixers does not support; set it to {needed}"
-                )
+        _require(model, required, "which model.parallel_mixers does not support")
 
 
 def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
@@ -394,3 +369,16 @@ def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
                 f"model.rope_scaling.{low} {values[0]} is above {high} {values[1]}; frequencies between the two "
                 "are blended: raise one or lower the other"
             )
+
+
+def _require(model: ModelConfig, required: Mapping[str, Any], reason: str) -> None:
+    """Raise ConfigError, with `reason` in its message, if a setting does not have its required value."""
+    for name, needed in required.items():
+        if (value := getattr(model, name)) != needed:
+            raise ConfigError(
+                f"model.{name} is {_yaml(value)}, {reason}; set model.{name} to {_yaml(needed)}"
+            )
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
