@@ -367,7 +367,7 @@ def test_conversions_are_measured(bench, monkeypatch, tmp_path):
 
 
 def test_sizes_and_folders_that_conversions_do_not_take_are_refused(bench, tmp_path):
-    with pytest.raises(ConfigError, match=r"--gb 0.1 is less than embeddings and one layer, 0.35 GB"):
+    with pytest.raises(ConfigError, match=r"--gb 0.1 is less than the 0.35 GB of embeddings and one layer"):
         bench("convert", "--gb", 0.1, "--folder", tmp_path / "none")
     with pytest.raises(ConfigError, match=r"exists, .*choose a folder that does not"):
         bench("convert", "--folder", tmp_path)

@@ -112,8 +112,9 @@ def model_of(size: float, dtype: str, settings: Sequence[str]) -> ModelConfig:
     layers = round((size / itemsize - other) / layer)
     if layers < 1:
         raise ConfigError(
-            f"--gb {size / 1e9:g} is less than embeddings and one layer, {itemsize * (layer + other) / 1e9:.2g} GB in "
-            f"{dtype}; raise it, or make the layers smaller: --set model.hidden_size=256"
+            f"--gb {size / 1000000000.0:g} is less than the {itemsize * (layer + other) / 1000000000.0:.2g} GB of "
+            f"embeddings and one layer in {dtype}; raise --gb, or make the layers smaller: --set "
+            "model.hidden_size=256"
         )
     return model.model_copy(update={"num_layers": layers})
 

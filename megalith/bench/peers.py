@@ -61,7 +61,9 @@ def main() -> None:
     process_start = time.perf_counter()
     loss_function, model = PEERS[args.peer](run, device)
     if args.recompute == "selective":
-        parser.error(f"{args.peer} recomputes every layer or none; torchtitan has selective recomputation")
+        parser.error(
+            f"{args.peer} recomputes every layer or none; use torchtitan for selective recomputation"
+        )
     if args.fp8:
         parser.error(f"{args.peer} has no FP8 here; measure it with torchtitan:fp8")
     if args.recompute == "full":

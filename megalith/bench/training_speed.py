@@ -132,7 +132,7 @@ def check_devices(processes: int) -> None:
         print("there is no GPU: the figures are the CPU's", file=sys.stderr, flush=True)
     elif gpus < processes:
         raise ConfigError(
-            f"--layout takes {processes} GPUs and this machine has {gpus}; `megalith bench` lists the layouts by "
+            f"--layout takes {processes} GPUs, but this machine has {gpus}; `megalith bench` lists the layouts by "
             "number of processes"
         )
 
@@ -286,7 +286,7 @@ def peer_name(text: str) -> str:
     ]
     if name not in (*PEERS, "best") or unknown or (switches and name not in SHARDED_PEERS):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(PEERS)} and best; {', '.join(SHARDED_PEERS)} take the switches "
+            f"{text!r} is neither best nor one of {', '.join(PEERS)}; {', '.join(SHARDED_PEERS)} take the switches "
             f"{', '.join(SWITCHES)} and micro=N, as in liger:never,micro=1"
         )
     return text

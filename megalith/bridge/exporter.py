@@ -107,14 +107,14 @@ def export_hf(
     opened, has_average = with_average(opened) if averaged else (opened, False)
     origin = _origin(opened, config.model)
     if multimodal is not None and (family or quantize):
-        raise ConfigError("--multimodal writes the whole original model; omit --family and --quantize")
+        raise ConfigError("--multimodal writes the whole original model; remove --family and --quantize")
     wrapper = None if multimodal is None else WrapperFolder(multimodal)
     if wrapper is not None:
         origin = dataclasses.replace(origin, config=wrapper.language_config)
         family = family_of(wrapper.language_config, str(wrapper.path)).architecture
     chosen, notes = export_family(config.model, origin, family)
     if has_average:
-        notes.append("these are the averaged weights; --weights trained writes those of the last step")
+        notes.append("these are the averaged weights; to write those of the last step, add --weights trained")
     notes += conversion_notes(config.model)
     groups = (chosen if wrapper is None else chosen.stored_as(wrapper.shapes)).groups(config.model)
     dtypes = _dtypes(groups, config.train, origin, dtype)

@@ -297,7 +297,9 @@ def build_on_meta(model: ModelConfig, lora: LoraConfig | None = None) -> Transfo
         return built
     except (RuntimeError, OverflowError, TypeError, ValueError, AttributeError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"a model of these sizes cannot be built ({reason}); correct them") from None
+        raise ConfigError(
+            f"a model of these sizes cannot be built ({reason}); correct the sizes in config.json"
+        ) from None
 
 
 @dataclass(frozen=True)

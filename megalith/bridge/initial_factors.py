@@ -100,7 +100,8 @@ def loftq(
         if not lost.any():
             raise ConfigError(
                 f"lora.init_lora_weights is loftq, but {name} is stored as lora.quantize_base {lora.quantize_base} "
-                "already, so quantizing loses nothing; give the weights before they were quantized, or leave loftq out"
+                "already, so quantizing loses nothing; give the weights before they were quantized, or leave "
+                "lora.init_lora_weights out"
             )
         iterations.append(factors_of(lora, name, adapter, lost, seed=0))
         for part, (a, b) in iterations[-1].items():
@@ -115,9 +116,8 @@ def _check_ranks(lora: LoraConfig, name: str, adapter: LinearAdapter) -> None:
         rows, columns = adapter.lora_B[part].weight.shape[0], adapter.lora_A[part].weight.shape[1]
         if rank > min(rows, columns):
             raise ConfigError(
-                f"lora.init_lora_weights is {lora.init_lora_weights}, but the adapter of {name} "
-                f"has rank {rank}, more than a matrix [{rows}, {columns}] can have; lower the "
-                f"rank to {min(rows, columns)} or less"
+                f"lora.init_lora_weights is {lora.init_lora_weights}, but the adapter of {name} has rank {rank}, "
+                f"more than a matrix [{rows}, {columns}] can have; lower lora.rank to {min(rows, columns)} or less"
             )
 
 

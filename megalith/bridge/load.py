@@ -110,7 +110,7 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
     # Adapters may be in a few layers only.
     if model.num_layers > (len(table) if config.lora.rank is None else MOST_LAYERS):
         raise CheckpointError(
-            f"{checkpoint.folder / MANIFEST} says {model.num_layers:,} layers, but lists {len(table)} tensors; use "
+            f"{checkpoint.folder / MANIFEST} has {model.num_layers:,} layers, but lists {len(table)} tensors; use "
             "another step"
         )
     try:
@@ -193,7 +193,7 @@ def with_foreign_load(config: RunConfig) -> RunConfig:
     if config.model.init_from is not None:
         raise ConfigError(
             f"checkpoint.load names {load}, which is not a Megalith run, and model.init_from names "
-            f"{config.model.init_from}: both are initial weights; remove one"
+            f"{config.model.init_from}, but both give initial weights; remove one of the two settings"
         )
     return config.with_settings({"model.init_from": load, "checkpoint.load": None})
 
@@ -215,8 +215,8 @@ def with_init_from(config: RunConfig) -> RunConfig:
     may_differ += ["max_position_embeddings"] if stored.position_embedding_type != "learned_absolute" else []
     if others := differences(model, stored, ignore=may_differ):
         raise ConfigError(
-            f"model has {'; '.join(others)} as the weights in {path}, which model.init_from names; remove "
-            "settings that the weights determine"
+            f"section model has {'; '.join(others)} as the weights in {path} (model.init_from); remove settings "
+            "that the weights determine"
         )
     return config.model_copy(update={"model": model})
 

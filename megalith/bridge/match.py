@@ -148,18 +148,20 @@ def _check_counts(source: SourceFolder, model: ModelConfig) -> None:
         if count > len(source.tensors):
             raise CheckpointError(
                 f"{source.path} has {len(source.tensors)} tensors, but its {source.settings_name} says {count:,} "
-                f"{name}; correct that, or fetch it again"
+                f"{name}; correct {source.settings_name}, or fetch the folder again"
             )
     longest = max((size for stored in source.tensors.values() for size in stored.shape), default=0)
     if model.num_attention_heads > longest:
         raise CheckpointError(
             f"{source.path} has no tensor of more than {longest:,} rows or columns, but its {source.settings_name} "
-            f"says {model.num_attention_heads:,} attention heads; correct that, or fetch it again"
+            f"says {model.num_attention_heads:,} attention heads; correct {source.settings_name}, or fetch the "
+            "folder again"
         )
     if model.multi_latent_attention and model.qk_pos_emb_head_dim > longest:
         raise CheckpointError(
             f"{source.path} has no tensor of more than {longest:,} rows or columns, but its {source.settings_name} "
-            f"says {model.qk_pos_emb_head_dim:,} rotary rows of a head; correct that, or fetch it again"
+            f"says {model.qk_pos_emb_head_dim:,} rotary rows of a head; correct {source.settings_name}, or fetch the "
+            "folder again"
         )
 
 
@@ -184,7 +186,7 @@ def _check_shapes(source: SourceFolder, expected: Mapping[str, tuple[int, ...]])
     if shapes:
         raise CheckpointError(
             f"{source.path} has tensors whose shapes do not match its {source.settings_name}: {shorten(shapes)}; "
-            "correct the file, or fetch it again"
+            f"correct {source.settings_name}, or fetch the folder again"
         )
     types = [
         f"{name} ({stored.dtype})"
@@ -194,7 +196,7 @@ def _check_shapes(source: SourceFolder, expected: Mapping[str, tuple[int, ...]])
     if types:
         raise CheckpointError(
             f"{source.path} has weights of a type that is not one of {', '.join(WEIGHT_CODES)}: {shorten(types)}; "
-            "quantized models cannot be read: use the original"
+            "quantized models cannot be read, so use the original weights"
         )
 
 
@@ -213,8 +215,8 @@ def _untied_if_stored(source: SourceFolder, family: Family, model: ModelConfig) 
     if not _differs(source, family.tied, embedding):
         return model
     warnings.warn(
-        f"{source.path}: config.json has tie_word_embeddings, but {family.tied} is not {embedding}: the model gets a "
-        "separate output matrix",
+        f"{source.path}: config.json has tie_word_embeddings, but {family.tied} is not {embedding}, so the model "
+        "gets a separate output matrix",
         stacklevel=2,
     )
     return model.model_copy(update={"untie_embeddings_and_output_weights": True})
@@ -230,8 +232,8 @@ def _with_stored_mtp(source: SourceFolder, family: Family, model: ModelConfig) -
     if any(name in source.tensors for name in names):
         return model
     warnings.warn(
-        f"{source.path}: config.json says {model.mtp_num_layers} layers of multi-token prediction, but the files have "
-        "none: the model gets none",
+        f"{source.path}: config.json has {model.mtp_num_layers} layers of multi-token prediction, but the files have "
+        "none, so the model gets none",
         stacklevel=2,
     )
     return model.model_copy(update={"mtp_num_layers": None})
@@ -251,7 +253,8 @@ def _warn_of_unread_mtp(source: SourceFolder, read: Collection[str], model: Mode
     ]
     if unread:
         warnings.warn(
-            f"{source.path}: the layers of multi-token prediction are not read ({shorten(unread)}); an export has none",
+            f"{source.path}: the layers of multi-token prediction are not read ({shorten(unread)}), so an export has "
+            "none",
             stacklevel=2,
         )
 

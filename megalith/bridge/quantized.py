@@ -103,9 +103,8 @@ def notes_on_blocks(tensors: Layout, names: set[str], form: Form) -> list[str]:
     for name, (_, shape) in dict(tensors).items():
         if form == "fp8" and name in names and any(size > BLOCK and size % BLOCK for size in shape):
             return [
-                f"{name} is {list(shape)}, which is not divisible by {BLOCK}, and transformers "
-                "without FP8 support would dequantize partial blocks wrongly; use --quantize "
-                "int8 for it"
+                f"{name} is {list(shape)}, which is not divisible by {BLOCK}, and transformers without FP8 support "
+                "would dequantize partial blocks wrongly; use --quantize int8"
             ]
     return []
 

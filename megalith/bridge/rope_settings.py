@@ -40,9 +40,9 @@ def rope_settings(hf_config: Mapping[str, Any]) -> Tree:
         one, other = (_plainly({"rope_theta": base, **settings}) for settings in (new, old))
         if differing := [key for key in {**one, **other} if one.get(key) != other.get(key)]:
             raise ConfigError(
-                "config.json has rope_parameters and rope_scaling, which differ in "
-                f"{', '.join(differing)}, and it depends on the loader which one is used; keep "
-                "one: put everything, including rope_theta, into rope_parameters"
+                f"config.json has rope_parameters and rope_scaling, which differ in {', '.join(differing)}, and "
+                "loaders disagree on which of them is used; keep only rope_parameters, with everything in it, "
+                "including rope_theta"
             )
     return dict(new or old)
 
@@ -199,13 +199,13 @@ def _scaling(kind: str, rope: Mapping[str, Any], hf_config: Mapping[str, Any]) -
         if hf_config.get("original_max_position_embeddings") not in (None, original):
             raise ConfigError(
                 f"config.json has original_max_position_embeddings {hf_config['original_max_position_embeddings']}, "
-                f"but its rotary scaling has {original}; keep the right one and remove the other"
+                f"but its rotary scaling has {original}; remove the wrong one of the two"
             )
     if kind == "longrope" and "factor" not in fields:  # transformers derives it from the two lengths
         if not max_length or not fields["original_max_position_embeddings"]:
             raise ConfigError(
-                "config.json has longrope without max_position_embeddings and original_max_position_embeddings, from "
-                "which its factor follows; add them"
+                "config.json has longrope without max_position_embeddings and original_max_position_embeddings, "
+                "from which its factor follows; add these two keys"
             )
         fields.setdefault("factor", max_length / fields["original_max_position_embeddings"])
     return {"type": kind, **fields}

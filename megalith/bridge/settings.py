@@ -49,7 +49,9 @@ class Field:
                 "two names of one setting with different values; remove one of them"
             )
         if value is REQUIRED:
-            raise ConfigError(f"config.json has no {self.key}, which gives model.{self.setting}; add it")
+            raise ConfigError(
+                f"config.json has no {self.key}, which determines model.{self.setting}; add {self.key}"
+            )
         if value is None:
             if self.default is REQUIRED:
                 raise ConfigError(

@@ -176,7 +176,8 @@ class SafetensorsEntry:
         """Map the tensor; its bytes are read when used. The mapping is released with the last view of the tensor."""
         if self.dtype not in DTYPES:
             raise CheckpointError(
-                f"{self.file} has a tensor of dtype {self.dtype}; supported are {', '.join(DTYPES)}. Use the original"
+                f"{self.file} has a tensor of dtype {self.dtype}, which is not one of {', '.join(DTYPES)}; use the "
+                "original weights"
             )
         dtype, shape = DTYPES[self.dtype], torch.Size(self.shape)
         if not shape.numel():
@@ -188,7 +189,7 @@ class SafetensorsEntry:
                 mapping = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
         except (OSError, ValueError) as error:  # deleted or truncated since
             raise CheckpointError(
-                f"{self.file} cannot be read: {error}; fetch it again, or use another"
+                f"{self.file} cannot be read: {error}; fetch the file again, or use another one"
             ) from None
         return torch.frombuffer(mapping, dtype=dtype, count=shape.numel(), offset=self.start - page).view(
             shape

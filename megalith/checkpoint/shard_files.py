@@ -200,7 +200,7 @@ def _write(file: Path, tensors: Mapping[str, Tensor]) -> list:
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{file} could not be written: {reason}; make room, or choose another folder"
+            f"{file} could not be written: {reason}; free disk space, or choose another folder"
         ) from error
     return [file.name, file_record(file).model_dump()]
 

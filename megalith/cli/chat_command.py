@@ -37,7 +37,7 @@ def run_chat(args: Arguments) -> int:
     model, tokenizer = load_with_adapter(args.checkpoint, args.adapter, device, show_progress=True)
     if model.config.encoder_layers:
         raise ConfigError(
-            f"{args.checkpoint} is an encoder-decoder; `megalith generate` continues texts with it"
+            f"{args.checkpoint} is an encoder-decoder, which cannot chat; use `megalith generate` to continue texts"
         )
     tokenizer = checkpoint_tokenizer(args, tokenizer, model.config.vocab_size)
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, seed=args.seed)

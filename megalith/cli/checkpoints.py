@@ -191,7 +191,7 @@ def run_reshard(args: argparse.Namespace) -> int:
     from megalith.checkpoint.rewrite import reshard
 
     if args.files < 1:
-        raise ConfigError(f"--files is {args.files}; it counts from 1")
+        raise ConfigError(f"--files is {args.files}, but must be at least 1")
     step = reshard(_open(args.path, None), open_location(args.output), args.files)
     print_written(args, step)
     return 0

@@ -80,7 +80,9 @@ def _line(check: Check) -> str:
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     _add_launch_arguments(parser, "slurm", "a Slurm batch file")
-    parser.add_argument("--time", help="time limit, as 24:00:00; the job saves before it and is requeued")
+    parser.add_argument(
+        "--time", help="time limit, as 24:00:00; the job saves before the limit and is requeued"
+    )
     parser.add_argument("--partition", dest="queue")
     parser.add_argument("--account")
     parser.add_argument(
@@ -257,7 +259,7 @@ def _step(option: str, text: str) -> tuple[str, ...]:
             parsed.parser.refuse(more)
     except SystemExit:
         raise ConfigError(
-            f"{option} is {text!r}, which only prints a help; give a command that does something"
+            f"{option} is {text!r}, which only prints a help text; give a command that does something"
         ) from None
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"{option} is {text!r}, which is not a command of megalith: {error}") from None

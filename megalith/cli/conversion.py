@@ -207,7 +207,7 @@ def run_export(args: argparse.Namespace) -> int:
     from megalith.bridge.exporter import export_hf
 
     if args.quantize and args.verify:
-        raise ConfigError("--verify compares bits, but --quantize rounds them; omit one of the two")
+        raise ConfigError("--verify compares bits, but --quantize rounds the weights; remove one of the two")
     result = export_hf(
         args.checkpoint,
         args.out,

@@ -271,7 +271,7 @@ def run_data_show(args: Arguments) -> int:
     positions = _whole_numbers("--position", args.position)
     indices = _whole_numbers("--index", args.index or (None if positions else "0"))
     if not 0 <= args.seed < 2**32:
-        raise ConfigError(f"--seed is {args.seed}; give one from 0 to 2^32 - 1")
+        raise ConfigError(f"--seed is {args.seed}; give a seed from 0 to 2^32 - 1")
     tokenizer = None
     if args.tokenizer_type:
         from megalith.data.dataset_tokenizer import check_tokenizer

@@ -93,11 +93,11 @@ def run_generate(args: Arguments) -> int:
     if args.stream and (len(prompts), args.num_generations, args.json) != (1, 1, False):
         raise ConfigError(
             f"--stream prints a single completion, but there are {len(prompts) * args.num_generations}; give one "
-            "--prompt without --json, or omit --stream"
+            "--prompt without --json, or remove --stream"
         )
     if args.stream and args.stop:
         raise ConfigError(
-            "--stream prints text before it is known whether a --stop text follows; omit one of them"
+            "--stream prints text before it is known whether a --stop text follows; remove one of the two"
         )
     if args.nproc is not None:
         from megalith.launch.launcher import launch
@@ -112,7 +112,8 @@ def run_generate(args: Arguments) -> int:
     process, split = this_process(), args.tensor_model_parallel_size
     if process.world_size == 1 != split:
         raise ConfigError(
-            f"--tensor-model-parallel-size is {split}, but there is one process; start more with --nproc {split}"
+            f"--tensor-model-parallel-size is {split}, but there is one process; start {split} processes with "
+            f"--nproc {split}"
         )
     device = pick_device(args.device, process.local_rank)
     alone = process.world_size == 1

@@ -91,8 +91,8 @@ def _vllm_mode(mode: Any, tree: dict[str, dict[str, Any]]) -> str | None:
     url = tree["rl"].get("engine_url") or tree["rl"].get("vllm_server_base_url")
     if mode not in ("server", "colocate") or (mode == "colocate" and url):
         raise ConfigError(
-            f"rl.vllm_mode is {mode!r} and rl.engine_url is {url!r}; server needs an address and "
-            "colocate must not have one; leave vllm_mode out"
+            f"rl.vllm_mode is {mode!r} and rl.engine_url is {url!r}, but mode server needs an address and mode "
+            "colocate must not have one; leave rl.vllm_mode out"
         )
     return url or "http://127.0.0.1:8000" if mode == "server" else None
 
@@ -100,7 +100,8 @@ def _vllm_mode(mode: Any, tree: dict[str, dict[str, Any]]) -> str | None:
 def _check_weight_sync(enabled: Any, tree: dict[str, dict[str, Any]]) -> None:
     if enabled is False:
         raise ConfigError(
-            "rl.enable_weight_sync is False, so the engine would always sample with the initial weights; leave it out"
+            "rl.enable_weight_sync is false, but the engine would then always sample with the initial weights; "
+            "leave rl.enable_weight_sync out"
         )
 
 
@@ -108,7 +109,8 @@ _FP32_SUMS = "gradients are always accumulated and reduced in fp32"
 _NO_RNG = "there is no random state to save: initial weights, dropout and data order follow from train.seed"
 _ONE_FORMAT = "checkpoints have one format, loadable in any layout; Hugging Face's and Megatron's are detected automatically"
 _CHECKED = (
-    "every step is checked; a step with NaN or Inf in loss or gradients is skipped, and its origin is named"
+    "every step is checked: a step with NaN or Inf in its loss or gradients is skipped, and a message names the "
+    "tensor in which it began"
 )
 _ALL_LAYERS = (
     "full recomputation of every layer; Megatron's flag of this name only recomputes core attention, which is "

@@ -35,7 +35,7 @@ class Decides(enum.Enum):
     """
 
     FUNCTION = "the function that the weights compute"
-    REACH = "the function too, by the reach of RoPE; a run that starts from other weights may change it"
+    REACH = "the function, only by the reach of RoPE; a run that starts from other weights may change it"
     SAMPLES = "the samples and their order"
     UPDATES = "the weight update of a sample"
     NOTHING = "none of these"
@@ -197,7 +197,7 @@ class Section(BaseModel):
                 outer, current = "" if "." in unmet.path else f"{path}.", unmet.current_value(self, config)
                 raise ConfigError(
                     f"{path}.{name} is {value}, but it requires {outer}{unmet}, which is "
-                    f"{'not set' if current is None else current}; set that, or leave {name} out"
+                    f"{'not set' if current is None else current}; meet the requirement, or leave {path}.{name} out"
                 )
 
     def resolved(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:

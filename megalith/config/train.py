@@ -40,7 +40,7 @@ class BatchSizeSchedule:
         """Return the schedule of a run with `data_parallel_size` replicas."""
         if train.global_batch_size is None:
             raise ConfigError(
-                "train.global_batch_size is not set; training needs it: micro_batch_size "
+                "train.global_batch_size is not set, but training needs it; set it to micro_batch_size "
                 f"({train.micro_batch_size}) × data parallel ({data_parallel_size}) × accumulation"
             )
         rampup = train.rampup_batch_size
@@ -62,8 +62,8 @@ class BatchSizeSchedule:
         written = f"train.rampup_batch_size {list(self.rampup_batch_size)}"
         if start < 1 or increment < 1 or ramp_samples < 0:
             raise ConfigError(
-                f"{written} must be [start, increment, samples] with start and increment above 0 "
-                "and samples at least 0"
+                f"{written} must be [start, increment, samples] with start and increment above 0 and samples at "
+                "least 0"
             )
         growth = self.global_batch_size - start
         if growth < 0:
@@ -73,8 +73,9 @@ class BatchSizeSchedule:
             )
         if growth % increment:
             raise ConfigError(
-                f"{written} does not reach train.global_batch_size ({self.global_batch_size}): "
-                f"{self.global_batch_size} − {start} = {growth} is not divisible by the increment {increment}"
+                f"{written} does not reach train.global_batch_size ({self.global_batch_size}), because "
+                f"{self.global_batch_size} − {start} = {growth} is not divisible by the increment {increment}; "
+                f"choose an increment that divides {growth}"
             )
         if growth // increment > MAX_INCREMENTS:
             raise ConfigError(
@@ -90,13 +91,13 @@ class BatchSizeSchedule:
         starts, sizes = zip(*self.steps)
         if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or min(sizes) < 1:
             raise ConfigError(
-                f"{written} must be [samples, size] pairs, the first with 0 samples and each with more than the one "
-                "before, of sizes above 0"
+                f"{written} must be [samples, size] pairs, starting at 0 samples, with growing samples and sizes "
+                "above 0"
             )
         if sizes[-1] != self.global_batch_size:
             raise ConfigError(
-                f"{written} ends with {sizes[-1]}, but train.global_batch_size is {self.global_batch_size}; make them "
-                "the same"
+                f"{written} ends with size {sizes[-1]}, but train.global_batch_size is {self.global_batch_size}; "
+                "make the two equal"
             )
         if self.rampup_batch_size is not None:
             raise ConfigError(f"{written} and train.rampup_batch_size are both set; leave one of them out")

@@ -34,7 +34,8 @@ class BoundaryRules:
         if enabled and self.eod is None:
             raise ConfigError(
                 f"{' and '.join(enabled)} {'need' if enabled[1:] else 'needs'} the ends of documents, but the "
-                "tokenizer has no end-of-document token; use a tokenizer that has one, or turn them off"
+                "tokenizer has no end-of-document token; use a tokenizer that has one, or turn "
+                f"{' and '.join(enabled)} off"
             )
 
 

@@ -142,8 +142,8 @@ def build_datasets(
             path = split_path if data_path is None else data_path
             if path is None:
                 raise ConfigError(
-                    f"{samples} {name} samples are needed, but there is no data path for them; "
-                    f"set {name}_data_path, or request none"
+                    f"{samples} {name} samples are needed, but there is no data path for them; set {name}_data_path, "
+                    f"or request no {name} samples"
                 )
             shares, share = (split, number) if data_path is not None else ("1", 0)
             settings = mixture or MixtureSettings() if name == "train" else None
@@ -216,7 +216,8 @@ def _build(
             weights = tempered(weights, settings.temperature)
     elif settings.temperature is not None:
         raise ConfigError(
-            f"data.blend_temperature is {settings.temperature}, but the data path has weights; omit one of the two"
+            f"data.blend_temperature is {settings.temperature}, but the data path has weights; leave one of the two "
+            "out"
         )
     capacities = [math.inf] * len(entries)
     for i, entry in enumerate(entries):
@@ -244,8 +245,9 @@ def _check_streams(
     caps = [settings.max_epochs, *(entry.max_epochs for entry in entries)]
     if is_training and (settings.temperature is not None or any(cap is not None for cap in caps)):
         raise ConfigError(
-            f"{name} is a stream, whose length is unknown, but data.blend_temperature or a maximum number of epochs is "
-            "set; leave them out, or set data.streaming to false to tokenize it before the first step"
+            f"{name} is a stream, whose length is unknown, but data.blend_temperature or a maximum number of epochs "
+            "is set, which need lengths; leave them out, or set data.streaming to false to tokenize the stream "
+            "before the first step"
         )
     if len(entries) > 1 and entries[0].weight is None:
         raise ConfigError(
@@ -271,7 +273,8 @@ def _parse_mappings(parts: Sequence[object]) -> list[BlendEntry]:
     weights = sum(entry.weight is not None for entry in entries)
     if 0 < weights < len(entries):
         raise ConfigError(
-            f"{weights} of the {len(entries)} data_path entries have a weight; give one to all or to none"
+            f"{weights} of the {len(entries)} data_path entries have a weight; give a weight to all of them or to "
+            "none"
         )
     return entries
 

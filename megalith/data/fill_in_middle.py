@@ -112,7 +112,7 @@ def _token_id(tokenizer: Tokenizer, data: DataConfig, setting: str) -> int:
     token_id = tokenizer.token_id(token)
     if token_id is None:
         raise ConfigError(
-            f"data.{setting} is {token!r}, which is not a token of {tokenizer.tokenizer_type}; set it to a token of "
-            "the vocabulary, or add the token to the tokenizer"
+            f"data.{setting} is {token!r}, which is not a token of {tokenizer.tokenizer_type}; set data.{setting} to "
+            "a token of the vocabulary, or add the token to the tokenizer"
         )
     return token_id

@@ -128,8 +128,8 @@ class IndexedDataset:
                 i = rows.start + int(bad.argmax())
                 raise DataError(
                     f"{self.idx_path} has sequence {i} at byte {self.sequence_offsets[i]} with "
-                    f"{self.sequence_lengths[i]} tokens of {item} bytes; {self.bin_path} has {size} bytes; "
-                    "the .bin is truncated or the two are not a pair: copy both again or preprocess again"
+                    f"{self.sequence_lengths[i]} tokens of {item} bytes, but {self.bin_path} has {size} bytes, so "
+                    "the .bin is truncated or the two files are not a pair; copy both again, or preprocess again"
                 )
 
     def _check_documents(self) -> None:
@@ -240,8 +240,8 @@ class IndexedWriter:
         """Add every document of another indexed dataset, which must have the same token dtype."""
         if dataset.dtype != self.dtype:
             raise DataError(
-                f"{dataset.prefix} holds {dataset.dtype} tokens and {self.bin_path} {self.dtype}; "
-                "only datasets of the same tokenizer and dtype can be merged"
+                f"{dataset.prefix} holds {dataset.dtype} tokens and {self.bin_path} {self.dtype}; only datasets of "
+                "the same tokenizer and dtype can be merged"
             )
         if dataset.has_modes:
             raise DataError(f"{dataset.idx_path} has modes (a multimodal dataset), which a merge would lose")
@@ -261,11 +261,13 @@ class IndexedWriter:
 
     def _add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         if lengths.size and (lengths.min() < 0 or lengths.max() > np.iinfo(np.int32).max):
-            raise DataError(f"a sequence has 0 to 2^31 - 1 tokens, not {lengths.min()} to {lengths.max()}")
+            raise DataError(
+                f"a sequence must have 0 to 2^31 - 1 tokens, but these have {lengths.min()} to {lengths.max()}"
+            )
         if tokens.ndim != 1 or tokens.size != lengths.sum():
             raise DataError(
-                f"tokens of shape {list(tokens.shape)} do not fill sequences of {lengths.sum()} tokens; "
-                "the lengths must add up to the number of tokens"
+                f"tokens of shape {list(tokens.shape)} do not fill sequences of {lengths.sum()} tokens; give lengths "
+                "that add up to the number of tokens"
             )
         if tokens.size and tokens.dtype != self.dtype:
             low, high, limits = tokens.min(), tokens.max(), np.iinfo(self.dtype)
@@ -363,7 +365,7 @@ class _PrefixLock:
 def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrite: bool = False) -> None:
     """Write the documents of `prefixes`, one dataset after another, as one dataset at `output_prefix`."""
     if not prefixes:
-        raise DataError(f"nothing to merge into {output_prefix}; name at least one dataset prefix")
+        raise DataError(f"there is nothing to merge into {output_prefix}; name at least one dataset prefix")
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     options = {"overwrite": overwrite, "tokenizer": merged_record(prefixes)}
     with IndexedWriter(output_prefix, datasets[0].dtype, **options) as writer:

@@ -31,8 +31,8 @@ class LengthSchedule:
         starts, lengths = [start for start, _ in parsed], [length for _, length in parsed]
         if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
             raise ConfigError(
-                f"data.seq_length_schedule has points at samples {starts}; begin with samples: 0, "
-                "and list points in ascending order"
+                f"data.seq_length_schedule has points at samples {starts}; begin with a point at sample 0, and list "
+                "points in ascending order"
             )
         self._starts, self._lengths = np.array(starts), np.array(lengths)
 

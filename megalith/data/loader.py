@@ -154,7 +154,7 @@ def global_batches(
         if batch_size % block_size:
             raise ConfigError(
                 f"global_batch_size {batch_size} is not divisible by micro_batch_size ({micro_batch_size}) × "
-                f"data-parallel size ({size}) = {block_size}; change one of them"
+                f"data-parallel size ({size}) = {block_size}; change one of these sizes"
             )
         yield range(start, start + batch_size)
         start += batch_size

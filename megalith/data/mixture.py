@@ -170,9 +170,9 @@ class Mixture:
                 return weights
         i = int(np.argmax(totals - limits))
         raise ConfigError(
-            f"the run of {num_samples:,} samples takes {math.ceil(totals[i]):,} from {self._names[i]}, but its maximum "
-            f"number of epochs permits {int(self.capacities[i]):,}, and no other source has a weight to take over "
-            f"where it is read; change the weights, or {WAY_OUT}"
+            f"the run of {num_samples:,} samples takes {math.ceil(totals[i]):,} from {self._names[i]}, but its "
+            f"maximum number of epochs permits {int(self.capacities[i]):,}, and no other source has a weight at the "
+            f"samples that would be left; change the weights, or {WAY_OUT}"
         )
 
     def sizes(self, num_samples: int) -> list[int]:
@@ -214,7 +214,7 @@ def scheduled(weights: Sequence[float], points: Sequence[BlendPoint]) -> BlendWe
         if len(point.weights) != len(weights):
             raise ConfigError(
                 f"data.blend_schedule has {len(point.weights)} weights at sample {point.start:,}, but the training "
-                f"data has {len(weights)} sources; give one weight for each, in their order"
+                f"data has {len(weights)} sources; give one weight per source, in the order of the sources"
             )
     if not points or points[0].start > 0:
         points = [BlendPoint(0, tuple(weights)), *points]
@@ -247,8 +247,8 @@ def parse_schedule(points: Sequence[object] | None, seq_length: int) -> tuple[Bl
             )
     if parsed and parsed[0].start == 0 and parsed[0].interpolation == LINEAR:
         raise ConfigError(
-            "data.blend_schedule begins with interpolation linear at sample 0, but there is no point before it; leave "
-            "interpolation out there"
+            "data.blend_schedule begins with interpolation linear at sample 0, but there is no point before it; "
+            "leave interpolation out of the first point"
         )
     return tuple(parsed)
 

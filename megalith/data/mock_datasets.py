@@ -83,7 +83,8 @@ class MockMaskedDataset(_MockSamples):
     ) -> None:
         if vocab_size <= len(SPECIAL):
             raise ConfigError(
-                f"model.vocab_size {vocab_size} has no entries besides {', '.join(SPECIAL)} for mock samples; raise it"
+                f"model.vocab_size {vocab_size} has no entries besides {', '.join(SPECIAL)} for mock samples; raise "
+                "model.vocab_size"
             )
         begins_word = np.ones(vocab_size, dtype=bool)
         self._word_bounds = WordPieces(*range(len(SPECIAL)), vocab_size, begins_word)

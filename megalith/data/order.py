@@ -25,8 +25,9 @@ class SingleOrder:
     def __call__(self, position: int) -> int:
         if position >= self.num_samples and not self.wrap:
             raise DataError(
-                f"the run has consumed {position} samples and the dataset has {self.num_samples}; dataloader_type "
-                "single reads each once: lower train_iters or use cyclic"
+                f"the run has consumed {position} samples, but the dataset has {self.num_samples}, which "
+                "dataloader_type single reads only once; lower train.train_iters, or set data.dataloader_type to "
+                "cyclic"
             )
         return position % self.num_samples
 
@@ -86,7 +87,7 @@ def sample_order(
 
 def _base_order(dataloader_type: str, num_samples: int, seed: int, wrap: bool) -> SampleOrder:
     if num_samples == 0:
-        raise DataError("the dataset has no samples; ask for at least one, or add data")
+        raise DataError("the dataset has no samples; request at least one, or add data")
     if dataloader_type == "single":
         return SingleOrder(num_samples, wrap=wrap)
     if dataloader_type == "cyclic":

@@ -93,8 +93,9 @@ class _OwnDataset:
         row = np.asarray(sample)
         if row.shape != (self.seq_length + 1,) or row.dtype.kind not in "iu":
             raise DataError(
-                f"{self.describe(i)} has shape {list(row.shape)} and type {row.dtype}, but without a collate method a "
-                f"sample is data.seq_length + 1 = {self.seq_length + 1} token ids; change it, or add collate"
+                f"{self.describe(i)} has shape {list(row.shape)} and type {row.dtype}, but without a collate method "
+                f"a sample is data.seq_length + 1 = {self.seq_length + 1} token ids; return such samples, or add a "
+                "collate method"
             )
         return row.astype(np.int64)
 
@@ -232,7 +233,7 @@ class StreamDataset(_OwnDataset, SampleStream):
         if not self._repeat or self._in_epoch == 0:
             raise DataError(
                 f"data.dataset {self.name} ended after {self._position:,} samples, but the run reads more; lower "
-                "train.train_iters, or set data.dataloader_type to cyclic to read it again"
+                "train.train_iters, or set data.dataloader_type to cyclic to read the dataset again"
             )
         self._epoch, self._in_epoch = self._epoch + 1, 0
         self._begin_pass(json.loads(self._initial) if self._has_state else None)
@@ -240,7 +241,8 @@ class StreamDataset(_OwnDataset, SampleStream):
             return next(self._iterator)
         except StopIteration:
             raise DataError(
-                f"data.dataset {self.name} has no sample in pass {self._epoch + 1}; its __iter__ must begin again"
+                f"data.dataset {self.name} has no sample in pass {self._epoch + 1}; let __iter__ begin again from "
+                "the first sample"
             ) from None
 
 

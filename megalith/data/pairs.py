@@ -161,8 +161,8 @@ class SpanDataset(SentenceSamples):
         count = len(decoder_tokens) + 1
         if count > length:
             raise DataError(
-                f"the decoder's sequence has {count} tokens, but data.decoder_seq_length is "
-                f"{length}; raise it, or lower data.mask_prob"
+                f"the decoder's sequence has {count} tokens, but data.decoder_seq_length is {length}; raise "
+                "data.decoder_seq_length, or lower data.mask_prob"
             )
         sample = np.zeros((), self._dtype)
         text = np.full(encoder_length, special.words.pad, dtype=np.int64)

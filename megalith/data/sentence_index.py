@@ -56,7 +56,7 @@ def sentence_index(
     spans = _usable(documents, lengths, min_sentences)
     if not spans:
         raise DataError(
-            f"{name} has no document of at least {min_sentences} sentences of up to {LONG_SENTENCE} tokens, which a "
+            f"{name} has no document with the {min_sentences} sentences of up to {LONG_SENTENCE} tokens that a "
             "sample needs; preprocess the text with --split-sentences, or give this split more documents"
         )
     sums = np.concatenate([[0], np.cumsum(lengths[documents[0] : documents[-1]], dtype=np.int64)])

@@ -107,8 +107,9 @@ class StoredLogits:
         for number, stored, digest in zip(sample_numbers, digests.tolist(), digests_of(batch).tolist()):
             if stored != digest:
                 raise DataError(
-                    f"sample {number:,} of this run differs from the one that {self.folder} has predictions for: the "
-                    "data, their order or the tokenizer have changed; store predictions with this run's settings"
+                    f"sample {number:,} of this run differs from the sample that {self.folder} has predictions for, "
+                    "because the data, their order or the tokenizer have changed; store predictions with this run's "
+                    "settings"
                 )
         return indices, logprobs
 
@@ -125,15 +126,15 @@ class StoredLogits:
         seq, k = record.seq_length, record.top_k
         if (row_tensors[0].shape, row_tensors[1].shape) != ((seq, k), (seq, k + 1)):
             raise DataError(
-                f"{path} has predictions {[*row_tensors[0].shape]} per sample, but {RECORD} has {[seq, k]}; "
-                "store them again"
+                f"{path} has predictions {[*row_tensors[0].shape]} per sample, but {RECORD} has {[seq, k]}; store "
+                "the predictions again"
             )
         if (
             row_tensors[0].min() < 0
             or row_tensors[0].max() >= record.vocab_size
             or not row_tensors[1].isfinite().all()
         ):
-            raise DataError(f"{path} has invalid predictions in row {row}; store them again")
+            raise DataError(f"{path} has invalid predictions in row {row}; store the predictions again")
         return row_tensors
 
 

@@ -92,8 +92,8 @@ def check_text(data: DataConfig, tokenizer: Tokenizer | None) -> list[list[Sourc
     if (streams := streamed_entries(data)) and (data.packing != "concat" or data.fim_data):
         name = "data.fim_data" if data.fim_data else f"data.packing {data.packing}"
         raise ConfigError(
-            f"{name} does not apply to streams, but {streams[0]} is one; leave it out, or set data.streaming to false "
-            "to tokenize before the first step"
+            f"{name} does not apply to streams, but {streams[0]} is a stream; leave {name} out, or set "
+            "data.streaming to false to tokenize before the first step"
         )
     sources = [expand_inputs([entry]) for entry in entries]
     for first, *_ in sources:
@@ -206,8 +206,8 @@ class _TextCache:
             notes = _read_about(about, versions, prefix)
             if notes is None:
                 raise DataError(
-                    f"{entry} is not tokenized in {self._folder} and train.skip_train writes nothing; train first, or "
-                    "preprocess it"
+                    f"{entry} is not tokenized in {self._folder}, and with train.skip_train nothing is written; "
+                    "train first, or preprocess the data"
                 )
             return prefix, notes
         try:

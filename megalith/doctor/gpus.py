@@ -78,12 +78,13 @@ class GpuState:
             )
         if self.ecc_errors:
             faults.append(
-                f"{self.ecc_errors} memory errors that ECC could not correct: reset it, and replace it if they return"
+                f"{self.ecc_errors} memory errors that ECC could not correct: reset the GPU, and replace it if the "
+                "errors return"
             )
         if self.rows_failed:
             faults.append("a row of its memory could not be replaced: replace the GPU")
         elif self.rows_pending:
-            faults.append("a row of its memory waits to be replaced: reset it")
+            faults.append("a row of its memory waits to be replaced: reset the GPU")
         if self.alloc_retries:
             faults.append(
                 f"{MEMORY_FULL}, so PyTorch freed its cache and retried {self.alloc_retries} "

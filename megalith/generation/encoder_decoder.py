@@ -79,7 +79,7 @@ def generate_t5(
     if learned and longest > model.config.max_position_embeddings:
         raise ConfigError(
             f"max_new_tokens {longest} exceeds the model's {model.config.max_position_embeddings} learned positions "
-            "(model.max_position_embeddings); lower it"
+            "(model.max_position_embeddings); lower max_new_tokens"
         )
     # Prompt and completion have separate positions.
     room = max(map(len, prompts), default=0) + longest

@@ -142,12 +142,13 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             )
         if max_rows < 1 or max_tokens < 2:
             raise ConfigError(
-                f"an engine with {max_rows} rows of {max_tokens} tokens cannot generate; it needs at least 1 row of 2"
+                f"max_rows is {max_rows} and max_tokens {max_tokens}, but an engine needs at least 1 row of 2 "
+                "tokens; raise them"
             )
         self._routed_layers = config.routed_layers if records_routes else []
         if records_routes and not self._routed_layers:
             raise ConfigError(
-                "the model has no experts, so there are no routes to record; omit records_routes"
+                "the model has no experts, so there are no routes to record; leave records_routes out"
             )
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._prefix_cache_bytes, self._has_own_weights = prefix_cache_bytes, model is None
@@ -277,8 +278,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             room = self._slots[name].slots.lora_A.shape[-2]
             if a.shape[-2] > room:
                 raise ConfigError(
-                    f"the adapter of {name} has a total rank of {a.shape[-2]} over its parts, but "
-                    f"the engine has room for rank {room}; serve it with a larger --max-lora-rank"
+                    f"the adapter of {name} has a total rank of {a.shape[-2]} over its parts, but the engine has "
+                    f"room for rank {room}; raise --max-lora-rank"
                 )
         for name, site in self._slots.items():
             site.fill(slot, pairs.get(name))

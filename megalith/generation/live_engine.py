@@ -140,7 +140,8 @@ class LiveEngine:
             check_prompt(0, request.prompt, request.max_new_tokens, engine.config, engine.max_tokens)
             if not 0 <= request.adapter <= engine.slots:
                 raise ConfigError(
-                    f"a request names adapter {request.adapter}, but the engine has {engine.slots}"
+                    f"a request names adapter {request.adapter}, but the engine has {engine.slots} slots for "
+                    "adapters; load the adapter first"
                 )
             if not 0 <= request.key < 2**63:
                 raise ConfigError(f"the key of a request is {request.key}; it must be from 0 to 2^63 - 1")

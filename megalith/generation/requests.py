@@ -180,7 +180,7 @@ def make_sequences(
     count, forced = len(prompts) * num_generations, sampling.forced_lengths
     if forced is not None and len(forced) != count:
         raise ConfigError(
-            f"forced_lengths has {len(forced)} lengths for {count} completions; give one for each"
+            f"forced_lengths has {len(forced)} lengths for {count} completions; give one length per completion"
         )
     if forced is not None and min(forced, default=1) < 1:
         raise ConfigError(f"forced_lengths has {min(forced)}; every completion has at least 1 token")
@@ -219,7 +219,7 @@ def check_prompt(
         if longest > limit:
             raise ConfigError(
                 f"prompt {number} has {len(prompt)} tokens and up to {new_tokens} follow, {longest} in all, but "
-                f"{text.format(limit)}; lower max_new_tokens or shorten it"
+                f"{text.format(limit)}; lower max_new_tokens, or shorten the prompt"
             )
 
 

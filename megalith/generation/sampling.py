@@ -127,7 +127,7 @@ def _check_speculation(model: Transformer | ParallelModel, speculation: Speculat
     if isinstance(model, T5) and speculation is not None:
         raise ConfigError(
             f"speculative_method is {speculation.method}, but the model is an encoder-decoder, and only decoders can "
-            "verify drafts; set it to none"
+            "verify drafts; set speculative_method to none"
         )
 
 
@@ -149,7 +149,7 @@ def complete_data_parallel(
     """
     if model.has_adapters:
         raise ConfigError(
-            "models with adapters generate in a single process only; merge them (megalith lora merge)"
+            "models with adapters generate only in a single process; merge the adapters first (megalith lora merge)"
         )
     _check_speculation(model, speculation)
     local = range(mesh.dp.rank, len(prompts), mesh.dp.size)

@@ -67,7 +67,8 @@ class Speculation:
         if (self.method == "draft_model") != (self.draft_model is not None):
             has = "no draft model is given" if self.draft_model is None else "a draft model is given"
             raise ConfigError(
-                f"speculative_method is {self.method}, but {has}; draft_model goes with the method draft_model"
+                f"speculative_method is {self.method}, but {has}; give a draft model with method draft_model, and "
+                "only with it"
             )
         if self.method == "mtp":
             check_has_mtp(config)
@@ -75,7 +76,10 @@ class Speculation:
         if self.draft_model is not None:
             draft = self.draft_model
             if draft.has_adapters:
-                raise ConfigError("the draft model has adapters; merge them (megalith lora merge)")
+                raise ConfigError(
+                    "the draft model has adapters, which are not supported here; merge them first (megalith lora "
+                    "merge)"
+                )
             check_rolls_back(draft.config, "the draft model")
 
 

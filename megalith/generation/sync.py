@@ -118,7 +118,9 @@ def engine_for(
         if batch_invariant is None:
             options["batch_invariant"] = model.spec.run.is_batch_invariant
     elif model.has_adapters:
-        raise ConfigError("the model has adapters; pass the model to Engine(model=...), or merge them")
+        raise ConfigError(
+            "the model has adapters; pass the model to Engine(model=...), or merge the adapters first"
+        )
     engine = Engine(model.config, model.device, dtype or source.compute_dtype, **options)
     sync(engine, model)
     return engine

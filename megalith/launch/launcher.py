@@ -67,12 +67,12 @@ def this_process() -> Process:
         local_world_size = int(variables.get("LOCAL_WORLD_SIZE", world_size))
     except (KeyError, ValueError):
         raise ConfigError(
-            f"the environment has {variables}; a process of a job needs RANK and WORLD_SIZE as whole numbers: start it "
-            "with --nproc or torchrun, or unset them to train in one process"
+            f"the environment has {variables}, but a process of a job needs RANK and WORLD_SIZE as whole numbers; "
+            "start it with --nproc or torchrun, or unset these variables to train in one process"
         ) from None
     if not 0 <= rank < world_size:
         raise ConfigError(
-            f"RANK is {rank} and WORLD_SIZE is {world_size}; ranks count from 0 to {world_size - 1}: start the "
+            f"RANK is {rank} and WORLD_SIZE is {world_size}, but ranks count from 0 to {world_size - 1}; start the "
             "processes with --nproc or torchrun"
         )
     return Process(rank, world_size, local_rank, local_world_size)
@@ -112,9 +112,8 @@ def init_distributed(
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ConfigError(
-                f"WORLD_SIZE is {process.world_size} but {name} is not set, so the processes "
-                "cannot find each other; start them with --nproc or torchrun, or set it to the "
-                "address or port of rank 0"
+                f"WORLD_SIZE is {process.world_size} but {name} is not set, so the processes cannot find each other; "
+                f"start them with --nproc or torchrun, or set {name} to that of rank 0"
             )
     if is_loopback(os.environ["MASTER_ADDR"]):  # a single-node job
         use_loopback_interface()
@@ -321,7 +320,7 @@ def _parse_nnodes(nproc: int, nnodes: str, max_restarts: int, rdzv_endpoint: str
         )
     if max_nodes > 1 and rdzv_endpoint is None:
         raise ConfigError(
-            f"--nnodes is {nnodes} but there is no --rdzv-endpoint for the machines' rendezvous; give each the same "
-            "host:port, on one of them"
+            f"--nnodes is {nnodes}, but there is no --rdzv-endpoint, at which the machines meet; give "
+            "--rdzv-endpoint with the same host:port on all machines, the host being one of them"
         )
     return min_nodes, max_nodes

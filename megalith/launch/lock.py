@@ -38,8 +38,8 @@ class OutputLock:
     def __init__(self, output_dir: str | Path):
         if is_url(output_dir):
             raise ConfigError(
-                f"train.output_dir is {output_dir}, but a run's log and lock need a local folder; "
-                "set it to one, and set checkpoint.save to the URL"
+                f"train.output_dir is {output_dir}, but a run's log and lock need a local folder; set "
+                "train.output_dir to a local folder, and checkpoint.save to the URL"
             )
         folder = Path(output_dir)
         self.path = folder / LOCK_NAME
@@ -60,13 +60,13 @@ class OutputLock:
             holder = _read_holder(descriptor)
             os.close(descriptor)
             raise ConfigError(
-                f"the output folder {self.path.parent} is in use by {holder}; two jobs cannot write one folder: "
-                "wait for that one to end, or choose another folder (train.output_dir)"
+                f"the output folder {self.path.parent} is in use by {holder}, and two jobs cannot write one folder; "
+                "wait for that job to end, or choose another folder (train.output_dir)"
             ) from None
         except OSError as error:  # some cluster filesystems are mounted without locks
             warnings.warn(
-                f"the filesystem of {self.path.parent} has no file locks ({error.strerror}): nothing prevents a second "
-                "job in this folder, so start only one",
+                f"the filesystem of {self.path.parent} has no file locks ({error.strerror}), so nothing prevents a "
+                "second job in this folder; start only one",
                 stacklevel=3,
             )
         if os.fstat(descriptor).st_nlink:

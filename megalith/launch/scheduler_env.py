@@ -81,7 +81,7 @@ def _slurm_settings(environ: Mapping[str, str], nproc: int | None) -> LaunchSett
     if nproc is not None:
         raise ConfigError(
             f"srun has started {tasks} tasks on {nodes} machines, and --nproc {nproc} makes each task start {nproc} "
-            "processes; run srun with --ntasks-per-node=1, or omit --nproc so that each task is a rank"
+            "processes; run srun with --ntasks-per-node=1, or remove --nproc so that each task is a rank"
         )
     tasks_per_node = tasks_by_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", 0)

@@ -315,8 +315,9 @@ def layer_class(config: ModelConfig, number: int, cross: bool = False) -> type[T
     if cross:
         if experts or post_norm or config.parallel_attn_mlp:
             raise ConfigError(
-                "a layer with cross-attention has no experts (model.num_experts), no parallel_attn_mlp and no "
-                "apply_residual_connection_post_layernorm; leave them out"
+                "a layer with cross-attention supports neither experts (model.num_experts) nor "
+                "model.parallel_attn_mlp nor model.apply_residual_connection_post_layernorm; leave these settings "
+                "out"
             )
         topology = CrossAttentionLayer
     elif config.pattern_layers is not None and number < config.num_layers:

@@ -47,8 +47,8 @@ class ScoreModel(Transformer):
         """Return the loss that the objective computes from the scores, a float32 scalar."""
         if inputs.objective is None:
             raise ConfigError(
-                "model.score_head is on, so the model predicts no tokens, and cross-entropy needs their logits; train "
-                "it with `megalith reward`, or omit the setting"
+                "model.score_head is on, so the model predicts no tokens, but cross-entropy needs their logits; "
+                "train the model with `megalith reward`, or leave model.score_head out"
             )
         return inputs.objective.loss(self.scores(x, context), None, None, inputs.loss_scale)
 

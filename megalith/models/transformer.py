@@ -197,7 +197,7 @@ def _check_positions(config: ModelConfig, length: int) -> None:
     if config.learns_positions and length > longest:
         raise ConfigError(
             f"the input has {length} tokens, but the model has {longest} learned positions "
-            "(model.max_position_embeddings); shorten it"
+            "(model.max_position_embeddings); shorten the input"
         )
 
 

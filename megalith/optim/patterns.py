@@ -42,9 +42,9 @@ def check_patterns(names: Collection[str], config: OptimConfig) -> None:
         if taken:
             raise ConfigError(
                 f"optim.param_groups: {group.pattern!r} matches only {shorten(taken)}, to which an earlier pattern "
-                "applies; move it before that pattern, or remove it"
+                f"applies; move {group.pattern!r} before that pattern, or remove it"
             )
         raise ConfigError(
-            f"optim.param_groups: {group.pattern!r} matches none of the model's {len(names)} trained parameters"
-            f"{nearest_of(group.pattern, sorted(names))}; correct it, or remove the group"
+            f"optim.param_groups: {group.pattern!r} matches none of the model's {len(names)} trained "
+            f"parameters{nearest_of(group.pattern, sorted(names))}; correct the pattern, or remove its group"
         )

@@ -147,7 +147,7 @@ def check_z_loss(config: ModelConfig | None, loss: Loss) -> None:
     if not is_cross_entropy or changed:
         reason = " with a temperature, entropies or a vocab_size" if is_cross_entropy else ""
         raise ConfigError(
-            f"model.output_z_loss_coeff is {config.output_z_loss_coeff:g}, which is supported "
-            "only with the cross-entropy of `megalith train` and `megalith sft`, but the loss is "
-            f"{type(loss).__name__}{reason}; set it to 0"
+            f"model.output_z_loss_coeff is {config.output_z_loss_coeff:g}, which is supported only with the "
+            f"cross-entropy of `megalith train` and `megalith sft`, but the loss is {type(loss).__name__}{reason}; "
+            "set model.output_z_loss_coeff to 0"
         )

@@ -108,8 +108,8 @@ def plug(module: nn.Module, seam: str, value: Any) -> None:
     if not any(seam in SEAMS[kind] for kind in kinds):
         seams = sorted({name for kind in kinds for name in SEAMS[kind]})
         raise SeamError(
-            f"a {type(module).__name__} has no seam {seam!r}: it has {', '.join(seams) or 'none'}; declare it in "
-            "megalith/parallel/seams.py and give the module a plain one, or use one of these"
+            f"a {type(module).__name__} has no seam {seam!r}, its seams are {', '.join(seams) or 'none'}; use one "
+            "of its seams, or declare the new one in megalith/parallel/seams.py and give the module a default"
         )
     setattr(module, seam, value)
 

@@ -263,7 +263,7 @@ def _named(name: str, most_processes: int) -> ParityLayout:
     layout = LAYOUTS[name]
     if layout.processes > most_processes:
         raise ConfigError(
-            f"layout {name} needs {layout.processes} processes, but --nproc-max is {most_processes}; raise it to "
-            f"{layout.processes}, or choose a smaller layout"
+            f"layout {name} needs {layout.processes} processes, but --nproc-max is {most_processes}; raise "
+            f"--nproc-max to {layout.processes}, or choose a smaller layout"
         )
     return layout

@@ -64,7 +64,8 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
             if sharded:
                 each = PASS_BY_PASS.get(strategy, each)
             return [
-                f"train.micro_batch_size {times * micro} is expected to fit{lowered} ({expected / 1e9:.1f} GB on a GPU "
-                f"of {machine.memory / 1e9:.1f}): try it, for each of a step's {passes} micro-batches {each}"
+                f"try train.micro_batch_size {times * micro}, which is expected to fit{lowered} "
+                f"({expected / 1000000000.0:.1f} GB on a GPU of {machine.memory / 1000000000.0:.1f}): each of a "
+                f"step's {passes} micro-batches {each}"
             ]
     return []

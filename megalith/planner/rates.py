@@ -258,8 +258,8 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
     """
     if device and device_json:
         raise ConfigError(
-            f"--device is {device} and --device-json is {device_json}, which names a GPU too; "
-            "give one of the two"
+            f"--device is {device} and --device-json is {device_json}, which names a GPU too; give only one of the "
+            "two"
         )
     if device_json is not None:
         try:
@@ -322,8 +322,8 @@ def check_precision(config: RunConfig, rates: Rates) -> None:
     """Raise ConfigError if the run uses FP8 and the chip has no FP8 matmuls."""
     if config.train.fp8_format is not None and "fp8" not in rates.matmuls:
         raise ConfigError(
-            f"train.fp8_format is {config.train.fp8_format}, but {rates.device} has no FP8 "
-            "matmuls; leave it out to train in bf16, or choose another --device"
+            f"train.fp8_format is {config.train.fp8_format}, but {rates.device} has no FP8 matmuls; leave "
+            "train.fp8_format out to train in bf16, or choose another --device"
         )
 
 

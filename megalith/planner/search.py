@@ -89,7 +89,9 @@ def plan(
     """
     require_run_config(config, "megalith.plan")
     if gpus < 1 or gpus_per_node < 1:
-        raise ConfigError(f"--gpus is {gpus} and --gpus-per-node {gpus_per_node}; give 1 or more")
+        raise ConfigError(
+            f"--gpus is {gpus} and --gpus-per-node {gpus_per_node}, but both must be at least 1"
+        )
     check_model(config.model)
     rates = rates or rates_of(device)
     check_precision(config, rates)
@@ -155,8 +157,8 @@ def usable_bytes(rates: Rates, memory_gb: float | None = None) -> float:
         return usable
     if memory_gb * 1e9 > usable:
         raise ConfigError(
-            f"--memory-gb is {memory_gb:g}, but a job can use only {usable / 1000000000.0:.1f} of "
-            f"{rates.device}'s {rates.wiring.memory:g} GB; give less, or leave it out"
+            f"--memory-gb is {memory_gb:g}, but a job can use only {usable / 1000000000.0:.1f} of {rates.device}'s "
+            f"{rates.wiring.memory:g} GB; lower --memory-gb, or leave it out"
         )
     return memory_gb * 1e9
 

@@ -59,8 +59,8 @@ def require_teacher(config: RunConfig) -> None:
     """Raise ConfigError if the run has neither a teacher nor stored predictions."""
     if config.distill.teacher_or_logits is None:
         raise ConfigError(
-            "distill.teacher is not set; set it to a model's folder, or set distill.logits_dir to a folder of stored "
-            "predictions"
+            "distill.teacher is not set; set distill.teacher to a model's folder, or distill.logits_dir to a folder "
+            "of stored predictions"
         )
 
 
@@ -90,7 +90,7 @@ def store_logits(config: RunConfig) -> None:
     if distill.teacher is None or distill.logits_dir is None:
         raise ConfigError(
             f"distill.teacher is {distill.teacher} and distill.logits_dir {distill.logits_dir}, but storing "
-            "predictions needs a teacher and a folder; set both"
+            "predictions needs a teacher and a folder; set both settings"
         )
     process = this_process()
     config, tokenizer, _ = prepare(config, process.world_size)
@@ -121,9 +121,9 @@ def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, dev
     consumed = sizes.samples_for_iterations(step)
     if existing < total and consumed != existing:
         raise ConfigError(
-            f"distill.logits_dir {config.distill.logits_dir} has predictions of {existing:,} "
-            f"samples, which end inside a step of this run (the step ends at sample {consumed:,}); "
-            "use the train.global_batch_size that the folder was started with"
+            f"distill.logits_dir {config.distill.logits_dir} has predictions of {existing:,} samples, but the steps "
+            f"of this run end at other samples (the next at {consumed:,}); use the train.global_batch_size that the "
+            "folder was started with"
         )
     folder = StoredLogits(config.distill.logits_dir) if writes else None
     if writes and existing:

@@ -52,7 +52,9 @@ def train_dpo(config: RunConfig) -> TrainingResult:
     """
     require_run_config(config, "train_dpo")
     if not config.dpo.enabled:
-        raise ConfigError("dpo.enabled is off, so there are no preferences to train on; set it to true")
+        raise ConfigError(
+            "dpo.enabled is false, so there are no preferences to train on; set dpo.enabled to true"
+        )
     return train(config, PreferenceTask())
 
 

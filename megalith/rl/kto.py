@@ -53,7 +53,9 @@ def train_kto(config: RunConfig) -> TrainingResult:
     """
     require_run_config(config, "train_kto")
     if not config.kto.enabled:
-        raise ConfigError("kto.enabled is off, so there are no marked answers to train on; set it to true")
+        raise ConfigError(
+            "kto.enabled is false, so there are no marked answers to train on; set kto.enabled to true"
+        )
     return train(config, KtoTask())
 
 

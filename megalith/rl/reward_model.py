@@ -36,7 +36,9 @@ def train_reward(config: RunConfig) -> TrainingResult:
     """
     require_run_config(config, "train_reward")
     if not config.reward.enabled:
-        raise ConfigError("reward.enabled is off, so there is no reward model to train; set it to true")
+        raise ConfigError(
+            "reward.enabled is false, so there is no reward model to train; set reward.enabled to true"
+        )
     return train(config, RewardTask())
 
 

@@ -39,7 +39,7 @@ class ChatSession:
         template = None if tokenizer is None else template_of(tokenizer)
         if template is None:
             raise ConfigError(
-                "the model has no chat template; train it with `megalith sft`, which stores the template of "
+                "the model has no chat template; train the model with `megalith sft`, which stores the template of "
                 "sft.chat_template_path, or continue texts with `megalith generate`"
             )
         sampling = sampling or Sampling(max_new_tokens=256, temperature=0.7)

@@ -243,17 +243,17 @@ def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
             continue
         if name in FIXED:
             if value not in FIXED[name]:
-                raise HttpError(400, f"{name} {short_repr(value)} is not supported; leave it out")
+                raise HttpError(400, f"{name} {short_repr(value)} is not supported; leave {name} out")
             continue
         if name not in rules:
-            raise HttpError(400, f"{name!r:.60} is not a field of this request; leave it out")
+            raise HttpError(400, f"{name!r:.60} is not a field of this request; remove it")
         is_valid, rule = rules[name]
         if not is_valid(value):
             raise HttpError(400, f"{name} is {short_repr(value)}; it must be {rule}")
         values[name] = value
     needed = "messages" if is_chat else "prompt"
     if needed not in values:
-        raise HttpError(400, f"{needed} is missing; add it")
+        raise HttpError(400, f"{needed} is missing; add {needed}")
     temperature = float(values.get("temperature", 1.0))
     texts = {name: values.get(name, ()) for name in ("stop", "bad_words")}
     texts = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in texts.items()}
@@ -315,7 +315,11 @@ def _required_tools(tools: list[dict[str, Any]], choice: Any) -> tuple[str, ...]
     names = [one.get("name") for one in functions if isinstance(one, dict)]
     wanted = names if choice == "required" else [choice["function"]["name"]]
     if not wanted or not all(isinstance(name, str) and name in names for name in wanted):
-        raise HttpError(400, f"tool_choice is {short_repr(choice)}, but tools has no such function; add it")
+        raise HttpError(
+            400,
+            f"tool_choice is {short_repr(choice)}, but tools has no such function; add the function, or change "
+            "tool_choice",
+        )
     return tuple(wanted)
 
 

@@ -175,8 +175,8 @@ def resolve_config(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
             settings["model.vocab_size"] = kind.default_vocab_size()
     elif tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {model.vocab_size}; "
-            "raise model.vocab_size, or omit it to use the tokenizer's"
+            f"the tokenizer has {tokenizer.vocab_size} entries, but model.vocab_size is {model.vocab_size}; raise "
+            "model.vocab_size, or leave it out to use the tokenizer's size"
         )
     if model.max_position_embeddings is None:
         lengths = [config.data.seq_length, *[config.data.decoder_length] * (model.encoder_layers > 0)]
@@ -254,7 +254,9 @@ def open_datasets(
     data, model, seed = config.data, config.model, config.train.seed
     if config.rl.prompts_or_rollouts:
         name = "prompts" if config.rl.prompts else "rollouts"
-        raise ConfigError(f"rl.{name} requires `megalith grpo`; use that, or omit the setting to pre-train")
+        raise ConfigError(
+            f"rl.{name} requires `megalith grpo`; use that command, or leave rl.{name} out to pre-train"
+        )
     kind = load_dataset_kind(data, model, tokenizer, seed)
     if (opened := kind.datasets(samples)) is not None:
         train, valid, test = opened
@@ -272,8 +274,8 @@ def open_datasets(
         evaluated = [0, 0]
         if notes is not None and any(samples[1:]):
             notes.append(
-                f"{streams[0]} is a stream, which data.split does not divide, so there is no evaluation; for one, set "
-                "data.train_data_path and data.valid_data_path"
+                f"{streams[0]} is a stream, which data.split does not divide, so there is no evaluation; to "
+                "evaluate, set data.train_data_path and data.valid_data_path"
             )
     elif data.data_path is not None:
         bounds = parse_split(data.split)

@@ -75,18 +75,18 @@ def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton:
     if capability < FP8_CAPABILITY:
         raise ConfigError(
             f"train.fp8_format is {train.fp8_format}, but this GPU has compute capability {version}, and FP8 matmuls "
-            "require 8.9; omit it to train in bf16"
+            "require 8.9; leave train.fp8_format out to train in bf16"
         )
     if train.fp8_recipe == "blockwise" and capability != BLOCK_CAPABILITY:
         raise ConfigError(
             f"train.fp8_recipe is blockwise, but this GPU has compute capability {version}, and only 9.0 supports "
-            "scales per block of 128; choose delayed or tensorwise"
+            "scales per block of 128; set train.fp8_recipe to delayed or tensorwise"
         )
     if config.model.num_experts is not None and (capability != BLOCK_CAPABILITY or train.precision != "bf16"):
         raise ConfigError(
-            f"train.fp8_format is {train.fp8_format} with experts on a GPU of compute capability {version} in "
-            f"{train.precision}, but torch's grouped FP8 matmul requires 9.0 and returns bf16; set train.precision to "
-            "bf16 on such a GPU, or omit train.fp8_format"
+            f"train.fp8_format is {train.fp8_format} with experts, on a GPU of compute capability {version} and in "
+            f"{train.precision}, but torch's grouped FP8 matmul requires 9.0 and returns bf16; set train.precision "
+            "to bf16 on such a GPU, or leave train.fp8_format out"
         )
     if not has_triton:
         raise ConfigError(

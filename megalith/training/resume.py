@@ -201,9 +201,8 @@ def check_resumable(
     if checkpoint is None:
         if not is_inside(load, output):
             raise CheckpointError(
-                f"there is no checkpoint in {load} (checkpoint.load), and only the run's own "
-                f"output folder {output} may be empty, at the first start; correct the path, or "
-                "omit it"
+                f"there is no checkpoint in {load} (checkpoint.load); correct the path, or leave checkpoint.load out "
+                f"(only the run's own output folder {output} may be empty, at the first start)"
             )
         return None
     _check_tokenizer(checkpoint, tokenizer)

@@ -23,14 +23,13 @@ def restarts_in_process(config: RunConfig, task: Task) -> bool:
         if config.runtime.replace_unhealthy_ranks:
             raise ConfigError(
                 "runtime.replace_unhealthy_ranks is true, but ranks are replaced from snapshots in memory; set "
-                "checkpoint.memory_interval to the number of steps between them"
+                "checkpoint.memory_interval to the number of steps between snapshots"
             )
         return False
     if not task.restarts_in_process:
         raise ConfigError(
-            f"checkpoint.memory_interval is {config.checkpoint.memory_interval}, but this task "
-            "has further processes or models, which a restart within the processes would lose; "
-            "omit it"
+            f"checkpoint.memory_interval is {config.checkpoint.memory_interval}, but this task has other processes "
+            "or models, which a restart within the processes would lose; leave checkpoint.memory_interval out"
         )
     return True
 

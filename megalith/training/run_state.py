@@ -73,11 +73,13 @@ class Task:
         chat = run.config.chat
         if chat is not None and not run.config.sft.enabled:
             raise ConfigError(
-                f"{chat.name}.enabled requires `megalith {chat.name}`; use that, or omit the setting to pre-train"
+                f"{chat.name}.enabled requires `megalith {chat.name}`; use that command, or leave "
+                f"{chat.name}.enabled out to pre-train"
             )
         if run.config.distill.teacher_or_logits is not None:
             raise ConfigError(
-                "distill.teacher and distill.logits_dir require `megalith distill`; use that, or omit them to pre-train"
+                "distill.teacher and distill.logits_dir require `megalith distill`; use that command, or leave "
+                "these settings out to pre-train"
             )
         if run.config.sft.enabled and run.config.sft.loss_type == "dft":
             self.loss = DynamicFineTuning(LOSSES["gpt", run.config.train.calculate_per_token_loss]())

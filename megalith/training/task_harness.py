@@ -150,7 +150,8 @@ class HarnessModel(TemplateLM):
             if self.longest > original:
                 warnings.warn(
                     f"data.seq_length {self.longest:,} is longer than the {original:,} tokens up to which longrope "
-                    "uses short_factor, so all log-likelihoods use long_factor; lower it, unless requests are longer",
+                    "uses short_factor, so all log-likelihoods use long_factor; lower data.seq_length, unless "
+                    "requests are longer",
                     stacklevel=2,
                 )
         if not self.begin and tokenizer.eod is None:
@@ -188,7 +189,10 @@ class HarnessModel(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
         if self.template is None:
-            raise ConfigError("--apply-chat-template: the tokenizer has no chat template; omit it")
+            raise ConfigError(
+                "--apply-chat-template needs a chat template, which the tokenizer does not have; remove "
+                "--apply-chat-template"
+            )
         return self.template.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     # Log-likelihoods.

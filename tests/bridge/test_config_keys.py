@@ -59,7 +59,7 @@ def test_rope_scaling_that_differs_from_rope_parameters_is_refused(both: dict) -
     plain = {"rope_type": "default", "rope_theta": 5e4}
     theirs = transformers.LlamaConfig(rope_parameters=plain).to_dict()
     read = FAMILIES["LlamaForCausalLM"].read_config
-    with pytest.raises(ConfigError, match=r"rope_parameters and rope_scaling, which differ in .*; keep one"):
+    with pytest.raises(ConfigError, match=r"rope_parameters and rope_scaling, which differ in .*; keep only"):
         read(theirs | {"rope_scaling": both})
     assert read(theirs | {"rope_scaling": dict(plain)}) == read(theirs)
 

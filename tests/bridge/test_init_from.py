@@ -184,7 +184,7 @@ def test_a_plan_of_a_run_file_has_the_shape_of_its_weights(hf_folder, tmp_path: 
 
 
 def test_a_field_that_contradicts_the_weights_is_refused(hf_folder, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model has hidden_size 128, not 64 as the weights in "):
+    with pytest.raises(ConfigError, match=r"section model has hidden_size 128, not 64 as the weights in "):
         with_init_from(run_config(hf_folder("llama"), tmp_path, model={"hidden_size": 128}))
     with pytest.raises(
         ConfigError,
@@ -199,7 +199,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_and_an_empty_place_are_refused(
     config = run_config(hf_folder("llama"), tmp_path / "run").with_settings(
         {"data.tokenizer_type": "ByteTokenizer"}
     )
-    with pytest.raises(ConfigError, match=r"the tokenizer has 257 entries but model.vocab_size is 151"):
+    with pytest.raises(ConfigError, match=r"the tokenizer has 257 entries, but model.vocab_size is 151"):
         prepare(config, 1)
     (tmp_path / "empty").mkdir()
     with pytest.raises(

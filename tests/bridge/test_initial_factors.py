@@ -166,7 +166,7 @@ def test_what_cannot_be_decomposed_or_read_is_named(hf_folder, tmp_path: Path) -
         ),
         (
             {"init_lora_weights": "pissa", "rank": 1000},
-            "linear_qkv has rank 1000, more than .*lower the rank to 64",
+            "linear_qkv has rank 1000, more than .*lower lora.rank to 64",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -175,5 +175,5 @@ def test_an_export_of_several_iterations_is_refused(base: Path, tmp_path: Path) 
     export_adapters(once, tmp_path / "peft", show_progress=False)
     assert json.loads((tmp_path / "peft/adapter_config.json").read_bytes())["init_lora_weights"] is True
     twice = megalith.train(run_config(base, tmp_path / "twice", loftq_iter=2)).checkpoint
-    with pytest.raises(CheckpointError, match=r"loftq_iter 2 .* merge it"):
+    with pytest.raises(CheckpointError, match=r"loftq_iter 2 .* merge the adapters"):
         export_adapters(twice, tmp_path / "no", show_progress=False)

@@ -287,12 +287,12 @@ def test_what_is_missing_of_a_megatron_folder_is_named(
         (
             lambda: latest.write_text("700"),
             "legacy",
-            "names iter_0000700, which does not exist; there are iter_0000005",
+            "names iter_0000700, which does not exist .existing: iter_0000005",
         ),
         (
             latest.unlink,
             "legacy",
-            "has no latest_checkpointed_iteration.txt; give one of its folders: iter_0000005",
+            "has no latest_checkpointed_iteration.txt, .*; give one of its folders: iter_0000005",
         ),
         (file.unlink, "legacy/iter_0000005", r"model_optim_rng.pt is missing; copy"),
         (lambda: None, "empty", "empty has nothing to convert"),

@@ -357,7 +357,7 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
         ("run", dict(tp=4), "tp is 4, which does not divide num_query_groups 2"),
         ("run", dict(pp=3), "pp is 3, which does not divide num_layers 4"),
         ("run", dict(tp=0), "tp is 0"),
-        ("run", dict(ckpt_format="torch", with_optimizer=True), "is only written in the format torch_dist"),
+        ("run", dict(ckpt_format="torch", with_optimizer=True), "is written only in the format torch_dist"),
         ("sgd", dict(with_optimizer=True), "has the state of sgd"),
         ("biased", {}, "its router has none"),
         ("scaled", {}, "cannot express this model: it has embedding_multiplier"),
@@ -456,7 +456,7 @@ def test_a_run_begins_from_a_checkpoint_of_megatrons(tmp_path: Path, capsys: pyt
     }
     with pytest.raises(ConfigError, match="num_layers 2, not 4"):
         prepare(RunConfig.from_tree({**settings, "model": {"num_layers": 2}}), 1)
-    with pytest.raises(ConfigError, match="both are initial weights"):
+    with pytest.raises(ConfigError, match="both give initial weights"):
         prepare(RunConfig.from_tree({**settings, "model": {"init_from": "elsewhere"}}), 1)
     megalith.train(RunConfig.from_tree(settings))
     assert "only its weights are loaded" in capsys.readouterr().out

@@ -410,7 +410,8 @@ def test_adapters_without_a_base_are_refused_before_anything_is_written(tmp_path
     config = run_config(tmp_path, tmp_path / "run", model={"preset": "tiny-gpt", "vocab_size": 64}, lora=lora)
     [(name, value)] = lora.items()
     with pytest.raises(
-        ConfigError, match=rf"lora.{name} is {value}, but model.init_from is not set.*set it to the"
+        ConfigError,
+        match=rf"lora.{name} is {value}, but model.init_from is not set.*set model.init_from to the",
     ):
         megalith.train(config)
     assert not (tmp_path / "run").exists()

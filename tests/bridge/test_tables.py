@@ -172,7 +172,7 @@ def test_two_names_of_a_key_that_disagree_are_refused_and_a_changed_model_is_exp
 def test_a_config_json_without_a_size_is_refused_by_its_key() -> None:
     theirs = their_tree("llama")
     del theirs["hidden_size"]
-    with pytest.raises(ConfigError, match=r"no hidden_size, which gives model\.hidden_size"):
+    with pytest.raises(ConfigError, match=r"no hidden_size, which determines model\.hidden_size"):
         family_named_by("llama").read_config(theirs)
 
 
@@ -192,7 +192,7 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(name:
             without = family.read_config({k: v for k, v in defaults.items() if k != key})
         except ConfigError as error:
             refused = (
-                f"config.json has no {key}, which gives",
+                f"config.json has no {key}, which determines",
                 f"config.json has {key} ",
             )  # its default is refused
             assert any(sentence in str(error) for sentence in refused)

@@ -199,7 +199,7 @@ def test_the_plan_counts_the_rows(hf_folder, tmp_path: Path) -> None:
 def test_a_server_of_several_adapters_names_the_way_out(hf_folder, tmp_path: Path) -> None:
     step = megalith.train(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma"))).checkpoint
     base = megalith.load(hf_folder("gemma"))
-    with pytest.raises(ConfigError, match=r"trained rows of tokens .* merge it"):
+    with pytest.raises(ConfigError, match=r"trained rows of tokens .* merge the adapters"):
         load_adapter_pairs(step, hf_folder("gemma"), base.config, fingerprint_of(base))
 
 
@@ -227,7 +227,7 @@ def test_a_server_of_several_adapters_names_the_way_out(hf_folder, tmp_path: Pat
         (
             "phi",
             {"trainable_token_indices": {"lm_head": [3]}},
-            "the output has a bias, which PEFT leaves out",
+            "the output has a bias, which PEFT does not store",
         ),
         (
             "llama",

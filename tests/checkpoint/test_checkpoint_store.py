@@ -330,6 +330,6 @@ def test_settings_of_a_url_and_of_a_folder():
     assert RunConfig.from_tree(config.to_tree()).run_folder == "s3://b/run"
     assert RunConfig.from_tree({"checkpoint": {"save": "here"}}).run_folder == "here"
     with pytest.raises(
-        ConfigError, match=r"train\.output_dir is s3://b/run, but .* set checkpoint\.save to the URL"
+        ConfigError, match=r"train\.output_dir is s3://b/run, but .* checkpoint\.save to the URL"
     ):
         OutputLock("s3://b/run")

@@ -50,9 +50,9 @@ def test_a_schedule_of_steps_is_followed_at_every_sample_count():
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        ([[1, 8]], "the first with 0 samples"),
-        ([[0, 4], [9, 6], [9, 8]], "more than the one before"),
-        ([[0, 8], [9, 4]], "ends with 4, but train.global_batch_size is 8"),
+        ([[1, 8]], "starting at 0 samples"),
+        ([[0, 4], [9, 6], [9, 8]], "growing samples"),
+        ([[0, 8], [9, 4]], "ends with size 4, but train.global_batch_size is 8"),
         ([[0, 3], [9, 8]], r"a size of train.step_batch_size_schedule \(3\) is not"),
     ],
 )

@@ -195,9 +195,9 @@ REFUSED = [
     ("rollout_is", "geometric", "'geometric': one of token, sequence is needed"),
     ("truncated_importance_sampling_type", "clip", "'clip': one of tis, icepop, seq-mask-tis is needed"),
     ("multi_objective_aggregation", "sum", "one of sum_then_normalize, normalize_then_sum is needed"),
-    ("enable_weight_sync", False, "rl.enable_weight_sync is False"),
-    ("vllm_mode", "ray", (r"rl\.vllm_mode is 'ray' and rl\.engine_url is None; server needs an address and colocate "
-"must")),
+    ("enable_weight_sync", False, "rl.enable_weight_sync is false"),
+    ("vllm_mode", "ray", (r"rl\.vllm_mode is 'ray' and rl\.engine_url is None, but mode server needs an address "
+"and mode colocate must")),
     ("inference_backend", "tgi", "'tgi': one of vllm, sglang, megatron is needed"),
     ("loss_type", "bnpo", "divides by each micro-batch's tokens"),
     ("loss_type", "dppo", "'dppo': write a built-in name or path.py:object"),
@@ -221,15 +221,15 @@ def test_what_we_do_not_have_is_refused_with_a_sentence(key, value, sentence):
 TOGETHER = [
     (dict(loss_mode="gspo", loss_agg_mode="token-mean"), "verl up to 0.8 ignores loss_agg_mode for gspo"),
     (dict(loss_mode="gspo", loss_type="dapo"), "loss_mode sets rl.loss_type to 'grpo', but rl.loss_type is already"),
-    (dict(loss_mode="gspo", rollout_is="token"), "set rollout_is to sequence"),
+    (dict(loss_mode="gspo", rollout_is="token"), "set rl.rollout_is to sequence"),
     (dict(loss_mode="cispo", clip_ratio_c=4.0), "cispo, which has no dual clip in verl"),
     (dict(loss_mode="cispo", loss_agg_mode="seq-mean-token-mean"), "sets rl.loss_type to 'grpo'"),
-    (dict(use_cispo=True, token_level_loss=False), "which NeMo-RL also rejects: CISPO is a mean over tokens"),
+    (dict(use_cispo=True, token_level_loss=False), "but CISPO is a mean over tokens"),
     (dict(sequence_level_importance_ratios=True, token_level_loss=True), "GSPO is a mean over sequences"),
     (dict(sequence_level_importance_ratios=True, truncated_importance_sampling_type="seq-mask-tis"), "are per token"),
     (dict(use_kl_loss=True, kl_loss_coef=0.0), "the KL's coefficient .* is 0"),
     (dict(clip_ratio=0.3, epsilon=0.2), "clip_ratio sets rl.epsilon to 0.3"),
-    (dict(force_on_policy_ratio=True, ppo_epochs=2), "only with one step for a rollout batch"),
+    (dict(force_on_policy_ratio=True, ppo_epochs=2), "one step per rollout batch"),
 ]  # fmt: skip
 
 

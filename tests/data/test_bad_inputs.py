@@ -433,7 +433,7 @@ def test_a_tokenizer_that_does_not_match_stored_tokens_or_the_model_is_named(cap
     check_refused(capsys, ["train", run_file(data)], mismatch)
     model = MODEL | {"vocab_size": 260}
     own = data | {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "tok"}
-    larger = "the tokenizer has 280 entries but model.vocab_size is 260"
+    larger = "the tokenizer has 280 entries, but model.vocab_size is 260"
     check_refused(capsys, ["train", run_file(own, model=model)], larger, CONFIG)
     Path("data_text_document.bin").unlink()
     missing = "data_text_document.bin not found.*make the dataset with megalith preprocess"

@@ -111,8 +111,8 @@ def test_a_step_of_shorter_sequences_equals_one_on_samples_of_that_length(corpus
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([], "begin with samples: 0"),
-        ([dict(samples=4, seq_length=8)], "begin with samples: 0"),
+        ([], "begin with a point at sample 0"),
+        ([dict(samples=4, seq_length=8)], "begin with a point at sample 0"),
         ([dict(samples=0, seq_length=3)], "does not divide data.seq_length 16; choose a divisor"),
         ([dict(samples=0)], "does not have the form"),
         ([dict(samples=0, seq_length=8.5)], "does not have the form"),

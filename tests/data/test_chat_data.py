@@ -333,7 +333,8 @@ def test_a_validation_share_too_small_for_a_sample_is_said(tmp_path):
     data, sft = DataConfig(data_path=str(tmp_path / "one.jsonl"), split="90,10,0", seq_length=8), SftConfig()
     found = open_chat_data(data, sft, None, 60, 0, tmp_path / "cache")
     assert (
-        found.valid is None and "valid: data.split 90,10,0 gives it none of the 1 samples" in found.notes[1]
+        found.valid is None
+        and "valid: data.split 90,10,0 gives this split none of the 1 samples" in found.notes[1]
     )
     whole = open_chat_data(data.model_copy(update={"split": "1"}), sft, None, 60, 0, tmp_path / "cache")
     assert len(whole.notes) == 1

@@ -171,7 +171,7 @@ def test_an_error_arrives_as_it_was_raised_after_the_good_batches(workers):
 def test_single_ends_with_an_error_after_every_sample_was_given(workers):
     loader = load(Numbered(10), sample_order("single", 10, 0), num_workers=workers, micro_batch_size=4)
     assert [next(loader).sample_numbers.tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(DataError, match="consumed 10 samples and the dataset has 10"):
+    with pytest.raises(DataError, match="consumed 10 samples, but the dataset has 10"):
         next(loader)
 
 

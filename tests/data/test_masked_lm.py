@@ -53,7 +53,7 @@ def test_a_batch_has_real_tokens_in_one_document_and_what_fills_up_in_another(
 
 def test_documents_that_give_no_sample_are_refused(indexed: IndexedDataset) -> None:
     short = [d for d in range(40) if np.diff(indexed.document_indices)[d] == 1]
-    with pytest.raises(DataError, match="no document of at least 2 sentences of up to 512 tokens"):
+    with pytest.raises(DataError, match="no document with the 2 sentences of up to 512 tokens"):
         ours(indexed, "order", short[0], short[0] + 1)
 
 

@@ -115,7 +115,7 @@ def test_points_in_tokens_are_points_in_samples_rounded_up():
 def test_malformed_schedules_are_refused(points, message):
     with pytest.raises(ConfigError, match=message):
         parse_schedule(points, 16)
-    with pytest.raises(ConfigError, match="one weight for each"):
+    with pytest.raises(ConfigError, match="one weight per source"):
         scheduled([1, 1], parse_schedule([{"samples": 0, "weights": [1]}], 16))
 
 
@@ -155,7 +155,7 @@ def test_temperature_weights_sources_by_a_power_of_their_tokens(tmp_path):
     blend = build_datasets([a, b], "1", 8, (100, 0, 0), 1, mixture=MixtureSettings(temperature=2.0))[0]
     assert blend.sample_counts() == [20, 80]
     assert tempered([3.0, 1.0], 1.0) == [1.0, 1 / 3]
-    with pytest.raises(ConfigError, match="has weights; omit one"):
+    with pytest.raises(ConfigError, match="has weights; leave one"):
         build_datasets([1, a, 2, b], "1", 8, (100, 0, 0), 1, mixture=MixtureSettings(temperature=2.0))
 
 

@@ -222,7 +222,7 @@ def test_the_wizard_asks_the_guides_questions_and_writes_its_file(tmp_path, monk
     (["", "", "", "yes"], "use `accelerate config` for that"),
     ([*TWO_MACHINES, "2"], "'2' is not a valid answer to .*rank of this machine.*from 0 to 1, because there are 2"),
     ([*TWO_MACHINES, "-1"], "'-1' is not a valid answer to .*rank of this machine"),
-    ([*ANSWERS, "4", "no", "1.0", "7"], "7 processes do not equal tensor 2 × pipeline 2 × data 2 = 8"),
+    ([*ANSWERS, "4", "no", "1.0", "7"], "7 processes are not tensor 2 × pipeline 2 × data 2 = 8"),
 ])  # fmt: skip
 def test_the_wizard_refuses_what_cannot_be(tmp_path, monkeypatch, answers, message):
     (tmp_path / "answers").write_text("\n".join(answers) + "\n")
@@ -393,7 +393,7 @@ def test_other_arguments_go_through_the_table_of_megatrons_flags():
     assert any("--no-rope-fusion" in note for note in notes)
     with pytest.raises(ConfigError, match="did you mean"):
         settings(other_megatron_args={"sequence_paralel": True})
-    with pytest.raises(ConfigError, match="the Hugging Face model's config sets"):
+    with pytest.raises(ConfigError, match="the Hugging Face model's config determines"):
         settings(kind="gpt2", other_megatron_args={"position_embedding_type": "rope"})
 
 

@@ -186,7 +186,7 @@ def test_a_second_backward_pass_and_one_from_logits_are_refused():
     accelerator, model, _, batch = one_step(return_logits=True)
     outputs = model(**batch)
     accelerator.backward(outputs.loss)
-    with pytest.raises(ConfigError, match="its gradients have been used; call the model again"):
+    with pytest.raises(ConfigError, match="its gradients were used; call the model again"):
         outputs.loss.backward()
     with pytest.raises(ConfigError, match="custom_loss_function"):
         nn.functional.cross_entropy(outputs.logits.flatten(0, 1), batch["input_ids"].flatten()).backward()
@@ -293,7 +293,7 @@ def test_parameters_that_are_one_tensor_here_cannot_have_two_decays():
     queries = [p for name, p in model.named_parameters() if "q_proj" in name]
     others = [p for name, p in model.named_parameters() if "q_proj" not in name]
     groups = [{"params": queries, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    with pytest.raises(ConfigError, match="put them in one group"):
+    with pytest.raises(ConfigError, match="put these parameters in one group"):
         fresh_accelerator().prepare(model, torch.optim.AdamW(groups))
 
 

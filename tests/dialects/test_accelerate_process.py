@@ -226,7 +226,7 @@ def test_what_the_script_says_of_the_loss_scale_and_the_processes_holds(monkeypa
     scale = prepared(accelerator, "llama", samples(8))[1].optimizer.loss_scale
     assert (scale.scale, scale.growth_interval, scale.hysteresis) == (1024.0, 7, 1)
     accelerator = fresh_accelerator(precision="fp16", kwargs_handlers=[GradScalerKwargs(growth_factor=4.0)])
-    with pytest.raises(ConfigError, match=r"growth_factor 4 .* doubles and halves"):
+    with pytest.raises(ConfigError, match=r"growth_factor 4 .* doubled and halved"):
         prepared(accelerator, "llama", samples(8))
     assert asked == [timedelta(hours=2), TIMEOUT]
 

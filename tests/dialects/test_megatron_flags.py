@@ -312,7 +312,7 @@ CASES = [
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 2",
      {"parallel.recompute_method": "block", "parallel.recompute_num_layers": 2}, ""),
     ("--recompute-granularity selective --recompute-modules mlp moe_act", {"parallel.recompute_modules": ["mlp"]},
-     "moe_act: not recomputed"),
+     "moe_act: these modules are not recomputed"),
     ("--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
      {"parallel.virtual_pipeline_model_parallel_size": 2}, ""),
     ("--pipeline-model-parallel-layout 'Et|tm*2L'", {"parallel.pipeline_model_parallel_layout": "Et|tL"}, ""),
@@ -461,7 +461,7 @@ def test_all_that_is_wrong_is_told_at_once():
         "--moe-token-dispatcher-type flex is refused: choose among alltoall, allgather",
         "--fp8-recipe custom is refused: choose among delayed, tensorwise, blockwise, mxfp8",
         "--warmup is refused: Megatron has removed it; give --lr-warmup-fraction",
-        "--position-embedding-type relative is refused",
+        "--position-embedding-type relative is not supported",
         "--optimizer is sophia: one of adam, sgd, muon, dist_muon, lion, soap, adaptive_muon is needed",
         "--num could be --num-layers",
         "--swiglu is yes: it takes no value",
@@ -482,7 +482,7 @@ def test_all_that_is_wrong_is_told_at_once():
         ("--seed nan", "a whole number is needed"),
         ("--weight-decay inf", "a finite number is needed"),
         ("--rampup-batch-size 1 2", "three values are needed"),
-        ("--no-position-embedding", "refused without rotary positions"),
+        ("--no-position-embedding", "supported here only with rotary positions"),
         (
             "--multi-latent-attention --rope-type rope --mscale-all-dim 0.7 --rotary-scaling-factor 4",
             "--mscale-all-dim 0.7 is refused with --rope-type rope",
@@ -501,20 +501,20 @@ def test_all_that_is_wrong_is_told_at_once():
             "--num-experts 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
             "do not depend on the layout",
         ),
-        ("--num-experts 2 --moe-aux-loss-coeff 1e-2 1e-3", "only one of aux_loss"),
-        ("--tokenizer-type MultimodalTokenizer", "is refused: there are GPT2BPETokenizer"),
+        ("--num-experts 2 --moe-aux-loss-coeff 1e-2 1e-3", "choose a single one of aux_loss"),
+        ("--tokenizer-type MultimodalTokenizer", "is not supported; use one of GPT2BPETokenizer"),
         (
             "--optimizer muon --muon-tp-mode blockwise",
-            "--muon-tp-mode blockwise is refused: matrices are never split",
+            "--muon-tp-mode blockwise is not supported, because matrices are never split",
         ),
         (
             "--optimizer muon --muon-coefficient-type cans",
             "is cans: one of simple, quintic, polar_express, aol is needed",
         ),
-        ("--optimizer adaptive_muon --muon-tp-mode blockwise", "--muon-tp-mode blockwise is refused"),
+        ("--optimizer adaptive_muon --muon-tp-mode blockwise", "--muon-tp-mode blockwise is not supported"),
         ("--optimizer soap --adam-eps 1e-6", "--adam-eps 1e-06 is refused with --optimizer soap"),
         ("--step-batch-size-schedule 5K:8", "TOKENS:SIZE pairs are needed, the first from 0"),
-        ("--step-batch-size-schedule 0:2,1K:4", "which ends with 4, contradict"),
+        ("--step-batch-size-schedule 0:2,1K:4", "which ends with 4; remove"),
         ("--data-path a", "--data-path and --mock-data contradict"),
         ("--wandb-project p", "needs --wandb-exp-name"),
         ("--tokenizer-type Null", "one of BertWordPieceLowerCase"),
@@ -533,7 +533,7 @@ def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, message):
         ("--save-interval 0", "--save-interval is 0:"),
         (
             "--softmax-type learnable --attention-dropout 0.1",
-            "--softmax-type learnable needs outputs that attention's kernels",
+            "--softmax-type learnable is not supported with --attention-dropout",
         ),
         (
             "--tensor-model-parallel-size 0",
@@ -589,7 +589,7 @@ def test_what_is_missing_stands_in_one_line():
     assert line.startswith(
         "--hidden-size, --num-attention-heads, --max-position-embeddings, --micro-batch-size are missing"
     )
-    assert length.startswith("--train-iters or --train-samples is missing")
+    assert length.startswith("neither --train-iters nor --train-samples is given")
 
 
 def test_ignore_unknown_passes_over_what_changes_no_result_and_over_nothing_else():

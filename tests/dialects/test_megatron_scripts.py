@@ -357,7 +357,9 @@ def test_preprocess_data_writes_what_megatrons_tool_would(tmp_path, monkeypatch)
     assert run_command(["preprocess", *words.split(), "--append-eod"]) == 0  # over what is there
     data = IndexedDataset("out_text_document")
     assert [data.get(number).tolist() for number in range(2)] == [[5, 6, 7, 9], [8, 9]]
-    with pytest.raises(ConfigError, match="--tiktoken-pattern v1 is refused: only v2 is supported"):
+    with pytest.raises(
+        ConfigError, match="--tiktoken-pattern v1 is not supported, because other values than v2"
+    ):
         run_command(
             [
                 "preprocess",
@@ -368,7 +370,9 @@ def test_preprocess_data_writes_what_megatrons_tool_would(tmp_path, monkeypatch)
                 "v1",
             ]
         )
-    with pytest.raises(ConfigError, match="MultimodalTokenizer is refused: there are GPT2BPETokenizer"):
+    with pytest.raises(
+        ConfigError, match="MultimodalTokenizer is not supported; use one of GPT2BPETokenizer"
+    ):
         run_command(["preprocess", *words.replace("NullTokenizer", "MultimodalTokenizer").split()])
 
 

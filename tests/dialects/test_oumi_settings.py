@@ -199,11 +199,11 @@ REFUSED = {  # overrides of the quick start: what is said
     "--training.gradient_accumulation_steps=3": r"3 sequences is not divisible by num_generations \(4\)",
     "--megatron.pipeline_model_parallel_size=4": r"world_size \(16\) must be divisible by the product of all model "
     r"parallel sizes \(32\)",
-    "--megatron.virtual_pipeline_model_parallel_size=3": r"is 3, the virtual stages of all ranks; .*\(2\)",
-    "--fsdp.enable_fsdp=True": "fsdp.enable_fsdp is True, which MEGATRON_GRPO does not support; set it False",
+    "--megatron.virtual_pipeline_model_parallel_size=3": r"is 3, the virtual stages of all ranks, .*\(2\)",
+    "--fsdp.enable_fsdp=True": "fsdp.enable_fsdp is True, which .*; set fsdp.enable_fsdp to False",
     "--fsdp.enable_fsdp=True --deepspeed.enable_deepspeed=True": "fsdp.enable_fsdp is True.*"
     "deepspeed.enable_deepspeed is True",
-    "--deepspeed.enable_deepspeed=True": "deepspeed.enable_deepspeed is True.*set it False",
+    "--deepspeed.enable_deepspeed=True": "deepspeed.enable_deepspeed is True.*set deepspeed.enable_deepspeed to False",
     "--megatron.enable_weight_sync=False": "enable_weight_sync is False.*initial weights",
     "--megatron.vllm_weight_sync_interval=4": "vllm_weight_sync_interval is 4, which is not supported",
     "--megatron.weight_sync_method=carrier": "use nccl, gloo, checkpoint or ipc",

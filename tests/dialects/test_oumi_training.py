@@ -226,7 +226,7 @@ def test_the_trainer_of_oumis_names_trains_and_says_its_figures(here):
     assert figures["eval/reward_max"] >= figures["eval/reward_median"] >= figures["eval/reward_min"]
     assert figures["eval/completion_length"] > 1 and figures["eval/reward_std"] > 0
     assert (here / "run" / "hf_model" / "tokenizer" / "tokenizer.json").exists()
-    with pytest.raises(ConfigError, match="has a processor"):
+    with pytest.raises(ConfigError, match="with a processor"):
         OumiMegatronGrpoTrainer(None, config, [shouting], records, None, processor=object())
     with pytest.raises(ConfigError, match="does not support teacher"):
         OumiMegatronGrpoTrainer(None, config, [shouting], records, teacher=1)

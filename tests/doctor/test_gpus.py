@@ -87,9 +87,9 @@ def test_without_the_package_or_an_answer_nothing_is_known(monkeypatch):
     ("state", "text"),
     [
         (dict(slowed=0x40, temperature=91, clock=345, max_clock=1980), "by hardware because of heat, at 91 °C and 345"),
-        (dict(ecc_errors=3), "3 memory errors that ECC could not correct: reset it, and replace"),
+        (dict(ecc_errors=3), "3 memory errors that ECC could not correct: reset the GPU, and replace"),
         (dict(rows_failed=True, rows_pending=True), "could not be replaced: replace the GPU"),
-        (dict(rows_pending=True), "waits to be replaced: reset it"),
+        (dict(rows_pending=True), "waits to be replaced: reset the GPU"),
         (dict(alloc_retries=3), "retried 3 times while all kernels waited: recompute"),
     ],
 )  # fmt: skip

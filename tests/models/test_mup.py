@@ -232,7 +232,7 @@ def test_losses_over_learning_rates_are_printed_and_drawn(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("model", "optim", "message"),
     [
-        (dict(use_mup=True, model_type="bert"), {}, "model.model_type is bert; µP supports gpt"),
+        (dict(use_mup=True, model_type="bert"), {}, "µP supports only model.model_type gpt, not bert"),
         (dict(mup_base_hidden_size=8), {}, "use_mup"),
         (dict(use_mup=True, mup_depth_alpha=0.5), {}, "mup_base_num_layers"),
         (SCALED | DEEP, {"optimizer": "sgd"}, "scales rates by depth"),

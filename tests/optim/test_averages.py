@@ -94,7 +94,7 @@ def test_the_moving_average_is_torchs_and_leaves_the_weights_as_they_were():
 @pytest.mark.parametrize(("settings", "text"), [
     ({"lr_decay_style": "cosine"}, "lr_decay_style is cosine, but schedule_free_adamw needs a constant rate"),
     ({"adam_beta1": 0.0}, "adam_beta1 is 0"),
-    ({"ema_decay": 0.9}, "ema_decay is 0.9, but schedule_free_adamw has its own average"),
+    ({"ema_decay": 0.9}, "ema_decay is 0.9, but schedule_free_adamw averages the weights"),
 ])  # fmt: skip
 def test_what_schedule_free_adamw_does_not_support_is_refused(settings, text):
     with pytest.raises(ConfigError, match=text):

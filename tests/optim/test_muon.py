@@ -247,7 +247,7 @@ def test_shards_of_a_rounded_momentum_round_as_the_whole(dtype):
 
 @pytest.mark.parametrize(("settings", "text"), [
     ({"muon_coefficient_type": "quintic", "muon_num_ns_steps": 6}, "coefficients for 5 steps; choose a multiple of 5"),
-    ({"muon_split_heads": True, "muon_split_qkv": False}, "muon_split_qkv is false, but heads can only be split after"),
+    ({"muon_split_heads": True, "muon_split_qkv": False}, "muon_split_qkv is false, but heads can be split only after"),
     ({"muon_scalar_optimizer": "muon"}, "updates matrices only; choose adamw or lion"),
     ({"muon_scalar_optimizer": "lino"}, "optim.muon_scalar_optimizer 'lino' is not known"),
 ])  # fmt: skip

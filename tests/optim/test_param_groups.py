@@ -105,9 +105,9 @@ def test_groups_are_refused_by_name(groups, text):
 def test_groups_are_checked_before_a_run_starts():
     train = {"train.train_iters": 2, "train.global_batch_size": 2}
     for settings, text in (
-        ({"optim.lr": 0.0, "optim.param_groups": [{"pattern": "*", "lr": 0.1}]}, "but optim.lr is 0.0; set it above 0"),
+        ({"optim.lr": 0.0, "optim.param_groups": [{"pattern": "*", "lr": 0.1}]}, "is 0.0; set optim.lr above 0"),
         ({"optim.optimizer_cpu_offload": True, "optim.param_groups": [{"pattern": "*", "optimizer": "sgd"}]},
-         "which supports a single optimizer"),
+         "supports only one optimizer"),
     ):  # fmt: skip
         config = RunConfig.load(None, []).with_settings(train | {"optim.lr": 0.1} | settings)
         with pytest.raises(ConfigError, match=text):

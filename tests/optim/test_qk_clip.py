@@ -187,8 +187,8 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"model.qk_layernorm": True}, "model.qk_layernorm is true, but normalized queries and keys"),
-    ({"lora.rank": 4}, "adapters leave the weights"),
+    ({"model.qk_layernorm": True}, "model.qk_layernorm is true, but attention logits of normalized"),
+    ({"lora.rank": 4}, "with adapters the weights"),
     ({"optim.optimizer": "schedule_free_adamw", "optim.lr_decay_style": "constant"}, "choose another optimizer"),
 ])  # fmt: skip
 def test_what_qk_clip_cannot_change_is_refused(settings, words):

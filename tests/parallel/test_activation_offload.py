@@ -239,7 +239,7 @@ def run_config(**settings) -> RunConfig:
 @pytest.mark.parametrize(
     "settings, sentence",
     [
-        (dict(cpu_offloading_num_layers=99), r"99 is more than model\.num_layers \d+; lower it"),
+        (dict(cpu_offloading_num_layers=99), r"99 is more than model\.num_layers \d+; lower parallel"),
         (
             dict(
                 cpu_offloading_num_layers=1,

@@ -50,7 +50,7 @@ def test_heads_that_cannot_be_exchanged():
     message = refusal(context_parallel_size=8, cp_comm_type="a2a")
     assert "among 8 ranks" in message and "1, 2, 3, 4, 6, 12" in message
     message = refusal(context_parallel_size=4, cp_comm_type="a2a", tensor_model_parallel_size=2)
-    assert "do not divide the 6" in message and "tensor_model_parallel_size 2" in message
+    assert "divide the 6 heads" in message and "tensor_model_parallel_size 2" in message
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_heads_that_cannot_be_exchanged():
     [
         (
             {"parallel.cp_comm_type": "p2p"},
-            "cp_comm_type p2p is for a sequence that .* set cp_comm_type to a2a",
+            "cp_comm_type p2p supports only sequences that .* set parallel.cp_comm_type to a2a",
         ),
         (
             {"data.decoder_seq_length": 10},
-            "decoder_seq_length 10 cannot be cut .* 8 or 12, or a context size of 1",
+            "decoder_seq_length 10 cannot be split .* 8 or 12, or a context size of 1",
         ),
-        ({"model.num_attention_heads": 3}, r"do not divide the 3 .* choose among 1, 3$"),
+        ({"model.num_attention_heads": 3}, r"does not divide the 3 heads .* choose among 1, 3$"),
         ({}, ""),
         ({"parallel.cp_comm_type": "a2a"}, ""),
     ],
@@ -88,7 +88,7 @@ def test_the_sizes_of_both_levels_have_to_multiply_to_the_context_size(sizes):
     arguments = dict(context_parallel_size=8, cp_comm_type="a2a+p2p")
     message = refusal(**arguments, hierarchical_context_parallel_sizes=sizes)
     assert str(sizes) in message
-    example = [int(size) for size in re.search(r"example \[(\d+), (\d+)\]", message).groups()]
+    example = [int(size) for size in re.search(r"example to \[(\d+), (\d+)\]", message).groups()]
     check_context(MODEL, ParallelConfig(**arguments, hierarchical_context_parallel_sizes=example), 64)
 
 
@@ -98,6 +98,6 @@ def test_chunks_shorter_than_a_convolution_are_refused():
     )
     check_context(model, ParallelConfig(context_parallel_size=2), 64)
     with pytest.raises(
-        ConfigError, match=r"size 8 gives each rank chunks of 4 tokens, fewer than the 5 earlier"
+        ConfigError, match=r"size 8 gives each rank chunks of 4 tokens, but a convolution reads 5 earlier"
     ):
         check_context(model, ParallelConfig(context_parallel_size=8), 64)

@@ -24,9 +24,12 @@ def test_gpus_that_share_no_memory_are_told_with_the_way_out():
         copy_engine.Slot(2048, "tp")
     message = str(raised.value)
     assert message.startswith(
-        "cuda:1 cannot share 2,048 bytes with the other ranks of its axis (no peer access); "
+        "cuda:1 cannot share 2,048 bytes with the other ranks of its axis (no peer access), but "
     )
-    assert "parallel.symmetric_memory_groups" in message and "remove the axis from that setting" in message
+    assert (
+        "parallel.symmetric_memory_groups" in message
+        and "remove the axis from parallel.symmetric_memory_groups" in message
+    )
 
 
 def test_a_full_memory_is_not_taken_for_gpus_apart(monkeypatch):
@@ -124,7 +127,7 @@ def test_without_cuda_bindings_the_package_and_the_way_out_are_named():
     with mock.patch.dict(sys.modules, {"cuda.bindings": None}), pytest.raises(TrainingError) as raised:
         cuda_driver.Flags([64])
     assert "parallel.symmetric_memory_groups" in str(raised.value)
-    assert "install it, or leave the setting out" in str(raised.value)
+    assert "install it, or leave parallel.symmetric_memory_groups out" in str(raised.value)
 
 
 def test_all_flags_of_a_step_go_in_one_call_those_that_are_raised_first():

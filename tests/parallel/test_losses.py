@@ -316,9 +316,11 @@ class Tempered(CrossEntropy):
 def test_a_z_loss_of_the_logits_is_refused_for_other_losses():
     config = ModelConfig(output_z_loss_coeff=1e-4)
     check_z_loss(config, CrossEntropy())
-    with pytest.raises(ConfigError, match=r"the loss is Tempered with a temperature, .*; set it to 0"):
+    with pytest.raises(
+        ConfigError, match=r"Tempered with a temperature, .*; set model.output_z_loss_coeff to 0"
+    ):
         check_z_loss(config, Tempered())
     with pytest.raises(
-        ConfigError, match=r"output_z_loss_coeff is 0.0001, .* but the loss is Grpo; set it to 0"
+        ConfigError, match=r"output_z_loss_coeff is 0.0001, .* but the loss is Grpo; set model"
     ):
         check_z_loss(config, Grpo())

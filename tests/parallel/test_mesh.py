@@ -132,7 +132,7 @@ MODEL = ModelConfig(
             {},
             {"tensor_model_parallel_size": 2},
             32,
-            "num_query_groups 3 and .* 2: one has to divide the other",
+            "num_query_groups 3 and .* 2: one must divide the other",
         ),
         (
             {"make_vocab_size_divisible_by": 1, "vocab_size": 4},

@@ -199,7 +199,10 @@ def test_the_checker_finds_too_many_in_flight_and_ranks_that_wait_for_each_other
         (("interleaved", 4, 8, 2, 3), "is 3 for 8 micro-batches .*_size 4, .* set it to 4, 8, or"),
         (("interleaved", 4, 9, 2, 8), "is 8 for 9 micro-batches .* the last one too, .* to 5, 9, or"),
         (("1f1b", 4, 8, 1, 4), "is 4, but pipeline_schedule 1f1b has one chunk"),
-        (("zero_bubble", 4, 8, 2), "is 2; set it to 1, or pipeline_schedule to interleaved"),
+        (
+            ("zero_bubble", 4, 8, 2),
+            "is 2; set virtual_pipeline_model_parallel_size to 1, or pipeline_schedule to interleaved",
+        ),
     ],
 )
 def test_impossible_sizes_are_refused_with_the_way_out(arguments, message):

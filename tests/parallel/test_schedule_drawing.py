@@ -62,7 +62,7 @@ def test_a_measured_timeline_goes_through_its_file_unchanged(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "there is no .*pipeline.json; a run with a pipeline writes it"),
+        (None, "there is no .*pipeline.json, which a run with a pipeline writes"),
         ("not json", "is not a timeline that a run wrote"),
         (json.dumps({"ranks": [[["sideways", 0, 0, 0.0, 1.0]]]}), "'sideways' is not a valid Kind"),
         (json.dumps({"ranks": [[["forward", 0, 0, 1.0, 0.0]]]}), "rank 0 has an action"),

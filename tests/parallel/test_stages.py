@@ -139,7 +139,7 @@ def test_layouts_written_out(layout, expanded):
         (
             4,
             {"pipeline_model_parallel_layout": "Et|t|t|tL", "decoder_last_pipeline_num_layers": 1},
-            "and so does decoder_last_pipeline_num_layers; keep one or the other",
+            "and so does decoder_last_pipeline_num_layers; leave one",
         ),
     ],
 )  # fmt: skip
@@ -151,7 +151,7 @@ def test_impossible_splits_are_refused_with_the_arithmetic_and_the_way_out(layer
 def test_a_rank_with_two_copies_of_relative_positions_is_refused():
     shape = ModelConfig(num_layers=4, model_type="t5", position_embedding_type="relative")
     with pytest.raises(
-        ConfigError, match="2 copies of the relative positions, whose gradients are summed over ranks"
+        ConfigError, match="2 copies of the relative positions, whose gradients are summed only over ranks"
     ):
         assign_layers(shape, parallel(2, virtual_pipeline_model_parallel_size=2))
 

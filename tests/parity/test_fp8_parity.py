@@ -190,7 +190,7 @@ def test_an_infinity_that_the_clamp_hides_skips_the_step_and_leaves_the_scales()
     ("settings", "words"),
     [
         ({"train.fp8_recipe": "mxfp8"}, "capability 10"),
-        ({"train.fp8_recipe": "blockwise"}, "set it to e4m3"),
+        ({"train.fp8_recipe": "blockwise"}, "set train.fp8_format to e4m3"),
         ({"train.fp8_recipe": "blockwise", "train.fp8_format": "e4m3"}, "multiples of 128"),
         (
             {"train.fp8_recipe": "blockwise", "train.fp8_format": "e4m3", "data.seq_length": 128}

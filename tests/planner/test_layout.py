@@ -346,18 +346,20 @@ def test_larger_micro_batch_that_fits_is_named():
         return "".join(micro_batch_notes(config, 2, Machine(2, True, True, memory, ranks=2)))
 
     def named(memory: int, **settings) -> str:
-        return noted(memory, **settings)[:27]
+        return noted(memory, **settings)[:28]
 
     h200, h100 = 150_754_000_000, 85_521_000_000
-    assert named(h200) == "train.micro_batch_size 2 is"
-    assert named(h200, train__global_batch_size=16) == "train.micro_batch_size 2 is"  # 4 would not fit
+    assert named(h200) == "try train.micro_batch_size 2"
+    assert named(h200, train__global_batch_size=16) == "try train.micro_batch_size 2"  # 4 would not fit
     assert (
-        named(10**12, train__global_batch_size=16) == "train.micro_batch_size 4 is"
+        named(10**12, train__global_batch_size=16) == "try train.micro_batch_size 4"
     )  # 8 are enough tokens alone
     assert not named(h100) and not named(0) and not named(h200, train__micro_batch_size=2)
     assert not named(10**12, parallel__pipeline_model_parallel_size=2)
     assert "is expected to fit with mlp_act recomputed (" in noted(h200)
-    assert named(h200, parallel__reduce_scatter_with_fp32_accumulation=False) == "train.micro_batch_size 2 is"
+    assert (
+        named(h200, parallel__reduce_scatter_with_fp32_accumulation=False) == "try train.micro_batch_size 2"
+    )
     strategy = "parallel__data_parallel_sharding_strategy"
     alone = {strategy: "no_shard", "parallel__tensor_model_parallel_size": 2}
     alone |= {"parallel__sequence_parallel": True}

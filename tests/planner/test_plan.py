@@ -307,7 +307,7 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
         (["plan", "gpt2", "--gpus", "8", "--device-json", "nowhere.json"], "nowhere.json cannot be read"),
         (
             ["plan", "gpt2", "--gpus", "8", "--device", "H100", "--device-json", "a.json"],
-            "give one of the two",
+            "give only one of the two",
         ),
         (
             ["plan", "gpt2", "--gpus", "8", "--price-per-gpu-hour", "2"],

@@ -76,7 +76,7 @@ def test_several_rewards_are_weighted_and_summed_first_over_those_that_are_there
     result = found(rewards, LENGTHS[:1], reward_weights=[2.0, 0.5], scale_rewards="none")
     assert result.rewards[0, :3] == pytest.approx([3.0, 2.0, 6.0]) and np.isnan(result.rewards[0, 3])
     assert result.values[0] == pytest.approx(np.array([-2 / 3, -5 / 3, 7 / 3, 0]))
-    with pytest.raises(ConfigError, match="reward_weights has 1 weights, but the rollouts have 2 rewards"):
+    with pytest.raises(ConfigError, match="reward_weights has 1 weights, but each rollout has 2 rewards"):
         found(rewards, LENGTHS[:1], reward_weights=[1.0])
 
 

@@ -230,7 +230,7 @@ def cut_off(path):
 COMPLETIONS = "/v1/completions", "/generate"
 BAD_ANSWERS = {
     "fewer completions": (answers(lambda found: found[1:]), "returned 2 completions .* but 3 were requested"),
-    "no ids": (first(tokens(None, [-0.5])), "it has no token ids"),
+    "no ids": (first(tokens(None, [-0.5])), "has no token ids"),
     "no log-probabilities": (first(tokens([1, 2], None)), "no log-probabilities"),
     "null ones": (first(tokens([1, 2], [None, None])), "no log-probabilities"),
     "NaN": (first(tokens([1, 2], [None, math.nan])), "no log-probabilities"),
@@ -245,8 +245,8 @@ BAD_ANSWERS = {
     "half an answer": (everywhere(cut_off), "closed the connection during POST .*IncompleteRead"),
     "an error": (everywhere(lambda path: status(path, 500, {"error": "out of memory"})), "with 500: .*out of memory"),
     "died": (everywhere(lambda path: status(path, None, "")), "closed the connection during POST /(v1|generate)"),
-    "old weights": (sets(version="4"), "with version '4', not those of step 5, which were sent to it"),
-    "restarted": (sets(version=None), "with version 'default', not those of step 5"),
+    "old weights": (sets(version="4"), "with version '4', but those of step 5 were sent"),
+    "restarted": (sets(version=None), "with version 'default', but those of step 5"),
 }  # fmt: skip
 UNTOLD = {("vllm 0.24", "old weights"), ("vllm 0.24", "restarted")}  # it has no word for its weights
 
@@ -349,9 +349,9 @@ OF_VLLM = {
     ),
     "another backend": (
         sets(transfer={"backend": "nccl"}),
-        "weight_sync_method is gloo, but the weight transfer backend of .* is nccl; vLLM has nccl and ipc",
+        "weight_sync_method is gloo, but the weight transfer backend of .* is nccl; set rl.weight_sync_method",
     ),
-    "no backend": (sets(transfer=None), "weight_sync_method is gloo, but the weight .* is none; vLLM has"),
+    "no backend": (sets(transfer=None), "weight_sync_method is gloo, but the weight .* is none; set rl"),
     "not vLLM": (status("/v1/models", 200, {}), "returns no model"),
     "no workers": (sets(workers=None), "returns a world size of None"),
 }

@@ -125,7 +125,7 @@ def test_an_environment_that_fails_ends_its_own_completion(tmp_path):
         assert len(one.messages) == 1 and np.isnan(one.rewards[1]) and not np.isnan(one.rewards[0])
     assert "error: guess raised RuntimeError: not today" in raising.messages[1]["content"]
     assert fine.rewards[1] == 1 / 5 and fine.messages[-1]["content"] == "done"
-    with pytest.raises(DataError, match=r"no environment Fragile can be started.*ValueError: no such game"):
+    with pytest.raises(DataError, match=r"no environment Fragile could be started.*ValueError: no such game"):
         rollouts(tmp_path, guesses, prompts=PROMPTS[2:3], tools=None, environment=Fragile, rewards=["length"])
 
 

@@ -563,7 +563,7 @@ def test_what_has_no_invariant_operators_is_refused_by_name(tmp_path, name):
     config = configuration(tmp_path, model=model, rl=dict(exact=True)).with_settings(settings)
     ranks = 3 if name == "parallel.expert_tensor_parallel_size" else 2
     way_out = (
-        "set parallel.cp_comm_type to a2a" if name == "parallel.cp_comm_type" else "turn one of them off"
+        "set parallel.cp_comm_type to a2a" if name == "parallel.cp_comm_type" else "change one of the two"
     )
     with pytest.raises(ConfigError, match=rf"{name} is .* is on, but .*; {way_out}"):
         check_training(config, ranks)

@@ -337,7 +337,7 @@ def _failing(folder: str) -> str:
 @pytest.mark.parametrize(
     ("rl", "said"),
     [
-        (dict(reward_funcs=None), "rl.reward_funcs is not, and neither is rl.reward_models; set one"),
+        (dict(reward_funcs=None), "neither rl.reward_funcs nor rl.reward_models is"),
         (dict(top_p=0.9), "rl.top_p is 0.9"),
         (dict(top_k=5), "rl.top_k is 5"),
         (dict(min_p=0.1), "rl.min_p is 0.1"),
@@ -352,10 +352,10 @@ def _failing(folder: str) -> str:
             dict(stop_strings="a", engine="sglang"),
             r"rl\.engine is sglang, but stop strings are supported only by Megalith's engine,",
         ),
-        (dict(rollouts="r.jsonl"), "leave out one"),
+        (dict(rollouts="r.jsonl"), "leave one of the two out"),
         (dict(reward_weights=[1.0, 2.0]), "2 weights for 1 reward_funcs"),
-        (dict(max_completion_length=25), "do not fit"),
-        (dict(max_prompt_length=20), "do not fit"),
+        (dict(max_completion_length=25), "together exceed"),
+        (dict(max_prompt_length=20), "together exceed"),
         (
             dict(num_generations=1),
             (

@@ -237,7 +237,7 @@ def test_old_weights_are_seen_before_anything_is_sampled(run, tree, kind):
         server.die()
         server.restart()
         with pytest.raises(
-            ServerLost, match=r"has weights with version '(None|default)', not those of step 5"
+            ServerLost, match=r"has weights with version '(None|default)', but those of step 5"
         ):
             engine.generate(PROMPTS, SAMPLING)
         assert not server.bodies

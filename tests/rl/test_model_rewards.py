@@ -121,7 +121,7 @@ def test_a_language_model_is_refused(tmp_path: Path):
     config = transformers.LlamaConfig(vocab_size=17, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
                                       intermediate_size=8, max_position_embeddings=64)  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "lm")
-    with pytest.raises(ConfigError, match="is a language model, which has no score"):
+    with pytest.raises(ConfigError, match="a language model without a score"):
         reward_model_config(configuration(tmp_path), str(tmp_path / "lm"))
     with pytest.raises(ConfigError, match="2 weights for 1 reward_funcs; give one weight"):
         train_grpo(configuration(tmp_path, rl=dict(reward_weights=[1.0, 2.0])))

@@ -153,9 +153,9 @@ def test_a_loss_over_sequences_gets_full_micro_batches():
 
 
 REFUSED = [
-    ({"loss_type": "sapo", "clip_ratio_c": 3.0}, "rl.clip_ratio_c is 3.0, but loss_type sapo does not use PPO's clip"),
+    ({"loss_type": "sapo", "clip_ratio_c": 3.0}, "is 3.0, but rl.loss_type sapo does not use PPO's clip"),
     ({"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "gmpo clips each token's ratio before its mean"),
-    ({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, "choose token_truncate or token_mask"),
+    ({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, "mode to token_truncate or token_mask"),
     ({"loss_mode": "sapo", "loss_agg_mode": "token-mean"}, "and the loss is sapo; verl up to 0.8 ignores"),
     ({"loss_mode": "gpg", "loss_agg_mode": "seq-mean-token-mean"}, "rl.loss_agg_mode sets rl.loss_type to 'grpo'"),
 ]  # fmt: skip

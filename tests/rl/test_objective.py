@@ -334,14 +334,14 @@ def test_a_micro_batch_without_a_sequence_adds_nothing():
 
 REFUSED = [
     (dict(loss_type="bnpo"), "rl.loss_type is 'bnpo': it divides by each micro-batch's tokens"),
-    (dict(num_generations=3), "= 8 completions are not whole groups of rl.num_generations 3"),
+    (dict(num_generations=3), "= 8 completions is not a multiple of rl.num_generations 3"),
     (dict(delta=1.1), "rl.delta 1.1 is not above 1 \\+ epsilon_high"),
-    (dict(loss_type="cispo", delta=3.0), "rl.delta is 3.0, but loss_type cispo"),
+    (dict(loss_type="cispo", delta=3.0), "rl.delta is 3.0, but rl.loss_type cispo"),
     (dict(loss_type="cispo", importance_sampling_level="sequence"), "cispo caps each token's ratio"),
-    (dict(use_decoupled_loss=True, vllm_importance_sampling_clip_max=3.0), "behav_imp_weight_cap is the weight's only"),
+    (dict(use_decoupled_loss=True, vllm_importance_sampling_clip_max=3.0), "only bound is rl.behav_imp_weight_cap"),
     (dict(use_decoupled_loss=True, old_logprobs="rollout"), "the proximal policy would be the sampling policy"),
     (dict(use_decoupled_loss=True, prox_logp_method="loglinear", mini_batches=2), "whose weight versions do not apply"),
-    (dict(vllm_importance_sampling_clip_min=4.0), "clip_min 4.0 is above vllm_importance_sampling_clip_max 2.0"),
+    (dict(vllm_importance_sampling_clip_min=4.0), "clip_min 4.0 is above rl.vllm_importance_sampling_clip_max 2.0"),
 ]  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def test_a_run_learns_what_its_reward_prefers_in_any_micro_batches(tmp_path):
 
 REFUSED = [
     ({"num_generations": 4}, "rl.num_generations is 4"),
-    ({"beta": 0.0}, "rl.beta, its β, is 0"),
+    ({"beta": 0.0}, "rl.beta, the β of its formula, is 0"),
     ({"mask_truncated_completions": True}, "to which rl.mask_truncated_completions does not apply; leave"),
 ]
 

@@ -224,7 +224,7 @@ def test_divergences_and_weights_are_refused_with_losses_that_do_not_read_them()
         ),
         (
             {"ld_alpha": 0.5, "loss_type": "simpo"},
-            "dpo.loss_type simpo does not read a pair's own log ratios",
+            "dpo.loss_type simpo does not read each answer's log ratio",
         ),
         ({"ld_alpha": 0.5, "loss_type": "aot"}, "dpo.loss_type aot does not read"),
         ({"use_weighting": True, "loss_type": "aot"}, "dpo.loss_type aot compares a pair with other pairs"),

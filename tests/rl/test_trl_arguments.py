@@ -275,7 +275,7 @@ def test_lora_arguments_beyond_plain_lora_are_refused_by_name():
     loftq = {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 8, "loftq_iter": 3}}
     settings = lora_settings(given | loftq)
     assert (settings["lora.quantize_base"], settings["lora.loftq_iter"]) == ("int8", 3)
-    with pytest.raises(ConfigError, match="loftq_bits 2; PEFT has 4"):
+    with pytest.raises(ConfigError, match="loftq_bits 2, but PEFT supports only 4"):
         lora_settings(given | loftq | {"loftq_config": {"loftq_bits": 2}})
     with pytest.raises(
         ConfigError, match=r"peft_config has alora_invocation_tokens \[3\], but only plain LoRA"

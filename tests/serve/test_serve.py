@@ -457,7 +457,7 @@ def test_chat_reads_messages_from_options_and_from_standard_input(engine, tokeni
 
 
 def test_a_model_without_a_chat_template_is_refused(engine):
-    with pytest.raises(ConfigError, match="no chat template; train it with `megalith sft`"):
+    with pytest.raises(ConfigError, match="no chat template; train the model with `megalith sft`"):
         ChatSession(engine.model, ByteTokenizer())
 
 

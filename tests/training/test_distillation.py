@@ -169,7 +169,7 @@ def test_predictions_are_the_same_from_every_layout_and_go_on_where_they_ended(p
 
 
 def test_predictions_of_other_samples_or_settings_are_refused(predictions, tmp_path):
-    with pytest.raises(DataError, match="sample 0 of this run differs from the one"):
+    with pytest.raises(DataError, match="sample 0 of this run differs from the sample"):
         job(stored(predictions, 6, train={"seed": 5}))
     short = tmp_path / "short"
     shutil.copytree(

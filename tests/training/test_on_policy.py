@@ -272,7 +272,10 @@ REFUSED = [
         {"distill": {"teacher": "http://h:1", "top_k": 4, "temperature": 2.0}},
         "log-probabilities at temperature 1",
     ),
-    ({"distill": {"teacher": ["a", "b"], "top_k": 4}}, "names 2 teachers and distill.teacher_data 0 files"),
+    (
+        {"distill": {"teacher": ["a", "b"], "top_k": 4}},
+        "names 2 teachers, but distill.teacher_data names 0 files",
+    ),
     ({"distill": {"teacher": "without_adapters"}}, "the run trains no adapters; set lora.rank"),
 ]
 

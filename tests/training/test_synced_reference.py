@@ -141,5 +141,5 @@ def test_what_cannot_be_followed_is_refused(tree: dict, tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match=message):
             start(config_of(tree, "dpo", settings, lora=lora), PreferenceTask())
-    with pytest.raises(ConfigError, match=r"rl.sync_ref_model is true, but rl.beta is 0"):
+    with pytest.raises(ConfigError, match=r"rl.sync_ref_model is true, but with rl.beta 0"):
         train_grpo(configuration(tmp_path, rl=dict(sync_ref_model=True, beta=0.0)))

@@ -308,7 +308,7 @@ def test_exit_interval_and_duration_end_the_run_with_a_checkpoint(run, tmp_path)
     ("section", "values", "told"),
     [
         ("optim", {"lr_warmup_iters": 8}, "the warm-up .8 iters. must be shorter than the decay"),
-        ("optim", {"weight_decay_incr_style": "linear"}, "set both, the end at or above the start"),
+        ("optim", {"weight_decay_incr_style": "linear"}, "set both, with the end at or above the start"),
         ("optim", {"min_lr": 1.0}, "optim.min_lr .1.0. is above optim.lr"),
         (
             "data",

@@ -119,8 +119,8 @@ def export_adapters(
     checkpoint, config = open_adapter_run(run, show_progress)
     if config.lora.begins_with_loftq and config.lora.keeps_initial_factors:
         raise CheckpointError(
-            f"{checkpoint.folder} was trained with lora.loftq_iter {config.lora.loftq_iter} on a base that PEFT cannot "
-            "make from the published weights; merge it (megalith lora merge)"
+            f"{checkpoint.folder} was trained with lora.loftq_iter {config.lora.loftq_iter} on a base that PEFT "
+            "cannot make from the published weights; merge the adapters instead (megalith lora merge)"
         )
     chosen = family_named(family, "--family") if family else adapter_family(config.model)
     total = part_bytes(checkpoint, MODEL)
@@ -153,26 +153,25 @@ def load_adapter_pairs(
     adapted, config = open_adapters_of(source, base, model, fingerprint)
     if config is not None and config.lora.has_quantized_base:
         raise ConfigError(
-            f"{source} was trained on a base quantized to {config.lora.quantize_base}; merge it "
-            "(megalith lora merge), or run megalith lora export and serve its output on the "
-            "unquantized base"
+            f"{source} was trained on a base quantized to {config.lora.quantize_base}; merge the adapters (megalith "
+            "lora merge), or run megalith lora export and serve its output on the unquantized base"
         )
     if adapted.saved_names:
         raise ConfigError(
             f"{source} has modules that were trained in full ({shorten(sorted(adapted.saved_names))}), which replace "
-            "those of the base; merge it (megalith lora merge), and serve the result"
+            "those of the base; merge the adapters (megalith lora merge), and serve the result"
         )
     if any(isinstance(adapter, TokenRows) for _, adapter in adapters(adapted)):
         raise ConfigError(
             f"{source} has trained rows of tokens (lora.trainable_token_indices), which replace those of the base; "
-            "merge it (megalith lora merge), and serve the result"
+            "merge the adapters (megalith lora merge), and serve the result"
         )
     pairs = {}
     for name, adapter in adapters(adapted):
         if adapter.rescales:
             raise ConfigError(
-                f"{source} was trained with DoRA, whose magnitudes rescale the base weights; "
-                "merge it (megalith lora merge), and serve the result"
+                f"{source} was trained with DoRA, whose magnitudes rescale the base weights; merge the adapters "
+                "(megalith lora merge), and serve the result"
             )
         pairs[name] = adapter.pair()
     return pairs

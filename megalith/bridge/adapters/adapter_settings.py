@@ -49,8 +49,8 @@ def with_saved_modules(config: RunConfig) -> RunConfig:
         settings["lora.trainable_token_indices"] = tokens = resolve_tokens(tokens, family, model)
         if both := sorted(tokens.keys() & {*(settings.get("lora.modules_to_save") or ())}):
             raise ConfigError(
-                f"lora.modules_to_save and lora.trainable_token_indices both name {both[0]}, which is then trained in "
-                "full anyway; name it in one of them"
+                f"lora.modules_to_save and lora.trainable_token_indices both name {both[0]}, which is then trained "
+                f"in full anyway; leave {both[0]} out of one of them"
             )
     return config.with_settings(settings)
 
@@ -86,7 +86,7 @@ def with_lora_load(config: RunConfig) -> RunConfig:
         )
         if value != default and not same:
             raise ConfigError(
-                f"lora.{name} is {value}, but the adapters in {lora.load}, which lora.load names, have {stored_value}; "
-                f"remove {name}"
+                f"lora.{name} is {value}, but the adapters in {lora.load}, which lora.load names, have "
+                f"{stored_value}; leave lora.{name} out"
             )
     return config.with_settings({f"lora.{name}": getattr(stored, name) for name in STORED_SETTINGS})

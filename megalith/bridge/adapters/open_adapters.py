@@ -110,9 +110,8 @@ def open_adapters(
         )
     if model.score_head and not model_of(_check_base_name(base, source)).score_head:
         raise ConfigError(
-            f"{source} is a reward model, but its base {base} has no score head, so they cannot "
-            "be merged; write the adapters with megalith lora export, and merge them with PEFT's "
-            "merge_and_unload"
+            f"{source} is a reward model, but its base {base} has no score head, so the two cannot be merged; write "
+            "the adapters with megalith lora export, and merge them with PEFT's merge_and_unload"
         )
     model_with_adapters = make_model(model, device="meta")
     add_adapters(model_with_adapters, lora)
@@ -136,7 +135,8 @@ def _check_base_name(base: str | None, source: str | Path) -> str:
         raise ConfigError(f"{source} does not name the base of its adapters; give it with --base")
     if is_megatron_folder(base):
         raise ConfigError(
-            f"{base} is a checkpoint of Megatron-LM; convert it with megalith import-megatron, and give the result"
+            f"{base} is a checkpoint of Megatron-LM; convert it with megalith import-megatron, and give the "
+            "converted folder"
         )
     return base
 
@@ -160,7 +160,7 @@ def open_adapter_run(run: str | Path, show_progress: bool) -> tuple[Checkpoint, 
     config = config_of(checkpoint)
     if config.lora.rank is None:
         raise CheckpointError(
-            f"{checkpoint.folder} is from a run without adapters; give one from a run with lora.rank"
+            f"{checkpoint.folder} is from a run without adapters; give a folder from a run with lora.rank"
         )
     return checkpoint, config
 

@@ -41,8 +41,8 @@ class HeadsInParts:
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if (hf_config.get("n_head") or 0) % PARTS:
             raise ConfigError(
-                f"config.json has n_head {hf_config['n_head']}, but CodeGen's QKV matrix has {PARTS} parts of whole "
-                f"heads here; use a multiple of {PARTS}"
+                f"config.json has n_head {hf_config['n_head']}, but the QKV matrix of CodeGen is stored in {PARTS} "
+                f"parts of whole heads; use a multiple of {PARTS}"
             )
         return {}
 

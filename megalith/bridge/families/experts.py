@@ -176,8 +176,8 @@ class MlpLayerTypes:
             return {"moe_layer_freq": [0] * dense + [1] * (layers - dense)}
         if others := [kind for kind in kinds if kind not in ("dense", "sparse")]:
             raise ConfigError(
-                f"config.json has mlp_layer_types with {others[0]!r}, but layers must be dense or "
-                "sparse; correct it"
+                f"config.json has mlp_layer_types with {others[0]!r}, but layers must be dense or sparse; correct "
+                "mlp_layer_types"
             )
         return {"moe_layer_freq": [int(kind == "sparse") for kind in kinds]}
 
@@ -204,7 +204,8 @@ class SharedExperts:
             return {}
         if width is None:
             raise ConfigError(
-                f"config.json has {self._key} {count} and no moe_intermediate_size, the width of an expert; add it"
+                f"config.json has {self._key} {count} and no moe_intermediate_size, the width of an expert; add "
+                "moe_intermediate_size"
             )
         return {"moe_shared_expert_intermediate_size": count * width}
 
@@ -236,7 +237,7 @@ class RouterGroups:
         if not self._method and hf_config["num_experts_per_tok"] != 2 * best:
             raise ConfigError(
                 f"config.json has num_experts_per_tok {hf_config['num_experts_per_tok']} and topk_group {best}, but "
-                "groups are scored by topk / group_topk experts, which must be 2"
+                "here a group's score is the sum of 2 experts' scores, so num_experts_per_tok must be 2 × topk_group"
             )
         return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
 

@@ -56,16 +56,16 @@ class LocalLayers:
             or (listed is not None and listed != kinds)
         ):
             raise ConfigError(
-                f"config.json has attention_types {pairs!r} for {layers} layers, and attention_layers {listed!r}; both "
-                "must list global or local for each layer, and agree"
+                f"config.json has attention_types {pairs!r} for {layers} layers, and attention_layers {listed!r}; "
+                "both must give global or local for each layer, and be equal"
             )
         if "local" not in kinds:
             return {}
         window = hf_config.get("window_size", 256)
         if type(window) is not int or not 0 < window < 2**31:
             raise ConfigError(
-                f"config.json has window_size {window!r}, but local layers need a window of 1 to 2,147,483,647 tokens; "
-                "set it"
+                f"config.json has window_size {window!r}, but local layers need a window of 1 to 2,147,483,647 "
+                "tokens; correct window_size"
             )
         return {
             "window_size": [window - 1, 0],
@@ -118,7 +118,7 @@ class MultiQuery:
         if hf_config.get("num_key_value_heads") not in (None, groups):
             raise ConfigError(
                 f"config.json has num_key_value_heads {hf_config['num_key_value_heads']}, but multi_query "
-                f"{hf_config.get('multi_query', True)} means {groups}; remove it"
+                f"{hf_config.get('multi_query', True)} means {groups}; remove num_key_value_heads"
             )
         return {"num_query_groups": groups}
 

@@ -42,7 +42,7 @@ class RopePerLayer(Rope):
         layers = range(hf_config["num_hidden_layers"])
         if len(bases) != len(layers):
             raise ConfigError(
-                f"config.json has layer_rope_theta with {len(bases)} entries, not {len(layers)}, the number of layers"
+                f"config.json has layer_rope_theta with {len(bases)} entries, but the model has {len(layers)} layers"
             )
         skip = WINDOWS.read(hf_config).get("window_attn_skip_freq", [0] * len(layers))
         by_kind = [{bases[n] for n in layers if bases[n] and skip[n] == kind} for kind in (0, 1)]

@@ -54,7 +54,9 @@ class KimiLayers:
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         nested, layers = hf_config.get(LINEAR) or {}, hf_config["num_hidden_layers"]
         if not isinstance(nested, Mapping):
-            raise ConfigError(f"config.json has {LINEAR} {nested!r}, which is not an object; correct it")
+            raise ConfigError(
+                f"config.json has {LINEAR} {nested!r}, which is not an object; correct {LINEAR}"
+            )
         size = nested.get("head_dim", hf_config.get("linear_head_dim", 128))
         heads = nested.get("num_heads", hf_config.get("linear_num_heads", 32))
         taps = nested.get("short_conv_kernel_size", hf_config.get("linear_conv_kernel_dim", 4))

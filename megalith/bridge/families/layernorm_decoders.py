@@ -45,7 +45,7 @@ class CheckHeadDim:
         if hf_config.get("head_dim") not in (None, size):
             raise ConfigError(
                 f"config.json has head_dim {hf_config['head_dim']}, but a head's size is {size} (hidden_size / "
-                "num_attention_heads) in models of this family; remove it"
+                "num_attention_heads) in models of this family; remove head_dim"
             )
         return {}
 

@@ -41,7 +41,7 @@ class LogitBase:
         base = hf_config.get("dim_model_base", 256)
         if base == 0:
             raise ConfigError(
-                "config.json has dim_model_base 0, but hidden_size is divided by it; correct it"
+                "config.json has dim_model_base 0, but hidden_size is divided by it; correct dim_model_base"
             )
         return {"logits_scaling": 1.0 if base is None else hf_config["hidden_size"] / base}
 

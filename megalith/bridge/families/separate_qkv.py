@@ -154,8 +154,8 @@ class RotaryDimensions:
         size, rotary = hf_config["n_embd"] // (hf_config["n_head"] or 1), hf_config.get("rotary_dim", 64)
         if not rotary or rotary > size:
             raise ConfigError(
-                f"config.json has rotary_dim {rotary}, which transformers cannot run; set it to a number of dimensions "
-                f"up to a head's {size}"
+                f"config.json has rotary_dim {rotary}, which transformers cannot run; set rotary_dim to a number of "
+                f"dimensions up to a head's {size}"
             )
         share = rotary / size
         if int(size * share) != rotary:  # rounding error
@@ -238,7 +238,7 @@ class EmbeddingWidth:
         if width not in (None, hidden):
             raise ConfigError(
                 f"config.json has word_embed_proj_dim {width} and hidden_size {hidden}, but embeddings must be as "
-                "wide as the layers (in OPT, they are except in OPT-350M)"
+                "wide as the layers (of the OPT models, only OPT-350M differs)"
             )
         return {}
 

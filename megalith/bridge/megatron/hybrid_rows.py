@@ -219,7 +219,8 @@ class PatternLayers:
         if pattern is None and any(ratios):
             raise ConfigError(
                 f"config.json has hybrid_attention_ratio {ratios[0]} and hybrid_mlp_ratio {ratios[1]} without a "
-                "pattern of layers; add the pattern that Megatron printed as hybrid_override_pattern to the arguments"
+                "pattern of layers; add the pattern that Megatron printed to the arguments, as "
+                "hybrid_override_pattern"
             )
         pattern = pattern or "M" * args["num_layers"]
         pattern = pattern.replace("|", "")  # boundaries of pipeline stages

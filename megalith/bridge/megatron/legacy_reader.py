@@ -65,14 +65,15 @@ def read_legacy(folder: Path, trust: bool) -> tuple[dict[str, JoinedTensor], dic
     stages = 1 + max(pp for _, pp in states)
     if len(states) != tensor_ranks * stages:
         raise CheckpointError(
-            f"{folder} has {len(states)} of {tensor_ranks} × {stages} (tensor × pipeline) rank folders; copy the rest"
+            f"{folder} has {len(states)} of {tensor_ranks} × {stages} (tensor × pipeline) rank folders; copy the "
+            "missing ones"
         )
     chunks = sorted(key for key in first if isinstance(key, str) and re.fullmatch(r"model\d*", key))
     try:
         if (ranks := args.get("expert_model_parallel_size") or 1) > 1:
             raise CheckpointError(
-                f"{folder} was written by {ranks} expert-parallel ranks in the legacy format, "
-                "whose files cannot be merged; save it with --ckpt-format torch_dist"
+                f"{folder} was written by {ranks} expert-parallel ranks in the legacy format, whose files cannot be "
+                "merged; save the checkpoint again with --ckpt-format torch_dist"
             )
         experts = int(args.get("num_experts") or 0)
         for state in states.values():
@@ -133,8 +134,8 @@ def _files(folder: Path, trust: bool) -> dict[tuple[int, int], dict[str, Any]]:
             states[int(match[1]), int(match[2] or 0)] = load_torch(path / FILE, folder, trust)
     if not states and any(folder.glob("*.distcp")):
         raise CheckpointError(
-            f"{folder} has .distcp files, but no {METADATA}, which is written last: the save or a copy is incomplete; "
-            "give an earlier iteration"
+            f"{folder} has .distcp files, but no {METADATA}, which is written last, so the save or a copy is "
+            "incomplete; give an earlier iteration"
         )
     if not states or not all(isinstance(state, dict) for state in states.values()):
         raise CheckpointError(f"{folder} has no {FILE} of Megatron; give a folder with mp_rank_00 in it")

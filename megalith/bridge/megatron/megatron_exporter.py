@@ -89,7 +89,8 @@ def export_megatron(
     exported = _open_export_source(source, trust, with_optimizer, show_progress)
     if with_optimizer and ckpt_format != "torch_dist":
         raise ConfigError(
-            "the optimizer's state is only written in the format torch_dist; choose it, or export without the optimizer"
+            "the optimizer's state is written only in the format torch_dist; choose torch_dist, or export without "
+            "the optimizer"
         )
     model, kind = exported.config.model, DTYPE_NAMES.get(dtype) or _precision(exported.config)
     arguments = _arguments(exported, tp, pp, kind, make_vocab_size_divisible_by)
@@ -130,7 +131,7 @@ def _open_export_source(
     if is_foreign_weights(source):
         if with_optimizer:
             raise ConfigError(
-                f"{source} is not a Megalith run, so it has no optimizer state; export without it"
+                f"{source} is not a Megalith run, so it has no optimizer state; leave --optimizer out"
             )
         matched = open_weights(source, trust)
         by_name = {group.name: group for group in matched.groups}
@@ -182,9 +183,8 @@ def _arguments(exported: _ExportSource, tp: int, pp: int, dtype: torch.dtype, di
     model = config.model
     if model.num_experts and model.mlp_bias and not model.add_router_bias:
         raise ConfigError(
-            "its experts have biases but its router has none (model.add_router_bias), whereas in "
-            "Megatron core experts with biases imply a router bias; export it to Hugging Face's "
-            "format"
+            "its experts have biases but its router has none (model.add_router_bias), and in Megatron core experts "
+            "with biases imply a router bias; export the model to Hugging Face's format"
         )
     try:
         args = family_of(model).write_config(model)
@@ -246,10 +246,12 @@ def _check_sizes(model: ModelConfig, tp: int, pp: int, divisible_by: int) -> Non
         cut |= {"mamba_num_heads": model.mamba_heads, "mamba_num_groups": model.mamba_num_groups}
     others = [f"{name} {size}" for name, size in cut.items() if size and size % tp]
     if others:
-        raise ConfigError(f"tp is {tp}, which does not divide {', '.join(others)}; choose one that does")
+        raise ConfigError(
+            f"tp is {tp}, which does not divide {', '.join(others)}; choose a tp that divides these"
+        )
     if model.num_layers % pp:
         raise ConfigError(
-            f"pp is {pp}, which does not divide num_layers {model.num_layers}; choose one that does"
+            f"pp is {pp}, which does not divide num_layers {model.num_layers}; choose a divisor"
         )
 
 
@@ -260,7 +262,9 @@ def _check_latents(model: ModelConfig, tp: int) -> None:
     rows = {"q_lora_rank": model.q_lora_rank, "kv_lora_rank + qk_pos_emb_head_dim":
             model.kv_lora_rank + model.qk_pos_emb_head_dim}  # fmt: skip
     if others := [f"{name} {size}" for name, size in rows.items() if size and size % tp]:
-        raise ConfigError(f"tp is {tp}, which does not divide {', '.join(others)}; choose one that does")
+        raise ConfigError(
+            f"tp is {tp}, which does not divide {', '.join(others)}; choose a tp that divides these"
+        )
 
 
 def _optimizer(exported: _ExportSource) -> dict[str, Any]:
@@ -369,5 +373,6 @@ def _check_source(path: str | Path, sizes: tuple[int | None, int | None], trust:
         stored = args.get(f"{name}_model_parallel_size")
         if size is not None and stored is not None and size != stored:
             raise ConfigError(
-                f"--source-{name[0]}p is {size}, but {path} was written with {stored}; correct it"
+                f"--source-{name[0]}p is {size}, but {path} was written with {stored}; "
+                f"give --source-{name[0]}p {stored}, or leave it out"
             )

@@ -197,7 +197,10 @@ def _iteration(folder: Path) -> Path:
                 f"there is no folder {folder}; give Megatron's save folder or one iter_NNNNNNN in it"
             )
         if existing := _iterations(folder):
-            raise CheckpointError(f"{folder} has no {LATEST}; give one of its folders: {shorten(existing)}")
+            raise CheckpointError(
+                f"{folder} has no {LATEST}, which names the newest iteration; give one of its folders: "
+                f"{shorten(existing)}"
+            )
         return folder
     try:
         text = read_small_file(latest, folder, largest=4096).decode(errors="replace").strip()
@@ -212,8 +215,9 @@ def _iteration(folder: Path) -> Path:
     iteration = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not iteration.is_dir():
         raise CheckpointError(
-            f"{latest} names {iteration.name}, which does not exist; there are "
-            f"{shorten(_iterations(folder)) or 'none'}: copy it, or give the folder of another"
+            f"{latest} names {iteration.name}, which does not exist (existing: "
+            f"{shorten(_iterations(folder)) or 'none'}); copy {iteration.name}, or give the folder of another "
+            "iteration"
         )
     return iteration
 

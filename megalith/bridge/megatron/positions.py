@@ -115,7 +115,7 @@ def _yarn(args: Mapping[str, Any], latent: bool) -> Tree | None:
     factor = args.get("rotary_scaling_factor")
     if factor is None:
         raise ConfigError(
-            "config.json has no rotary_scaling_factor, by which YaRN extends the context; add it"
+            "config.json has no rotary_scaling_factor, by which YaRN extends the context; add rotary_scaling_factor"
         )
     if factor <= 1:
         return None

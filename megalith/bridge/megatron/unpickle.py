@@ -170,8 +170,9 @@ def _is_inert(name: str) -> bool:
 def _check_trust(path: Path, untrusted: Iterable[str]) -> None:
     if untrusted:
         raise CheckpointError(
-            f"{path} is a pickle that names {shorten(sorted(untrusted))}; classes are never loaded or run, but such a "
-            "file is read only if you trust its origin: give --trust, or in a run file checkpoint.trust: true"
+            f"{path} is a pickle that names {shorten(sorted(untrusted))}, and such a file is read only if you trust "
+            "its origin, although classes are never loaded or run; give --trust, or in a run file checkpoint.trust: "
+            "true"
         )
 
 

@@ -17,14 +17,14 @@ def check_adapter_config(path: Path, config: Mapping[str, Any]) -> None:
         value = config.get(key, only)
         if value != only and value not in (None, {}, []):
             raise CheckpointError(
-                f"{path} has {key} {value!r}, but only LoRA is supported "
-                f"({key} {only!r}); merge them with PEFT, or train others"
+                f"{path} has {key} {value!r}, but only LoRA is supported ({key} {only!r}); merge the adapters with "
+                "PEFT, or train LoRA adapters"
             )
     for key in sorted(config.keys() - {*ONLY, *READ, *NO_EFFECT}):
         if config[key] not in (None, False, "", {}, []):
             raise CheckpointError(
-                f"{path} has {key} {config[key]!r:.60}, which is not known here; if it "
-                "does not change what the adapters compute, remove it, otherwise merge them with PEFT"
+                f"{path} has {key} {config[key]!r:.60}, which is not known here; remove {key} if it does not change "
+                "what the adapters compute, or merge the adapters with PEFT"
             )
     for key, kind in (
         ("rank_pattern", dict),
@@ -48,8 +48,8 @@ def check_adapter_config(path: Path, config: Mapping[str, Any]) -> None:
     value = config.get("init_lora_weights", True)
     if value == "loftq":
         raise CheckpointError(
-            f"{path} has init_lora_weights 'loftq', whose adapters are for weights that PEFT "
-            "quantized; merge them with PEFT, or train others with lora.init_lora_weights loftq"
+            f"{path} has init_lora_weights 'loftq', whose adapters are for weights that PEFT quantized; merge the "
+            "adapters with PEFT, or train new ones with lora.init_lora_weights loftq"
         )
     if value not in LEAVES_BASE and str(value).lower() not in ("pissa", "olora"):
         raise CheckpointError(

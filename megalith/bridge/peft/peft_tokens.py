@@ -39,13 +39,13 @@ def resolve_tokens(
             )
         if model.add_output_bias and (tied or paths[0] == OUTPUT_LAYER):
             raise ConfigError(
-                f"{SETTING} names {name}, but the output has a bias, which PEFT leaves out with trained rows; "
-                "train rows of an embedding that is not the output matrix, or leave it out"
+                f"{SETTING} names {name}, but the output has a bias, which PEFT does not store with trained rows; "
+                f"train rows of an embedding that is not the output matrix, or leave {name} out"
             )
         if resolved.get(paths[0], each) != each:
             raise ConfigError(
-                f"{SETTING} has different tokens for the embedding and for the output matrix, which are one matrix in "
-                "this model; give both the same, or name embed_tokens alone"
+                f"{SETTING} has different tokens for the embedding and for the output matrix, which are one matrix "
+                "in this model; give the same tokens for both, or name embed_tokens alone"
             )
         resolved[paths[0]] = list(each)
     return resolved

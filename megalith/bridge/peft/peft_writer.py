@@ -169,9 +169,8 @@ def _peft_pairs(
         }
     if pairs and not modules:
         raise CheckpointError(
-            f"{target.name} is divided into other parts in this family's models than in its "
-            f"adapters; train one adapter for the whole matrix ({target.site}.{WHOLE} in "
-            "lora.targets), or merge the adapters"
+            f"{target.name} has other parts in this family's models than its adapters have; train one adapter for "
+            f"the whole matrix ({target.site}.{WHOLE} in lora.targets), or merge the adapters"
         )
     if WHOLE in modules and pairs:
         return {modules[WHOLE]: _fused_pair(target, pairs, lora, lengths)}
@@ -202,8 +201,8 @@ def _fused_pair(
     """Return one pair for a module that fuses all parts, with the scale of its first part."""
     if lengths and lengths.keys() != set(SITES[target.site]):
         raise CheckpointError(
-            f"{target.name} has DoRA's magnitudes for some of its rows, but PEFT needs those of all; adapt all "
-            "its parts, or merge them"
+            f"{target.name} has DoRA's magnitudes for some of its rows, but PEFT needs those of all rows; adapt all "
+            f"parts of {target.name}, or merge the adapters"
         )
     module, at = target.modules[WHOLE], (target.layer, target.site)
     ordered = [part for part in SITES[target.site] if part in pairs]

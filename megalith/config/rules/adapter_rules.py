@@ -19,8 +19,9 @@ def check_adapters(config: RunConfig) -> None:
     experts = [site for site in parts if site.startswith(EXPERTS)]
     if experts and lora.dropout:
         raise ConfigError(
-            f"lora.dropout {lora.dropout} with adapters on experts is not supported, as in PEFT: set it to 0, or name "
-            "targets other than the experts, such as linear_qkv and linear_proj"
+            f"lora.dropout {lora.dropout} is not supported with adapters on experts (PEFT does not support it "
+            "either); set lora.dropout to 0, or name other targets than the experts, such as linear_qkv and "
+            "linear_proj"
         )
     if lora.use_dora and (experts or lora.dropout):
         raise ConfigError(
@@ -53,8 +54,8 @@ def check_adapters(config: RunConfig) -> None:
         )
     if lora.loftq_iter > 1 and not lora.begins_with_loftq:
         raise ConfigError(
-            f"lora.loftq_iter is {lora.loftq_iter}, but lora.init_lora_weights is {lora.init_lora_weights}; set it to "
-            "loftq, or leave loftq_iter out"
+            f"lora.loftq_iter is {lora.loftq_iter}, but lora.init_lora_weights is {lora.init_lora_weights}; set "
+            "lora.init_lora_weights to loftq, or leave lora.loftq_iter out"
         )
     if lora.has_quantized_base and config.train.fp8_format is not None:
         raise ConfigError(
@@ -64,7 +65,8 @@ def check_adapters(config: RunConfig) -> None:
     stack = max(model.num_layers - model.encoder_layers, model.encoder_layers)
     if beyond := [number for number in lora.layers_to_transform or () if number >= stack]:
         raise ConfigError(
-            f"lora.layers_to_transform has {beyond[0]}, but the layers are numbered from 0 to {stack - 1}; correct it"
+            f"lora.layers_to_transform has {beyond[0]}, but the layers are numbered from 0 to {stack - 1}; remove "
+            f"{beyond[0]} from the list"
         )
     if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
         raise ConfigError(
@@ -73,16 +75,16 @@ def check_adapters(config: RunConfig) -> None:
         )
     if config.checkpoint.export_hf:
         raise ConfigError(
-            f"checkpoint.export_hf writes a full model, but with lora.rank {lora.rank} a run only has adapters; turn "
-            "it off, and merge or export them afterwards with megalith lora"
+            f"checkpoint.export_hf writes a full model, but with lora.rank {lora.rank} a run only has adapters; set "
+            "checkpoint.export_hf to false, and merge or export the adapters afterwards with megalith lora"
         )
     size = config.parallel.tensor_model_parallel_size
     if parts.get(QKV) == (WHOLE,) and model.query_groups % size:
         raise ConfigError(
             f"lora.targets {', '.join(lora.targets)} has one adapter for all rows of linear_qkv, but "
-            f"parallel.tensor_model_parallel_size {size} does not divide model.num_query_groups {model.query_groups}; "
-            "name linear_qkv, which has one each for queries, keys and values, or choose a tensor size among "
-            f"{divisors(model.query_groups)}"
+            f"parallel.tensor_model_parallel_size {size} does not divide model.num_query_groups "
+            f"{model.query_groups}; name linear_qkv as the target, which then has one adapter each for queries, keys "
+            f"and values, or choose a tensor size among {divisors(model.query_groups)}"
         )
 
 
@@ -90,12 +92,12 @@ def _check_tokens(config: RunConfig) -> None:
     lora, model = config.lora, config.model
     if model.model_type != "gpt":
         raise ConfigError(
-            f"lora.trainable_token_indices is not supported with model.model_type {model.model_type}, only with gpt; "
-            "leave it out"
+            f"lora.trainable_token_indices is supported only with model.model_type gpt, not with {model.model_type}; "
+            "leave lora.trainable_token_indices out"
         )
     largest = max(token for tokens in lora.tokens_by_matrix().values() for token in tokens)
     if model.vocab_size is not None and largest >= model.vocab_size:
         raise ConfigError(
             f"lora.trainable_token_indices names token {largest}, but the vocabulary has {model.vocab_size} tokens, "
-            "from 0 on; correct it, or give the model a larger vocabulary"
+            f"numbered from 0; remove token {largest} from the list, or raise model.vocab_size"
         )

@@ -18,6 +18,6 @@ def check_address(url: str, setting: str) -> None:
         raise ConfigError(f"{setting} is {url!r}; give an address such as http://127.0.0.1:8000")
     if parts.username is not None:
         raise ConfigError(
-            f"{setting} has a user name for {parts.hostname}, but Megalith sends servers no "
-            "password; leave it out, and run the server in a network that only the job can reach"
+            f"{setting} has a user name for {parts.hostname}, but Megalith sends no password to servers; leave the "
+            "user name out, and run the server in a network that only the job can reach"
         )

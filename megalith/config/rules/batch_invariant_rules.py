@@ -19,7 +19,7 @@ class Unsupported(NamedTuple):
     name: str
     value: object
     reason: str
-    way_out: str = "turn one of them off"
+    way_out: str = "change one of the two"
 
 
 def check_batch_invariant(config: RunConfig) -> None:
@@ -53,7 +53,7 @@ def _refuse(settings: list[Unsupported], switch: str) -> None:
 PARTS = 8
 """Number of parts of the inner dimension of experts' second linears (ops/batch_invariant/matmul.py)."""
 
-_KERNEL = "the batch-invariant kernel does not have it"
+_KERNEL = "the batch-invariant kernel does not support that"
 _SIGMOID = "this gate has no batch-invariant operator"
 _NORM = "this norm has no batch-invariant operator"
 _OTHER_TOKENS = "a token's experts then depend on the other tokens of its micro-batch"
@@ -99,7 +99,7 @@ def _of_model(model: ModelConfig) -> Iterator[Unsupported]:
         yield Unsupported(
             "model.rope_scaling.type",
             "longrope",
-            "its angles depend on the length of the row, which packing and padding change",
+            "the angles of longrope depend on the length of the row, which packing and padding change",
         )
 
 
@@ -152,19 +152,21 @@ def _of_rows(config: RunConfig) -> Iterator[Unsupported]:
     if config.distill.teacher_or_logits is not None:
         yield Unsupported("distill.teacher", "set", "distillation has no batch-invariant loss")
     if config.data.balance_batches:
-        yield Unsupported("data.balance_batches", True, "it assigns samples to ranks by micro-batch")
+        yield Unsupported("data.balance_batches", True, "samples would be assigned to ranks by micro-batch")
 
 
 def _of_rollouts(config: RunConfig) -> Iterator[Unsupported]:
     """Yield the settings that make the engine's log-probabilities differ from the trainer's."""
     rl = config.rl
     if rl.engine != "own":
-        yield Unsupported("rl.engine", rl.engine, "its kernels are not the trainer's")
+        yield Unsupported(
+            "rl.engine", rl.engine, "that engine's kernels round differently from the trainer's"
+        )
     if config.model.hidden_dropout:
         yield Unsupported(
             "model.hidden_dropout", config.model.hidden_dropout, "the engine samples without dropout"
         )
     if rl.max_drift is not None:
-        yield Unsupported("rl.max_drift", rl.max_drift, "no drift at all is then allowed")
+        yield Unsupported("rl.max_drift", rl.max_drift, "exact log-probabilities have no drift to limit")
     if rl.teacher is not None:
         yield Unsupported("rl.teacher", rl.teacher, "distillation has no batch-invariant loss")

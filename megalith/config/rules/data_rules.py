@@ -22,14 +22,15 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
     sources = [bool(data.mock), data.data_path is not None, bool(part_paths)]
     if sum(sources) > 1:
         raise ConfigError(
-            f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} "
-            "has a path of its own; give exactly one of mock, data_path, or paths for each part"
+            f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and "
+            f"{', '.join(part_paths) or 'no part'} has its own path, but a run has one source; set exactly one of "
+            "data.mock, data.data_path, or a path for each part"
         )
     if rl.prompts_or_rollouts and any(sources):
         raise ConfigError(
             f"rl.{'prompts' if rl.prompts else 'rollouts'} is the training data, but data.mock is {data.mock}, "
-            f"data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} has a path of its own; "
-            "leave these out"
+            f"data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} has its own path; leave "
+            "the settings of section data out"
         )
     if data.dataset is not None and (data.mock or rl.prompts_or_rollouts):
         other = "data.mock" if data.mock else f"rl.{'prompts' if rl.prompts else 'rollouts'}"
@@ -70,7 +71,7 @@ def _check_indexed_data(config: RunConfig) -> None:
     if settings and (other := next((name for name, value in others.items() if value), None)):
         raise ConfigError(
             f"{' and '.join(settings)} {'apply' if settings[1:] else 'applies'} to pre-training data in "
-            f"data.data_path, but {other} is set; leave one of the two out"
+            f"data.data_path, but {other} is set; leave {other} out, or {' and '.join(settings)}"
         )
 
 
@@ -79,16 +80,17 @@ def _check_balance(config: RunConfig) -> None:
     packs = chat.packing if chat is not None else data.packing == "best_fit" and data.reset_attention_mask
     if data.balance_batches and not packs:
         raise ConfigError(
-            "data.balance_batches balances attention within the documents of packed samples; set it with sft.packing, "
-            "or with data.packing best_fit and data.reset_attention_mask, or leave it out"
+            "data.balance_batches balances attention within the documents of packed samples, but this run does not "
+            "pack separate documents; set sft.packing, or data.packing best_fit with data.reset_attention_mask, or "
+            "leave data.balance_batches out"
         )
 
 
 def _check_fill_in_middle(data: DataConfig) -> None:
     if data.fim_data and data.packing != "concat":
         raise ConfigError(
-            f"data.fim_data changes the lengths of documents, so data.packing {data.packing} would not fit; leave one "
-            "of the two out"
+            f"data.fim_data changes the lengths of documents, so documents packed by data.packing {data.packing} "
+            "would no longer fit; leave one of the two settings out"
         )
     if data.fim_data and data.fim_split_sample and data.fim_fragment_rate is None:
         raise ConfigError(

@@ -15,7 +15,7 @@ def check_distillation(config: RunConfig) -> None:
         if config.rl.uses_critic:
             raise ConfigError(
                 "rl.teacher is set, but rl.advantage_estimator gae computes advantages from the critic's values; "
-                "choose another estimator, or leave the teacher out"
+                "choose another estimator, or leave rl.teacher out"
             )
         if is_served(config.rl.teacher) and config.rl.temperature != 1:
             raise ConfigError(
@@ -29,7 +29,8 @@ def check_distillation(config: RunConfig) -> None:
     other = f"{chat.name}.enabled" if chat else "rl.prompts or rl.rollouts"
     if chat or config.rl.prompts_or_rollouts:
         raise ConfigError(
-            f"distill.teacher and {other} are both set, and a run uses one method; leave out the other"
+            f"distill.teacher and {other} are both set, but a run uses one method; leave {other} or distill.teacher "
+            "out"
         )
     _check_teachers(config)
     if distill.on_policy_fraction:
@@ -39,13 +40,14 @@ def check_distillation(config: RunConfig) -> None:
 def _check_teachers(config: RunConfig) -> None:
     distill, teachers = config.distill, config.distill.teachers
     if isinstance(distill.teacher, list) and not teachers:
-        raise ConfigError("distill.teacher is an empty list; name a teacher, or leave it out")
+        raise ConfigError("distill.teacher is an empty list; name a teacher, or leave distill.teacher out")
     if WITHOUT_ADAPTERS in teachers:
         _check_adapters(config, "distill.teacher")
     if len(teachers) != len(distill.teacher_data or teachers[:1]) and (teachers or distill.teacher_data):
         raise ConfigError(
-            f"distill.teacher names {len(teachers)} teachers and distill.teacher_data "
-            f"{len(distill.teacher_data or ())} files; give one file for each teacher, or name a single teacher alone"
+            f"distill.teacher names {len(teachers)} teachers, but distill.teacher_data names "
+            f"{len(distill.teacher_data or ())} files; give one file per teacher, or name a single teacher and no "
+            "files"
         )
     if distill.logits_dir is not None:
         _check_stored(distill)
@@ -54,17 +56,17 @@ def _check_teachers(config: RunConfig) -> None:
     if (len(teachers) > 1 or any(map(is_served, teachers))) and distill.top_k is None:
         raise ConfigError(
             f"distill.top_k is not set, but {reason} can only be compared on its most likely vocabulary entries; set "
-            "it, such as to 20, the most that a vLLM server returns by default"
+            "distill.top_k, for example to 20, the most that a vLLM server returns by default"
         )
     if distill.temperature != 1 and (served := [name for name in teachers if is_served(name)]):
         raise ConfigError(
-            f"distill.temperature is {distill.temperature:g}, but the server {served[0]} returns log-probabilities at "
-            "temperature 1; set it to 1, or name the teacher's folder"
+            f"distill.temperature is {distill.temperature:g}, but the server {served[0]} returns log-probabilities "
+            "at temperature 1; set distill.temperature to 1, or name the teacher's folder"
         )
     if distill.teacher_data and config.sft.enabled and config.sft.packing:
         raise ConfigError(
-            "sft.packing is on, which puts samples of several files into a row, but distill.teacher_data chooses a "
-            "teacher for a row; set sft.packing to false"
+            "sft.packing puts samples of several files into one row, but distill.teacher_data chooses one teacher "
+            "per row; set sft.packing to false"
         )
 
 
@@ -73,8 +75,8 @@ def _check_stored(distill: DistillConfig) -> None:
     if special or len(distill.teachers) > 1 or distill.top_k is not None:
         setting = "distill.top_k" if distill.top_k is not None else f"distill.teacher {distill.teacher}"
         raise ConfigError(
-            f"{setting} and distill.logits_dir are both set, but stored predictions are those of one model in a "
-            "folder, with logits_top_k entries; leave out one"
+            f"{setting} and distill.logits_dir are both set, but stored predictions are those of a single model in a "
+            f"folder, with logits_top_k entries; leave {setting} or distill.logits_dir out"
         )
 
 
@@ -108,13 +110,13 @@ def _check_on_policy(config: RunConfig) -> None:
         )
     if distill.engine != "own" and not distill.engine_urls:
         raise ConfigError(
-            f"distill.engine is {distill.engine}, but distill.engine_url is not set; set it to the server's address, "
-            "such as http://127.0.0.1:8000, or choose own"
+            f"distill.engine is {distill.engine}, but distill.engine_url is not set; set distill.engine_url to the "
+            "server's address, such as http://127.0.0.1:8000, or set distill.engine to own"
         )
     for url in distill.engine_urls:
         check_address(url, "distill.engine_url")
     if distill.kd_ratio != 1:
         raise ConfigError(
             f"distill.kd_ratio is {distill.kd_ratio:g}, but the student learns nothing from the cross-entropy of "
-            "tokens that it sampled itself; set it to 1"
+            "tokens that it sampled itself; set distill.kd_ratio to 1"
         )

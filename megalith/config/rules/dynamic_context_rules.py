@@ -30,7 +30,8 @@ def check_dynamic_context(config: RunConfig, ranks: int) -> None:
         return
     for name, value, reason in (*_of_model(config.model), *_of_run(config)):
         raise ConfigError(
-            f"{name} is {value} and parallel.dynamic_context_parallel is on, but {reason}; turn one of them off"
+            f"{name} is {value}, which parallel.dynamic_context_parallel does not support: {reason}; change {name}, "
+            "or set parallel.dynamic_context_parallel to false"
         )
     smallest = parallel.min_dynamic_context_parallel_size
     degrees = context_degrees(ranks, smallest)
@@ -48,29 +49,31 @@ def check_dynamic_context(config: RunConfig, ranks: int) -> None:
     largest, tokens, length = degrees[-1], config.tokens_per_pass, config.data.seq_length
     if largest * tokens < length:
         raise ConfigError(
-            f"data.seq_length {length} does not fit on {largest} data × context ranks, the most "
-            f"that a sequence can take, at {tokens} tokens per rank "
-            f"(parallel.max_seqlen_per_dp_cp_rank); set that to at least {-(-length // largest)}"
+            f"data.seq_length {length} does not fit on {largest} data × context ranks, the most that one sequence "
+            f"can use, at {tokens} tokens per rank (parallel.max_seqlen_per_dp_cp_rank); set "
+            f"parallel.max_seqlen_per_dp_cp_rank to at least {-(-length // largest)}"
         )
     heads = config.model.num_attention_heads // parallel.tensor_model_parallel_size
     if parallel.cp_comm_type == "a2a" and heads % largest:
         raise ConfigError(
-            f"parallel.cp_comm_type a2a exchanges heads among up to {largest} ranks, which do not divide the {heads} "
-            "heads of a tensor-parallel rank; set cp_comm_type to p2p, which cuts no heads"
+            f"parallel.cp_comm_type a2a exchanges heads among up to {largest} ranks, but a tensor-parallel rank has "
+            f"{heads} heads, which {largest} does not divide; set parallel.cp_comm_type to p2p, which shards no heads"
         )
 
 
-_OTHER_TOKENS = "it depends on the tokens of a micro-batch, which differ from the static layout's"
+_OTHER_TOKENS = (
+    "the balance of experts depends on a micro-batch's tokens, which differ from those of a static layout"
+)
 _UNEVEN = "ranks have different numbers of tokens in a pass"
-_STATIC = "it is implemented for sequences that all have the same context parallel size"
+_STATIC = "this is implemented only for sequences that all have the same context parallel size"
 _DROPOUT = "dropout is keyed by the position in the row, which changes"
 
 
 def _of_model(model: ModelConfig) -> Iterator[Setting]:
     if model.model_type != "gpt":
-        yield "model.model_type", model.model_type, "it supports decoders"
+        yield "model.model_type", model.model_type, "only decoders are supported"
     if model.score_head:
-        yield "model.score_head", True, "it supports language models"
+        yield "model.score_head", True, "only language models are supported"
     if model.num_experts is not None:
         yield from _of_experts(model)
     if mixers := model.recurrent_mixers:
@@ -82,7 +85,7 @@ def _of_model(model: ModelConfig) -> Iterator[Setting]:
         yield (
             "model.rope_scaling.type",
             "longrope",
-            "its angles depend on the length of the row, which changes",
+            "the angles of longrope depend on the length of the row, which changes",
         )
 
 
@@ -101,7 +104,7 @@ def _of_run(config: RunConfig) -> Iterator[Setting]:
     parallel, train = config.parallel, config.train
     if not config.sft.enabled or config.distill.teacher_or_logits is not None:
         enabled = "distill.teacher" if config.distill.teacher_or_logits is not None else "sft.enabled"
-        yield enabled, enabled != "sft.enabled", "it schedules the samples of `megalith sft`"
+        yield enabled, enabled != "sft.enabled", "only the samples of `megalith sft` are scheduled"
     if parallel.expert_tensor_parallel_size > 1:
         yield "parallel.expert_tensor_parallel_size", parallel.expert_tensor_parallel_size, _STATIC
     if parallel.expert_model_parallel_size > 1:

@@ -29,7 +29,7 @@ def _check_layers(model: ModelConfig) -> None:
     if isinstance(frequency, list) and (len(frequency) != model.num_layers or not any(frequency)):
         raise ConfigError(
             f"model.moe_layer_freq has {len(frequency)} entries, {sum(frequency)} of them 1, and model.num_layers is "
-            f"{model.num_layers}; give a 1 (experts) or 0 (an MLP) for each layer, with at least one 1"
+            f"{model.num_layers}; give one entry per layer, 1 (experts) or 0 (an MLP), with at least one 1"
         )
 
 
@@ -41,7 +41,7 @@ def _check_groups(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.moe_router_num_groups is {groups} and model.moe_router_group_topk {best} with "
             f"{model.num_experts} experts; the groups have to divide the experts, and a token chooses among some of "
-            "the groups: set both, or neither"
+            "the groups: set both settings, or neither"
         )
     size = model.num_experts // groups
     if best * size < topk:
@@ -51,8 +51,9 @@ def _check_groups(model: ModelConfig) -> None:
         )
     if model.moe_router_score_function == "sigmoid" and topk % best:
         raise ConfigError(
-            f"model.moe_router_topk {topk} is not divisible by model.moe_router_group_topk {best}: a group is as good "
-            "as the sum of its best topk / group_topk scores; choose a divisor"
+            f"model.moe_router_topk {topk} is not divisible by model.moe_router_group_topk {best}, but a group's "
+            "score is the sum of its best topk / group_topk scores; set model.moe_router_group_topk to a divisor of "
+            f"{topk}"
         )
 
 
@@ -64,8 +65,8 @@ def _check_sinkhorn(model: ModelConfig) -> None:
     for name in others:
         if value := getattr(model, name):
             raise ConfigError(
-                f"model.moe_router_load_balancing_type is sinkhorn and model.{name} is {value}, "
-                "but sinkhorn balances the experts without it; leave one of them out"
+                f"model.moe_router_load_balancing_type is sinkhorn and model.{name} is {value}, but sinkhorn "
+                "balances the experts alone; leave one of the two out"
             )
 
 
@@ -135,8 +136,8 @@ def expert_data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     ranks = world_size // parallel.pipeline_model_parallel_size
     if ranks % (ep * etp):
         raise ConfigError(
-            f"a pipeline stage has {ranks} ranks (data × context × tensor), which are not divisible by expert ({ep}) "
-            f"× expert tensor ({etp}) = {ep * etp}; choose expert_model_parallel_size among "
+            f"a pipeline stage has {ranks} ranks (data × context × tensor), which is not divisible by expert ({ep}) "
+            f"× expert tensor ({etp}) = {ep * etp}; choose parallel.expert_model_parallel_size among "
             f"{divisors(ranks // math.gcd(ranks, etp))}, or another number of processes"
         )
     return ranks // (ep * etp)

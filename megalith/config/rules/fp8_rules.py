@@ -27,22 +27,23 @@ def check_fp8(config: RunConfig) -> None:
     if train.fp8_recipe == "blockwise" and train.fp8_format != "e4m3":
         raise ConfigError(
             f"train.fp8_format is {train.fp8_format}, but PyTorch's blockwise matmul supports only e4m3, whose range "
-            "suffices for gradients because each block has a scale; set it to e4m3 with train.fp8_recipe blockwise"
+            "suffices for gradients because each block has a scale; set train.fp8_format to e4m3 with "
+            "train.fp8_recipe blockwise"
         )
     kept = train.num_layers_at_start_in_bf16 + train.num_layers_at_end_in_bf16
     if train.first_last_layers_bf16 and kept >= config.model.num_layers:
         raise ConfigError(
-            f"train.num_layers_at_start_in_bf16 {train.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16 "
-            f"{train.num_layers_at_end_in_bf16} leave none of the {config.model.num_layers} layers to FP8; lower them, "
-            "or leave train.fp8_format out"
+            f"train.num_layers_at_start_in_bf16 {train.num_layers_at_start_in_bf16} and "
+            f"train.num_layers_at_end_in_bf16 {train.num_layers_at_end_in_bf16} leave none of the "
+            f"{config.model.num_layers} layers in FP8; lower one of the two, or leave train.fp8_format out"
         )
     multiple = BLOCK if train.fp8_recipe == "blockwise" else SIXTEEN
     wrong = [f"{name} {value}" for name, value in (*_widths(config), *_tokens(config)) if value % multiple]
     if wrong:
         raise ConfigError(
-            f"train.fp8_recipe {train.fp8_recipe} needs matrix dimensions that are multiples of "
-            f"{multiple}, but a rank has {', '.join(dict.fromkeys(wrong))}; change these sizes or "
-            "the parallel sizes that divide them, or leave train.fp8_format out"
+            f"train.fp8_recipe {train.fp8_recipe} needs matrix dimensions that are multiples of {multiple}, but a "
+            f"rank has {', '.join(dict.fromkeys(wrong))}; change these sizes or the parallel sizes that divide them, "
+            "or leave train.fp8_format out"
         )
 
 

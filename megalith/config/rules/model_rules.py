@@ -24,7 +24,8 @@ def check_model(model: ModelConfig) -> None:
             )
     if model.vocab_size is None:
         raise ConfigError(
-            "model.vocab_size is not set, and there is no tokenizer to take it from; set one of them"
+            "model.vocab_size is not set, and there is no tokenizer to take it from; set model.vocab_size or "
+            "data.tokenizer"
         )
     model.check_requirements("model")
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
@@ -35,13 +36,14 @@ def check_model(model: ModelConfig) -> None:
     if model.num_attention_heads % model.query_groups:
         raise ConfigError(
             f"model.num_attention_heads {model.num_attention_heads} is not divisible by model.num_query_groups "
-            f"{model.query_groups}: each key and value head serves the same number of query heads; choose "
-            "a divisor, or 0"
+            f"{model.query_groups}, but every key and value head serves the same number of query heads; set "
+            "model.num_query_groups to a divisor, or to 0 for as many as heads"
         )
     if model.parallel_attn_mlp and model.num_experts is not None:
         raise ConfigError(
-            f"model.parallel_attn_mlp computes attention and MLP in parallel, but model.num_experts is "
-            f"{model.num_experts}, and experts are only supported after attention; leave out one of the two"
+            "model.parallel_attn_mlp computes attention and MLP in parallel, but model.num_experts is "
+            f"{model.num_experts}, and experts are supported only in an MLP that follows attention; leave one of the "
+            "two settings out"
         )
     _check_gate(model)
     _check_sink(model)
@@ -50,7 +52,7 @@ def check_model(model: ModelConfig) -> None:
     if model.score_head and model.mtp_num_layers is not None:
         raise ConfigError(
             f"model.mtp_num_layers is {model.mtp_num_layers}, but a model with model.score_head predicts no tokens; "
-            "leave it out"
+            "leave model.mtp_num_layers out"
         )
     _check_latent_attention(model)
     _check_rotary(model)
@@ -64,20 +66,22 @@ def check_model(model: ModelConfig) -> None:
 def _check_mup(model: ModelConfig) -> None:
     if model.use_mup and model.model_type != "gpt":
         raise ConfigError(
-            f"model.use_mup is true, but model.model_type is {model.model_type}; µP supports gpt: leave use_mup out"
+            f"model.use_mup is true, but µP supports only model.model_type gpt, not {model.model_type}; leave "
+            "model.use_mup out"
         )
     if model.mup_base_num_layers is not None and model.apply_residual_connection_post_layernorm:
         raise ConfigError(
-            f"model.mup_base_num_layers {model.mup_base_num_layers} scales branches of a residual stream, which "
-            "model.apply_residual_connection_post_layernorm normalizes after each; leave out one of the two"
+            f"model.mup_base_num_layers {model.mup_base_num_layers} scales the branches of a residual stream, but "
+            "model.apply_residual_connection_post_layernorm normalizes the stream after each branch; leave one of "
+            "the two settings out"
         )
 
 
 def _check_gate(model: ModelConfig) -> None:
     if model.swiglu and model.activation not in ("silu", type(model).model_fields["activation"].default):
         raise ConfigError(
-            f"model.activation is {model.activation}, but model.swiglu gates the MLP by silu; leave activation out, or "
-            "set model.gated_linear_unit in swiglu's place"
+            f"model.activation is {model.activation}, but model.swiglu gates the MLP by silu; leave model.activation "
+            "out, or replace model.swiglu by model.gated_linear_unit"
         )
     if model.mlp_activation == "xielu":
         required = {
@@ -107,8 +111,8 @@ def _check_sink(model: ModelConfig) -> None:
     for name, (value, *allowed) in allowed_values.items():
         if value not in allowed:
             raise ConfigError(
-                f"model.softmax_type {model.softmax_type} needs outputs that attention's kernels do not "
-                f"provide with model.{name} {value}; set {name} to {' or '.join(map(str, allowed))}"
+                f"model.softmax_type {model.softmax_type} is not supported with model.{name} {value}; set "
+                f"model.{name} to {' or '.join(map(str, allowed))}"
             )
 
 
@@ -127,27 +131,28 @@ def _check_encoder(model: ModelConfig) -> None:
         if value not in allowed:
             raise ConfigError(
                 f"model.{name} is {value}, which requires causal attention, but with model.model_type "
-                f"{model.model_type} tokens attend to the full sequence; set it to {' or '.join(map(str, allowed))}"
+                f"{model.model_type} every token attends to the full sequence; set model.{name} to "
+                f"{' or '.join(map(str, allowed))}"
             )
     if model.model_type == "bert" and model.bert_binary_head and not model.pooler:
         raise ConfigError(
-            "model.bert_binary_head reads the pooler's output, but model.add_pooler is false; leave out one"
+            "model.bert_binary_head reads the pooler's output, but model.add_pooler is false; leave one of the two "
+            "out"
         )
 
 
 def _check_two_stacks(model: ModelConfig) -> None:
     if model.position_embedding_type == "relative" and model.model_type != "t5":
         raise ConfigError(
-            f"model.position_embedding_type is relative, which only encoder-decoders support, but model.model_type is "
-            f"{model.model_type}; set model_type to t5, or choose other positions"
+            "model.position_embedding_type is relative, which only encoder-decoders support, but model.model_type "
+            f"is {model.model_type}; set model.model_type to t5, or model.position_embedding_type to another value"
         )
     if model.model_type != "t5":
         return
     if not 0 < model.encoder_layers < model.num_layers:
         raise ConfigError(
-            f"model.encoder_num_layers {model.encoder_layers} of model.num_layers "
-            f"{model.num_layers} leaves no layers for the encoder or none for the decoder; change "
-            "one of the two"
+            f"model.encoder_num_layers {model.encoder_layers} of model.num_layers {model.num_layers} leaves no "
+            "layers for the encoder or none for the decoder; change one of the two"
         )
     required = {
         "num_experts": None,
@@ -159,13 +164,14 @@ def _check_two_stacks(model: ModelConfig) -> None:
     if model.position_embedding_type == "relative" and model.attn_logit_softcapping is not None:
         raise ConfigError(
             f"model.attn_logit_softcapping {model.attn_logit_softcapping} and model.position_embedding_type relative "
-            "both change the scores, and their order is not defined; leave one out"
+            "both change the scores, and the order of the two is not defined; leave one of them out"
         )
     farthest, buckets = model.relative_attention_max_distance, model.relative_attention_num_buckets
     if model.position_embedding_type == "relative" and farthest <= buckets // 2:
         raise ConfigError(
             f"model.relative_attention_max_distance {farthest} is not beyond the {buckets // 2} distances that have "
-            f"a bucket each (model.relative_attention_num_buckets {buckets}); raise it or lower the other"
+            f"a bucket each (model.relative_attention_num_buckets {buckets}); raise "
+            "model.relative_attention_max_distance, or lower model.relative_attention_num_buckets"
         )
 
 
@@ -188,13 +194,13 @@ def _check_latent_attention(model: ModelConfig) -> None:
     _require(model, required, "but model.multi_latent_attention defines heads, positions and norms itself")
     if model.position_embedding_type not in ("rope", "none"):
         raise ConfigError(
-            f"model.multi_latent_attention has rotary positions or none, but model.position_embedding_type is "
-            f"{model.position_embedding_type}; set it to rope or none"
+            "model.multi_latent_attention supports rotary positions or none, but model.position_embedding_type is "
+            f"{model.position_embedding_type}; set model.position_embedding_type to rope or none"
         )
     if model.v_head_dim > model.head_dim:
         raise ConfigError(
             f"model.v_head_dim {model.v_head_dim} is more than model.qk_head_dim {model.qk_head_dim} + "
-            f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}; lower it"
+            f"model.qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}; lower model.v_head_dim"
         )
 
 
@@ -218,13 +224,13 @@ def _check_rotary(model: ModelConfig) -> None:
 def _check_alibi(model: ModelConfig) -> None:
     if model.position_embedding_type == "alibi" and model.attn_logit_softcapping is not None:
         raise ConfigError(
-            f"model.attn_logit_softcapping {model.attn_logit_softcapping} and model.position_embedding_type alibi both "
-            "change the scores, and their order is not defined; leave one out"
+            f"model.attn_logit_softcapping {model.attn_logit_softcapping} and model.position_embedding_type alibi "
+            "both change the scores, and the order of the two is not defined; leave one of them out"
         )
     if model.embedding_layernorm and model.mtp_num_layers:
         raise ConfigError(
-            f"model.mtp_num_layers {model.mtp_num_layers} also reads the embedding in the last pipeline stage, where "
-            "it has no norm; set model.embedding_layernorm to false, or leave mtp_num_layers out"
+            f"model.mtp_num_layers {model.mtp_num_layers} reads the embedding again in the last pipeline stage, "
+            "which does not have its norm; set model.embedding_layernorm to false, or leave model.mtp_num_layers out"
         )
 
 
@@ -236,7 +242,7 @@ def _check_window(model: ModelConfig) -> None:
         before, after = model.window_size
         raise ConfigError(
             f"model.window_size [{before}, {after}] lets a query attend to {after} later tokens, but models with a "
-            f"window are causal; set it to [{before}, 0]"
+            f"window are causal; set model.window_size to [{before}, 0]"
         )
     if isinstance(skip, list) and len(skip) != model.num_layers:
         raise ConfigError(
@@ -249,7 +255,7 @@ def _check_linear_attention(model: ModelConfig) -> None:
     if model.attention_output_gate and model.multi_latent_attention:
         raise ConfigError(
             "model.attention_output_gate adds rows to the query projection, which model.multi_latent_attention "
-            "replaces by a latent; leave one out"
+            "replaces by a latent; leave one of the two settings out"
         )
     _check_pattern(model)
     if not model.recurrent_mixers:
@@ -263,18 +269,19 @@ def _check_linear_attention(model: ModelConfig) -> None:
     if "gated_delta_net" in model.recurrent_mixers and heads[1] % heads[0]:
         raise ConfigError(
             f"model.linear_num_value_heads {heads[1]} is not divisible by model.linear_num_key_heads {heads[0]}, but "
-            "the same number of value heads must share each key head; change one of the two"
+            "every key head serves the same number of value heads; change one of the two settings"
         )
     if "kimi_delta_attention" in model.recurrent_mixers and heads[1] != heads[0]:
         raise ConfigError(
-            f"model.linear_num_value_heads {heads[1]} is not model.linear_num_key_heads {heads[0]}, but Kimi Delta "
-            "Attention has a key head for every value head; set both to one number"
+            f"model.linear_num_value_heads {heads[1]} differs from model.linear_num_key_heads {heads[0]}, but Kimi "
+            "Delta Attention has a key head for every value head; set both settings to the same number"
         )
     if "mamba2" in model.recurrent_mixers:
         _check_mamba(model)
     if model.model_type != "gpt":
         raise ConfigError(
-            f"model.model_type is {model.model_type}, which {mixers_text(model)} does not support; set it to gpt"
+            f"model.model_type is {model.model_type}, which {mixers_text(model)} does not support; set "
+            "model.model_type to gpt"
         )
 
 
@@ -303,12 +310,12 @@ def _check_pattern(model: ModelConfig) -> None:
     if len(pattern) != model.num_layers:
         raise ConfigError(
             f"model.hybrid_layer_pattern has {len(pattern)} layers, but model.num_layers is {model.num_layers}; "
-            "change one"
+            "change one of the two"
         )
     if ("E" in pattern) != (model.num_experts is not None):
         raise ConfigError(
             f"model.hybrid_layer_pattern {pattern} has {pattern.count('E')} layers with experts (E), but "
-            f"model.num_experts is {model.num_experts}; change one"
+            f"model.num_experts is {model.num_experts}; change one of the two"
         )
     required = {
         "model_type": "gpt",
@@ -327,15 +334,14 @@ def _check_mamba(model: ModelConfig) -> None:
         )
     if heads % groups:
         raise ConfigError(
-            f"model.mamba_num_groups {groups} does not divide the {heads} heads "
-            "(model.mamba_num_heads), but every group must have the same number; change one of "
-            "them"
+            f"model.mamba_num_groups {groups} does not divide the {heads} heads (model.mamba_num_heads), but every "
+            "group must have the same number of heads; change one of the two settings"
         )
     limit = model.mamba_dt_limit
     if limit is not None and not limit[0] < limit[1] < math.inf:
         raise ConfigError(
-            f"model.mamba_dt_limit {limit} must be two step sizes, the second larger than the "
-            "first and finite; correct it, or leave it out for no limits"
+            f"model.mamba_dt_limit {limit} must be two step sizes, the second larger than the first and finite; "
+            "correct the limits, or leave model.mamba_dt_limit out for none"
         )
     if model.parallel_mixers:
         required = {
@@ -358,16 +364,16 @@ def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
         count = len(getattr(scaling, name) or ())
         if count != pairs:
             raise ConfigError(
-                f"model.rope_scaling.{name} has {count} numbers, but a head has {pairs} pairs of "
-                "rotary dimensions; give longrope one number for each pair"
+                f"model.rope_scaling.{name} has {count} numbers, but a head has {pairs} pairs of rotary dimensions; "
+                "give one number per pair"
             )
     bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     for low, high in [bounds[scaling.type]] if scaling.type in bounds else []:
         values = getattr(scaling, low), getattr(scaling, high)
         if values[0] > values[1]:
             raise ConfigError(
-                f"model.rope_scaling.{low} {values[0]} is above {high} {values[1]}; frequencies between the two "
-                "are blended: raise one or lower the other"
+                f"model.rope_scaling.{low} {values[0]} is above model.rope_scaling.{high} {values[1]}, but "
+                f"frequencies between the two are blended; lower {low}, or raise {high}"
             )
 
 

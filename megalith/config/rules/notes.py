@@ -108,13 +108,15 @@ def overlap_notes(config: RunConfig, compiled: bool) -> list[str]:
         )
     if "dp" in parallel.symmetric_memory_groups:
         notes.append(
-            "parallel.symmetric_memory_groups has dp, which has no effect: NCCL reduces gradients as fast"
+            "parallel.symmetric_memory_groups has dp, which has no effect: NCCL reduces gradients as fast without "
+            "symmetric memory"
         )
     has_no_a2a = parallel.context_parallel_size > 1 and "a2a" not in parallel.resolved_cp_comm_type
     if "cp" in parallel.copy_engine_axes and has_no_a2a:
         notes.append(
-            "parallel.symmetric_memory_groups has cp, but copy engines exchange heads, which cp_comm_type "
-            f"{parallel.resolved_cp_comm_type} does not; choose a2a or a2a+p2p if the heads divide"
+            "parallel.symmetric_memory_groups has cp, which has no effect: copy engines exchange heads, but "
+            f"cp_comm_type {parallel.resolved_cp_comm_type} exchanges none; set parallel.cp_comm_type to a2a or "
+            "a2a+p2p if the heads are divisible"
         )
     return notes
 

@@ -24,7 +24,9 @@ from megalith.errors import ConfigError
 def _must_be(name: str, value: Any, reason: str) -> ObjectiveSpelling:
     def check(actual: Any, rl: Rl) -> dict[str, Any]:
         if actual != value:
-            raise ConfigError(f"rl.{name} is {actual!r}, which is not supported: {reason}; leave it out")
+            raise ConfigError(
+                f"rl.{name} is {actual!r}, which is not supported: {reason}; leave rl.{name} out"
+            )
         return {}
 
     takes = bool if isinstance(value, bool) else None
@@ -35,8 +37,8 @@ def _force_on_policy(value: bool, rl: Rl) -> dict[str, Any]:
     steps = rl.get("mini_batches", 1) * rl.get("num_iterations", rl.get("ppo_epochs", 1))
     if value and (steps != 1 or rl.get("old_logprobs") == "rollout"):
         raise ConfigError(
-            "rl.force_on_policy_ratio is true, but the ratio is 1 only with one step for a rollout batch "
-            f"(mini_batches × num_iterations is {steps}) and rl.old_logprobs policy; leave it out"
+            "rl.force_on_policy_ratio is true, but the ratio is 1 only with rl.old_logprobs policy and one step per "
+            f"rollout batch, and mini_batches × num_iterations is {steps}; leave rl.force_on_policy_ratio out"
         )
     return {}
 

@@ -25,11 +25,13 @@ def check_schedule(optim: OptimConfig, train: TrainConfig) -> tuple[float, int, 
         )
     if train.global_batch_size is None:
         raise ConfigError(
-            "train.global_batch_size is not set, and training needs it; set it to "
-            "the sequences per optimizer step"
+            "train.global_batch_size is not set, but training needs it; set train.global_batch_size to the "
+            "sequences per optimizer step"
         )
     if optim.lr is None:
-        raise ConfigError("optim.lr is not set; set it to the peak learning rate, for example 3e-4")
+        raise ConfigError(
+            "optim.lr is not set, but training needs it; set optim.lr to the peak learning rate, for example 3e-4"
+        )
     unit, total = train.length
     _refuse_other_unit(optim, unit)
     decay = getattr(optim, f"lr_decay_{unit}") or total
@@ -56,7 +58,7 @@ def check_loss_scale(optim: OptimConfig, precision: str) -> None:
     if precision == "fp16" and optim.loss_scale is None and optim.min_loss_scale > optim.initial_loss_scale:
         raise ConfigError(
             f"optim.min_loss_scale ({optim.min_loss_scale}) is above optim.initial_loss_scale "
-            f"({optim.initial_loss_scale}); lower it"
+            f"({optim.initial_loss_scale}); lower optim.min_loss_scale"
         )
 
 
@@ -68,8 +70,8 @@ def check_param_groups(optim: OptimConfig) -> None:
             raise ConfigError(f"{name} sets lr {group.lr} and lr_mult {group.lr_mult}; keep one of them")
         if group.lr is not None and not optim.lr:
             raise ConfigError(
-                f"{name} sets lr {group.lr}, to which the schedule of optim.lr is scaled, but optim.lr is {optim.lr}; "
-                "set it above 0"
+                f"{name} sets lr {group.lr}, to which the schedule of optim.lr is scaled, but optim.lr is "
+                f"{optim.lr}; set optim.lr above 0"
             )
         if all(value is None for key, value in group if key != "pattern"):
             raise ConfigError(
@@ -77,8 +79,8 @@ def check_param_groups(optim: OptimConfig) -> None:
             )
         if group.optimizer is not None and optim.optimizer_cpu_offload:
             raise ConfigError(
-                f"{name} sets optimizer {group.optimizer}, but optim.optimizer_cpu_offload is true, which supports a "
-                "single optimizer; turn it off, or leave optimizer out of the group"
+                f"{name} sets optimizer {group.optimizer}, but optim.optimizer_cpu_offload supports only one "
+                "optimizer; set optim.optimizer_cpu_offload to false, or leave optimizer out of the group"
             )
 
 
@@ -98,9 +100,8 @@ def check_muon(optim: OptimConfig) -> None:
         )
     if optim.muon_split_heads and not optim.muon_split_qkv:
         raise ConfigError(
-            "optim.muon_split_heads is true and optim.muon_split_qkv is false, but heads can "
-            "only be split after query, key and value are; turn optim.muon_split_qkv on, or "
-            "optim.muon_split_heads off"
+            "optim.muon_split_heads is true and optim.muon_split_qkv is false, but heads can be split only after "
+            "query, key and value are split; set optim.muon_split_qkv to true, or optim.muon_split_heads to false"
         )
     if optim.muon_scalar_optimizer == "muon":
         raise ConfigError(
@@ -114,16 +115,18 @@ def check_averages(optim: OptimConfig) -> None:
         return
     if optim.lr_decay_style != "constant":
         raise ConfigError(
-            f"optim.lr_decay_style is {optim.lr_decay_style}, but schedule_free_adamw needs a constant rate after the "
-            "warm-up; set it to constant"
+            f"optim.lr_decay_style is {optim.lr_decay_style}, but schedule_free_adamw needs a constant rate after "
+            "the warm-up; set optim.lr_decay_style to constant"
         )
     if optim.adam_beta1 == 0:
         raise ConfigError(
-            "optim.adam_beta1 is 0, but schedule_free_adamw averages with it; set it to 0.9 to 0.98"
+            "optim.adam_beta1 is 0, but schedule_free_adamw interpolates weights by it; set optim.adam_beta1 to 0.9 "
+            "to 0.98"
         )
     if optim.ema_decay is not None:
         raise ConfigError(
-            f"optim.ema_decay is {optim.ema_decay}, but schedule_free_adamw has its own average; omit optim.ema_decay"
+            f"optim.ema_decay is {optim.ema_decay}, but schedule_free_adamw averages the weights itself; leave "
+            "optim.ema_decay out"
         )
 
 
@@ -142,8 +145,8 @@ def _refuse_other_unit(optim: OptimConfig, unit: str) -> None:
         value = getattr(optim, f"{name}_{other}")
         if value:
             raise ConfigError(
-                f"optim.{name}_{other} is {value}, but the run is counted in train.train_{unit}; "
-                f"set optim.{name}_{unit} instead"
+                f"optim.{name}_{other} is {value}, but the run's length is set by train.train_{unit}; set "
+                f"optim.{name}_{unit} instead"
             )
 
 
@@ -151,26 +154,26 @@ def _check_lengths(optim: OptimConfig, unit: str, warmup: float, decay: int, wsd
     for name in ("min_lr", "lr_warmup_init"):
         if getattr(optim, name) > optim.lr:
             raise ConfigError(
-                f"optim.{name} ({getattr(optim, name)}) is above optim.lr ({optim.lr}); lower it"
+                f"optim.{name} ({getattr(optim, name)}) is above optim.lr ({optim.lr}); lower optim.{name}"
             )
     lowest = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
     if optim.decoupled_lr is not None and max(lowest, optim.lr_warmup_init) > optim.decoupled_lr:
         raise ConfigError(
             f"optim.decoupled_lr ({optim.decoupled_lr}) is below its lowest rate ({lowest}) or optim.lr_warmup_init "
-            f"({optim.lr_warmup_init}); raise it, or set optim.decoupled_min_lr"
+            f"({optim.lr_warmup_init}); raise optim.decoupled_lr, or set optim.decoupled_min_lr"
         )
     if optim.lr_decay_style == "constant":
         return
     if warmup >= decay:
         raise ConfigError(
-            f"the warm-up ({warmup:g} {unit}) must be shorter than the decay it is part of ({decay} {unit}); "
-            f"shorten the warm-up or set optim.lr_decay_{unit} above it"
+            f"the warm-up ({warmup:g} {unit}) must be shorter than the decay, which includes it ({decay} {unit}); "
+            f"shorten the warm-up, or set optim.lr_decay_{unit} above it"
         )
     if optim.lr_decay_style == "WSD" and not 0 < wsd_decay <= decay - warmup:
         current = f"is {wsd_decay}" if wsd_decay else "is not set"
         raise ConfigError(
-            f"optim.lr_wsd_decay_{unit} {current}; set WSD's final decay to between 1 and "
-            f"{decay - warmup:g} {unit}, the total ({decay}) less the warm-up ({warmup:g})"
+            f"optim.lr_wsd_decay_{unit} {current}; set the length of WSD's final decay to between 1 and "
+            f"{decay - warmup:g} {unit}, which is the total ({decay}) without the warm-up ({warmup:g})"
         )
 
 
@@ -179,6 +182,6 @@ def _check_weight_decay(optim: OptimConfig) -> None:
     if optim.weight_decay_incr_style != "constant" and (start is None or end is None or end < start):
         raise ConfigError(
             f"optim.weight_decay_incr_style is {optim.weight_decay_incr_style}, which grows from "
-            f"optim.start_weight_decay ({start}) to optim.end_weight_decay ({end}): set both, the end at "
-            "or above the start"
+            f"optim.start_weight_decay ({start}) to optim.end_weight_decay ({end}); set both, with the end at or "
+            "above the start"
         )

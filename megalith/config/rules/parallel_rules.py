@@ -40,10 +40,9 @@ def _check_decoder_tokens(config: RunConfig) -> None:
     _check_chunks("decoder_seq_length", length, context)
     if parallel.sequence_parallel and length // context % size:
         raise ConfigError(
-            f"parallel.sequence_parallel shards the {length // context} tokens of the decoder's "
-            f"sequence (data.decoder_seq_length {length} / context_parallel_size {context}) over "
-            f"tensor_model_parallel_size {size} ranks, but {size} does not divide them; choose a "
-            "multiple"
+            f"parallel.sequence_parallel shards the {length // context} tokens of the decoder's sequence "
+            f"(data.decoder_seq_length {length} / context_parallel_size {context}) over tensor_model_parallel_size "
+            f"{size} ranks, but {size} does not divide the tokens; set data.decoder_seq_length to a multiple"
         )
 
 
@@ -83,9 +82,9 @@ def shard_size(parallel: ParallelConfig, world_size: int) -> int:
         )
     if ranks % copies:
         raise ConfigError(
-            f"parallel.num_distributed_optimizer_instances {copies} does not divide the {ranks} ranks of data "
-            f"({ranks // parallel.context_parallel_size}) × context ({parallel.context_parallel_size}), over which "
-            f"the state is sharded; choose among {divisors(ranks)}"
+            f"parallel.num_distributed_optimizer_instances {copies} does not divide the {ranks} ranks over which the "
+            f"optimizer state is sharded, data ({ranks // parallel.context_parallel_size}) × context "
+            f"({parallel.context_parallel_size}); choose among {divisors(ranks)}"
         )
     return ranks // copies
 
@@ -113,13 +112,13 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
     groups = model.mamba_num_groups
     if "mamba2" in model.recurrent_mixers and groups % size and size % groups:
         raise ConfigError(
-            f"model.mamba_num_groups {groups} and parallel.tensor_model_parallel_size {size}: one has to divide the "
-            "other, so that a rank has whole groups or shares one; change either"
+            f"model.mamba_num_groups {groups} and parallel.tensor_model_parallel_size {size}: one must divide the "
+            "other, so that each rank has whole groups or a part of one; change one of the two"
         )
     if attends and model.query_groups % size and size % model.query_groups:
         raise ConfigError(
-            f"model.num_query_groups {model.query_groups} and parallel.tensor_model_parallel_size {size}: one has to "
-            "divide the other, so that a rank has whole key and value heads or shares one; change either"
+            f"model.num_query_groups {model.query_groups} and parallel.tensor_model_parallel_size {size}: one must "
+            "divide the other, so that each rank has whole key and value heads or shares one; change one of the two"
         )
     if model.attention_output_gate and model.query_groups % size:
         raise ConfigError(
@@ -137,17 +136,16 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
     rows = -(-model.padded_vocab_size // size)
     if rows * (size - 1) >= model.padded_vocab_size:
         raise ConfigError(
-            f"the padded vocabulary has {model.padded_vocab_size} rows, so at {rows} rows per "
-            f"rank none are left for the last of {size} tensor-parallel ranks; raise "
-            "model.make_vocab_size_divisible_by"
+            f"the padded vocabulary has {model.padded_vocab_size} rows, so at {rows} rows per rank none are left for "
+            f"the last of {size} tensor-parallel ranks; raise model.make_vocab_size_divisible_by"
         )
     tokens = seq_length // parallel.context_parallel_size
     if parallel.sequence_parallel and tokens % size:
         raise ConfigError(
-            f"parallel.sequence_parallel shards the {tokens} tokens of a sequence "
-            f"(data.seq_length {seq_length} / context_parallel_size "
-            f"{parallel.context_parallel_size}) over tensor_model_parallel_size {size} ranks, but "
-            f"{size} does not divide them; change one, or leave sequence_parallel out"
+            f"parallel.sequence_parallel shards the {tokens} tokens of a sequence (data.seq_length {seq_length} / "
+            f"context_parallel_size {parallel.context_parallel_size}) over tensor_model_parallel_size {size} ranks, "
+            f"but {size} does not divide the tokens; change one of these sizes, or leave parallel.sequence_parallel "
+            "out"
         )
 
 
@@ -161,33 +159,33 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
         kind = "a2a"
     if model.encoder_layers and kind != "a2a":
         raise ConfigError(
-            f"parallel.cp_comm_type {kind} is for a sequence that attends to itself, and with model.model_type "
-            f"{model.model_type} the decoder attends to the encoder; set cp_comm_type to a2a, or leave it "
-            "out"
+            f"parallel.cp_comm_type {kind} supports only sequences that attend to themselves, but with "
+            f"model.model_type {model.model_type} the decoder also attends to the encoder; set parallel.cp_comm_type "
+            "to a2a, or leave it out"
         )
     _check_chunks("seq_length", seq_length, size)
     chunk, taps = seq_length // (2 * size), model.linear_conv_kernel_dim
     if model.linear_attention_layers and chunk < taps - 1:
         raise ConfigError(
-            f"parallel.context_parallel_size {size} gives each rank chunks of {chunk} tokens, fewer than the "
-            f"{taps - 1} earlier tokens of a convolution (model.linear_conv_kernel_dim {taps}); lower it, or raise "
-            f"data.seq_length {seq_length}"
+            f"parallel.context_parallel_size {size} gives each rank chunks of {chunk} tokens, but a convolution "
+            f"reads {taps - 1} earlier tokens (model.linear_conv_kernel_dim {taps}); lower "
+            f"parallel.context_parallel_size, or raise data.seq_length {seq_length}"
         )
     if kind == "a2a+p2p" and (sizes is None or math.prod(sizes) != size):
         inner = max(s for s in range(1, size + 1) if size % s == 0 and (s == 1 or s * s <= size))
         raise ConfigError(
-            f"parallel.cp_comm_type a2a+p2p needs parallel.hierarchical_context_parallel_sizes, the sizes of its a2a "
-            f"and p2p, whose product is context_parallel_size {size}, but they are {sizes}; for example "
-            f"[{inner}, {size // inner}]"
+            "parallel.cp_comm_type a2a+p2p needs parallel.hierarchical_context_parallel_sizes, the sizes of its a2a "
+            f"and p2p, with the product context_parallel_size {size}, but the setting is {sizes}; set it, for "
+            f"example to [{inner}, {size // inner}]"
         )
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     exchange = {"a2a": size, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)
     if heads % exchange and model.attention_layers:
         raise ConfigError(
-            f"parallel.cp_comm_type {kind} exchanges heads among {exchange} ranks, which do not divide the {heads} of "
-            f"a tensor-parallel rank (model.num_attention_heads {model.num_attention_heads} / "
-            f"tensor_model_parallel_size {parallel.tensor_model_parallel_size}); choose among {divisors(heads)}"
-            f"{'' if model.encoder_layers else ', or cp_comm_type p2p, which cuts no heads'}"
+            f"parallel.cp_comm_type {kind} exchanges heads among {exchange} ranks, but {exchange} does not divide "
+            f"the {heads} heads of a tensor-parallel rank (model.num_attention_heads {model.num_attention_heads} / "
+            f"tensor_model_parallel_size {parallel.tensor_model_parallel_size}); choose among "
+            f"{divisors(heads)}{'' if model.encoder_layers else ', or cp_comm_type p2p, which shards no heads'}"
         )
 
 
@@ -197,9 +195,9 @@ def _check_chunks(name: str, length: int, size: int) -> None:
         shorter, longer = length // (2 * size) * 2 * size, -(-length // (2 * size)) * 2 * size
         lengths = f"{shorter} or {longer}" if shorter else str(longer)
         raise ConfigError(
-            f"data.{name} {length} cannot be cut into 2 · parallel.context_parallel_size = {2 * size} equal "
-            "chunks, an early and a late one for each rank; choose a length of "
-            f"{lengths}, or a context size of {lower}"
+            f"data.{name} {length} cannot be split into 2 · parallel.context_parallel_size = {2 * size} equal "
+            f"chunks, an early and a late one for each rank; choose a length of {lengths}, or a context size of "
+            f"{lower}"
         )
 
 
@@ -211,17 +209,17 @@ def _check_distributed_inputs(model: ModelConfig, parallel: ParallelConfig) -> N
         raise ConfigError(
             f"{name} shards activations that tensor-parallel ranks replicate, but with "
             f"parallel.tensor_model_parallel_size {size} and parallel.sequence_parallel {parallel.sequence_parallel} "
-            "none are replicated; leave it out"
+            f"none are replicated; leave {name} out"
         )
     if parallel.cpu_offloading_num_layers:
         raise ConfigError(
-            f"{name} and parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers} "
-            "both apply to the inputs that recomputation saves; leave one of them out"
+            f"{name} and parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers} both apply to the "
+            "inputs that recomputation saves; leave one of the two settings out"
         )
     if model.hidden_size % size:
         raise ConfigError(
-            f"{name} shards hidden states over parallel.tensor_model_parallel_size {size} ranks, "
-            f"but {size} does not divide model.hidden_size {model.hidden_size}; leave it out"
+            f"{name} shards hidden states over parallel.tensor_model_parallel_size {size} ranks, but {size} does not "
+            f"divide model.hidden_size {model.hidden_size}; leave {name} out"
         )
 
 
@@ -229,8 +227,9 @@ def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
     layers, of = parallel.cpu_offloading_num_layers, model.num_layers
     if layers > of:
         raise ConfigError(
-            f"parallel.cpu_offloading_num_layers {layers} is more than model.num_layers {of}; lower it: "
-            "the last layers of a stage gain least, as their backward passes come first"
+            f"parallel.cpu_offloading_num_layers {layers} is more than model.num_layers {of}; lower "
+            "parallel.cpu_offloading_num_layers (the last layers of a stage gain least, because their backward "
+            "passes come first)"
         )
     if layers and parallel.pipeline_schedule == "zero_bubble":
         raise ConfigError(
@@ -251,8 +250,8 @@ def check_saved_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
     saves = parallel.recompute_granularity == "full" and parallel.saves_attention
     if saves and (obstacle := saved_attention_obstacle(model, parallel)):
         raise ConfigError(
-            f"parallel.recompute_saves_attention saves a fused kernel's output, which is not used with {obstacle}; "
-            "leave it out"
+            "parallel.recompute_saves_attention saves a fused kernel's output, but no such kernel is used with "
+            f"{obstacle}; leave parallel.recompute_saves_attention out"
         )
 
 
@@ -301,20 +300,20 @@ def check_overlap(config: RunConfig) -> None:
     )
     if parallel.tensor_model_parallel_size == 1 and not exchanges:
         raise ConfigError(
-            "parallel.tp_comm_overlap hides collectives of tensor parallelism, and a2a of context parallelism, but "
-            f"tensor_model_parallel_size is 1, and context_parallel_size {parallel.context_parallel_size} with "
-            f"cp_comm_type {parallel.resolved_cp_comm_type} has none; leave tp_comm_overlap out, or set "
-            "cp_comm_type to a2a"
+            "parallel.tp_comm_overlap hides the collectives of tensor parallelism and of cp_comm_type a2a, but "
+            f"tensor_model_parallel_size 1 and context_parallel_size {parallel.context_parallel_size} with "
+            f"cp_comm_type {parallel.resolved_cp_comm_type} have none of these; leave parallel.tp_comm_overlap out, "
+            "or set parallel.cp_comm_type to a2a"
         )
     if size % 2:
         raise ConfigError(
-            f"parallel.tp_comm_overlap runs a micro-batch as two halves, but train.micro_batch_size is {size}; make it "
-            "even, or leave tp_comm_overlap out"
+            f"parallel.tp_comm_overlap runs a micro-batch as two halves, but train.micro_batch_size is {size}; make "
+            "train.micro_batch_size even, or leave parallel.tp_comm_overlap out"
         )
     if config.model.num_experts is not None:
         raise ConfigError(
-            f"parallel.tp_comm_overlap does not support the token exchange of experts, but model.num_experts is "
-            f"{config.model.num_experts}; leave it out"
+            "parallel.tp_comm_overlap does not support the token exchange of experts, but model.num_experts is "
+            f"{config.model.num_experts}; leave parallel.tp_comm_overlap out"
         )
     if parallel.pipeline_schedule == "zero_bubble":
         raise ConfigError(

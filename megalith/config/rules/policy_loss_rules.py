@@ -28,65 +28,66 @@ def check_clips(config: RunConfig) -> None:
         raise ConfigError(f"rl.epsilon is {rl.epsilon}, but a ratio is never below 0; choose at most 1")
     if rl.delta is not None and rl.delta <= 1 + rl.upper_epsilon and rl.loss_type not in OTHER_RATIOS:
         raise ConfigError(
-            f"rl.delta {rl.delta} is not above 1 + epsilon_high = {1 + rl.upper_epsilon}, so it "
-            "would never take effect; raise it, or leave it out"
+            f"rl.delta {rl.delta} is not above 1 + epsilon_high = {1 + rl.upper_epsilon}, so it would never take "
+            "effect; raise rl.delta, or leave it out"
         )
     if rl.loss_type in OTHER_RATIOS:
         unread = {"delta": rl.delta, "clip_ratio_c": rl.clip_ratio_c}
         for name in (name for name, value in unread.items() if value is not None):
             raise ConfigError(
-                f"rl.{name} is {unread[name]}, but loss_type {rl.loss_type} does not use PPO's "
-                "clip; leave it out"
+                f"rl.{name} is {unread[name]}, but rl.loss_type {rl.loss_type} does not use PPO's clip; leave "
+                f"rl.{name} out"
             )
         if rl.importance_sampling_level == "sequence" and (ratio := OTHER_RATIOS[rl.loss_type]):
             raise ConfigError(
-                f"rl.importance_sampling_level is sequence, but {rl.loss_type} {ratio}; use token"
+                f"rl.importance_sampling_level is sequence, but rl.loss_type {rl.loss_type} {ratio}; set "
+                "rl.importance_sampling_level to token"
             )
     if rl.loss_type == "cispo":
         _check_cispo_bounds(rl)
     if rl.clip_cov_lb >= rl.clip_cov_ub:
         raise ConfigError(
             f"rl.clip_cov_lb {rl.clip_cov_lb} is not below rl.clip_cov_ub {rl.clip_cov_ub}, so no token would be "
-            "excluded; lower it, or raise the other"
+            "excluded; lower rl.clip_cov_lb, or raise rl.clip_cov_ub"
         )
     if rl.loss_type == "gmpo" and rl.top_entropy_quantile < 1:
         raise ConfigError(
-            f"rl.top_entropy_quantile is {rl.top_entropy_quantile}, but gmpo has one ratio per sequence, not per "
-            "token; leave it out"
+            f"rl.top_entropy_quantile is {rl.top_entropy_quantile}, but rl.loss_type gmpo has one ratio per "
+            "sequence, not per token; leave rl.top_entropy_quantile out"
         )
     if rl.loss_type == "vespo" and (mode := rl.mismatch_mode) and not mode.startswith("token"):
         raise ConfigError(
-            f"rl.vllm_importance_sampling_mode is {mode}, but vespo multiplies the weights of a sequence's tokens; "
-            "choose token_truncate or token_mask"
+            f"rl.vllm_importance_sampling_mode is {mode}, but rl.loss_type vespo multiplies the weights of a "
+            "sequence's tokens; set rl.vllm_importance_sampling_mode to token_truncate or token_mask"
         )
     if rl.use_decoupled_loss and rl.old_logprobs == "rollout":
         raise ConfigError(
-            "rl.use_decoupled_loss is set, but rl.old_logprobs is rollout: the proximal policy "
-            "would be the sampling policy, so nothing would be decoupled; leave one of them out"
+            "rl.use_decoupled_loss is set, but with rl.old_logprobs rollout the proximal policy would be the "
+            "sampling policy, so nothing would be decoupled; leave one of the two settings out"
         )
     clips = rl.vllm_importance_sampling_clip_min, rl.vllm_importance_sampling_clip_max
     if rl.use_decoupled_loss and clips != (None, None):
         raise ConfigError(
-            f"rl.vllm_importance_sampling_clip_min is {clips[0]} and _max {clips[1]}, but with "
-            "rl.use_decoupled_loss, rl.behav_imp_weight_cap is the weight's only bound; set that "
-            "instead, or leave out use_decoupled_loss"
+            f"rl.vllm_importance_sampling_clip_min is {clips[0]} and rl.vllm_importance_sampling_clip_max "
+            f"{clips[1]}, but with rl.use_decoupled_loss the weight's only bound is rl.behav_imp_weight_cap; set "
+            "rl.behav_imp_weight_cap instead, or leave rl.use_decoupled_loss out"
         )
     if rl.interpolates_old_logprobs and rl.rollouts:
         raise ConfigError(
-            "rl.prox_logp_method is loglinear, but rl.rollouts are from another run, whose "
-            "weight versions do not apply to this one; set it to recompute"
+            "rl.prox_logp_method is loglinear, but rl.rollouts are from another run, whose weight versions do not "
+            "apply to this one; set rl.prox_logp_method to recompute"
         )
     if rl.vllm_importance_sampling_mode.endswith("_unbounded") and clips != (None, None):
         raise ConfigError(
-            f"rl.vllm_importance_sampling_mode is {rl.vllm_importance_sampling_mode}, but "
-            f"vllm_importance_sampling_clip_min is {clips[0]} and _max {clips[1]}; choose a mode that has bounds, or "
-            "leave them out"
+            f"rl.vllm_importance_sampling_mode is {rl.vllm_importance_sampling_mode}, which has no bounds, but "
+            f"rl.vllm_importance_sampling_clip_min is {clips[0]} and rl.vllm_importance_sampling_clip_max "
+            f"{clips[1]}; choose a mode with bounds, or leave the two bounds out"
         )
     low, high = rl.mismatch_bounds
     if low is not None and low > high:
         raise ConfigError(
-            f"rl.vllm_importance_sampling_clip_min {low} is above vllm_importance_sampling_clip_max {high} "
-            f"({rl.vllm_importance_sampling_mode}); lower it, or raise the other"
+            f"rl.vllm_importance_sampling_clip_min {low} is above rl.vllm_importance_sampling_clip_max {high} "
+            f"({rl.vllm_importance_sampling_mode}); lower the first, or raise the second"
         )
 
 
@@ -96,11 +97,14 @@ def check_pairs(config: RunConfig) -> None:
     if rl.num_generations != 2 or config.train.global_batch_size % 2:
         raise ConfigError(
             f"rl.loss_type is {rl.loss_type}, which compares two completions of a prompt, but rl.num_generations is "
-            f"{rl.num_generations} and train.global_batch_size {config.train.global_batch_size}; set the first to 2, "
-            "and the second to an even number"
+            f"{rl.num_generations} and train.global_batch_size {config.train.global_batch_size}; set "
+            "rl.num_generations to 2, and train.global_batch_size to an even number"
         )
     if not rl.beta:
-        raise ConfigError(f"rl.loss_type is {rl.loss_type}, but rl.beta, its β, is 0; set it, such as to 0.1")
+        raise ConfigError(
+            f"rl.loss_type is {rl.loss_type}, but rl.beta, the β of its formula, is 0; set rl.beta, for example to "
+            "0.1"
+        )
     others = {
         "mask_truncated_completions": rl.mask_truncated_completions,
         "max_staleness": rl.max_staleness,
@@ -115,8 +119,8 @@ def check_pairs(config: RunConfig) -> None:
     }
     if used := [name for name, is_used in others.items() if is_used]:
         raise ConfigError(
-            f"rl.loss_type is {rl.loss_type}, a loss of pairs of completions, to which rl.{used[0]} "
-            "does not apply; leave that out"
+            f"rl.loss_type is {rl.loss_type}, a loss of pairs of completions, to which rl.{used[0]} does not apply; "
+            f"leave rl.{used[0]} out"
         )
 
 
@@ -127,13 +131,14 @@ def check_rollout_correction(rl: RlConfig) -> None:
     if rl.normalizes_mismatch and (rl.old_logprobs == "rollout" or rl.loss_type == "reinforce"):
         raise ConfigError(
             "rl.rollout_is_batch_normalize needs importance weights that are fixed for the whole step, but with "
-            f"rl.old_logprobs {rl.old_logprobs} and rl.loss_type {rl.loss_type} they change within it; turn "
-            "rl.rollout_is_batch_normalize off"
+            f"rl.old_logprobs {rl.old_logprobs} and rl.loss_type {rl.loss_type} they change during the step; set "
+            "rl.rollout_is_batch_normalize to false"
         )
     if rl.corrects_batches and (rl.interpolates_old_logprobs or rl.uses_critic):
         other = "advantage_estimator is gae" if rl.uses_critic else "prox_logp_method is loglinear"
         raise ConfigError(
-            f"rl.{other}, which rl.rollout_rs and rl.rollout_is_batch_normalize do not support; leave one out"
+            f"rl.{other}, which rl.rollout_rs and rl.rollout_is_batch_normalize do not support; change "
+            f"rl.{other.split()[0]}, or leave these two out"
         )
 
 
@@ -146,6 +151,6 @@ def _check_cispo_bounds(rl: RlConfig) -> None:
         )
     if rl.cispo_ratio_min is not None and rl.cispo_ratio_min > rl.epsilon_high:
         raise ConfigError(
-            f"rl.cispo_ratio_min {rl.cispo_ratio_min} is above rl.epsilon_high {rl.epsilon_high}, the cap of the same "
-            "ratio; lower it, or raise the other"
+            f"rl.cispo_ratio_min {rl.cispo_ratio_min} is above rl.epsilon_high {rl.epsilon_high}, the cap of the "
+            "same ratio; lower rl.cispo_ratio_min, or raise rl.epsilon_high"
         )

@@ -20,15 +20,15 @@ def check_reference_sync(config: RunConfig) -> None:
     setting = f"{section}.sync_ref_model"
     if section == "dpo" and not dpo.needs_reference:
         raise ConfigError(
-            f"{setting} is true, but dpo.loss_type {dpo.loss_type} reads no reference model; leave it out"
+            f"{setting} is true, but dpo.loss_type {dpo.loss_type} reads no reference model; leave {setting} out"
         )
     if section == "rl" and not rl.beta:
         raise ConfigError(
-            f"{setting} is true, but rl.beta is 0, so there is no reference model; set rl.beta, such as to 0.04, or "
-            "leave it out"
+            f"{setting} is true, but with rl.beta 0 there is no reference model; set rl.beta, for example to 0.04, "
+            f"or leave {setting} out"
         )
     if config.lora.rank is not None:
         raise ConfigError(
             f"{setting} is true and lora.rank is {config.lora.rank}, but with adapters the reference is the model "
-            "without them, which cannot follow the policy; leave one of them out"
+            "without them, which cannot follow the policy; leave one of the two settings out"
         )

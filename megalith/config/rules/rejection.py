@@ -41,14 +41,14 @@ def rejection_criteria(names: str, thresholds: float | str | None) -> list[Crite
         raise ConfigError(f"rl.rollout_rs is {names!r}; write one or more of {', '.join(CRITERIA)}")
     if thresholds is None:
         raise ConfigError(
-            f"rl.rollout_rs is {names}, but rl.rollout_rs_threshold is not set; set it, such as 0.5_2 for k1 or 0.1 "
-            "for k2 and k3"
+            f"rl.rollout_rs is {names!r}, but rl.rollout_rs_threshold is not set; set rl.rollout_rs_threshold, for "
+            "example to 0.5_2 for k1, or to 0.1 for k2 and k3"
         )
     texts = [part.strip() for part in str(thresholds).split(",") if part.strip()]
     if len(texts) not in (1, len(criteria)):
         raise ConfigError(
-            f"rl.rollout_rs_threshold has {len(texts)} thresholds for {len(criteria)} criteria ({names}); write one, "
-            "or one per criterion"
+            f"rl.rollout_rs_threshold has {len(texts)} thresholds for {len(criteria)} criteria ({names}); write a "
+            "single threshold, or one per criterion"
         )
     return [
         Criterion(*name.rsplit("_", 1), *_bounds(name, text))

@@ -20,26 +20,26 @@ def check_rollouts(config: RunConfig) -> None:
         _check_prompts(config)
     if train.rampup_batch_size is not None:
         raise ConfigError(
-            f"train.rampup_batch_size is {train.rampup_batch_size}, but all rollout batches have "
-            "the same size; leave it out"
+            f"train.rampup_batch_size is {train.rampup_batch_size}, but all rollout batches have the same size; "
+            "leave train.rampup_batch_size out"
         )
     if config.runtime.loss_spike_threshold is not None:
         raise ConfigError(
-            f"runtime.loss_spike_threshold is {config.runtime.loss_spike_threshold}, but a "
-            "policy's loss is around 0 and does not show spikes; leave it out"
+            f"runtime.loss_spike_threshold is {config.runtime.loss_spike_threshold}, but a policy's loss is around 0 "
+            "and does not show spikes; leave runtime.loss_spike_threshold out"
         )
     if rl.use_adaptive_entropy and rl.top_entropy_quantile < 1:
         raise ConfigError(
-            f"rl.use_adaptive_entropy follows the mean entropy of all tokens, but rl.top_entropy_quantile is "
-            f"{rl.top_entropy_quantile:g}; leave out one"
+            "rl.use_adaptive_entropy follows the mean entropy of all tokens, but rl.top_entropy_quantile is "
+            f"{rl.top_entropy_quantile:g}; leave one of the two out"
         )
     if rl.use_kl_in_reward and (
         rl.advantage_estimator in ("gdpo", "gae") or rl.advantage_level != "trajectory"
     ):
         raise ConfigError(
-            f"rl.use_kl_in_reward is on, but rl.advantage_estimator {rl.advantage_estimator} with rl.advantage_level "
-            f"{rl.advantage_level} does not take one reward per completion; choose another estimator, or "
-            "turn rl.use_kl_in_reward off"
+            "rl.use_kl_in_reward needs one reward per completion, which rl.advantage_estimator "
+            f"{rl.advantage_estimator} with rl.advantage_level {rl.advantage_level} does not use; choose another "
+            "estimator, or set rl.use_kl_in_reward to false"
         )
     if rl.num_generations == 1 and not rl.uses_critic and rl.teacher is None:
         raise ConfigError(
@@ -50,14 +50,15 @@ def check_rollouts(config: RunConfig) -> None:
     if completions % rl.num_generations:
         raise ConfigError(
             f"train.global_batch_size {train.global_batch_size} × rl.mini_batches {rl.mini_batches} = {completions} "
-            f"completions are not whole groups of rl.num_generations {rl.num_generations}; choose a multiple of it"
+            f"completions is not a multiple of rl.num_generations {rl.num_generations}; choose sizes whose product "
+            "is a multiple"
         )
     selects = rl.top_entropy_quantile < 1 or rl.loss_type in ("kl_cov", "clip_cov")
     if train.fp8_format is not None and (rl.beta or rl.needs_old_logprobs_pass or selects):
         raise ConfigError(
             f"train.fp8_format is {train.fp8_format}, but log-probabilities are computed before a backward pass has "
-            "set the FP8 scales; leave it out, or set rl.beta to 0 and rl.old_logprobs to rollout, and leave out "
-            "rl.top_entropy_quantile, kl_cov and clip_cov"
+            "set the FP8 scales; leave train.fp8_format out, or compute no log-probabilities before the step: set "
+            "rl.beta to 0 and rl.old_logprobs to rollout, and leave out rl.top_entropy_quantile, kl_cov and clip_cov"
         )
     check_clips(config)
     check_rollout_correction(rl)
@@ -71,17 +72,18 @@ def _check_router_replay(config: RunConfig) -> None:
     rl = config.rl
     if config.model.num_experts is None:
         raise ConfigError(
-            f"rl.router_replay is {rl.router_replay}, but the model has no experts (model.num_experts); leave it out"
+            f"rl.router_replay is {rl.router_replay}, but the model has no experts (model.num_experts); leave "
+            "rl.router_replay out"
         )
     if rl.overlap_tools:
         raise ConfigError(
-            f"rl.router_replay is {rl.router_replay} and rl.overlap_tools is on, but turns that are sampled meanwhile "
-            "return no routes; leave out one"
+            f"rl.router_replay is {rl.router_replay} and rl.overlap_tools is on, but turns that are sampled while "
+            "tools run return no routes; leave one of the two out"
         )
     if rl.agent:
         raise ConfigError(
             f"rl.router_replay is {rl.router_replay} and rl.agent is set, but the requests of an agent return no "
-            "routes; leave out one"
+            "routes; leave one of the two out"
         )
     if rl.prompts and rl.is_colocated:
         raise ConfigError(
@@ -94,22 +96,24 @@ def _check_prompts(config: RunConfig) -> None:
     rl, seq_length = config.rl, config.data.seq_length
     if rl.rollouts:
         raise ConfigError(
-            f"rl.prompts is {rl.prompts!r} and rl.rollouts {rl.rollouts!r}; either sample or read: leave out one"
+            f"rl.prompts is {rl.prompts!r} and rl.rollouts {rl.rollouts!r}, but a run either samples completions or "
+            "reads them; leave one of the two out"
         )
     if not rl.rewards and not rl.environment and not rl.agent and not rl.reward_models:
         raise ConfigError(
-            "rl.prompts is set, but rl.reward_funcs is not, and neither is rl.reward_models; set one of them, to give "
-            "completions a reward"
+            "rl.prompts is set, but neither rl.reward_funcs nor rl.reward_models is, so completions would have no "
+            "reward; set one of the two"
         )
     check_rollout_speculation(rl, config.model)
     if rl.overlap_tools and rl.is_colocated:
         raise ConfigError(
-            "rl.overlap_tools is on and rl.engine is vllm without rl.engine_url, but vLLM in the trainer's processes "
-            "takes no requests while it samples; name a server by rl.engine_url, or turn rl.overlap_tools off"
+            "rl.overlap_tools is on and rl.engine is vllm without rl.engine_url, but vLLM in the trainer's "
+            "processes takes no requests while it samples; name a server by rl.engine_url, or set rl.overlap_tools "
+            "to false"
         )
     if rl.agent and rl.tools_or_environment:
         raise ConfigError(
-            f"rl.agent is {rl.agent!r}, which runs its own tools and environments; leave out rl.tools and "
+            f"rl.agent is {rl.agent!r}, but an agent runs its own tools and environments; leave out rl.tools and "
             "rl.environment"
         )
     if rl.agent and rl.is_colocated:
@@ -133,7 +137,7 @@ def _check_prompts(config: RunConfig) -> None:
         if getattr(rl, name) != neutral:
             raise ConfigError(
                 f"rl.{name} is {getattr(rl, name)}, but the trainer's probabilities {reason}, so the ratio would be "
-                f"biased; leave it at {neutral}"
+                f"biased; set rl.{name} to {neutral}"
             )
     if rl.stop_texts and (rl.engine != "own" or rl.uses_turns):
         where = f"rl.engine is {rl.engine}" if rl.engine != "own" else "rollouts have several turns"
@@ -146,7 +150,7 @@ def _check_prompts(config: RunConfig) -> None:
         raise ConfigError("rl.stop_strings has an empty string; give each string at least one character")
     if rl.engine_url in ([], ""):
         raise ConfigError(
-            f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave it out"
+            f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave rl.engine_url out"
         )
     for url in rl.engine_urls:
         check_address(url, "rl.engine_url")
@@ -159,8 +163,8 @@ def _check_prompts(config: RunConfig) -> None:
         )
     if rl.weight_sync_method == "ipc" and rl.engine != "vllm":
         raise ConfigError(
-            f"rl.weight_sync_method is ipc, but rl.engine is {rl.engine}: only vLLM takes handles of GPU memory; "
-            "choose nccl, gloo or checkpoint"
+            f"rl.weight_sync_method is ipc, but rl.engine is {rl.engine}, and only vLLM takes handles of GPU memory; "
+            "set rl.weight_sync_method to nccl, gloo or checkpoint"
         )
     if rl.weight_sync_method == "lora" and (
         rl.is_colocated or (config.lora.rank is None and config.lora.load is None)
@@ -179,30 +183,30 @@ def _check_prompts(config: RunConfig) -> None:
             else f"weight_sync_method {rl.weight_sync_method}"
         )
         raise ConfigError(
-            f"rl.weight_sync_delta is on, but {where} loads complete weights; turn it off, or use a server with nccl, "
-            "gloo or ipc"
+            f"rl.weight_sync_delta is on, but {where} loads complete weights; set rl.weight_sync_delta to false, or "
+            "use a server with nccl, gloo or ipc"
         )
     if rl.max_staleness and rl.is_colocated:
         raise ConfigError(
-            f"rl.max_staleness is {rl.max_staleness}, but vLLM without rl.engine_url samples on the trainer's devices, "
-            "which are busy meanwhile; name a server on others by rl.engine_url, or leave "
+            f"rl.max_staleness is {rl.max_staleness}, but vLLM without rl.engine_url samples on the trainer's own "
+            "devices, which train meanwhile; name a server on other devices by rl.engine_url, or leave "
             "rl.max_staleness at 0"
         )
     if rl.max_staleness and rl.max_resamples:
         raise ConfigError(
-            f"rl.max_staleness is {rl.max_staleness} and rl.max_resamples is {rl.max_resamples}, but the prompts "
-            "to sample again are known only after the previous batch; leave one of the two out"
+            f"rl.max_staleness is {rl.max_staleness} and rl.max_resamples is {rl.max_resamples}, but the prompts to "
+            "sample again are known only after the previous batch; leave one of the two out"
         )
     if rl.max_staleness and rl.old_logprobs == "policy" and not rl.mismatch_mode:
         raise ConfigError(
-            f"rl.max_staleness is {rl.max_staleness} without "
-            "rl.vllm_importance_sampling_correction, so nothing would correct for the older "
-            "weights; turn that on, set rl.use_decoupled_loss, or set rl.old_logprobs to rollout"
+            f"rl.max_staleness is {rl.max_staleness} without rl.vllm_importance_sampling_correction, so nothing "
+            "would correct for the older weights; set rl.vllm_importance_sampling_correction or "
+            "rl.use_decoupled_loss to true, or rl.old_logprobs to rollout"
         )
     room = seq_length + 1 - rl.max_completion_length
     if (rl.max_prompt_length or 1) > room:
         raise ConfigError(
-            f"rl.max_prompt_length {rl.max_prompt_length or 'of one token'} and "
-            f"rl.max_completion_length {rl.max_completion_length} do not fit into data.seq_length "
-            f"+ 1 = {seq_length + 1}; raise data.seq_length, or lower one of them"
+            f"rl.max_prompt_length {rl.max_prompt_length or 'of one token'} and rl.max_completion_length "
+            f"{rl.max_completion_length} together exceed data.seq_length + 1 = {seq_length + 1}; raise "
+            "data.seq_length, or lower one of the two"
         )

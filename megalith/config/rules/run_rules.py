@@ -60,8 +60,9 @@ def _check_mup(config: RunConfig) -> None:
     base = config.model.mup_base_num_layers
     if base is not None and "sgd" in config.optim.optimizers:
         raise ConfigError(
-            f"model.mup_base_num_layers {base} scales rates by depth for optimizers whose updates do not grow with the "
-            "gradient, but sgd's do; choose another optimizer, or leave mup_base_num_layers out"
+            f"model.mup_base_num_layers {base} scales rates by depth for optimizers whose updates do not grow with "
+            "the gradient, but the updates of sgd do; choose another optimizer, or leave model.mup_base_num_layers "
+            "out"
         )
 
 
@@ -73,18 +74,18 @@ def _check_qk_clip(config: RunConfig) -> None:
     norms = [name for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)]
     if norms and not model.multi_latent_attention:
         raise ConfigError(
-            f"optim.qk_clip is true and model.{norms[0]} is true, but normalized queries and keys "
-            "do not depend on the magnitude of their weights, and their logits are bounded "
-            "already; turn qk_clip off"
+            f"optim.qk_clip is true and model.{norms[0]} is true, but attention logits of normalized queries and "
+            "keys are already bounded and do not depend on the magnitude of the weights; set optim.qk_clip to false"
         )
     if config.lora.rank is not None or config.lora.load is not None:
         raise ConfigError(
-            "optim.qk_clip is true, but adapters leave the weights of queries and keys frozen; turn qk_clip off"
+            "optim.qk_clip is true, but with adapters the weights of queries and keys are frozen; set optim.qk_clip "
+            "to false"
         )
     if "schedule_free_adamw" in config.optim.optimizers:
         raise ConfigError(
-            "optim.qk_clip is true, but schedule_free_adamw averages weights, which would not be rescaled; choose "
-            "another optimizer, or turn qk_clip off"
+            "optim.qk_clip is true, but schedule_free_adamw averages weights, and the averages would not be "
+            "rescaled; choose another optimizer, or set optim.qk_clip to false"
         )
 
 
@@ -95,8 +96,8 @@ def check_base(config: RunConfig) -> None:
     if config.model.init_from is None and (lora.rank is not None or lora.load is not None):
         setting = f"lora.rank is {lora.rank}" if lora.load is None else f"lora.load is {lora.load}"
         raise ConfigError(
-            f"{setting}, but model.init_from is not set: adapters would be trained on random weights, which stay "
-            "frozen; set it to the weights that they are for, a Hugging Face folder or name, or a run folder"
+            f"{setting}, but model.init_from is not set, so adapters would be trained on random frozen weights; set "
+            "model.init_from to the base model: a Hugging Face folder or name, or a run folder"
         )
 
 
@@ -105,13 +106,13 @@ def _check_evaluation(config: RunConfig) -> None:
         return
     if config.checkpoint.load is None and config.model.init_from is None:
         raise ConfigError(
-            "train.skip_train is true, but there are no weights to evaluate; set checkpoint.load or model.init_from, "
-            "or leave it out to train"
+            "train.skip_train is true, but there are no weights to evaluate; set checkpoint.load or "
+            "model.init_from, or leave train.skip_train out to train"
         )
     if not config.train.eval_iters:
         raise ConfigError(
-            "train.skip_train is true and train.eval_iters is 0, so there is nothing to do; set eval_iters to the "
-            "number of global batches to evaluate"
+            "train.skip_train is true and train.eval_iters is 0, so there is nothing to do; set train.eval_iters to "
+            "the number of global batches to evaluate"
         )
 
 
@@ -125,8 +126,8 @@ def _check_available(config: RunConfig) -> None:
             if name not in values.unread(config):
                 meaning = field.description.partition(":")[0]
                 raise ConfigError(
-                    f"{section}.{name} is {value}, but this version does not have {meaning}; leave it at "
-                    f"{field.default} or remove it"
+                    f"{section}.{name} is {value}, but this version does not have {meaning}; leave {section}.{name} "
+                    f"at {field.default}, or remove it"
                 )
 
 
@@ -137,8 +138,8 @@ def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
     for name, length in lengths.items():
         if (longest := model.max_position_embeddings) is not None and length > longest:
             raise ConfigError(
-                f"data.{name} {length} is longer than model.max_position_embeddings {longest}; shorten the "
-                "sequences, or raise the model's limit"
+                f"data.{name} {length} is longer than model.max_position_embeddings {longest}; lower data.{name}, or "
+                "raise model.max_position_embeddings"
             )
 
 
@@ -158,19 +159,19 @@ def _check_encoder(config: RunConfig) -> None:
         )
     if not model.add_lm_head:
         raise ConfigError(
-            "model.add_lm_head is false, but predicting masked tokens needs the head; set it to true"
+            "model.add_lm_head is false, but predicting masked tokens needs the head; set model.add_lm_head to true"
         )
     if model.model_type == "bert" and data.mask_prob * (data.seq_length - SPECIAL_COUNT) < 1:
         raise ConfigError(
-            f"data.mask_prob {data.mask_prob} of data.seq_length {data.seq_length} without its "
-            f"{SPECIAL_COUNT} special tokens is less than one token, so no token would ever be "
-            "masked; raise one of the two"
+            f"data.mask_prob {data.mask_prob} of data.seq_length {data.seq_length} without its {SPECIAL_COUNT} "
+            "special tokens is less than one token, so no token would ever be masked; raise data.mask_prob or "
+            "data.seq_length"
         )
 
 
 def _check_profile(log: LogConfig) -> None:
     if log.profile and log.profile_step_end <= log.profile_step_start:
         raise ConfigError(
-            f"log.profile_step_end {log.profile_step_end} must come after log.profile_step_start "
-            f"{log.profile_step_start}"
+            f"log.profile_step_end {log.profile_step_end} is not after log.profile_step_start "
+            f"{log.profile_step_start}; raise log.profile_step_end"
         )

@@ -26,8 +26,8 @@ def check_lookup(shortest: int, longest: int) -> None:
     """Raise ConfigError if there is no length of n-grams."""
     if not 1 <= shortest <= longest:
         raise ConfigError(
-            f"prompt_lookup_min is {shortest} and prompt_lookup_max {longest}; the first must be at least 1 and at "
-            "most the second"
+            f"prompt_lookup_min is {shortest} and prompt_lookup_max {longest}, but the minimum must be at least 1 "
+            "and at most the maximum; change one of the two"
         )
 
 
@@ -35,8 +35,8 @@ def check_has_mtp(model: ModelConfig) -> None:
     """Raise ConfigError if a model has no layers for multi-token prediction."""
     if not model.mtp_layers:
         raise ConfigError(
-            "speculative_method is mtp, but model.mtp_num_layers is not set: the model has no layers that predict "
-            "further tokens; choose ngram or draft_model"
+            "speculative_method is mtp, but model.mtp_num_layers is not set, so the model has no layers that "
+            "predict further tokens; set speculative_method to ngram or draft_model"
         )
 
 
@@ -50,6 +50,6 @@ def check_rolls_back(model: ModelConfig, which: str) -> None:
     if model.moe_expert_capacity_factor is not None:
         raise ConfigError(
             f"speculative_method is set and moe_expert_capacity_factor of {which} is "
-            f"{model.moe_expert_capacity_factor}, so drafts could displace other tokens from their experts; leave one "
-            "of them out"
+            f"{model.moe_expert_capacity_factor}, so drafts could displace other tokens from their experts; leave "
+            "one of the two settings out"
         )

@@ -221,8 +221,8 @@ def open_chat_data(
             parts.append(None)
             if name == "valid" and len(files) == 1 and bounds[1] < bounds[2]:
                 notes.append(
-                    f"valid: data.split {data.split} gives it none of the {len(samples):,} samples, so there is no "
-                    "evaluation"
+                    f"valid: data.split {data.split} gives this split none of the {len(samples):,} samples, so there "
+                    "is no evaluation"
                 )
             continue
         rows = ChatDataset(samples, first, last, seq_length, packing=chat.packing, seed=seed, padding=padding)
@@ -230,7 +230,8 @@ def open_chat_data(
         notes.append(f"{name}: {rows.num_samples:,} samples in {rows.note(chat.packing)}")
     if parts[0] is None:
         raise DataError(
-            f"data.split {data.split} gives the train split no samples; raise its weight, or add data"
+            f"data.split {data.split} gives the train split no samples; raise the first number of data.split, or add "
+            "data"
         )
     for samples in {id(samples): samples for samples in samples_by_split if samples}.values():
         notes += [f"{count:,} samples were {event}" for event, count in samples.counts.items()]

@@ -53,7 +53,7 @@ class ChatTemplate:
             )
             environment.parse(source)
         except FAILURES as error:
-            raise ConfigError(f"the chat template is invalid ({error}); correct it") from error
+            raise ConfigError(f"the chat template is invalid ({error}); correct the template") from error
         self._process = TemplateProcess(source)
 
     def render(
@@ -75,7 +75,7 @@ class ChatTemplate:
             if any(k >= chat.first for k in chat.unlearned):
                 raise ValueError(
                     "a message has weight 0 (not learned), but every message is learned if assistant_only_loss is "
-                    "false; set it to true, or remove the message"
+                    "false; set assistant_only_loss to true, or remove the message"
                 )
             return text, [(self._completion_begin(chat, text) if chat.first else 0, len(text))]
         assistant = [k for k, message in enumerate(chat.messages) if message["role"] == "assistant"]

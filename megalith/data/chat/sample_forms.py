@@ -76,7 +76,7 @@ def _conversations(record: Record, chat: ChatConfig) -> list[ParsedSample]:
 def _weighted_pairs(record: Record, chat: ChatConfig) -> list[ParsedSample]:
     value = _number(record, "weight") if record.get("weight") is not None else None
     if value is not None and value < 0:
-        raise ValueError(f"its weight is {value:g}, but weights must be at least 0; correct it")
+        raise ValueError(f"its weight is {value:g}, but weights must be at least 0; correct the weight")
     return [ParsedSample(parse_preference(_without(record, "weight")), value)]
 
 
@@ -116,7 +116,8 @@ def _scored_answers(record: Record, chat: ChatConfig) -> list[ParsedSample]:
     values = sample.value if isinstance(sample.value, list) else [sample.value]
     if chat.loss_type == "bce" and not all(0 <= value <= 1 for value in values):
         raise ValueError(
-            f"its label is {values}, but reward.loss_type bce needs labels from 0 to 1; change them, or choose mse"
+            f"its label is {values}, but reward.loss_type bce needs labels from 0 to 1; change the labels, or set "
+            "reward.loss_type to mse"
         )
     return [sample]
 
@@ -133,7 +134,7 @@ def _steps(record: Record, separator: str) -> ParsedSample:
         raise ValueError(f"completion {wrong[0]} is {steps[wrong[0]]!r:.60}; a step must be non-empty text")
     if not isinstance(labels, Sequence) or len(labels) != len(steps):
         raise ValueError(
-            f"it has {len(steps)} completions, but its labels are {labels!r:.60}; give one for each"
+            f"it has {len(steps)} completions, but its labels are {labels!r:.60}; give one label per completion"
         )
     values = [_number({"label": label}, "label") for label in labels]
     parts = [unicode_text(prompt)]

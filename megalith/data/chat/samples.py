@@ -153,8 +153,8 @@ class _Reader:
             return sequence
         if self.tokenizer is None:
             raise DataError(
-                "data.tokenizer_type is not set, but the chat data has text to tokenize; set it "
-                "to the model's tokenizer"
+                "data.tokenizer_type is not set, but the chat data has text to tokenize; set data.tokenizer_type to "
+                "that of the model's tokenizer"
             )
         if isinstance(sequence, Text):
             start = len(sequence.prompt) if self.completion_only else 0
@@ -297,7 +297,8 @@ class _Reader:
     def _bad(self, source: str, reason: Exception | str) -> None:
         if not self.chat.skip_bad_samples:
             raise DataError(
-                f"{source} is unusable: {reason}; correct or remove it, or set {self.chat.name}.skip_bad_samples"
+                f"{source} is unusable: {reason}; correct or remove the record, or set "
+                f"{self.chat.name}.skip_bad_samples"
             ) from None
         self.first_bad = self.first_bad or f"{source}: {reason}"
         self.counts["skipped as unusable"] += 1

@@ -64,7 +64,7 @@ class TemplateProcess:
         if "error" in answer:
             self._process.kill()
             self._stop()
-            raise ConfigError(f"the chat template is invalid ({answer['error']}); correct it")
+            raise ConfigError(f"the chat template is invalid ({answer['error']}); correct the template")
 
     def _exchange(self, value: Any) -> dict[str, Any]:
         """Send a value and return the answer. Raise ValueError if the process has ended."""

@@ -45,8 +45,8 @@ def masking_settings(data: DataConfig, model: ModelConfig, **defaults: object) -
     """Return the settings of Masking: those of `data`, else `defaults`, else Masking's."""
     if model.bert_binary_head and model.tokentypes == 1:
         raise ConfigError(
-            "model.num_tokentypes is 1, but with model.bert_binary_head a sample has two segments; set it to 2 or "
-            "more, or to 0"
+            "model.num_tokentypes is 1, but with model.bert_binary_head a sample has two segments; set "
+            "model.num_tokentypes to 2 or more, or to 0"
         )
     names = [name for name in Masking._fields if name != "classification_head"]
     settings = {name: getattr(data, name) for name in names if getattr(data, name) is not None}

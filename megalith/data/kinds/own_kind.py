@@ -12,7 +12,7 @@ class OwnKind(DatasetKind):
     """The datasets that the function in `data.dataset` returns."""
 
     def mock(self, num_samples: int, seed: int) -> SampleDataset:
-        raise ConfigError("data.dataset and data.mock are both set; omit one")
+        raise ConfigError("data.dataset and data.mock are both set; leave one of the two out")
 
     def factory(self) -> None:
         return None

@@ -49,6 +49,7 @@ class T5Kind(DatasetKind):
         if size is not None and size < tokens.words.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {tokens.words.vocab_size} entries with {len(tokens.sentinels)} sentinels "
-                f"(data.vocab_extra_ids), but model.vocab_size is {size}; raise it, or lower vocab_extra_ids"
+                f"(data.vocab_extra_ids), but model.vocab_size is {size}; raise model.vocab_size, or lower "
+                "data.vocab_extra_ids"
             )
         return tokens

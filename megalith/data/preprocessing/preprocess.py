@@ -218,16 +218,16 @@ def _processes(encoder: BlockEncoder, workers: int) -> Iterator[Executor | None]
         )
     except OSError as error:
         raise DataError(
-            f"{workers} worker processes cannot be started: {error.strerror}. They need space in "
+            f"{workers} worker processes cannot be started ({error.strerror}), for which they need space in "
             "/dev/shm; free some, or set 0 workers to encode in the main process"
         ) from error
     try:
         yield pool
     except BrokenProcessPool as error:
         raise DataError(
-            f"one of {workers} worker processes ended early: it was killed, perhaps out of memory, or the main script "
-            'does not guard its start with `if __name__ == "__main__"`; set fewer workers, or 0 to encode in the main '
-            "process"
+            f"one of {workers} worker processes ended early, because it was killed, perhaps out of memory, or "
+            'because the main script does not guard its start with `if __name__ == "__main__"`; set fewer '
+            "workers, or 0 to encode in the main process"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -293,7 +293,7 @@ def _check_arguments(
     if append_eod and tokenizer.eod is None:
         raise ConfigError(
             f"append_eod is set, but this {tokenizer.tokenizer_type} of {tokenizer.vocab_size} entries has no "
-            "end-of-document token; name an eos_token in its tokenizer_config.json, or omit append_eod"
+            "end-of-document token; name an eos_token in its tokenizer_config.json, or leave append_eod out"
         )
     if isinstance(json_keys, str) or not json_keys or len(set(json_keys)) < len(json_keys):
         raise ConfigError(f"json_keys {json_keys!r} is not a list of different keys; name each key once")

@@ -99,8 +99,8 @@ class LaneWorker:
     def _ended(self) -> DataError:
         status = self._process.wait()
         return DataError(
-            f"a worker process that tokenizes a stream ended early (exit status {status}); it was killed, perhaps out "
-            "of memory, or its traceback is above. Lower data.num_workers or data.shuffle_buffer"
+            f"a worker process that tokenizes a stream ended early (exit status {status}), perhaps killed for lack "
+            "of memory, or its traceback is above; lower data.num_workers or data.shuffle_buffer"
         )
 
 

@@ -43,8 +43,8 @@ def stream_opener(
         lanes = data.stream_lanes or default_lanes(global_batch_size, len(shards))
         if lanes > len(shards):
             raise ConfigError(
-                f"data.stream_lanes is {lanes}, but {entry} has {len(shards)} shards, and each lane reads shards of "
-                "its own; lower it, or divide the data into more files"
+                f"data.stream_lanes is {lanes}, but {entry} has {len(shards)} shards, and each lane reads its own "
+                "shards; lower data.stream_lanes, or divide the data into more files"
             )
         settings = StreamSettings(
             entry=entry,

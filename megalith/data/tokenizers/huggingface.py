@@ -149,8 +149,8 @@ class HuggingFaceTokenizer(RustTokenizer):
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise DataError(
-                f"{MODEL} ({len(self.files[MODEL])} bytes) is not a tokenizer of the tokenizers library "
-                f"({error}); it is damaged, or was written by a newer version: pip install -U tokenizers"
+                f"{MODEL} ({len(self.files[MODEL])} bytes) is not a tokenizer of the tokenizers library ({error}); "
+                "the file is damaged, or a newer version wrote it: pip install -U tokenizers"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -321,7 +321,9 @@ def _merges(content: bytes) -> list[tuple[str, str]]:
     try:
         lines = content.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"the merges file is not UTF-8 ({error}); it is damaged") from error
+        raise DataError(
+            f"the merges file is not UTF-8 ({error}), so it is damaged; fetch it again"
+        ) from error
     first = 1 if lines[0].startswith("#version") else 0
     pairs = []
     for number, line in enumerate(lines[first:], first + 1):
@@ -330,8 +332,8 @@ def _merges(content: bytes) -> list[tuple[str, str]]:
             continue
         if len(words) != 2:
             raise DataError(
-                f"merges file line {number} has {len(words)} words, not the two parts of a merge; "
-                "it is damaged or another kind of file"
+                f"merges file line {number} has {len(words)} words, not the two parts of a merge; the file is "
+                "damaged or of another kind"
             )
         pairs.append((words[0], words[1]))
     return pairs

@@ -180,8 +180,8 @@ def _read_rank_lines(content: bytes) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
             raise DataError(
-                f"line {number} of the tiktoken vocabulary is not `base64 rank` ({error}); "
-                "it is damaged or another kind of file"
+                f"line {number} of the tiktoken vocabulary is not `base64 rank` ({error}); the file is damaged or of "
+                "another kind"
             ) from error
     return _check_ranks(ranks, ranks.values())
 
@@ -197,20 +197,22 @@ def _read_json_ranks(content: bytes) -> dict[bytes, int]:
             ranks[base64.b64decode(entry["token_bytes"], validate=True)] = entry["rank"]
         except (TypeError, KeyError, ValueError, OverflowError, binascii.Error) as error:
             raise DataError(
-                f"entry {number} of the tiktoken vocabulary is not an object with rank and token_bytes "
-                f"in base64 ({error!r}); it is damaged or another kind of file"
+                f"entry {number} of the tiktoken vocabulary is not an object with rank and token_bytes in base64 "
+                f"({error!r}); the file is damaged or of another kind"
             ) from error
     return _check_ranks(ranks, [entry["rank"] for entry in entries])
 
 
 def _check_ranks(ranks: dict[bytes, int], all_ranks: Iterable[int]) -> dict[bytes, int]:
     if len(set(all_ranks)) != len(ranks):
-        raise DataError("the tiktoken vocabulary lists a token or a rank twice; it is damaged")
+        raise DataError(
+            "the tiktoken vocabulary lists a token or a rank twice, so the file is damaged; fetch it again"
+        )
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
         raise DataError(
-            f"the tiktoken vocabulary has {len(ranks)} tokens but none for byte {missing[0]:#04x} "
-            f"({len(missing)} of 256 bytes missing); it is truncated or another kind of file"
+            f"the tiktoken vocabulary has {len(ranks)} tokens but none for byte {missing[0]:#04x} ({len(missing)} of "
+            "256 bytes missing); the file is truncated or of another kind"
         )
     return ranks
 

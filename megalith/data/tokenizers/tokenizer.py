@@ -223,5 +223,5 @@ def read_json(content: bytes, description: str) -> object:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"the {description} is not JSON ({error}); it is damaged or another kind of file"
+            f"the {description} is not JSON ({error}); the file is damaged or of another kind"
         ) from error

@@ -63,8 +63,8 @@ class Accelerator(accelerate.Accelerator):
             return
         if not isinstance(megatron_lm_plugin, MegatronLMPlugin):
             raise ConfigError(
-                "megatron_lm_plugin is Accelerate's own class; import MegatronLMPlugin from megalith.accelerate, or "
-                "run the script with `megalith accelerate launch`"
+                "megatron_lm_plugin is an object of Accelerate's own class; import MegatronLMPlugin from "
+                "megalith.accelerate, or run the script with `megalith accelerate launch`"
             )
         raise_cuda_connections()  # before CUDA starts; the layout that needs it is known only later
         cpu = cpu or not torch.cuda.is_available()
@@ -100,15 +100,15 @@ class Accelerator(accelerate.Accelerator):
         replica, replicas = self._replica
         if options.split_batches and replicas * count > 1:
             raise ConfigError(
-                "split_batches is true, but a dataloader's batch is a micro-batch here, and each "
-                f"replica reads {count} of them per iteration; leave split_batches out, and "
-                f"divide the dataloader's batch_size by {replicas} replicas × num_micro_batches "
-                f"{count} = {replicas * count}"
+                "split_batches is true, but here a dataloader's batch is one micro-batch, and each replica reads "
+                f"{count} of them per iteration; leave split_batches out, and divide the dataloader's batch_size by "
+                f"{replicas} replicas × num_micro_batches {count} = {replicas * count}"
             )
         if options.use_stateful_dataloader:
             raise ConfigError(
-                "use_stateful_dataloader is not supported: save_state does not store the position in a dataloader; "
-                "after load_state skip the iterations already done: accelerator.skip_first_batches(loader, iterations)"
+                "use_stateful_dataloader is not supported, because save_state does not store the position in a "
+                "dataloader; leave use_stateful_dataloader out, and after load_state skip the iterations already "
+                "done with accelerator.skip_first_batches(loader, iterations)"
             )
         seed = torch.random.initial_seed() if options.data_seed is None else options.data_seed
         kinds = tuple(str(getattr(kind, "value", kind)) for kind in self.rng_types or ())
@@ -126,9 +126,8 @@ class Accelerator(accelerate.Accelerator):
         modules = [obj for obj in new if isinstance(obj, nn.Module)]
         if len(modules) > 1 or (modules and self._engine is not None):
             raise ConfigError(
-                "prepare is given a second model, but an Accelerator trains one model here; "
-                "prepare the others with another Accelerator without the plugin, or leave them "
-                "unprepared"
+                "prepare was called with a second model, but an Accelerator trains one model here; prepare the "
+                "others with another Accelerator without the plugin, or leave them unprepared"
             )
         self._set_batch(new)
         optimizer = next((obj for obj in new if isinstance(obj, torch.optim.Optimizer)), None)
@@ -143,7 +142,9 @@ class Accelerator(accelerate.Accelerator):
             self._models.append(engine)
         elif optimizer is not None:
             if self._engine is None:
-                raise ConfigError("prepare is given an optimizer without its model; pass both to one call")
+                raise ConfigError(
+                    "prepare was called with an optimizer but not its model; pass both in one call"
+                )
             plugin.set_optimizer_type(optimizer)
             self._engine.set_optimizer(optimizer)
         result = []
@@ -224,7 +225,9 @@ class Accelerator(accelerate.Accelerator):
             return super().prepare_scheduler(scheduler)
         optimizers = self._optimizers
         if self._engine is None or self._engine.optimizer is None:
-            raise ConfigError("prepare is given a scheduler before its optimizer; pass both to one call")
+            raise ConfigError(
+                "prepare was called with a scheduler before its optimizer; pass both in one call"
+            )
         if isinstance(scheduler, MegatronLMDummyScheduler):
             scheduler = scheduler.build(self._engine.optimizer, self._plugin)
         else:
@@ -243,8 +246,8 @@ class Accelerator(accelerate.Accelerator):
             return
         if not isinstance(loss, Tensor):
             raise ConfigError(
-                f"backward needs a loss, not {loss!r}; the model returns a loss if the batch has labels: a copy of "
-                "input_ids with -100 for tokens that do not count"
+                f"backward needs a loss, not {loss!r}; the model returns a loss if the batch has labels, which are a "
+                "copy of input_ids with -100 for tokens that do not count"
             )
         (loss / self.gradient_accumulation_steps).backward(**kwargs)
 
@@ -261,8 +264,8 @@ class Accelerator(accelerate.Accelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2:
             raise ConfigError(
-                f"clip_grad_norm_ is called with norm_type {norm_type}, but only the 2-norm is "
-                "supported; leave it out"
+                f"clip_grad_norm_ was called with norm_type {norm_type}, but only the 2-norm is supported; leave "
+                "norm_type out"
             )
         with collective_call("clip_grad_norm_"):
             return self._prepared_model().optimizer_of(parameters).clip_norm(max_norm)

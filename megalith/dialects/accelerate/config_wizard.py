@@ -67,7 +67,8 @@ def ask_all() -> dict[str, Any]:
     processes = ask("How many processes (GPUs) should be used for distributed training?", tp * pp * dp, count)
     if processes != tp * pp * dp:
         raise ConfigError(
-            f"{processes} processes do not equal tensor {tp} × pipeline {pp} × data {dp} = {tp * pp * dp}; change one"
+            f"{processes} processes are not tensor {tp} × pipeline {pp} × data {dp} = {tp * pp * dp}; change one of "
+            "these numbers"
         )
     precision = ask(
         "Do you wish to use mixed precision? [no/fp16/bf16]", "bf16", one_of("no", "fp16", "bf16")

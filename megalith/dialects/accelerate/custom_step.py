@@ -36,9 +36,8 @@ class CustomStep:
             output, function = self._handler.forward_step(iter([part]), call)
             if output is not call.output:
                 raise ConfigError(
-                    "the forward step has changed the model's output before returning it; do "
-                    "that in the function that it returns, which is called with the per-token "
-                    "losses"
+                    "the forward step changed the model's output before returning it, which is not supported; "
+                    "change the losses in the function that it returns, which is called with the loss of each token"
                 )
             micro_batches.append(call.batch(index))
             functions.append(function)
@@ -51,8 +50,8 @@ def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]
     rows = len(next(iter(tensors.values())))
     if rows % count:
         raise ConfigError(
-            f"a train step has {rows} samples, which are not divisible by num_micro_batches "
-            f"{count}; set drop_last in the dataloader"
+            f"a train step has {rows} samples, which is not divisible by num_micro_batches {count}; set drop_last in "
+            "the dataloader"
         )
     size = rows // count
     return [

@@ -49,8 +49,8 @@ class MegalithTrainer(Trainer):
         if self._plugin.pp_degree > 1:
             raise ConfigError(
                 f"pp_degree is {self._plugin.pp_degree}, but the Trainer passes micro-batches to the model one at a "
-                "time, which leaves all pipeline stages but one idle; use tp_degree, context_parallel_size and data "
-                "parallelism, or write the training loop yourself"
+                "time, which would leave all pipeline stages but one idle; use tp_degree, context_parallel_size and "
+                "data parallelism, or write the training loop yourself"
             )
         super().__init__(*args, **options)
         self._check_arguments()
@@ -66,7 +66,9 @@ class MegalithTrainer(Trainer):
         for name, (values, reason) in SUPPORTED_VALUES.items():
             value = getattr(self.args, name, values[0])
             if value not in values:
-                raise ConfigError(f"{name} is {value!r:.80}, which is not supported: {reason}; leave it out")
+                raise ConfigError(
+                    f"{name} is {value!r:.80}, which is not supported: {reason}; leave {name} out"
+                )
 
     def _reject_losses_from_logits(self) -> None:
         smoothing = self.args.label_smoothing_factor

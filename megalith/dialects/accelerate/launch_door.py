@@ -76,7 +76,8 @@ def launch(words: list[str]) -> int:
     args = accelerate_launch.launch_command_parser().parse_args(words)
     if args.no_python:
         raise ConfigError(
-            "--no_python starts a program that is not a Python script; megalith accelerate launch needs a script"
+            "--no_python starts programs other than Python scripts, but megalith accelerate launch runs only Python "
+            "scripts; leave --no_python out, and name a script"
         )
     if not args.module and not Path(args.training_script).exists():
         raise ConfigError(f"there is no script {args.training_script}; give the path of a Python script")

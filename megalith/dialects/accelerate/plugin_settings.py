@@ -174,7 +174,7 @@ def _parallel(plugin: MegatronLMPlugin, model: ModelConfig, notes: list[str]) ->
         if rest:
             raise ConfigError(
                 f"num_layers_per_virtual_pipeline_stage {layers} × pp_degree {plugin.pp_degree} does not divide the "
-                f"model's {model.num_layers} layers; choose another"
+                f"model's {model.num_layers} layers; choose another number of layers per stage"
             )
     experts = {
         "parallel.expert_model_parallel_size": plugin.expert_model_parallel_size,
@@ -233,7 +233,8 @@ def _loss_scale(scaler: GradScalerKwargs) -> dict[str, Any]:
     if (scaler.growth_factor, scaler.backoff_factor) != (2.0, 0.5):
         raise ConfigError(
             f"GradScalerKwargs has growth_factor {scaler.growth_factor:g} and backoff_factor "
-            f"{scaler.backoff_factor:g}, but the loss scale doubles and halves; leave them at 2 and 0.5"
+            f"{scaler.backoff_factor:g}, but the loss scale is always doubled and halved; leave the factors at 2 and "
+            "0.5"
         )
     if not scaler.enabled:
         return {"optim.loss_scale": 1.0}
@@ -268,8 +269,8 @@ def _with_other_arguments(
         path = f"model.{name}"
         if path in changed and changed.pop(path) != getattr(config.model, name):
             raise ConfigError(
-                f"other_megatron_args changes {path}, which the Hugging Face model's config sets; leave it out, and "
-                "set it there"
+                f"other_megatron_args changes {path}, which the Hugging Face model's config determines; remove it "
+                "from other_megatron_args, and change the config"
             )
     notes += [f"other_megatron_args: {note}" for note in translated.notes]
     return config.with_settings(changed)

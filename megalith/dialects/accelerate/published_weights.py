@@ -39,8 +39,8 @@ def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
     kind, config = type(module), getattr(module, "config", None)
     if not hasattr(config, "to_dict"):
         raise ConfigError(
-            f"prepare is given a {kind.__name__}, which is not a supported transformers model; "
-            f"pass one of {', '.join(FAMILIES)}"
+            f"prepare was called with a {kind.__name__}, which is not a supported transformers model; pass one of "
+            f"{', '.join(FAMILIES)}"
         )
     base_class = next((base.__name__ for base in kind.__mro__ if base.__name__ in FAMILIES), None)
     if base_class is not None and base_class != kind.__name__:

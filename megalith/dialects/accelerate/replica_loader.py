@@ -217,7 +217,7 @@ def check_same_on_all_ranks(batch: Any) -> None:
     if different := [rank for rank, other in enumerate(sums_of_ranks) if other != sums_of_ranks[0]]:
         raise ConfigError(
             f"the dataset yields other samples on rank {different[0]} than on rank 0, but every rank reads the full "
-            "stream and takes its part of each batch; yield the same samples in the same order on all ranks, for "
+            "stream and uses its part of each batch; yield the same samples in the same order on all ranks, for "
             "example with a fixed shuffle seed"
         )
 

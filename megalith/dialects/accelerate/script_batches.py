@@ -46,8 +46,8 @@ def check_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape != batch["input_ids"].shape:
         raise ConfigError(
-            f"attention_mask has the shape {list(mask.shape)}, not that of input_ids {list(batch['input_ids'].shape)}; "
-            "use one value per token, or separate packed samples with position_ids"
+            f"attention_mask has shape {list(mask.shape)}, but input_ids has {list(batch['input_ids'].shape)}; use "
+            "one mask value per token, or separate packed samples with position_ids"
         )
     encoder_inputs = {name: batch[name] for name in ENCODER_INPUTS if batch.get(name) is not None}
     return {name: batch.get(name) for name in SUPPORTED_INPUTS} | encoder_inputs
@@ -70,8 +70,8 @@ def check_ids(ids: TokenIds, batch: Mapping[str, Any], *, causal: bool) -> None:
 
 def _unsupported_inputs(names: Sequence[str]) -> str:
     return (
-        f"the model was called with {', '.join(names)}, which decoder-only models do not support; they support "
-        f"{', '.join(SUPPORTED_INPUTS)}: leave it out of the batch"
+        f"the model was called with {', '.join(names)}, which decoder-only models do not support; leave "
+        f"{', '.join(names)} out of the batch (supported: {', '.join(SUPPORTED_INPUTS)})"
     )
 
 
@@ -86,8 +86,8 @@ def reject_token_types(types: Tensor, module: nn.Module) -> None:
     advice = 'set model_input_names=["input_ids", "attention_mask"] of the tokenizer, or leave them out of the batch'
     if "token_type_ids" in inspect.signature(type(module).forward).parameters:
         raise ConfigError(
-            f"the model was called with token_type_ids, for which transformers' {name} adds embeddings; they are "
-            f"not supported: {advice}"
+            f"the model was called with token_type_ids, for which transformers' {name} adds embeddings that are not "
+            f"supported here; {advice}"
         )
     if bool(types.any()):
         raise ConfigError(
@@ -101,7 +101,7 @@ def reject_extra_outputs(options: Mapping[str, Any]) -> None:
         if options.get(name):
             raise ConfigError(
                 f"{name} is true, but a prepared model returns only loss and logits, because no rank has the full "
-                "intermediate results; leave it out, or call accelerator.unwrap_model(model), on every rank"
+                f"intermediate results; leave {name} out, or call accelerator.unwrap_model(model), on every rank"
             )
 
 

@@ -143,7 +143,8 @@ class MegatronEngine(nn.Module):
         """Train with the script's optimizer, created with the model's parameters before or after `prepare`."""
         if self.optimizer is not None:
             raise ConfigError(
-                "prepare has a second optimizer, but one optimizer trains the model; use parameter groups"
+                "prepare was called with a second optimizer, but one optimizer trains the model; use parameter "
+                "groups of one optimizer"
             )
         self.optimizer = EngineOptimizer(
             self.model, optimizer, self.run.optim, self._source_parameters, self.run.train.precision
@@ -394,8 +395,9 @@ class MegatronEngine(nn.Module):
         missing = [name for name in trained if id(self._sharded[name]) not in ids]
         if missing:
             raise ConfigError(
-                f"gradients are clipped together, but {len(missing)} of the model's {len(trained)} trained parameters "
-                f"are not among the {len(listed)} passed ({shorten(missing)}); pass model.parameters()"
+                f"clip_grad_norm_ clips the gradients of all parameters together, but {len(missing)} of the model's "
+                f"{len(trained)} trained parameters are not among the {len(listed)} passed ({shorten(missing)}); "
+                "pass model.parameters()"
             )
         return self.optimizer
 

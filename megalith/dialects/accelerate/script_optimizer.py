@@ -99,13 +99,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Ids of the script's parameters that are trained, on any rank."""
         if not group_of_id.keys() & {id(p) for p in model_parameters}:
             raise ConfigError(
-                f"none of the optimizer's {len(group_of_id)} parameters belongs to the model; create it with the "
-                "parameters of the model that you pass to prepare: AdamW(model.parameters())"
+                f"none of the optimizer's {len(group_of_id)} parameters belongs to the model; create the optimizer "
+                "with the parameters of the model that you pass to prepare: AdamW(model.parameters())"
             )
         if not self.trained:
             raise ConfigError(
-                "all of the optimizer's parameters are frozen; set requires_grad before prepare (merging adapters "
-                "leaves the model frozen: model.requires_grad_(True))"
+                "all of the optimizer's parameters are frozen; call model.requires_grad_(True) before prepare "
+                "(merging adapters leaves a model frozen)"
             )
         groups: list[dict[str, Any]] = [
             {
@@ -252,7 +252,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if len(groups) != len(self.param_groups):
             raise ConfigError(
                 f"{file} has {len(groups)} parameter groups, but this optimizer has {len(self.param_groups)}; create "
-                "it with the groups that it was saved with"
+                "the optimizer with the groups that it was saved with"
             )
         for group, saved in zip(self.param_groups, groups):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in group})
@@ -268,8 +268,8 @@ class CallGradients:
         """Add `weight` times the gradients to those of the step. Raises ConfigError the second time."""
         if self._gradients is None:
             raise ConfigError(
-                "backward was already called on this loss, and its gradients have been used; "
-                "call the model again"
+                "backward was already called on this loss, and its gradients were used; call the model again for a "
+                "new loss"
             )
         optimizer = self._optimizer
         optimizer.gradients.add(self._gradients, weight)
@@ -330,18 +330,19 @@ def _engine_class(optimizer: torch.optim.Optimizer) -> type:
     names = ", ".join(f"torch.optim.{kind.__name__}" for kind in CLASSES)
     if type(optimizer) not in CLASSES:
         raise ConfigError(
-            f"prepare is given the optimizer {type(optimizer).__name__}, which cannot train "
-            f"sharded parameters; use one of {names}"
+            f"prepare was called with the optimizer {type(optimizer).__name__}, which cannot train sharded "
+            f"parameters; use one of {names}"
         )
     for group in optimizer.param_groups:
         unsupported = {"amsgrad": group.get("amsgrad"), "dampening": group.get("dampening")}
         for name in (name for name, value in unsupported.items() if value):
             raise ConfigError(
-                f"the optimizer's {name} is {unsupported[name]}, which is not supported; leave it out"
+                f"the optimizer's {name} is {unsupported[name]}, which is not supported; leave {name} out"
             )
     if optimizer.state:
         raise ConfigError(
-            "the optimizer already has state; prepare it before its first step, and use load_state"
+            "the optimizer already has state from earlier steps, which prepare cannot shard; prepare it before its "
+            "first step, and restore state with load_state"
         )
     return CLASSES[type(optimizer)]
 
@@ -358,8 +359,8 @@ def _group_of(
     if any(other != options[0] for other in options):
         labels = [f"group {n}" if n is not None else "no group" for n in dict.fromkeys(indices)]
         raise ConfigError(
-            f"the parameters that form {name} are in {' and '.join(labels)} of the optimizer, with different learning "
-            "rates or weight decays, but they are one tensor here; put them in one group"
+            f"{' and '.join(labels)} of the optimizer have different learning rates or weight decays, but the "
+            f"parameters in them that form {name} are one tensor here; put these parameters in one group"
         )
     return indices[0] if indices else None
 

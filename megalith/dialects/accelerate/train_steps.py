@@ -320,7 +320,7 @@ def build_train_step(
     if plugin.return_logits:
         raise ConfigError(
             f"return_logits cannot be combined with {custom[0]}, because no rank has the full logits in training; "
-            "leave one out"
+            "leave one of the two out"
         )
     args = SimpleNamespace(
         **plugin.megatron_lm_default_args, eos_token_id=getattr(engine.config, "eos_token_id", None)
@@ -339,7 +339,7 @@ def _encoder_step(
         if getattr(plugin, name):
             raise ConfigError(
                 f"{name} is set, but {'an encoder-decoder' if is_pair else 'an encoder'} is always trained with "
-                f"{step.__name__} and returns only a loss; leave it out, or set custom_get_batch_function"
+                f"{step.__name__} and returns only a loss; leave {name} out, or set custom_get_batch_function"
             )
     if not engine.run.model.add_lm_head:
         raise ConfigError(

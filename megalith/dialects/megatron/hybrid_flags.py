@@ -32,16 +32,18 @@ def hybrid_layers(flags: ParsedFlags) -> None:
     if pattern is None:
         if flags["--is-hybrid-model"]:
             flags.problems.append(
-                f"--is-hybrid-model is refused without {PATTERN}, which describes the layers; give it, as M-M*-"
+                f"--is-hybrid-model needs {PATTERN}, which describes the layers; add {PATTERN}, for example M-M*-"
             )
         return
     pattern = _without_mtp(flags, flag, pattern)
     for letter in sorted(set(pattern)):
         if letter in UNSUPPORTED:
-            flags.problems.append(f"{flag} {pattern} is refused: {letter!r} {UNSUPPORTED[letter]}; remove it")
+            flags.problems.append(
+                f"{flag} {pattern} is refused: {letter!r} {UNSUPPORTED[letter]}; remove {letter!r}"
+            )
         elif letter not in PATTERN_LAYERS:
             flags.problems.append(
-                f"{flag} {pattern} has {letter!r}, which does not stand for a layer; correct it"
+                f"{flag} {pattern} has {letter!r}, which is not the letter of a layer; correct the pattern"
             )
     if flags["--num-layers"] not in (None, len(pattern)):
         flags.notes.append(
@@ -87,8 +89,8 @@ def _check_spec(flags: ParsedFlags, pattern: str | None) -> None:
     names = spec if isinstance(spec, list) else str(spec).split()
     if names[-1] not in STACK_SPECS:
         flags.problems.append(
-            f"--spec {' '.join(names)} is refused: layers are built from the settings, not from a custom spec; remove "
-            "it if it names the GPT layer"
+            f"--spec {' '.join(names)} is refused: layers are built from the settings, not from a custom spec; "
+            "remove --spec if it names the GPT layer"
         )
     elif pattern is None:
-        flags.problems.append(f"--spec {' '.join(names)} is refused without {PATTERN}; give it, as M-M*-")
+        flags.problems.append(f"--spec {' '.join(names)} needs {PATTERN}; add {PATTERN}, for example M-M*-")

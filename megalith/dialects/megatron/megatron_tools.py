@@ -21,7 +21,7 @@ class ToolOptions(argparse.ArgumentParser):
     """Argument parser that raises ConfigError."""
 
     def error(self, message: str) -> None:
-        raise ConfigError(f"{self.prog}: {message}; `megalith --help` lists our own commands")
+        raise ConfigError(f"{self.prog}: {message}; `megalith --help` lists Megalith's own commands")
 
 
 def run_preprocess_data(words: list[str]) -> int:
@@ -32,11 +32,12 @@ def run_preprocess_data(words: list[str]) -> int:
     options = _options().parse_args(words)
     if options.tokenizer_type not in TOKENIZERS:
         raise ConfigError(
-            f"--tokenizer-type {options.tokenizer_type} is refused: there are {', '.join(TOKENIZERS)}"
+            f"--tokenizer-type {options.tokenizer_type} is not supported; use one of {', '.join(TOKENIZERS)}"
         )
     if options.split_sentences and (options.keep_newlines or options.lang != "english"):
         raise ConfigError(
-            "--split-sentences is refused with --keep-newlines and languages other than english: remove them"
+            "--split-sentences is not supported with --keep-newlines or languages other than english; remove one of "
+            "them"
         )
     for flag, there in TIKTOKEN.items():
         if options.tokenizer_type == "TikTokenizer" and (value := getattr(options, _name(flag))) not in (
@@ -44,7 +45,8 @@ def run_preprocess_data(words: list[str]) -> int:
             there,
         ):
             raise ConfigError(
-                f"{flag} {value} is refused: only {there} is supported; others split text differently"
+                f"{flag} {value} is not supported, because other values than {there} split text differently; use "
+                f"{there}"
             )
     ignored = [flag for flag in (*SPREAD, *SPREAD_SWITCHES) if getattr(options, _name(flag))]
     if ignored:
@@ -103,7 +105,7 @@ def run_convert_checkpoint(words: list[str]) -> int:
     parser.add_argument("--trust", action="store_true")
     options, more = parser.parse_known_args(words)
     if options.model_type != "GPT":
-        raise ConfigError(f"--model-type is {options.model_type}; only GPT is supported")
+        raise ConfigError(f"--model-type is {options.model_type}, but only GPT is supported; use GPT")
     if more:
         print(f"note: {' '.join(more)} have no effect: the checkpoint determines them")
     from megalith.bridge.megatron.megatron_exporter import convert

@@ -279,14 +279,16 @@ def _check(flags: ParsedFlags) -> None:
     missing = [flag for flag in REQUIRED if not {flag, ALTERNATIVES.get(flag)} & named]
     if missing := [flag for flag in missing if not (stored and flag in IN_CHECKPOINT)]:
         flags.problems.append(
-            f"{', '.join(missing)} {'are' if missing[1:] else 'is'} missing, and Megatron has no default; give "
-            f"{'them' if missing[1:] else 'it'}"
+            f"{', '.join(missing)} {'are' if missing[1:] else 'is'} missing, and Megatron has no default; add "
+            f"{'these flags' if missing[1:] else 'the flag'}"
         )
     if not {"--train-iters", "--train-samples"} & {*flags.values, *flags.misread}:
-        flags.problems.append("--train-iters or --train-samples is missing: the run's length; give one")
+        flags.problems.append(
+            "neither --train-iters nor --train-samples is given, one of which sets the run's length; add one of them"
+        )
     for pair in CONTRADICTIONS:
         if all(flag in flags and flags[flag] for flag in pair):
-            flags.problems.append(f"{pair[0]} and {pair[1]} contradict each other; leave one out")
+            flags.problems.append(f"{pair[0]} and {pair[1]} contradict each other; remove one of the two")
 
 
 def _set(flags: ParsedFlags, flag: str, row: Sets, value: Any) -> None:

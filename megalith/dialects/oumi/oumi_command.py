@@ -216,12 +216,13 @@ def machines_of(environ: Mapping[str, str], options: Mapping[str, str | None], l
         if environ.get(name, str(value)) != str(value):
             raise ConfigError(
                 f"{name} is {environ[name]} in the environment, but the job has {machines.nodes} machines with "
-                f"{machines.processes} processes each, {world} in all; correct one of them"
+                f"{machines.processes} processes each, {world} in all; correct one of these numbers"
             )
     master = environ.get("OUMI_MASTER_ADDR")
     if master is not None and hosts and master not in hosts:
         raise ConfigError(
-            f"OUMI_MASTER_ADDR is {master!r}, which is not one of the machines {', '.join(hosts)}; correct it"
+            f"OUMI_MASTER_ADDR is {master!r}, which is not one of the machines {', '.join(hosts)}; set "
+            "OUMI_MASTER_ADDR to one of them"
         )
     return machines
 
@@ -278,7 +279,8 @@ def _gpus() -> int:
 def _require(environ: Mapping[str, str], scheduler: str, *names: str) -> None:
     if missing := [name for name in names if not environ.get(name)]:
         raise ConfigError(
-            f"{scheduler} also sets {', '.join(missing)}, which the environment does not have; set it"
+            f"{scheduler} also sets {', '.join(missing)}, which the environment does not have; set "
+            f"{', '.join(missing)}"
         )
 
 

@@ -49,8 +49,9 @@ def set_layout(keys: OumiKeys) -> int:
     total = keys.value_of(f"megatron.{name}", default=None)
     if total is not None and (pp == 1 or total % pp):
         keys.problems.append(
-            f"megatron.{name} is {total}, the virtual stages of all ranks; it must be divisible by "
-            f"pipeline_model_parallel_size ({pp}), which must be above 1; use {2 * pp if pp > 1 else 'none'}"
+            f"megatron.{name} is {total}, the virtual stages of all ranks, which must be divisible by "
+            f"pipeline_model_parallel_size ({pp}), and that must be above 1; set megatron.{name} to "
+            f"{2 * pp if pp > 1 else 'none'}"
         )
     elif total is not None:
         keys.set(f"parallel.{name}", total // pp)
@@ -62,7 +63,7 @@ def set_layout(keys: OumiKeys) -> int:
     if chunks is not None and total not in (None, chunks * pp):
         keys.problems.append(
             f"megatron.{name} is {total}, the virtual stages of all {pp} ranks, but {ACTOR_MEGATRON}{name} is "
-            f"{chunks} per rank, {chunks * pp} in all; make them the same, or leave one out"
+            f"{chunks} per rank, {chunks * pp} in all; make the two equal, or leave one of them out"
         )
     elif chunks is not None:
         keys.set(f"parallel.{name}", chunks)
@@ -123,7 +124,7 @@ def set_batch(keys: OumiKeys, trainer: str, parallel: int) -> None:
             keys.problems.append(
                 f"verl's data.train_batch_size ({rollouts} prompts) must be divisible by ppo_mini_batch_size "
                 f"({mini_batch}), and megatron.global_batch_size must be {mini_batch} × {group_size} = "
-                f"{mini_batch * group_size} sequences; it is {global_batch}"
+                f"{mini_batch * group_size} sequences, but it is {global_batch}; change one of these sizes"
             )
         keys.set("rl.mini_batches", max(1, rollouts // mini_batch))
     elif trainer == "grpo" and f"{VERL_PREFIX}data.train_batch_size" in keys and global_batch is None:
@@ -131,7 +132,8 @@ def set_batch(keys: OumiKeys, trainer: str, parallel: int) -> None:
     if global_batch is not None and accumulated in keys and global_batch != by_steps:
         keys.problems.append(
             f"megatron.global_batch_size is {global_batch}, but micro_batch_size ({micro_batch}) × {accumulated} "
-            f"({accumulation}) × data parallel ({replicas}) = {by_steps}; make them the same, or leave one out"
+            f"({accumulation}) × data parallel ({replicas}) = {by_steps}; make the two equal, or leave one of them "
+            "out"
         )
     global_batch = by_steps if global_batch is None else global_batch
     keys.set("train.micro_batch_size", micro_batch)
@@ -158,13 +160,13 @@ def set_sharding(keys: OumiKeys, trainer: str, parallel: int) -> None:
     enabled = [key for key in ("fsdp.enable_fsdp", "deepspeed.enable_deepspeed") if keys[key]]
     if enabled and trainer == "grpo":
         keys.problems += [
-            f"{key} is True, which MEGATRON_GRPO does not support; set it False: the megatron section shards the "
-            "model, and the optimizer state is sharded over the replicas"
+            f"{key} is True, which MEGATRON_GRPO does not support; set {key} to False (the megatron section shards "
+            "the model, and the optimizer state is sharded over the replicas)"
             for key in enabled
         ]
     elif len(enabled) == 2:
         keys.problems.append(
-            f"{' and '.join(enabled)} are True, but only one of them can shard the model; set one of them False"
+            f"{' and '.join(enabled)} are True, but only one of them can shard the model; set all but one to False"
         )
     elif keys["fsdp.enable_fsdp"]:
         name = str(keys["fsdp.sharding_strategy"]).upper()

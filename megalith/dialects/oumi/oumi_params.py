@@ -166,7 +166,7 @@ class MegatronParams(OumiSection):
         if total is not None and (pp == 1 or total % pp):
             problems.append(
                 f"virtual_pipeline_model_parallel_size ({total}), the stages of all ranks, must be divisible by "
-                f"pipeline_model_parallel_size ({pp}), which must be above 1"
+                f"pipeline_model_parallel_size ({pp}), and that must be above 1"
             )
         stages = total or pp
         if num_layers % stages and (num_layers + 1) % stages and (num_layers + 2) % stages:

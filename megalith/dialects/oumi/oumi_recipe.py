@@ -69,14 +69,16 @@ def set_chat(keys: OumiKeys, trainer: str, datasets: Sequence[OumiDataset]) -> N
             keys.values["model.chat_template"] = str(path)
         else:
             keys.problems.append(
-                f"model.chat_template is {template!r}, a template of Oumi's package, which is not installed or has no "
-                "such template; leave it out for the tokenizer's template, or give the path of a Jinja file"
+                f"model.chat_template is {template!r}, a template of Oumi's package, which is not installed or has "
+                "no such template; leave model.chat_template out for the tokenizer's template, or give the path of "
+                "a Jinja file"
             )
     harmless = {"hf_dataset_path", "return_conversations", "return_tensors", "return_conversations_format"}
     for key, value in keys.values.items():
         if key.endswith("].sample_count") and not key.startswith("data.test."):
             keys.problems.append(
-                f"{key} is {value}, which this trainer does not support: it reads complete files; cut them beforehand"
+                f"{key} is {value}, which this trainer does not support, because it reads complete files; cut the "
+                "files beforehand"
             )
     for index, dataset in enumerate(datasets):
         unsupported = {name for name in dataset.kwargs if name not in harmless} - {"messages_column"}
@@ -305,7 +307,8 @@ def read_trainer_kwargs(keys: OumiKeys, trainer: str) -> bool:
             ):
                 key = ENGINE_KEYS.get(path) or SETTING_TO_KEY[path]
                 keys.problems.append(
-                    f"training.trainer_kwargs.{name} is {value}, but {key} is {old}; leave the first out"
+                    f"training.trainer_kwargs.{name} is {value}, but {key} is {old}; remove {name} from "
+                    "training.trainer_kwargs"
                 )
             keys.set(path, value)
     return not safetensors

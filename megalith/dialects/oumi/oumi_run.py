@@ -100,9 +100,9 @@ def open_run(
             }
         if trains_tied_embedding(config):
             raise ConfigError(
-                f"peft.lora_modules_to_save is {config.lora.modules_to_save}, and the embedding of {run.model_name} is "
-                "its output matrix too; Oumi would train a copy and leave the other as it is: leave embed_tokens and "
-                "lm_head out, or take weights with tie_word_embeddings false"
+                f"peft.lora_modules_to_save is {config.lora.modules_to_save}, but the embedding of {run.model_name} "
+                "is its output matrix too, and Oumi would train a copy of one and leave the other unchanged; leave "
+                "embed_tokens and lm_head out, or use weights with tie_word_embeddings false"
             )
         if run.exports_hf and config.lora.rank is None:
             settings["checkpoint.export_hf"] = True
@@ -328,8 +328,8 @@ def convert_weights(opened: OpenedRun, process: Process) -> Path:
     converted_from = json.loads(read_small_file(mark, path))["model_name"]
     if converted_from != source:
         raise ConfigError(
-            f"{path} was converted from {converted_from}, but model.model_name is {source}; remove that folder, or "
-            "choose another training.output_dir"
+            f"{path} was converted from {converted_from}, but model.model_name is {source}; remove {path}, or choose "
+            "another training.output_dir"
         )
     return path if is_foreign_weights(source) else Path(source)
 

@@ -90,7 +90,7 @@ def translate_oumi(tree: Mapping[str, Any], world_size: int | None = None) -> Ou
         _set_single_keys(keys, trainer)
         derived = _set_derived(keys, trainer, datasets["train"])
         if trainer != "grpo" and not datasets["train"]:
-            keys.problems.append("data.train.datasets is empty; name one, with its dataset_path")
+            keys.problems.append("data.train.datasets is empty; add a dataset with its dataset_path")
     if keys.problems:
         raise ConfigError(*dict.fromkeys(keys.problems))
     if keys["model.torch_dtype_str"] == "auto":

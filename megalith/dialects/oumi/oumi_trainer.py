@@ -57,7 +57,8 @@ class OumiMegatronGrpoTrainer:
         """
         if processor is not None:
             raise ConfigError(
-                "OumiMegatronGrpoTrainer has a processor, but only language models are supported; leave it out"
+                "OumiMegatronGrpoTrainer was called with a processor, but supports only language models; leave "
+                "processor out"
             )
         harmless = {
             "model",
@@ -72,7 +73,8 @@ class OumiMegatronGrpoTrainer:
             name for name, value in kwargs.items() if value is not None and name not in harmless
         ]:
             raise ConfigError(
-                f"OumiMegatronGrpoTrainer does not support {', '.join(unsupported)}; leave it out"
+                f"OumiMegatronGrpoTrainer does not support {', '.join(unsupported)}; leave {', '.join(unsupported)} "
+                "out"
             )
         self.processing_class = processing_class
         self._tree = tree_of(config)
@@ -80,7 +82,7 @@ class OumiMegatronGrpoTrainer:
         if str(trainer_type).upper() != "MEGATRON_GRPO":
             raise ConfigError(
                 f"training.trainer_type is {trainer_type}, but OumiMegatronGrpoTrainer trains with GRPO; set "
-                "MEGATRON_GRPO, or run `megalith oumi train`"
+                "training.trainer_type to MEGATRON_GRPO, or run `megalith oumi train`"
             )
         is_single = isinstance(reward_funcs, str) or callable(reward_funcs)
         self._reward_funcs = [reward_funcs] if is_single else [*(reward_funcs or ())]

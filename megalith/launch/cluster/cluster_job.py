@@ -113,7 +113,7 @@ def parse_variables(words: Sequence[str]) -> dict[str, str]:
                 f"--env is {word!r}; give NAME=VALUE, where NAME consists of letters, digits and _"
             )
         if SCHEDULER_VARIABLES.match(word):
-            raise ConfigError(f"--env is {word!r}, which the scheduler sets on each node; omit it")
+            raise ConfigError(f"--env is {word!r}, which the scheduler sets on each node; leave it out")
     return dict(word.partition("=")[::2] for word in words)
 
 
@@ -133,7 +133,7 @@ def parse_volumes(words: Sequence[str]) -> tuple[tuple[str, str], ...]:
     paths = [path.rstrip("/") for _, path in volumes]
     if duplicates := [word for word, path in zip(words, paths) if paths.count(path) > 1]:
         raise ConfigError(
-            f"--volume {' and --volume '.join(duplicates)} have the same path; give each a path of its own"
+            f"--volume {' and --volume '.join(duplicates)} have the same path; mount each at another path"
         )
     return volumes
 
@@ -159,9 +159,8 @@ def check_resumes(config: RunConfig) -> list[str]:
         return ["--checkpoint.load", str(run_folder)]
     if not is_inside(open_location(load), open_location(str(run_folder))):
         raise ConfigError(
-            f"checkpoint.load is {load}, but this run saves to {run_folder}, so after a failure "
-            f"it would start from {load} again; set model.init_from instead, or copy {load} to "
-            f"{run_folder}"
+            f"checkpoint.load is {load}, but this run saves to {run_folder}, so after a failure it would start from "
+            f"{load} again; set model.init_from instead of checkpoint.load, or copy {load} to {run_folder}"
         )
     return []
 
@@ -172,9 +171,9 @@ def check_within_nodes(config: RunConfig, gpus: int) -> list[str]:
     tensor, expert = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     if gpus % tensor:
         raise ConfigError(
-            f"parallel.tensor_model_parallel_size {tensor} does not divide --gpus-per-node {gpus}, so its ranks would "
-            "span nodes and every layer would wait for the network; choose a divisor, and "
-            "pipeline_model_parallel_size across nodes"
+            f"parallel.tensor_model_parallel_size {tensor} does not divide --gpus-per-node {gpus}, so "
+            "tensor-parallel ranks would span nodes and every layer would wait for the network; choose a divisor, "
+            "and use parallel.pipeline_model_parallel_size across nodes"
         )
     experts = expert * (parallel.expert_tensor_parallel_size or tensor)
     if config.model.num_experts and gpus % experts:
@@ -218,8 +217,8 @@ def check_on_volumes(config: RunConfig, volumes: Sequence[tuple[str, str]], user
                 )
                 continue
             raise ConfigError(
-                f"{setting} is {path}, which is not on a volume of the {users} ({mounts}), so they would not "
-                "find it, or lose it when they end; give a path on a volume, and mount it with --volume "
+                f"{setting} is {path}, which is not on a volume of the {users} ({mounts}), so they would not find "
+                "it, or would lose it when they end; give a path on a volume, and mount it with --volume "
                 f"{'CLAIM' if users == 'pods' else 'FOLDER'}:/PATH"
             )
     return notes

@@ -47,7 +47,8 @@ def attention(
     refused = [name for name, value in unsupported.items() if name not in _IGNORED and value]
     if refused:
         raise ConfigError(
-            f"batch-invariant attention does not support {refused[0]}; turn train.batch_invariant and rl.exact off"
+            f"batch-invariant attention does not support {refused[0]}; set train.batch_invariant and rl.exact to "
+            "false"
         )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     window = None if window is None or window >= key.shape[1] else window
@@ -70,8 +71,8 @@ def first_keys(seq: int, mask: Tensor | None, documents: Tensor | None) -> Tenso
             expected = (index >= starts[..., None]) & (index <= index[:, None])
             if not torch.equal(expected, mask[:, 0].expand_as(expected)):
                 raise ConfigError(
-                    "batch-invariant attention supports masks of documents and of padding at an end of a row, and this "
-                    "mask hides other keys; turn train.batch_invariant and rl.exact off"
+                    "batch-invariant attention supports only masks of documents and of padding at an end of a row, "
+                    "but this mask hides other keys; set train.batch_invariant and rl.exact to false"
                 )
         return starts
     if documents is None:

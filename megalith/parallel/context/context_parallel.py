@@ -81,8 +81,8 @@ def apply_context(
         )
     if crosses and cp_comm_type != "a2a":
         raise ConfigError(
-            f"cp_comm_type {cp_comm_type} supports only self-attention, but the model has CrossAttention; "
-            "set it to a2a"
+            f"cp_comm_type {cp_comm_type} supports only self-attention, but the model has CrossAttention; set "
+            "cp_comm_type to a2a"
         )
     core = context_core(axis, cp_comm_type, hierarchical_sizes)
     for mixer in mixers:

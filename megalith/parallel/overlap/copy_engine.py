@@ -123,10 +123,9 @@ class Slot:
             raise  # the trainer reports what uses the memory
         except RuntimeError as error:
             raise TrainingError(
-                f"{here} cannot share {size:,} bytes with the other ranks of its axis ({error}); "
-                "parallel.symmetric_memory_groups needs GPUs of one host connected by NVLink, "
-                "and that much memory outside PyTorch's allocator; remove the axis from that "
-                "setting"
+                f"{here} cannot share {size:,} bytes with the other ranks of its axis ({error}), but "
+                "parallel.symmetric_memory_groups needs GPUs of one host connected by NVLink, and that much memory "
+                "outside PyTorch's allocator; remove the axis from parallel.symmetric_memory_groups"
             ) from error
         self.rank: int = self._handle.rank
         self.ranks: int = self._handle.world_size

@@ -101,8 +101,8 @@ def _bindings() -> tuple[Any, Any]:
         from cuda.bindings import driver, runtime
     except ImportError as error:
         raise TrainingError(
-            "parallel.symmetric_memory_groups needs the package cuda-bindings, which torch's "
-            "CUDA builds include on Linux; install it, or leave the setting out"
+            "parallel.symmetric_memory_groups needs the package cuda-bindings, which torch's CUDA builds include on "
+            "Linux; install it, or leave parallel.symmetric_memory_groups out"
         ) from error
     return driver, runtime
 

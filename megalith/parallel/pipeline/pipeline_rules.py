@@ -51,7 +51,7 @@ def check_pipeline(config: RunConfig, micro_batches: Iterable[int]) -> list[str]
     if stages == 1 and virtual > 1:
         raise ConfigError(
             f"virtual_pipeline_model_parallel_size is {virtual}, but there is only one pipeline rank; raise "
-            "pipeline_model_parallel_size to 2 or more, or leave it out"
+            "pipeline_model_parallel_size to 2 or more, or leave virtual_pipeline_model_parallel_size out"
         )
     assign_layers(config.model, parallel)
     if stages == 1:

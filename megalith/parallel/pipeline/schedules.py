@@ -121,13 +121,15 @@ def check_schedule(kind: str, stages: int, micro_batches: int, virtual: int, gro
         _check_interleaved(stages, micro_batches, virtual, group)
     elif group is not None:
         raise ConfigError(
-            f"microbatch_group_size_per_virtual_pipeline_stage is {group}, but pipeline_schedule {kind} has one chunk "
-            "of layers on each rank; set virtual_pipeline_model_parallel_size, or leave the group size out"
+            f"microbatch_group_size_per_virtual_pipeline_stage is {group}, but pipeline_schedule {kind} has one "
+            "chunk of layers on each rank; set virtual_pipeline_model_parallel_size, or leave "
+            "microbatch_group_size_per_virtual_pipeline_stage out"
         )
     elif virtual > 1:
         raise ConfigError(
             f"pipeline_schedule {kind} has one chunk of layers on each rank, but "
-            f"virtual_pipeline_model_parallel_size is {virtual}; set it to 1, or pipeline_schedule to interleaved"
+            f"virtual_pipeline_model_parallel_size is {virtual}; set virtual_pipeline_model_parallel_size to 1, or "
+            "pipeline_schedule to interleaved"
         )
 
 

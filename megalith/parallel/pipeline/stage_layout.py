@@ -29,7 +29,7 @@ def expand_layout(layout: str) -> str:
     expanded, rest = _expand(layout, text)
     if rest:
         raise ConfigError(
-            f"pipeline_model_parallel_layout {layout!r} has a ) without a (, before {rest!r}; remove it"
+            f"pipeline_model_parallel_layout {layout!r} has a ) without a (, before {rest!r}; remove the )"
         )
     return expanded
 

@@ -41,7 +41,8 @@ def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[list[Sta
     if model.position_embedding_type == "relative" and virtual > 1:
         raise ConfigError(
             f"virtual_pipeline_model_parallel_size {virtual} would give each rank {virtual} copies of the relative "
-            "positions, whose gradients are summed over ranks alone; leave it out, or choose learned positions"
+            "positions, whose gradients are summed only over ranks; leave virtual_pipeline_model_parallel_size out, "
+            "or choose learned positions"
         )
     if parallel.pipeline_model_parallel_layout is not None:
         sizes = _by_layout(model, parallel)
@@ -181,7 +182,7 @@ def _by_first_and_last(model: ModelConfig, parallel: ParallelConfig, virtual: in
         if size % virtual:
             raise ConfigError(
                 f"pipeline rank {rank} has {size} layers, which virtual_pipeline_model_parallel_size {virtual} does "
-                "not divide; change one, or spell the stages out in pipeline_model_parallel_layout"
+                "not divide; change one of the two, or write the stages out in pipeline_model_parallel_layout"
             )
     return [size // virtual for _ in range(virtual) for size in by_rank]
 
@@ -197,7 +198,7 @@ def _by_layout(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     if conflicting := [name for name in others if getattr(parallel, name)]:
         raise ConfigError(
             f"pipeline_model_parallel_layout {layout!r} assigns every layer, and so does {', '.join(conflicting)}; "
-            "keep one or the other"
+            "leave one of the two out"
         )
     letters = expand_layout(layout)
     plain = letters.replace("|", "")
@@ -210,6 +211,7 @@ def _by_layout(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
         stages = letters.count("|") + 1
         raise ConfigError(
             f"pipeline_model_parallel_layout {layout!r} has {plain.count('t')} layers (t), but model.num_layers is "
-            f"{model.num_layers}; change one, for example to '{suggested_layout(model.num_layers, stages)}'"
+            f"{model.num_layers}; change one of the two, for example the layout to "
+            f"'{suggested_layout(model.num_layers, stages)}'"
         )
     return [stage.count("t") for stage in letters.split("|")]

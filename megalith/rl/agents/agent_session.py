@@ -92,9 +92,9 @@ class AgentSession:
                     )
                 if request.processes_logits:
                     raise ValueError(
-                        "penalties, logit_bias, bad_words, response_format and a required "
-                        "tool_choice change the sampling distribution, but the trainer computes "
-                        "probabilities over all tokens; leave them out"
+                        "penalties, logit_bias, bad_words, response_format and a required tool_choice change the "
+                        "sampling distribution, but the trainer computes probabilities over all tokens; leave these "
+                        "fields out of the request"
                     )
                 prompts = (
                     [self._chat_prompt(request)] if request.is_chat else [*map(self._prompt, request.prompts)]
@@ -185,8 +185,8 @@ class AgentSession:
         if entries is not None and not 0 <= min(ids, default=0) <= max(ids, default=0) < entries:
             outside = next(one for one in ids if not 0 <= one < entries)
             raise ValueError(
-                f"the prompt has token {outside}, but the policy's vocabulary has {entries:,} entries; use its "
-                "tokenizer"
+                f"the prompt has token {outside}, but the policy's vocabulary has {entries:,} entries; use the "
+                "policy's tokenizer"
             )
         branch = self._longest(lambda one: ids[: len(one.request)] == one.request)
         added = [] if branch is None else ids[len(branch.request) :]
@@ -217,21 +217,21 @@ class AgentSession:
         limit = self._rules.max_prompt_tokens
         if prompt.branch is None and len(prompt.ids) > limit:
             raise ValueError(
-                f"the prompt has {len(prompt.ids):,} tokens, but at most {limit:,} fit "
-                "(data.seq_length + 1 − rl.max_completion_length); shorten it, or raise "
-                "data.seq_length"
+                f"the prompt has {len(prompt.ids):,} tokens, but at most {limit:,} fit (data.seq_length + 1 − "
+                "rl.max_completion_length); shorten the prompt, or raise data.seq_length"
             )
         if self._remaining_tokens(prompt) < 1:
             raise ValueError(
                 "the conversation has no room for another token (rl.max_completion_length is "
-                f"{self._rules.sampling.max_new_tokens:,}); end it, or raise that setting"
+                f"{self._rules.sampling.max_new_tokens:,}); end the conversation, or raise rl.max_completion_length"
             )
 
     def _count_turns(self, turns: int) -> None:
         limit = self._rules.rl.max_turns
         if limit is not None and self.turns + turns > limit:
             raise ValueError(
-                f"rl.max_turns is {limit}, and the agent has sampled {self.turns} turns; end here, or raise it"
+                f"rl.max_turns is {limit}, and the agent has sampled {self.turns} turns; end the conversation, or "
+                "raise rl.max_turns"
             )
         self.turns += turns
 

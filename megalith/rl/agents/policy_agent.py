@@ -66,7 +66,7 @@ class PolicyAgent(TurnSteps):
         self.environment = None if kind is None else EnvironmentKind(kind)
         methods = {} if self.environment is None else self.environment.methods
         if repeated := sorted(self.functions.keys() & methods.keys()):
-            raise ConfigError(f"rl.tools and rl.environment both have {repeated[0]}; rename one")
+            raise ConfigError(f"rl.tools and rl.environment both define {repeated[0]}; rename one of the two")
         self.schemas: list[Schema] = [tool_schema(function) for function in self.functions.values()]
         self.schemas += [] if self.environment is None else self.environment.schemas()
         template = None if tokenizer is None else template_of(tokenizer)
@@ -89,7 +89,8 @@ class PolicyAgent(TurnSteps):
     def _check_rewards(self) -> None:
         if not self._rl.rewards and not (self.environment and self.environment.has_reward):
             raise ConfigError(
-                "rl.reward_funcs is not set, and the environment has no get_reward; add one of them"
+                "rl.reward_funcs is not set, and the environment has no get_reward, so completions would have no "
+                "reward; add one of the two"
             )
 
     @property
@@ -294,8 +295,8 @@ class PolicyAgent(TurnSteps):
     def _start_error(self, one: Trajectory, result: dict[str, Any]) -> DataError:
         prompt = self._prompts[one.prompt_index]
         return DataError(
-            f"no environment {self.environment.name} can be started; for prompt {prompt.id} ({prompt.where}), "
-            f"{result.get('failed') or result['text']}; correct it"
+            f"no environment {self.environment.name} could be started; for prompt {prompt.id} ({prompt.where}), "
+            f"{result.get('failed') or result['text']}; correct the environment"
         )
 
     def _arguments(self, one: Trajectory) -> dict[str, Any]:

@@ -72,7 +72,9 @@ class EngineServer(ABC):
 
     def open_memory(self, deadline: Deadline) -> None:
         """Have the workers accept tensors by memory handles. Raise ConfigError if they cannot."""
-        raise ConfigError(f"rl.weight_sync_method is ipc, which {self.name} does not support; choose another")
+        raise ConfigError(
+            f"rl.weight_sync_method is ipc, which {self.name} does not support; choose nccl, gloo or checkpoint"
+        )
 
     @abstractmethod
     def receive(

@@ -121,9 +121,8 @@ class JsonServer:
             ) from None
         except (OSError, HTTPException) as error:
             raise ServerLost(
-                f"{self} closed the connection during {request} ({type(error).__name__}): it died "
-                "or was restarted; see its log. Start it again and resume from the last "
-                "checkpoint"
+                f"{self} closed the connection during {request} ({type(error).__name__}), so it stopped or was "
+                "restarted; look at its log, start it again, and resume from the last checkpoint"
             ) from None
 
     def _read(self, answer: Any, request: str, deadline: Deadline, max_bytes: int) -> bytes:
@@ -143,8 +142,8 @@ class JsonServer:
 
     def _late(self, request: str, deadline: Deadline) -> TrainingError:
         return TrainingError(
-            f"{self} has not answered {request} within {deadline.seconds:g} s ({deadline.setting}); look at its "
-            "log, or raise the setting"
+            f"{self} has not answered {request} within {deadline.seconds:g} s ({deadline.setting}); look at the "
+            f"server's log, or raise {deadline.setting}"
         )
 
     def _refusal(self, error: urllib.error.HTTPError, request: str) -> TrainingError:

@@ -96,32 +96,34 @@ class Answer:
         """Validate and convert. Raise TrainingError, with `name` as its subject, for an invalid completion."""
         ids, logprobs = self.ids, self.logprobs
         if not isinstance(ids, list) or not ids or not all(type(value) is int for value in ids):
-            raise TrainingError(f"{name}: it has no token ids, which training needs")
+            raise TrainingError(f"{name}: the completion has no token ids, which training needs")
         if len(ids) > sampling.max_new_tokens:
             raise TrainingError(
-                f"{name}: it has {len(ids)} tokens, but at most {sampling.max_new_tokens} were requested "
+                f"{name}: the completion has {len(ids)} tokens, but at most {sampling.max_new_tokens} were requested "
                 "(rl.max_completion_length)"
             )
         if not isinstance(logprobs, list) or all(value is None or value != value for value in logprobs):
             raise TrainingError(
-                f"{name}: it has no log-probabilities, which the correction of drift and staleness needs; start "
-                "the server so that it returns them"
+                f"{name}: the completion has no log-probabilities, which the correction of drift and staleness "
+                "needs; start the server so that it returns log-probabilities"
             )
         if len(logprobs) != len(ids):
             raise TrainingError(
-                f"{name}: it has {len(ids)} tokens but {len(logprobs)} log-probabilities; look at the server's log"
+                f"{name}: the completion has {len(ids)} tokens but {len(logprobs)} log-probabilities; look at the "
+                "server's log"
             )
         entries = sampling.vocab_size or vocab_size
         if not 0 <= min(ids) <= max(ids) < entries:
             outside = next(value for value in ids if not 0 <= value < entries)
             raise TrainingError(
-                f"{name}: it has token {outside}, but the vocabulary has {entries}; serve the run's own model"
+                f"{name}: the completion has token {outside}, but the vocabulary has {entries} entries; serve the "
+                "run's own model"
             )
         values = [math.nan if value is None else value for value in logprobs]
         if invalid := [value for value in values if not _is_logprob_or_nan(value)]:
             raise TrainingError(
-                f"{name}: it has the log-probability {invalid[0]!r:.40}, but log-probabilities "
-                "are finite and at most 0; look at the server's log"
+                f"{name}: the completion has the log-probability {invalid[0]!r:.40}, but log-probabilities are "
+                "finite and at most 0; look at the server's log"
             )
         return Completion(number, generation, ids, [*map(float, values)], self.truncated, (version,))
 

@@ -79,9 +79,8 @@ class ServerEngine:
         remote = [server.http for server in self.servers if not is_loopback(server.http.host)]
         if self.settings.weight_sync_method == "ipc" and remote:
             raise ConfigError(
-                f"rl.weight_sync_method is ipc, but {remote[0]} is not at 127.0.0.1: GPU memory "
-                "handles work only within a machine, and are sent as pickles; choose nccl, gloo "
-                "or checkpoint"
+                f"rl.weight_sync_method is ipc, but {remote[0]} is not at 127.0.0.1, and GPU memory handles work "
+                "only within a machine; choose nccl, gloo or checkpoint"
             )
         self._stream: WeightStream | None = None
         self._has_logged_obstacle = False
@@ -146,8 +145,8 @@ class ServerEngine:
             answers = server.complete(prompt, sampling, count, request_seed(sampling.seed, key), deadline)
         if len(answers) != count:
             raise TrainingError(
-                f"{server.http} returned {len(answers)} completions of prompt {number}, but {count} "
-                "were requested (rl.num_generations); look at its log"
+                f"{server.http} returned {len(answers)} completions of prompt {number}, but {count} were requested "
+                "(rl.num_generations); look at the server's log"
             )
         return [
             self._completion(server, number, g, one, sampling, len(prompt)) for g, one in enumerate(answers)
@@ -192,9 +191,9 @@ class ServerEngine:
     def _require_version(self, server: EngineServer, version: str | None) -> None:
         if version is not None and version != str(self.version):
             raise ServerLost(
-                f"{server.http} has weights with version {version!r:.60}, not those of step "
-                f"{self.version}, which were sent to it: it was restarted, or another trainer "
-                "sends weights to it. Resume from the last checkpoint"
+                f"{server.http} has weights with version {version!r:.60}, but those of step {self.version} were "
+                "sent, so the server was restarted, or another trainer sends weights to it; resume from the last "
+                "checkpoint"
             )
 
     # Weights

@@ -77,8 +77,8 @@ class SglangServer(EngineServer):
         finish_reason = at_path(meta, "finish_reason", "type")
         if finish_reason not in ("stop", "length"):
             raise TrainingError(
-                f"{self.http} ended a completion with finish_reason {finish_reason!r:.60}: another client paused or "
-                "aborted it; a server can serve only one run"
+                f"{self.http} ended a completion with finish_reason {finish_reason!r:.60}, so another client paused "
+                "or aborted it; let only one run use a server"
             )
         ids, tokens = at_path(answer, "output_ids"), at_path(meta, "output_token_logprobs")
         logprobs = None

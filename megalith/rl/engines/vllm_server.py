@@ -88,9 +88,9 @@ class VllmServer(EngineServer):
             return
         names = f"{' and '.join(sorted(backends)):.60}" if backends else "none"
         raise TrainingError(
-            f"rl.weight_sync_method is {method}, but the weight transfer backend of {self.http} is {names}; vLLM has "
-            f"nccl and ipc: set the method to the backend that the server was started with "
-            "(--weight-transfer-config), or to checkpoint"
+            f"rl.weight_sync_method is {method}, but the weight transfer backend of {self.http} is {names}; set "
+            "rl.weight_sync_method to the backend that the server was started with (--weight-transfer-config nccl "
+            "or ipc), or to checkpoint"
         )
 
     def _request_dev_mode(self, method: str, path: str, body: Any, deadline: Deadline) -> Any:
@@ -128,8 +128,8 @@ class VllmServer(EngineServer):
         aborted = [one for one in choices if at_path(one, "finish_reason") not in ("stop", "length")]
         if aborted:
             raise TrainingError(
-                f"{self.http} ended a completion with finish_reason {at_path(aborted[0], 'finish_reason')!r:.60}: "
-                "another client paused or aborted it; a server can serve only one run"
+                f"{self.http} ended a completion with finish_reason {at_path(aborted[0], 'finish_reason')!r:.60}, so "
+                "another client paused or aborted it; let only one run use a server"
             )
         indices = [at_path(one, "index") for one in choices]
         if not all(type(index) is int for index in indices):
@@ -168,9 +168,8 @@ class VllmServer(EngineServer):
     def open_memory(self, deadline: Deadline) -> None:
         if (workers := self.facts["workers"]) > 1:
             raise ConfigError(
-                f"rl.weight_sync_method is ipc, but {self.http} has {workers} workers on "
-                "different GPUs, and the tensors are in the memory of one GPU; start it on the "
-                "trainer's GPU only, or choose nccl"
+                f"rl.weight_sync_method is ipc, but {self.http} has {workers} workers on different GPUs, and the "
+                "tensors are in the memory of one GPU; start the server on the trainer's GPU only, or choose nccl"
             )
         self._request_dev_mode("POST", "/init_weight_transfer_engine", {"init_info": {}}, deadline)
 

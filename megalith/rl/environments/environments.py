@@ -69,8 +69,8 @@ class EnvironmentKind:
             return
         if "reset" not in methods:
             raise ConfigError(
-                f"{SETTING} is {self.name}, which defines neither reset (TRL's protocol) nor init "
-                "and step (SkyRL's); add the methods"
+                f"{SETTING} is {self.name}, which defines neither reset (TRL's protocol) nor init and step "
+                "(SkyRL's); add one of these sets of methods"
             )
         public = {name: one for name, one in methods.items() if name[:1] != "_" and name not in NO_TOOLS}
         self.methods = {name: MethodType(one, example or object()) for name, one in public.items()}

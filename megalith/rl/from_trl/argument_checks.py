@@ -66,6 +66,6 @@ def reject_unsupported(
                 f"default{default}"
             )
         raise ConfigError(
-            f"{trainer} has no argument {name!r}{nearest_of(name, supported)}; omit it, or pass Megalith's settings as "
-            "`settings`"
+            f"{trainer} has no argument {name!r}{nearest_of(name, supported)}; leave {name} out, or pass Megalith's "
+            "settings as `settings`"
         )

@@ -146,8 +146,8 @@ def _steps_per_generation(values: dict[str, Any], micro_batch: int, accumulation
         reject(
             "generation_batch_size",
             size,
-            f"it is not equal to steps_per_generation ({count}) × per_device_train_batch_size × "
-            f"processes ({micro_batch}); omit one of them",
+            f"it is not equal to steps_per_generation ({count}) × per_device_train_batch_size × processes "
+            f"({micro_batch}); leave one of the two out",
         )
     is_fraction = accumulation % count == 0 and values.get("num_iterations", 1) == 1
     if count % accumulation and not (is_fraction and str(values.get("scale_rewards")) != "batch"):

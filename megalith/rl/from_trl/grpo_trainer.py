@@ -169,8 +169,9 @@ def check_weight_tying(peft_config: Mapping[str, Any] | object | None, config: R
         return
     if trains_tied_embedding(config):
         raise ConfigError(
-            "peft_config has modules_to_save with the embedding, which is the output matrix of this model too; without "
-            "ensure_weight_tying, PEFT would train a copy and leave the other as it is: set it to True"
+            "peft_config has modules_to_save with the embedding, which is the output matrix of this model too, and "
+            "without ensure_weight_tying PEFT would train a copy and leave the other unchanged; set "
+            "ensure_weight_tying to True"
         )
 
 
@@ -183,8 +184,8 @@ def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, A
     for name, only in ONLY.items():
         if fields.get(name) not in (None, only):
             raise ConfigError(
-                f"peft_config has {name} {fields[name]!r:.60}, but only plain LoRA is supported; "
-                "omit it (docs/lora.md)"
+                f"peft_config has {name} {fields[name]!r:.60}, but only plain LoRA is supported; leave {name} out "
+                "(docs/lora.md)"
             )
     others = arguments.changed.keys() - {
         *LORA,
@@ -197,8 +198,8 @@ def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, A
     for name in sorted(others):
         if arguments.defaults or arguments.changed[name]:  # in a dict, an empty value is PEFT's default
             raise ConfigError(
-                f"peft_config has {name} {arguments.changed[name]!r:.60}, which GRPOTrainer does not support; omit it "
-                "(docs/lora.md)"
+                f"peft_config has {name} {arguments.changed[name]!r:.60}, which GRPOTrainer does not support; leave "
+                f"{name} out (docs/lora.md)"
             )
     settings = {"lora.rank": 8, "lora.alpha": 8, "lora.dropout": 0.0}
     settings |= {ours: fields[name] for name, ours in LORA.items() if fields.get(name) is not None}
@@ -211,7 +212,8 @@ def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, A
     targets, parameters = fields.get("target_modules"), sorted(fields.get("target_parameters") or ())
     if targets is None and not parameters:
         raise ConfigError(
-            "peft_config has no target_modules; name them, such as q_proj and v_proj, or all-linear"
+            "peft_config has no target_modules; set target_modules to names such as q_proj and v_proj, or to "
+            "all-linear"
         )
     if targets != "all-linear":
         names = [targets] if isinstance(targets, str) else sorted(targets or ())
@@ -223,5 +225,7 @@ def _loftq_settings(loftq_config: Mapping[str, Any] | object) -> dict[str, Any]:
     values = read_arguments(loftq_config).values if loftq_config else {}
     bits = values.get("loftq_bits", 4)
     if bits not in LOFTQ_FORMATS:
-        raise ConfigError(f"peft_config has loftq_bits {bits!r:.20}; PEFT has 4 (nf4) and 8 (int8)")
+        raise ConfigError(
+            f"peft_config has loftq_bits {bits!r:.20}, but PEFT supports only 4 (nf4) and 8 (int8)"
+        )
     return {"lora.quantize_base": LOFTQ_FORMATS[bits], "lora.loftq_iter": values.get("loftq_iter", 1)}

@@ -43,8 +43,8 @@ def reward_model_config(config: RunConfig, path: str) -> RunConfig:
     model = frozen_config(config, path, "rl.reward_models")
     if not model.model.score_head:
         raise ConfigError(
-            f"rl.reward_models {path} is a language model, which has no score head; give a run of "
-            "`megalith reward`, or a …ForSequenceClassification with one label"
+            f"rl.reward_models has {path}, a language model without a score head; give a run of `megalith reward`, "
+            "or a …ForSequenceClassification with one label"
         )
     return model
 
@@ -95,8 +95,8 @@ class RewardModel:
             ids = [*tokenizer.encode(prompt.text + scored.text), *end]
         elif self._template is None:
             raise ConfigError(
-                f"rl.reward_models {self.path} has no chat template, but the prompts are messages; add "
-                "chat_template.jinja to its folder"
+                f"the reward model {self.path} (rl.reward_models) has no chat template, but the prompts are "
+                "messages; add chat_template.jinja to its folder"
             )
         else:
             answer = scored.messages or [{"role": "assistant", "content": scored.text}]
@@ -104,8 +104,8 @@ class RewardModel:
         limit = self.config.model.max_position_embeddings
         if not ids or (self.config.model.learns_positions and len(ids) > limit):
             raise DataError(
-                f"prompt {prompt.id} ({prompt.where}) with its completion has {len(ids):,} tokens of the reward model "
-                f"{self.path}, which reads 1 to {limit:,}; shorten rl.max_completion_length, or choose another model"
+                f"prompt {prompt.id} ({prompt.where}) with its completion has {len(ids):,} tokens, but the reward "
+                f"model {self.path} reads 1 to {limit:,}; lower rl.max_completion_length, or choose another model"
             )
         return ids
 

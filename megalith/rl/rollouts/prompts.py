@@ -169,7 +169,7 @@ def open_prompts(
         try:
             prompt = reader.prompt(record, where, number)
         except (ValueError, TypeError, AttributeError) as error:
-            raise DataError(f"{where} has no usable prompt: {error}; correct or remove it") from None
+            raise DataError(f"{where} has no usable prompt: {error}; correct or remove the record") from None
         if len(prompt.ids) > max_tokens:
             if rl.overlong_prompts == "refuse":
                 raise DataError(

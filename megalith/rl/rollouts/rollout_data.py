@@ -187,8 +187,8 @@ class RolloutData:
             and self._restored[0] != step // rl.steps_per_batch
         ):
             self._run.log(
-                f"step {step} is inside a rollout batch of {rl.steps_per_batch} steps whose old log-probabilities are "
-                "not in the checkpoint: the rest of the batch uses those of the current weights"
+                f"step {step} is inside a rollout batch of {rl.steps_per_batch} steps whose old log-probabilities "
+                "are not in the checkpoint; the rest of the batch uses those of the current weights"
             )
         with ThreadPoolExecutor(1) as reader:
             while step < self._run.total_steps:

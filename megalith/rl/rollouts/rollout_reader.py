@@ -218,14 +218,14 @@ class _Reader:
             current = self._header(path, next(lines, None))
             if None not in (tokenizer, current["tokenizer"]) and tokenizer != current["tokenizer"]:
                 raise DataError(
-                    f"{path} has token ids of another tokenizer (fingerprint "
-                    f"{current['tokenizer'][:12]}) than the run's ({tokenizer[:12]}); use the "
-                    "tokenizer it was sampled with, or sample again"
+                    f"{path} has token ids of another tokenizer (fingerprint {current['tokenizer'][:12]}) than the "
+                    f"run's ({tokenizer[:12]}); use the tokenizer that the file was sampled with, or sample again"
                 )
             if header and current != header:
                 raise DataError(
-                    f"{path} has rewards {current['rewards']} and tokenizer {current['tokenizer']}, the files before "
-                    f"it {header['rewards']} and {header['tokenizer']}; use files with the same rewards and tokenizer"
+                    f"{path} has rewards {current['rewards']} and tokenizer {current['tokenizer']}, but the files "
+                    f"before it have {header['rewards']} and {header['tokenizer']}; use files with the same rewards "
+                    "and tokenizer"
                 )
             header.update(current)
             for index, (number, line) in enumerate(lines):
@@ -243,16 +243,14 @@ class _Reader:
             )
         if header.get("version") != VERSION or isinstance(header["version"], bool):
             raise DataError(
-                f"{where} has format version {header.get('version')!r}, but this Megalith reads {VERSION}; write the "
-                "file again, or read it with the version that wrote it"
+                f"{where} has format version {header.get('version')!r}, but this Megalith reads version {VERSION}; "
+                "write the file again, or read it with the version of Megalith that wrote it"
             )
         names, made_by = header.get("rewards"), header.get("tokenizer")
         if not _is_list(names, str) or not names or len(set(names)) < len(names):
-            raise DataError(
-                f"{where} has rewards {names!r}; a list of different names is needed, one at least"
-            )
+            raise DataError(f"{where} has rewards {names!r}; give a list of at least one name, all different")
         if made_by is not None and not isinstance(made_by, str):
-            raise DataError(f"{where} has tokenizer {made_by!r}; a fingerprint or null is needed")
+            raise DataError(f"{where} has tokenizer {made_by!r}; give a fingerprint or null")
         return {"rewards": names, "tokenizer": made_by}
 
     def group(self, where: str, record: dict[str, Any], kinds: int) -> PromptGroup:
@@ -262,8 +260,8 @@ class _Reader:
             raise DataError(f"{where} has no list of samples; give at least one completion per group")
         if self.num_generations not in (None, len(samples)):
             raise DataError(
-                f"{where} has {len(samples)} samples, but rl.num_generations is {self.num_generations}: the group is "
-                "incomplete; set rl.num_generations to the size of the groups, or remove incomplete groups"
+                f"{where} has {len(samples)} samples, but rl.num_generations is {self.num_generations}, so the group "
+                "is incomplete; set rl.num_generations to the size of the groups, or remove incomplete groups"
             )
         completions = []
         for number, sample in enumerate(samples):
@@ -275,7 +273,7 @@ class _Reader:
             completions.append(self._completion(at, sample, kinds, len(prompt)))
         id = record.get("prompt_id")
         if id is not None and type(id) not in (int, str):
-            raise DataError(f"{where} has prompt_id {short_repr(id)}; a text or a number is needed, or none")
+            raise DataError(f"{where} has prompt_id {short_repr(id)}; give text, a number, or no prompt_id")
         return PromptGroup(prompt, completions, where, id)
 
     def _completion(self, at: str, sample: dict[str, Any], kinds: int, prompt_tokens: int) -> RatedCompletion:
@@ -286,20 +284,19 @@ class _Reader:
             prompt_tokens = len(own_prompt)
         if self.max_tokens is not None and prompt_tokens + len(ids) > self.max_tokens:
             raise DataError(
-                f"{at} has {prompt_tokens} tokens of prompt and {len(ids)} of completion, but at "
-                f"most {self.max_tokens} (data.seq_length + 1) fit; raise data.seq_length, or "
-                "sample shorter completions"
+                f"{at} has {prompt_tokens} tokens of prompt and {len(ids)} of completion, but at most "
+                f"{self.max_tokens} (data.seq_length + 1) fit; raise data.seq_length, or sample shorter completions"
             )
         truncated = sample.get("truncated", False)
         if not isinstance(truncated, bool):
-            raise DataError(f"{at} has truncated {short_repr(truncated)}; true or false is needed")
+            raise DataError(f"{at} has truncated {short_repr(truncated)}; give true or false")
         logprobs = sample.get("logprobs")
         if logprobs is not None:
             logprobs = _floats(at, "logprobs", logprobs, len(ids)).astype(np.float32)
             if (logprobs > 1e-3).any():
                 raise DataError(
-                    f"{at} has a log-probability of {logprobs[~np.isnan(logprobs)].max():.4g}, above 0; a "
-                    "probability is at most 1: write natural logarithms of probabilities"
+                    f"{at} has a log-probability of {logprobs[~np.isnan(logprobs)].max():.4g}, but a log-probability "
+                    "is at most 0; write natural logarithms of probabilities"
                 )
             if np.isnan(logprobs).all():
                 logprobs = None
@@ -311,13 +308,14 @@ class _Reader:
                 "of unknown version" if version is None else f"of version {short_repr(sample['version'])}"
             )
             raise DataError(
-                f"{at} is {origin}, but rl.rollout_version is {self.version}, so other weights "
-                "sampled it; sample again, or omit rl.rollout_version to train on rollouts of "
-                "any version"
+                f"{at} is {origin}, but rl.rollout_version is {self.version}, so other weights sampled it; sample "
+                "again, or leave rl.rollout_version out to train on rollouts of any version"
             )
         segments, messages = check_segments(at, sample.get("segments"), len(ids)), sample.get("messages")
         if messages is not None and not _is_list(messages, dict):
-            raise DataError(f"{at} has messages {short_repr(messages)}; a list of objects is needed, or none")
+            raise DataError(
+                f"{at} has messages {short_repr(messages)}; give a list of objects, or no messages"
+            )
         return RatedCompletion(
             ids,
             rewards,
@@ -350,7 +348,7 @@ class _Reader:
             return []
         if not _is_list(branches, dict) or any("branches" in one for one in branches):
             raise DataError(
-                f"{at} has branches {short_repr(branches)}; a list of samples without branches is needed"
+                f"{at} has branches {short_repr(branches)}; give a list of samples without branches"
             )
         rewards = sample.get("rewards")
         return [
@@ -360,9 +358,7 @@ class _Reader:
 
     def _ids(self, at: str, key: str, value: Any) -> np.ndarray:
         if not _is_list(value, int) or not value:
-            raise DataError(
-                f"{at} has {key} {short_repr(value)}; a list of token ids is needed, one at least"
-            )
+            raise DataError(f"{at} has {key} {short_repr(value)}; give a list of at least one token id")
         low, high = min(value), max(value)
         size = 2**62 if self.vocab_size is None else self.vocab_size
         if low < 0 or high >= size:
@@ -391,7 +387,7 @@ def _object(where: str, line: bytes) -> dict[str, Any]:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{where} is not JSON ({error}); the file is damaged or truncated: write it again"
+            f"{where} is not JSON ({error}), so the file is damaged or truncated; write it again"
         ) from None
     if not isinstance(value, dict):
         raise DataError(
@@ -409,7 +405,7 @@ def _floats(at: str, key: str, value: Any, count: int) -> np.ndarray:
     fits = isinstance(value, list) and all(each is None or type(each) in (int, float) for each in value)
     if not fits or len(value) != count:
         description = f"{len(value)} values" if isinstance(value, list) else short_repr(value)
-        raise DataError(f"{at} has {description} for {key}; {count} numbers or nulls are needed")
+        raise DataError(f"{at} has {description} for {key}; give {count} numbers or nulls")
     try:
         array = np.array([math.nan if each is None else float(each) for each in value])
     except OverflowError:
@@ -434,6 +430,6 @@ def _version(at: str, value: Any, tokens: int) -> np.ndarray | None:
     value = value if isinstance(value, list) else [value]
     if not _is_list(value, int) or len(value) not in (1, tokens) or not all(0 <= v < 2**62 for v in value):
         raise DataError(
-            f"{at} has version {short_repr(value)}; a step is needed, or one for each of its {tokens} tokens"
+            f"{at} has version {short_repr(value)}; give a step, or one step for each of its {tokens} tokens"
         )
     return np.array(value, dtype=np.int64)

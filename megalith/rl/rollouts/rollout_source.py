@@ -84,8 +84,8 @@ def _require_logprobs(groups: Iterable[PromptGroup], setting: str) -> None:
         for number, completion in enumerate(group.completions):
             if completion.logprobs is None:
                 raise DataError(
-                    f"{group.where}, sample {number} has no logprobs, but rl.{setting}; sample "
-                    "with log-probabilities, or leave that setting out"
+                    f"{group.where}, sample {number} has no logprobs, but rl.{setting}, which needs them; sample "
+                    f"with log-probabilities, or change rl.{setting.split()[0]}"
                 )
 
 

@@ -66,7 +66,8 @@ def decode_routes(where: str, value: Any) -> np.ndarray | None:
     routes = np.frombuffer(content, dtype).reshape(shape)
     if routes.size and routes.max() >= 2**15:
         raise DataError(
-            f"{where} has a route to expert {routes.max()}; experts up to {2**15 - 1} are supported: sample again"
+            f"{where} has a route to expert {routes.max()}, but only experts up to {2**15 - 1} are supported; "
+            "sample again"
         )
     return routes.astype(np.int16)
 

@@ -76,8 +76,8 @@ def rollout_correction(value: Any, rl: Rl) -> dict[str, Any]:
     if keys["loss_type"] == "reinforce":
         if (aggregation := rl.get("loss_agg_mode", "token-mean")) != "token-mean":
             raise ConfigError(
-                f"rl.rollout_correction.loss_type is reinforce and rl.loss_agg_mode {aggregation!r}; reinforce is a "
-                "mean over tokens; leave loss_agg_mode out"
+                f"rl.rollout_correction.loss_type is reinforce and rl.loss_agg_mode {aggregation!r}, but reinforce "
+                "is always a mean over tokens; leave rl.loss_agg_mode out"
             )
         settings |= {"loss_type": "reinforce", "clip_ratio_c": None}
     return settings | bypass(True, rl)
@@ -100,8 +100,9 @@ def truncation(kind: str, rl: Rl) -> dict[str, Any]:
     if kind == "seq-mask-tis":
         if is_per_sequence(rl):
             raise ConfigError(
-                "rl.truncated_importance_sampling_type is seq-mask-tis and rl.sequence_level_importance_ratios true, "
-                "which NeMo-RL also rejects: its weights are per token; choose tis or icepop"
+                "rl.truncated_importance_sampling_type is seq-mask-tis, whose weights are per token, and "
+                "rl.sequence_level_importance_ratios is true, which NeMo-RL also rejects; set "
+                "rl.truncated_importance_sampling_type to tis or icepop"
             )
         return {"vllm_importance_sampling_mode": TRUNCATIONS[kind]}
     level = "sequence" if is_per_sequence(rl) else "token"

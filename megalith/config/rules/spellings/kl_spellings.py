@@ -15,7 +15,8 @@ KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3",
 def use_kl_loss(value: bool, rl: Rl) -> dict[str, Any]:
     if value and rl.get("beta") == 0:
         raise ConfigError(
-            "rl.use_kl_loss is true, but the KL's coefficient (rl.beta, kl_loss_coef) is 0; leave one of them out"
+            "rl.use_kl_loss is true, but the KL's coefficient (rl.beta, kl_loss_coef) is 0; set rl.beta above 0, or "
+            "leave rl.use_kl_loss out"
         )
     return {} if value else {"beta": 0.0}
 

@@ -54,7 +54,7 @@ def policy_loss(value: Any, rl: Rl) -> dict[str, Any]:
             if key not in ("loss_mode", *COVARIANCE) and (key not in NO_EFFECT or other != NO_EFFECT[key]):
                 raise ConfigError(
                     f"rl.policy_loss.{key} is {other!r}, which only unsupported losses read (supported: "
-                    f"{', '.join(LOSS_MODES)}); leave it out"
+                    f"{', '.join(LOSS_MODES)}); leave rl.policy_loss.{key} out"
                 )
         mode = value.get("loss_mode", "vanilla")
     if mode not in LOSS_MODES:
@@ -68,7 +68,7 @@ def loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
     if rl.get("clip_ratio_c") not in (None, DUAL_CLIP):
         raise ConfigError(
             f"rl.clip_ratio_c is {rl['clip_ratio_c']}, but the loss is {mode}, which has no dual clip in verl; leave "
-            "clip_ratio_c out"
+            "rl.clip_ratio_c out"
         )
     if mode not in ("gspo", "sapo"):
         return {"importance_sampling_level": "token", "loss_type": LOSS_MODES[mode], "clip_ratio_c": None}
@@ -83,8 +83,8 @@ def loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
         return {"importance_sampling_level": "token", "loss_type": "sapo", "clip_ratio_c": None}
     if rl.get("rollout_is") == "token":
         raise ConfigError(
-            "rl.rollout_is is token and the loss is gspo: verl then weights the gradient of each token separately, but "
-            "here a sequence has a single ratio; set rollout_is to sequence, or leave it out"
+            "rl.rollout_is is token and the loss is gspo, for which verl weights the gradient of each token "
+            "separately, but here a sequence has a single ratio; set rl.rollout_is to sequence, or leave it out"
         )
     return {"importance_sampling_level": "sequence", "loss_type": "grpo", "clip_ratio_c": None}
 
@@ -107,8 +107,8 @@ def dual_clip(value: Any, rl: Rl) -> dict[str, Any]:
 def use_cispo(value: bool, rl: Rl) -> dict[str, Any]:
     if value and rl.get("token_level_loss") is False:
         raise ConfigError(
-            "rl.use_cispo is true and rl.token_level_loss false, which NeMo-RL also rejects: CISPO is a mean over "
-            "tokens; leave token_level_loss out"
+            "rl.use_cispo is true and rl.token_level_loss false, but CISPO is a mean over tokens (NeMo-RL rejects "
+            "this too); leave rl.token_level_loss out"
         )
     return {"loss_type": "cispo"} if value else {}
 
@@ -127,8 +127,8 @@ def token_level_loss(value: bool, rl: Rl) -> dict[str, Any]:
 def sequence_ratios(value: bool, rl: Rl) -> dict[str, Any]:
     if value and rl.get("token_level_loss"):
         raise ConfigError(
-            "rl.sequence_level_importance_ratios and rl.token_level_loss are both true, which NeMo-RL also rejects: "
-            "GSPO is a mean over sequences; set token_level_loss to false, or leave it out"
+            "rl.sequence_level_importance_ratios and rl.token_level_loss are both true, but GSPO is a mean over "
+            "sequences (NeMo-RL rejects this too); set rl.token_level_loss to false, or leave it out"
         )
     return {"importance_sampling_level": "sequence" if value else "token"}
 
@@ -140,7 +140,7 @@ def mean_of_sequences(value: bool, rl: Rl) -> dict[str, Any]:
 def scale_factor(value: int, rl: Rl) -> dict[str, Any]:
     if value != rl.get("max_completion_length", rl.get("max_response_length")):
         raise ConfigError(
-            f"rl.loss_scale_factor is {value}; the divisor of seq-mean-token-sum-norm is rl.max_completion_length "
-            "here: make them equal, or leave it out"
+            f"rl.loss_scale_factor is {value}, but the divisor of seq-mean-token-sum-norm is "
+            "rl.max_completion_length here; make the two equal, or leave rl.loss_scale_factor out"
         )
     return {}

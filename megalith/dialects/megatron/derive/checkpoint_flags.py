@@ -57,7 +57,9 @@ def loading(flags: ParsedFlags) -> None:
     if load is not None and step is not None and not is_empty(Path(load)):
         load = _at_step(load, step)
     if load is None and flags["--exit-on-missing-checkpoint"]:
-        flags.problems.append("--exit-on-missing-checkpoint needs --load; give it, or leave it out")
+        flags.problems.append(
+            "--exit-on-missing-checkpoint needs --load; add --load, or remove --exit-on-missing-checkpoint"
+        )
     exact = flags["--exit-on-missing-checkpoint"] or load != flags["--load"]
     if load is not None and is_empty(Path(load)) and not exact:
         if flags["--save"] is None or Path(load).resolve() != Path(flags["--save"]).resolve():
@@ -79,8 +81,8 @@ def loading(flags: ParsedFlags) -> None:
             _take_stored(flags, load, "data", ("seq_length",))
             if "seq_length" not in flags.tree.get("data", {}):
                 flags.problems.append(
-                    f"--seq-length is missing, and --load {load} is not a Megalith run, whose length "
-                    "--use-checkpoint-args would use; give it"
+                    f"--seq-length is missing, and the checkpoint in --load {load} is not from a Megalith run, so "
+                    "--use-checkpoint-args cannot take the length from it; give --seq-length"
                 )
     if flags["--use-checkpoint-opt_param-scheduler"] or flags["--use-checkpoint-opt-param-scheduler"]:
         _take_stored(flags, load, "optim", SCHEDULE_OF_CHECKPOINT)

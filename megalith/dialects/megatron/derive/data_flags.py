@@ -39,7 +39,7 @@ def tokenizer(flags: ParsedFlags) -> None:
     if kind is None:
         return
     if kind not in TOKENIZERS:
-        flags.problems.append(f"--tokenizer-type {kind} is refused: there are {', '.join(TOKENIZERS)}")
+        flags.problems.append(f"--tokenizer-type {kind} is not supported; use one of {', '.join(TOKENIZERS)}")
         return
     flags.set("data.tokenizer_type", TOKENIZERS[kind])
 
@@ -74,7 +74,7 @@ def datasets(flags: ParsedFlags) -> None:
     if len(joint) > 1 or (joint and split_flags) or (flags["--mock-data"] and (joint or split_flags)):
         names = [*joint, *split_flags, *(["--mock-data"] if flags["--mock-data"] else [])]
         flags.problems.append(
-            f"{' and '.join(names)} contradict each other: each names training data; keep one"
+            f"{' and '.join(names)} contradict each other, because each of them names training data; keep one of them"
         )
         return
     if flags["--data-path"]:

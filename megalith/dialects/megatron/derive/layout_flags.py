@@ -52,8 +52,8 @@ def recompute(flags: ParsedFlags) -> None:
     supported = [module for module in requested if module in RECOMPUTED]
     if unsupported := [module for module in requested if module not in RECOMPUTED]:
         flags.notes.append(
-            f"--recompute-modules {' '.join(unsupported)}: not recomputed, which costs memory but changes nothing "
-            f"else; supported: {', '.join(RECOMPUTED)}"
+            f"--recompute-modules {' '.join(unsupported)}: these modules are not recomputed, which costs memory but "
+            f"changes nothing else; supported: {', '.join(RECOMPUTED)}"
         )
     if supported:
         flags.set("parallel.recompute_modules", supported)
@@ -69,8 +69,8 @@ def stages(flags: ParsedFlags) -> None:
     *others, last = layout.split("|")
     if any("m" in stage for stage in others):
         flags.problems.append(
-            f"--pipeline-model-parallel-layout {layout} is refused: MTP layers (m) must be in the last stage, with the "
-            "head; put them there"
+            f"--pipeline-model-parallel-layout {layout} is refused: MTP layers (m) must be in the last stage, with "
+            "the head; move them there"
         )
         return
     flags.set(
@@ -85,6 +85,6 @@ def context(flags: ParsedFlags) -> None:
         flags.set("parallel.cp_comm_type", kinds[0])
     if len(set(kinds)) > 1:
         flags.notes.append(
-            f"--cp-comm-type {' '.join(kinds)}: every layer uses the first of them; the others "
-            "would differ only in speed"
+            f"--cp-comm-type {' '.join(kinds)}: every layer uses the first of these types; the others would change "
+            "only the speed"
         )

@@ -20,7 +20,10 @@ def masked_words(flags: ParsedFlags) -> None:
     program = flags.program.removeprefix("pretrain-")
     others = [flag for flag, readers in ENCODER_FLAGS.items() if flag in flags and program not in readers]
     if others:
-        flags.notes.append(f"{' '.join(others)} changes nothing: pretrain_{program}.py does not read it")
+        flags.notes.append(
+            f"{' '.join(others)} {'have' if others[1:] else 'has'} no effect: pretrain_{program}.py does not read "
+            f"{'them' if others[1:] else 'it'}"
+        )
     if program == "gpt":
         return
     flags.set("model.model_type", program)
@@ -33,8 +36,7 @@ def masked_words(flags: ParsedFlags) -> None:
     encoder = flags["--num-layers"] or flags["--encoder-num-layers"]
     if encoder is None:
         flags.problems.append(
-            "pretrain_t5.py needs --encoder-num-layers (or --num-layers), the number of encoder "
-            "layers; give it"
+            "pretrain_t5.py needs --encoder-num-layers (or --num-layers), the number of encoder layers; add the flag"
         )
         return
     flags.set("model.num_layers", encoder + (flags["--decoder-num-layers"] or encoder))
@@ -70,8 +72,8 @@ def sink(flags: ParsedFlags) -> None:
     if flags["--softmax-type"] != "vanilla" and "--attention-dropout" not in flags:
         flags.set("model.attention_dropout", 0.0)
         flags.notes.append(
-            f"--softmax-type {flags['--softmax-type']} turns attention dropout off here, but "
-            "Megatron's default is 0.1; give --attention-dropout 0 to both for the same training"
+            f"--softmax-type {flags['--softmax-type']} turns attention dropout off here, but Megatron's default is "
+            "0.1; give --attention-dropout 0 in both for the same training"
         )
 
 
@@ -135,14 +137,14 @@ def linear_attention(flags: ParsedFlags) -> None:
         return
     if variant not in ("gdn", "gated_delta_net"):
         flags.problems.append(
-            f"--experimental-attention-variant {variant} is refused: only gated_delta_net is supported; choose it, "
-            "or remove the flag"
+            f"--experimental-attention-variant {variant} is not supported, only gated_delta_net is; use "
+            "gated_delta_net, or remove the flag"
         )
         return
     if frequency is None:
         flags.problems.append(
-            f"--experimental-attention-variant {variant} is refused without --linear-attention-freq, which selects its "
-            "layers; give it, as 4 or ([1]*3+[0]*1)*12"
+            f"--experimental-attention-variant {variant} needs --linear-attention-freq, which selects its layers; "
+            "give --linear-attention-freq, for example as 4 or ([1]*3+[0]*1)*12"
         )
         return
     flags.set("model.experimental_attention_variant", "gated_delta_net")
@@ -175,7 +177,7 @@ def vocabulary(flags: ParsedFlags) -> None:
     kind, size = flags["--tokenizer-type"], flags["--vocab-size"]
     if kind == "NullTokenizer":
         if size is None:
-            flags.problems.append("--tokenizer-type NullTokenizer needs --vocab-size; give it")
+            flags.problems.append("--tokenizer-type NullTokenizer needs --vocab-size; add --vocab-size")
         else:
             flags.set("model.vocab_size", size + 1)
     elif size is not None and (kind in (None, "TikTokenizer")):
@@ -218,8 +220,8 @@ def experts(flags: ParsedFlags) -> None:
     if len(kinds) > 1 or len(weights) > 1 or kinds[0] in ("global_aux_loss", "quantile_balancing"):
         flags.problems.append(
             f"--moe-router-load-balancing-type {' '.join(kinds)} with --moe-aux-loss-coeff "
-            f"{' '.join(map(str, weights))} is refused: only one of aux_loss, seq_aux_loss, sinkhorn and none is "
-            "supported, which do not depend on the layout; choose one"
+            f"{' '.join(map(str, weights))} is not supported; choose a single one of aux_loss, seq_aux_loss, "
+            "sinkhorn and none, which do not depend on the layout"
         )
         return
     if kinds[0] == "sinkhorn":  # Megatron then ignores the flags for these
@@ -253,6 +255,8 @@ def mup(flags: ParsedFlags) -> None:
         flags.set("model.embedding_multiplier", flags["--mup-embedding-mult"])
     factor = flags["--mup-output-mult"]
     if factor <= 0:
-        flags.problems.append(f"--mup-output-mult is {factor}, but logits need a positive factor; give one")
+        flags.problems.append(
+            f"--mup-output-mult is {factor}, but logits need a positive factor; give --mup-output-mult above 0"
+        )
     elif factor != 1.0:
         flags.set("model.logits_scaling", (base or hidden) / (hidden * factor))

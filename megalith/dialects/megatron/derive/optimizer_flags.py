@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def precision(flags: ParsedFlags) -> None:
     """Set train.precision: bf16, fp16, or fp32 without either flag."""
     if flags["--bf16"] and flags["--fp16"]:
-        flags.problems.append("--bf16 and --fp16 contradict each other; leave one out")
+        flags.problems.append("--bf16 and --fp16 contradict each other; remove one of the two")
     for flag in ("--bf16", "--fp16"):
         if flags[flag]:
             flags.set("train.precision", flag.removeprefix("--"))
@@ -30,14 +30,15 @@ def emerging_optimizer(flags: ParsedFlags) -> None:
         flags.set("optim.soap_max_precond_dim", None)
         if flags["--adam-eps"] != 1e-8:
             flags.problems.append(
-                f"--adam-eps {flags['--adam-eps']:g} is refused with --optimizer soap: Megatron uses 1e-8 for the "
-                "matrices of layers; leave it out"
+                f"--adam-eps {flags['--adam-eps']:g} is refused with --optimizer soap, because Megatron uses 1e-8 "
+                "for the matrices of layers; remove --adam-eps"
             )
     if optimizer not in ("muon", "dist_muon", "adaptive_muon"):
         return
     if flags["--muon-tp-mode"] == "blockwise":
         flags.problems.append(
-            "--muon-tp-mode blockwise is refused: matrices are never split; choose duplicated or distributed"
+            "--muon-tp-mode blockwise is not supported, because matrices are never split; use duplicated or "
+            "distributed"
         )
     flags.set("optim.muon_split_gate_up", False)
     if optimizer == "adaptive_muon":
@@ -56,9 +57,9 @@ def moments(flags: ParsedFlags) -> None:
             continue
         if not flags["--use-precision-aware-optimizer"]:
             flags.problems.append(
-                f"{flag} {value} needs --use-precision-aware-optimizer; give it, or leave {flag} out"
+                f"{flag} {value} needs --use-precision-aware-optimizer; add that flag, or remove {flag}"
             )
         elif value == "fp16":
-            flags.problems.append(f"{flag} fp16 is refused: choose bf16, which has the same size, or fp8")
+            flags.problems.append(f"{flag} fp16 is not supported; use bf16, which has the same size, or fp8")
         else:
             flags.set(f"optim.{flag[2:].replace('-', '_')}", value)

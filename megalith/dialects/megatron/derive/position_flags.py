@@ -38,7 +38,7 @@ def positions(flags: ParsedFlags) -> None:
         return
     if kind not in ("learned_absolute", "rope", "yarn"):
         flags.problems.append(
-            f"--position-embedding-type {kind} is refused: there are learned_absolute, rope, yarn and none"
+            f"--position-embedding-type {kind} is not supported; use learned_absolute, rope, yarn or none"
         )
         return
     if kind == "learned_absolute" and latent:
@@ -46,9 +46,8 @@ def positions(flags: ParsedFlags) -> None:
     elif kind == "learned_absolute":
         if flags["--no-position-embedding"]:
             flags.problems.append(
-                "--no-position-embedding is refused without rotary positions: Megatron has "
-                "removed it, and every model here has position embeddings; give "
-                "--position-embedding-type rope, or leave it out"
+                "--no-position-embedding was removed from Megatron and is supported here only with rotary "
+                "positions; add --position-embedding-type rope, or remove --no-position-embedding"
             )
         return
     flags.set("model.position_embedding_type", "rope")
@@ -73,9 +72,9 @@ def _rope_scaling(flags: ParsedFlags, kind: str, latent: bool) -> dict[str, Any]
     if latent:
         if flags["--mscale-all-dim"] and factor > 1:
             flags.problems.append(
-                f"--mscale-all-dim {flags['--mscale-all-dim']} is refused with --rope-type rope "
-                f"and --rotary-scaling-factor {factor}: with these, Megatron scales the attention "
-                "scores but not the positions, which is not supported here; leave one of them out"
+                f"--mscale-all-dim {flags['--mscale-all-dim']} is refused with --rope-type rope and "
+                f"--rotary-scaling-factor {factor}: with these, Megatron scales the attention scores but not the "
+                "positions, which is not supported here; remove one of the three"
             )
         return None
     if flags["--use-rope-scaling"]:
@@ -90,7 +89,7 @@ def _yarn(flags: ParsedFlags, factor: float, latent: bool) -> dict[str, Any] | N
     original = length or (MLA_ORIGINAL_LENGTH if latent else None)
     if original is None:
         flags.problems.append(
-            f"--rotary-scaling-factor {factor} with yarn needs the context length before the extension; give "
+            f"--rotary-scaling-factor {factor} with yarn needs the context length before the extension; add "
             "--yarn-original-max-position-embeddings"
         )
         return None

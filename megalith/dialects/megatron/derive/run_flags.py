@@ -20,8 +20,8 @@ def batch(flags: ParsedFlags) -> None:
         steps = _batch_steps(flags, flags["--step-batch-size-schedule"])
         if steps and size not in (None, steps[-1][1]):
             flags.problems.append(
-                f"--global-batch-size {size} and --step-batch-size-schedule, which ends with {steps[-1][1]}, "
-                "contradict each other; leave the first out"
+                f"--global-batch-size {size} contradicts --step-batch-size-schedule, which ends with {steps[-1][1]}; "
+                "remove --global-batch-size"
             )
         flags.set("train.step_batch_size_schedule", steps)
         size = steps[-1][1] if steps else 1
@@ -99,7 +99,9 @@ def trackers(flags: ParsedFlags) -> None:
         flags.set("log.wandb_project", flags["--wandb-project"])
         flags.set("log.wandb_name", flags["--wandb-exp-name"])
         if not flags["--wandb-exp-name"]:
-            flags.problems.append("--wandb-project needs --wandb-exp-name, the run's name; give it")
+            flags.problems.append(
+                "--wandb-project needs --wandb-exp-name, the run's name; add --wandb-exp-name"
+            )
 
 
 def per_token_loss(flags: ParsedFlags) -> None:
