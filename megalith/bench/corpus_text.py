@@ -1,4 +1,5 @@
-"""Real text for benchmarks: Python's standard library, repeated or cut to a given size, with a tokenizer of it."""
+"""Real text for benchmarks: Python's standard library, repeated or cut to a given size, and a tokenizer trained on it.
+Python's standard library, repeated or cut to a given size, with a tokenizer of it."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def build_dataset(folder: Path, megabytes: int = 0, vocab_size: int = VOCAB_SIZE
 
 
 def python_files() -> Iterator[Path]:
-    """Yield Python files: the standard library's, its subpackages', then those of installed packages."""
+    """Yield the Python files of the standard library, then those of its subpackages, then those of installed
+    packages."""
     library = Path(os.__file__).parent
     yield from sorted(library.glob("*.py"))
     installed = {"site-packages", "dist-packages"}

@@ -185,7 +185,8 @@ def loss_of_pairs(model: nn.Module, length: int) -> Callable[[Tensor, Tensor], T
 
 
 def half_filled(tokens: Tensor) -> Tensor:
-    """Return a mask, bool [batch, seq], that is True for the tokens of each row: half of the row to all of it."""
+    """Return a mask, bool [batch, seq], that is True for the first tokens of each row, a random number from half of
+    the row to all of it."""
     rows, seq = tokens.shape
     lengths = torch.randint((seq + 1) // 2, seq + 1, (rows, 1), device=tokens.device)
     return torch.arange(seq, device=tokens.device) < lengths

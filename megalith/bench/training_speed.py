@@ -350,7 +350,7 @@ def _run_peer(
     micro: int,
     options: Sequence[str],
 ) -> dict[str, Any]:
-    """Run a peer in processes of its own; return its figures, or under `failed` the end of its output."""
+    """Run a peer in its own processes; return its figures, or under `failed` the last lines of its output."""
     processes, degrees = layout["processes"], {}
     if name == "torchtitan":
         degrees = {key: layout["parallel"].get(DEGREES[key], 1) for key in ("tp", "cp", "pp", "ep")}

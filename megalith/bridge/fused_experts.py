@@ -59,7 +59,7 @@ def has_rows_per_expert(rules: Mapping[str, Rule]) -> bool:
 
 
 def split_fused_experts(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors with those of all experts replaced by the matrices of each expert."""
+    """Return the tensors, with each tensor of all experts replaced by one matrix per expert."""
     split: dict[str, Stored] = {}
     for name, stored in tensors.items():
         split |= dict(_matrices(name, stored)) or {name: stored}

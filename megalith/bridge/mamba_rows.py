@@ -13,7 +13,7 @@ from megalith.errors import ConfigError
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int]:
-    """Return the rows of x, of B and of dt."""
+    """Return the numbers of rows of x, B and dt."""
     width = model.mamba_heads * model.mamba_head_dim
     return width, model.mamba_num_groups * model.mamba_state_dim, model.mamba_heads
 
@@ -128,7 +128,7 @@ class MambaHeads:
 
 
 class ExpandedHeads:
-    """Check of `expand`, where transformers computes the heads' width from it as well as from the heads."""
+    """Check of `expand`: transformers computes the heads' width both from `expand` and from the heads."""
 
     def __init__(self, heads: str, size: str):
         self._heads, self._size = heads, size

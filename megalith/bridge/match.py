@@ -57,7 +57,7 @@ class Match:
     def read(
         self, group: Group, seed: int, offset: tuple | None = None, shape: tuple | None = None
     ) -> Tensor:
-        """Return a group's tensor or a box of it, in float32; initialized with `seed` if a source is missing."""
+        """Return a group's tensor, or a box of it, in float32; a missing source is initialized with `seed`."""
         if not set(self.missing) & set(group.sources):
             read = self.source.read_per_expert if group.rule.stacked else self.source.read
             return to_ours(group, read, offset, shape)

@@ -47,7 +47,7 @@ class CodedBase:
     ):
         """Open the weights. They are coded on `device`.
 
-        `taken` returns what LoftQ takes from the parameter of this name before it is coded, in its shape.
+        `taken` returns, by a parameter's name and in its shape, the matrix that LoftQ subtracts before quantizing.
         """
         self._taken = taken
         path, model = config.model.init_from, config.model
@@ -76,7 +76,7 @@ class CodedBase:
         return self._checkpoint.read(MODEL, name, Extent(offset, shape)).float()
 
     def codes(self, name: str, dense: Tensor, first_expert: int = 0) -> WeightCodes:
-        """Return a quantized parameter; `dense` is its full value, or that of some experts."""
+        """Return a quantized parameter; `dense` is the full parameter, or some of its experts."""
         group = self._groups[name]
         dense = dense.to(self._device)
         if dense.ndim == 2:
@@ -93,7 +93,7 @@ class CodedBase:
         )
 
     def codes_without(self, name: str, dense: Tensor, taken: Tensor) -> WeightCodes:
-        """Return a quantized matrix, of which `taken` is subtracted before. Codes of the folder are not used."""
+        """Subtract `taken` from a matrix, quantize the difference and return it. Codes in the folder are not used."""
         group, rest = self._groups[name], dense - taken.to(dense)
         matrices = (
             encode(self.form, rest[rows.to(rest.device)], rows) for rows in rows_of_sources(group).values()
@@ -113,7 +113,7 @@ class CodedBase:
         return assemble(self.form, dense.shape, [encode(self.form, dense.to(self._device), rows)])
 
     def decoded(self, name: str, dense: Tensor) -> Tensor:
-        """Return the full value of a parameter after quantization, in float32, as the run computes with it."""
+        """Return the full value of a parameter after quantization, in float32: the value that the run computes with."""
         return decode(self.form, self.codes(name, dense), torch.float32)
 
     def full(self, name: str) -> Tensor:
@@ -171,7 +171,8 @@ def load_coded_base(
 def taken_by_loftq(
     config: RunConfig, chunks: Sequence[torch.nn.Module], world: Axis
 ) -> Callable[[str], Tensor | None]:
-    """Return a function from a parameter's name to what LoftQ takes from it, read from the adapters of all ranks.
+    """Return a function from a parameter's name to the matrix that LoftQ subtracts from it, read from the adapters of
+    all ranks.
 
     Every rank of `world` calls it, and gets the factors of all matrices.
     """
@@ -192,7 +193,8 @@ def taken_by_loftq(
 
 
 def taken_from(config: RunConfig, read: Callable[[str], Tensor]) -> Callable[[str], Tensor | None]:
-    """Return a function from a parameter's name to what LoftQ takes from it; `read` returns the adapters' factors."""
+    """Return a function from a parameter's name to the matrix that LoftQ subtracts from it; `read` returns the
+    adapters' factors."""
     if not (config.lora.begins_with_loftq and config.lora.keeps_initial_factors):
         return lambda name: None
     with_factors = dict(adapters(build_on_meta(config.model, config.lora)))

@@ -78,7 +78,7 @@ def row_vector(name: str) -> Rule:
 
 
 def with_ones(name: str, before: int, after: int) -> Rule:
-    """Return the rule of a vector stored with so many dimensions of size 1 before and after its own."""
+    """Return the rule of a vector that is stored with `before` and `after` additional dimensions of size 1."""
     return replace(same(name), ones=(before, after))
 
 
@@ -113,7 +113,7 @@ def swapped_halves_qkv(*names: str) -> Rule:
 
 
 def one_each(*names: str) -> Rule:
-    """Return the rule of a vector whose elements are tensors of one element each."""
+    """Return the rule of a vector whose elements are stored as tensors of one element."""
     return Rule(names, lambda model, rows: [RowRun(source, 0, source, 1) for source in range(len(names))])
 
 

@@ -75,7 +75,7 @@ class _Source(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Part of a needed box, and the box that it comes from."""
+    """Part of a needed box, and the box that contains it."""
 
     source: _Source
     whole: Extent
@@ -128,7 +128,7 @@ def _sources(by_rank: Sequence[Sequence[Sequence[Any]]]) -> dict[tuple, dict[Ext
 def _plan(
     rank: int, needed: Sequence[Sequence[Any]], sources: Mapping[tuple, Mapping[Extent, Sequence[_Source]]]
 ) -> list[_Piece] | None:
-    """Return the pieces of the boxes that a rank needs; None if they are not all there."""
+    """Return the pieces of the boxes that a rank needs; None if some are missing."""
     pieces = []
     for index, (part, name, dtype, size, offset, shape) in enumerate(needed):
         box, volume = Extent(tuple(offset), tuple(size)), 0

@@ -256,7 +256,7 @@ class MemorySnapshots:
     def find(self, world: Axis) -> int | None:
         """Return the serial of the newest snapshot that the ranks can restore, or None. Collective.
 
-        Without one, all ranks number their next snapshots alike.
+        If there is none, all ranks continue the numbering of snapshots from the same serial.
         """
         everyone = gather_json([_worlds(self._local), _worlds(self._foreign)], world)
         for serial in sorted(

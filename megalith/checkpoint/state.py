@@ -114,7 +114,7 @@ def _reduced_shard(parameter: LocalShard, values: Tensor, dim: int) -> LocalShar
 
 
 def _whole_shard(parameter: LocalShard, values: Tensor) -> LocalShard:
-    """Return the shard of a state of whole matrices: of this rank's experts, or of a single matrix."""
+    """Return the shard of a state of whole matrices. The matrices are this rank's experts, or a single one."""
     shape, offset = list(values.shape), [0] * values.ndim
     if len(parameter.shape) == 3:
         shape[0], offset[0] = parameter.shape[0], parameter.offset[0]
@@ -219,7 +219,7 @@ def load_part(
     unpadded_rows: Mapping[str, int],
     world: Axis = ALONE,
 ) -> None:
-    """Load the weights of a further model, or with `optimizer` that optimizer's state, from a part of its own.
+    """Load the weights of another model of the run, or with `optimizer` its optimizer's state, from its own part.
 
     Every rank of `world` calls it. Raises CheckpointError as `load_model` and `load_optimizer`.
     """

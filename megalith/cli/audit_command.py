@@ -1,4 +1,4 @@
-"""`megalith audit`: rerun a recorded job in one process and name what departs."""
+"""`megalith audit`: rerun a recorded job in one process and name what differs."""
 
 from __future__ import annotations
 

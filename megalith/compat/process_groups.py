@@ -51,7 +51,7 @@ def flight_recorder() -> list[dict]:
 
 
 def destroy_groups() -> None:
-    """Destroy all process groups, also those of an initialization that has failed.
+    """Destroy all process groups, including those whose initialization failed.
 
     torch numbers the groups, and the numbers are part of the keys by which ranks connect. It does not reset them after
     a failed initialization.

@@ -66,7 +66,8 @@ class DistillConfig(Section):
     skew: Annotated[
         float, Field(gt=0, lt=1), RequiresSetting("divergence", "skewed_forward_kl", "skewed_reverse_kl")
     ] = 0.1
-    """Weight, in the mixture of the skewed divergences, of the distribution over which they average."""
+    """Weight of the divergence's first distribution in its mixture: the teacher's in skewed_forward_kl, the student's
+    in skewed_reverse_kl."""
 
     on_policy_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the samples whose last answer is replaced by one that the student samples (GKD's λ)."""

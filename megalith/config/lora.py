@@ -206,12 +206,12 @@ class LoraConfig(Section):
 
     @property
     def decomposes_base(self) -> bool:
-        """True if A and B begin as factors of the matrix, which the frozen part then lacks (PiSSA, OLoRA)."""
+        """True if A and B begin as factors that are subtracted from the matrix (PiSSA, OLoRA)."""
         return self.rank is not None and self.init_lora_weights not in ("default", "loftq")
 
     @property
     def begins_with_loftq(self) -> bool:
-        """True if A and B begin as a part of what quantizing the base loses."""
+        """True if A and B begin as an approximation of the base's quantization error (LoftQ)."""
         return self.rank is not None and self.init_lora_weights == "loftq"
 
     @property

@@ -39,7 +39,7 @@ class MupRatios:
     depth_alpha: float = 1.0
     """Power of `depth` that divides the outputs of branches."""
     scales_depth: bool = False
-    """The base model has a number of layers (CompleteP)."""
+    """True if mup_base_num_layers is set, so that initial values and rates also depend on the depth (CompleteP)."""
     scales_weight_decay: bool = False
     """Multiply the weight decay of matrices in layers by `width`."""
 

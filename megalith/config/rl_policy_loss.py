@@ -193,7 +193,8 @@ class PolicyLossSettings(Section):
     rollout_rs: str | None = None
     """Reject tokens or sequences by how far the trainer's probabilities are from the engine's (verl): token_k1 to k3,
     seq_sum_k1 to k3, seq_mean_k1 to k3, seq_max_k2, seq_max_k3, or several separated by commas. With
-    old_logprobs policy they leave the loss and its divisor, with rollout only the loss."""
+    old_logprobs policy, rejected tokens count neither in the loss nor in its divisor; with rollout they still count in
+    the divisor."""
 
     rollout_rs_threshold: Annotated[float | str | None, RequiresSetting("rollout_rs", strict=True)] = None
     """Largest divergence that is kept, or one per criterion separated by commas. For k1 the bounds of the ratio as

@@ -19,9 +19,9 @@ class SpeculationSettings(Section):
         RequiresSetting("prompts"),
         RequiresSetting("engine", "own", strict=True),
     ] = "none"
-    """Drafts in Megalith's engine: ngram copies what followed the last tokens where they occurred before, draft_model
-    samples them from a smaller model, mtp from the policy's own layers for multi-token prediction. The completions are
-    the same as without; only the speed changes."""
+    """Source of drafts in Megalith's engine: ngram (what followed the last earlier occurrence of the latest tokens),
+    draft_model (a smaller model) or mtp (the policy's own layers for multi-token prediction). The completions are the
+    same as without; only the speed changes."""
 
     num_speculative_tokens: Annotated[PositiveInt, RequiresSetting("speculative_method", unless="none")] = 4
     """Drafts per decode step."""

@@ -164,7 +164,7 @@ def content_identity(prefix: str) -> dict[str, str]:
 
 
 def _about(prefix: str, name: str) -> str | None:
-    """Return what the cache has noted about a dataset; None for other datasets."""
+    """Return the cache's notes about a dataset; None for other datasets."""
     if cached_name(prefix) == prefix:
         return None
     about = Path(prefix).with_name(f"{Path(prefix).name.split('_')[0]}.json")

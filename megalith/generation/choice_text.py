@@ -92,7 +92,7 @@ class ChoiceText:
         return self._text
 
     def take(self) -> str:
-        """Return the text since the last call, without what may become a stop text."""
+        """Return the text since the last call, except for an end that may become a stop text."""
         end = len(self._text) - (self._held_back if self.reason is None else 0)
         part = self._text[self._emitted : max(end, self._emitted)]
         self._emitted += len(part)

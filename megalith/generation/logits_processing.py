@@ -58,7 +58,7 @@ class LogitsProcessing:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once for each time that it is in the completion."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits."""
+    """Token ids, and the biases that are added to their logits."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that no completion contains."""
     grammar: Grammar | None = None

@@ -1,7 +1,7 @@
 """Device state of logits processing: per row its penalties, the tokens that it has, its biases and its mask.
 
 A part is allocated when a sequence first needs it, in static tensors as CUDA graphs require, and covers this rank's
-vocabulary entries. The values of a row that needs nothing leave its logits as they are.
+vocabulary entries. A row without logits processing has values that leave its logits unchanged.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Completion:
     """Log-probability of each id under softmax(logits / temperature) over the tokens kept by top_k, top_p and min_p; at
     temperature 0 under softmax(logits). The logits are those after Sampling.processing."""
     truncated: bool
-    """True if neither a stop id, nor a stop string, nor the end of the grammar ends it."""
+    """True if the completion did not end with a stop id, a stop string or the end of the grammar."""
     versions: Sequence[int] = (0,)
     """Version of the weights that sampled it: one, or one per id."""
     routes: np.ndarray | None = None

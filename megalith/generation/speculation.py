@@ -155,7 +155,7 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Copies what followed the longest match of the last tokens, at its most recent place."""
+    """Copies the tokens that followed the longest match of the last tokens, at its most recent occurrence."""
 
     def __init__(self, speculation: Speculation, rows: int, room: int, device: torch.device):
         self._speculation, self._sizes, self._device = speculation, (rows, room), device

@@ -311,7 +311,7 @@ def _bits(x: Tensor) -> Tensor:
 def _copy_overlap(
     shard: LocalShard, piece: Tensor, offset: tuple[int, ...], valid: Tensor | None = None
 ) -> None:
-    """Copy the overlap of a piece of the same tensor into the shard; where `valid` is False, keep its values."""
+    """Copy the overlap with a piece of the same tensor into the shard, except where `valid` is False."""
     target, source = [], []
     for start, size, piece_start, piece_size in zip(shard.offset, shard.values.shape, offset, piece.shape):
         first, last = max(start, piece_start), min(start + size, piece_start + piece_size)

@@ -146,7 +146,8 @@ class Failure:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: errors raised by the rank itself, then crashes and kills, then lost connections; each by time."""
+        """Sort key: errors raised by the rank itself, then crashes and kills, then lost connections; within each kind
+        by time."""
         if self.error is not None:
             return (2 if self.error["collective"] else 0), self.error["nanoseconds"]
         return (3 if -self.exit_status in (signal.SIGTERM, signal.SIGINT) else 1), 0

@@ -110,7 +110,7 @@ def open_connections() -> Connections:
 
 @contextmanager
 def limited_silence(seconds: float) -> Iterator[None]:
-    """Context whose new TCP connections fail if the other machine does not answer for `seconds`.
+    """Context in which new TCP connections fail if the other machine does not answer for `seconds`.
 
     Most operations of torch's TCPStore wait without a timeout. After a link has been cut, they would wait until the
     kernel stops retransmitting, which takes a quarter of an hour, or forever if there is nothing to send.

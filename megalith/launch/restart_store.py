@@ -74,7 +74,7 @@ class RestartStore:
         return json.loads(self._get(f"unhealthy/{generation}") or "[]")
 
     def groups_store(self, generation: int) -> Store:
-        """Return the store for the process groups of a generation."""
+        """Return the store for the process groups of one generation of ranks."""
         return PrefixStore(f"groups/{generation}", self._store)
 
     def report_lost_ranks(self, generation: int) -> None:
@@ -90,7 +90,7 @@ class RestartStore:
         self._store.set("invited", str(world_size))
 
     def invited(self) -> int:
-        """Return the number of ranks with the machines that wait."""
+        """Return the number of ranks that the job would have with the waiting machines."""
         return int(self._get("invited") or self.world_size)
 
     def request_resize(self, generation: int) -> None:

@@ -177,7 +177,8 @@ class LinearAdapter(Adapter):
         return self.join(self.scaled(products)).T * self.scaling
 
     def taken_from_base(self) -> Tensor | None:
-        """Return what LoftQ takes from the base before it is quantized, in the weight's shape; None: nothing.
+        """Return the matrix that LoftQ subtracts from the base before quantizing, in the weight's shape; None if it
+        subtracts nothing.
 
         The adapter must be unsharded.
         """

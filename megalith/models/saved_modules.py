@@ -25,7 +25,7 @@ TRAINABLE = (
     ),
     *("router", "shared_expert_gate"),
 )
-"""Last parts of the paths of modules that can be trained in full, beside those of norms."""
+"""Last parts of the paths of modules that can be trained in full, in addition to norms."""
 
 
 def path_of(name: str) -> str:
@@ -82,7 +82,7 @@ def check_can_be_saved(module: str, paths: Iterable[str]) -> None:
 
 
 def lacks_module(module: str, paths: Collection[str]) -> ConfigError:
-    """Return the error that the model has no module of this name; `paths` are those of its modules."""
+    """Return the error for a module that the model does not have; `paths` lists its modules."""
     names = sorted({path.rpartition(".")[2] for path in paths if can_be_saved(path)} - {"score"})
     return ConfigError(
         f"lora.modules_to_save names {module!r}, which this model does not have{nearest_of(module, names)}"

@@ -1,7 +1,7 @@
 """Rows of an embedding or an output matrix that are trained with adapters: PEFT's `trainable_token_indices`.
 
 The rows of some tokens are parameters of their own, which replace those of the frozen matrix wherever it is used. They
-begin with the matrix's values. An embedding that is the output matrix too uses the same rows for both. Under tensor
+begin with the matrix's values. A tied embedding and output matrix have the same trained rows. Under tensor
 parallelism every rank holds all of them and uses those of its shard of the vocabulary, so their gradients are partial.
 """
 
@@ -28,14 +28,14 @@ class TokenRows(Adapter):
         self._cached: tuple[tuple[int, int, torch.device], tuple[Tensor, Tensor]] | None = None
 
     def matrix(self, parameter: Tensor) -> Tensor:
-        """Return this rank's shard of the matrix, whose parameter is given, with the trained rows in it."""
+        """Return this rank's shard of the matrix with the trained rows in it; `parameter` is the shard without them."""
         if self.scaling == 0:
             return local(parameter)
         _, (first, _) = local_shape_and_offset(getattr(parameter, "dtensor", parameter))
         return self.put_into(local(parameter), first)
 
     def put_into(self, rows: Tensor, first: int) -> Tensor:
-        """Return a copy of `rows`, the matrix's rows from row `first` on, with the trained rows in it."""
+        """Return a copy of `rows`, the matrix's rows from row `first` on, in which the trained rows are replaced."""
         index, number = self._find(first, len(rows), rows.device)
         return rows.index_copy(0, index, local(self.weight)[number].to(rows.dtype))
 

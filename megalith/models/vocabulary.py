@@ -31,7 +31,7 @@ class WordEmbedding(nn.Embedding):
 
     @property
     def matrix(self) -> Tensor:
-        """This rank's shard of the weight, with the trained rows in it."""
+        """Return this rank's shard of the weight with the trained rows in it."""
         return _with_trained_rows(self)
 
 
@@ -78,7 +78,7 @@ class OutputMatrix(Linear):
 
     @property
     def matrix(self) -> Tensor:
-        """This rank's shard of the weight, with the trained rows in it."""
+        """Return this rank's shard of the weight with the trained rows in it."""
         return _with_trained_rows(self)
 
     def forward(self, x: Tensor, function: Callable, *args):

@@ -265,7 +265,7 @@ def _loss_of_logits(
 
 
 def _log_sums(logits: Tensor, expected: Tensor, temperature: float) -> Tensor:
-    """Return log Σ exp of logits, of logits / T, and of the teacher's / T: float32 [3, tokens]."""
+    """Return log Σ exp of three logits: the model's, the model's / T, and the teacher's / T, float32 [3, tokens]."""
     z, t = logits.float(), expected.float() / temperature
     return torch.stack([z.logsumexp(-1), (z / temperature).logsumexp(-1), t.logsumexp(-1)])
 

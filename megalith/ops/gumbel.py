@@ -147,7 +147,7 @@ def _combine_blocks(blocks: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
 def least_logit(
     logits: Tensor, inverse: float, top_k: int, top_p: float, min_p: float, axis: Axis = ALONE
 ) -> Tensor:
-    """Return the smallest logit of each row that top_k, then top_p, and min_p keep: float32 [rows].
+    """Return, for each row, the smallest logit that top_k, then top_p, and min_p keep, float32 [rows].
 
     logits are [rows, local entries].
 

@@ -27,6 +27,7 @@ def penalize(
 
 
 def allowed_entries(masks: Tensor, first: int, count: int) -> Tensor:
-    """Return bool [rows, count] for entries from `first` on, of bit masks int32 [rows, words] with 32 entries each."""
+    """Unpack bit masks, int32 [rows, words] with 32 entries per word, to bool [rows, count] for entries from `first`
+    on."""
     entries = torch.arange(first, first + count, device=masks.device)
     return (masks[:, entries >> 5] >> (entries & 31).int()) & 1 != 0

@@ -185,7 +185,7 @@ class _SumRows(torch.autograd.Function):
 
 
 def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
-    """Return x [n, width] at an index of any shape; zeros where the index is n or more.
+    """Return rows of x [n, width] by an index of any shape; zeros for an index of n or more.
 
     `complete`: no index is n or more.
     """

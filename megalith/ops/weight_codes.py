@@ -236,7 +236,8 @@ def _nf4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes and exponents: that of the largest value is e2m1's largest; others round to even, and saturate."""
+    """Return codes and exponents. A block's exponent is chosen so that its largest value gets e2m1's largest exponent;
+    values round to even and saturate."""
     blocks = matrix.unflatten(1, (-1, BLOCK["mxfp4"]))
     largest = blocks.abs().amax(2)
     exponents = (largest.view(torch.int32) >> MANTISSA_BITS) - 2  # e2m1's largest is 1.5 · 2²

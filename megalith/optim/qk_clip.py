@@ -24,7 +24,7 @@ def clip_factors(logits: Tensor, threshold: float) -> Tensor:
 
 
 def row_factors(module: str, eta: Tensor, model: ModelConfig, alpha: float) -> Tensor | None:
-    """Return the factor of each row of a projection's global weight, or None for projections that stay.
+    """Return the factor of each row of a projection's global weight, or None for projections that are not rescaled.
 
     Args:
         module: name of the linear in the attention module.

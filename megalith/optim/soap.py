@@ -211,7 +211,7 @@ def _rotate_back(x: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def _grams(gradient: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of G · Gᵀ and Gᵀ · G whose averages the state has."""
+    """Return those of the products G · Gᵀ and Gᵀ · G that the state averages."""
     both = {LEFT: (gradient, gradient.mT), RIGHT: (gradient.mT, gradient)}
     return {key: a @ b for key, (a, b) in both.items() if key in state}
 
@@ -241,7 +241,8 @@ def _eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_iteration(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the next basis after the authors' power iteration, and the order of the old basis's columns in it."""
+    """Return the next basis after one power iteration as in the authors' code, and the permutation of the old basis's
+    columns."""
     product = _shifted(matrix) @ basis
     order = (basis * product).sum(-2).argsort(dim=-1, descending=True, stable=True)
     columns = order[..., None, :].expand(product.shape)
@@ -259,7 +260,7 @@ def _iterated(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 def _shifted(matrix: Tensor) -> Tensor:
     """Return symmetric matrices plus a small multiple of the identity.
 
-    A power iteration then leaves directions in their null space as they are instead of replacing them by rounding.
+    A power iteration then keeps directions in their null space, which rounding would replace otherwise.
     """
     size = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     return matrix + RESOLUTION * size * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class _Cut:
-    """A division of a tensor along `dim` over a mesh axis; `size` is its size there before."""
+    """A split of a tensor along `dim` over a mesh axis; `size` is the size of that dimension before the split."""
 
     axis: int
     dim: int

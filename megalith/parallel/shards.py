@@ -244,7 +244,7 @@ def _sum_over_shards(like: DTensor, tensor: Tensor, dims: Collection[int]) -> Te
 
 
 def _reshard(like: DTensor, shard: LocalShard, tensor: Tensor) -> Tensor:
-    """Return this rank's slice of a result of `_unshard`, as a view."""
+    """Return this rank's slice, as a view, of a result of `_unshard`."""
     if tensor.shape == like.shape:
         return shard.slice_of(tensor)
     first = (0, *shard.offset[1:])  # all experts of this rank are there

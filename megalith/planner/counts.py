@@ -343,7 +343,7 @@ class ParameterCounts:
     idle: int
     """Parameters of the experts that a token is not routed to; part of `mlp`."""
     saved: int = 0
-    """Parameters of the other parts that are trained in full beside the adapters."""
+    """Parameters outside the adapters that are trained in full."""
 
     @property
     def trained(self) -> int:

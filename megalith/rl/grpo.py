@@ -284,7 +284,7 @@ class PolicyTask(ReferenceTask):
         return read
 
     def _adapt_entropy(self, run: Run, sums: Tensor) -> dict[str, float]:
-        """Set the coefficient of the next step's entropy bonus; return that of this step, if it is adaptive."""
+        """Set the entropy coefficient of the next step; return that of this step, or None if it is not adaptive."""
         if not run.config.rl.use_adaptive_entropy:
             return {}
         controller, used = EntropyController(run.config.rl, run.totals), self.loss.entropy_coef

@@ -74,7 +74,7 @@ class ResponseWriter:
         )
 
     def text_chunk(self, index: int, choice: ChoiceText, text: str, first_token: int) -> bytes:
-        """Return a chunk with new text, and what belongs to the tokens from `first_token`."""
+        """Return a chunk with new text and the fields of the tokens from `first_token` on."""
         one: dict[str, Any] = {"index": index, "finish_reason": None}
         one |= {"delta": {"content": text}} if self._request.is_chat else {"text": text}
         one["logprobs"] = self._logprobs(choice, first_token)

@@ -38,7 +38,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 class Conversation(Protocol):
-    """Decides the prompts and sampling of a client's requests, and sees what was sampled (rl/agents)."""
+    """Determines the prompts and sampling of a client's requests, and receives what was sampled (rl/agents)."""
 
     def open_prompts(self, request: CompletionRequest) -> list[Any]:
         """Return one object per prompt, with its tokens in `ids`. Raise ValueError for a prompt that cannot be

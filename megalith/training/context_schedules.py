@@ -22,7 +22,7 @@ from megalith.parallel.pipeline.stages import padded_micro_batches
 from megalith.planner.pass_costs import pass_costs
 
 KEPT = 16
-"""Schedules that are kept: those of the prefetched steps, and of an evaluation."""
+"""Number of schedules that are kept: those of the prefetched steps, and of an evaluation."""
 
 
 class ContextSchedules:

@@ -116,8 +116,8 @@ def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
 
 
 def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
-    """Return the changed settings that determine `what`, with both values. Settings that the run does not use are left
-    out."""
+    """Return the changed settings of the kind `what`, with their previous and current values. Settings that the run
+    does not use are left out."""
     changes = []
     for section in RunConfig.model_fields:
         was, now = getattr(before, section), getattr(config, section)

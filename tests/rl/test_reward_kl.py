@@ -72,9 +72,7 @@ def test_advantages_are_those_of_trl():
 
 
 def test_settings_that_contradict_it_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"gdpo with rl\.advantage_level trajectory does not use"
-    ):
+    with pytest.raises(ConfigError, match=r"gdpo with rl\.advantage_level trajectory does not use"):
         check_rollouts(rl_of(advantage_estimator="gdpo"))
     with pytest.raises(ConfigError, match=r"write a minimum and a maximum, such as \[-1, 1\]"):
         rl_of(reward_clip_range=[1.0])

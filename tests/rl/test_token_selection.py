@@ -152,7 +152,10 @@ def test_a_batch_without_its_selection_is_refused():
 REFUSED = [
     (dict(loss_type="clip_cov", clip_cov_lb=5.0), "rl.clip_cov_lb 5.0 is not below rl.clip_cov_ub 5.0"),
     (dict(loss_type="gmpo", top_entropy_quantile=0.2), "gmpo has one ratio per sequence, not per token"),
-    (dict(loss_type="kl_cov", importance_sampling_level="sequence"), "but rl.loss_type kl_cov selects tokens; set rl"),
+    (
+        dict(loss_type="kl_cov", importance_sampling_level="sequence"),
+        "but rl.loss_type kl_cov selects tokens; set rl",
+    ),
 ]
 
 

@@ -72,7 +72,8 @@ def fingerprint_of(model: Transformer) -> str:
 def open_adapters_of(
     source: str | Path, base: str | Path, model: ModelConfig, fingerprint: str | None
 ) -> tuple[Transformer, RunConfig | None]:
-    """Return a model on the meta device with the adapters loaded, and their run, if they are those of this base."""
+    """Return a model on the meta device with the adapters loaded, and the adapters' run. Raises if they have another
+    base."""
     _, adapted, adapter_run, config = open_adapters(source, str(base), show_progress=False)
     if config is not None:
         if others := changed_settings(config.model, model):

@@ -221,7 +221,8 @@ class SharedExperts:
 class RouterGroups:
     """Maps `n_group` and `topk_group`, where 1 means no limit.
 
-    DeepSeek-V2 has a key for the method. V3 scores a group by its two best experts.
+    method: config.json has `topk_method`, as DeepSeek-V2's. DeepSeek-V3 has no such key and scores a group by its two
+    best experts.
     """
 
     def __init__(self, method: bool):

@@ -28,7 +28,7 @@ def stacked_experts(name: str) -> Rule:
 
 
 class RopeWithDefaults:
-    """Maps RoPE with a scaling and a base of its own if config.json has none."""
+    """Maps RoPE, with a default scaling and base if config.json has none."""
 
     def __init__(self, scaling: Mapping[str, Any], base: float):
         self._scaling, self._base = scaling, base

@@ -87,7 +87,7 @@ class QueryScalingKeys:
 
 
 class RopeBeforeNorm(Rope):
-    """Row for RoPE, whose factor on cosines and sines the norms of queries and keys cancel."""
+    """Row for RoPE. Its factor on cosines and sines has no effect, because the norms of queries and keys follow."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         fields = super().read(hf_config)

@@ -48,7 +48,8 @@ NEWER_SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_sp
 def _by_group(
     groups: Callable[[ModelConfig], int], rows_of: Callable[[ModelConfig], Sequence[int]]
 ) -> Callable[[ModelConfig, int], list[RowRun]]:
-    """Return an order by group, or key head: each has its rows of every source, of which there are `rows_of`."""
+    """Return the row order by group (or key head): for each group, its rows of every source; `rows_of` gives their
+    numbers."""
 
     def order(model: ModelConfig, rows: int) -> list[RowRun]:
         count, runs, ours = groups(model), [], 0

@@ -148,7 +148,8 @@ def open_megatron(
 def _with_plain_norms(tensors: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return the tensors with 1 added to the norms of gated delta nets.
 
-    They are stored without it if the norms multiply by 1 + weight, which those of delta nets do not here.
+    With layernorm_zero_centered_gamma Megatron's norms multiply by 1 + weight; Megalith's delta nets multiply by the
+    weight.
     """
     if not model.layernorm_zero_centered_gamma:
         return tensors

@@ -168,7 +168,8 @@ def write_torch_dist(
 def _stack_position(
     name: str, model: ModelConfig, transformer_engine: bool
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return the name of the stored tensor that contains one of Megatron's, the stack's size, and the index in it."""
+    """Return the stored tensor that contains a tensor of Megatron: its name, the size of its stack, and the index in
+    the stack."""
     key = stored_name(name, model, transformer_engine, distributed=True)
     stack, at = (), ()
     layer, expert = layer_of(name), EXPERT.search(name)

@@ -368,7 +368,7 @@ class PeftFolder:
 
     @property
     def _initialization(self) -> str:
-        """The method whose factors PEFT takes out of the base when it loads the folder; default: none."""
+        """The method whose factors PEFT subtracts from the base when it loads the folder; default: none."""
         value = str(self._config.get("init_lora_weights", True)).lower()
         return value if value in ("pissa", "olora") else "default"
 

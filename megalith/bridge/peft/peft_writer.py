@@ -188,7 +188,7 @@ def _peft_pairs(
 
 
 def _hugging_face_rows(target: AdapterTarget, module: str, part: str, b: Tensor) -> Tensor:
-    """Return B of a part as the module stores it: all rows of the module in its order, zero in those of other parts."""
+    """Return B of a part with all rows of the Hugging Face module in its order; rows of other parts are zero."""
     weight_rows = len(target.rows_of_modules()[module])
     rows = b.new_zeros(weight_rows, b.shape[1])
     rows[target.rows_of_module(module, part)] = b

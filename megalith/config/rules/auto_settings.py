@@ -104,8 +104,9 @@ def _reduces_layers(config: RunConfig, machine: Machine) -> bool:
 def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     """Choose cp_comm_type and return the reason.
 
-    All-to-all within a host, a ring between hosts and if the heads do not divide; all-to-all for encoder-decoders.
-    Batch-invariant runs use all-to-all if the heads divide, and all-gather otherwise.
+    All-to-all CP within a host if the heads are divisible; otherwise, and between hosts, a ring of keys and values.
+    Encoder-decoders always use all-to-all. Batch-invariant runs use all-to-all if the axis divides the heads, and
+    all-gather otherwise.
     """
     parallel = config.parallel
     if config.model.encoder_layers:

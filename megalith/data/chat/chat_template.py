@@ -128,7 +128,7 @@ class ChatTemplate:
         return {**turns, last: (turns[last][0], len(text))}
 
     def _turns_of_full_text(self, chat: Chat, learned: list[int], text: str) -> list[Span]:
-        """Locate the turns in the full text, where a message may be rendered differently than at the end."""
+        """Locate the turns in the full text, in which a message may be rendered differently than at the end."""
         turns, spans = self._turns(chat, text), []
         for k in learned:
             if k not in turns or answer_of(chat.messages[k]) not in text[slice(*turns[k])]:
@@ -255,7 +255,7 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def rendered_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of rendered text, in which the texts of special tokens stand for them.
+    """Return the tokens of rendered text. Texts of special tokens become these tokens.
 
     Raises ValueError if the text cannot be encoded.
     """

@@ -1,4 +1,4 @@
-"""Forms of the samples that the fine-tuning methods read: what a record becomes.
+"""Forms of the samples of each fine-tuning method: a record is converted to one of them.
 
 | form | sequences of a sample | value |
 |---|---|---|

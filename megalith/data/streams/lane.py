@@ -67,13 +67,13 @@ class LanePosition:
     """Index among the lane's shards of the pass; with `block` the start of the window."""
     block: int = 0
     document: int = 0
-    """Documents of the window before it."""
+    """Documents of the window before this position."""
     token: int = 0
-    """Tokens of the document before it."""
+    """Tokens of the current document before this position."""
     documents: int = 0
-    """Documents read before it, with empty ones."""
+    """Documents read before this position, including empty ones."""
     empty: int = 0
-    """Documents without tokens before it, with those that the tokenizer refuses."""
+    """Documents without tokens before this position, including those that the tokenizer refuses."""
     skipped: int = 0
     """Unusable documents before the end of the window."""
 
@@ -131,7 +131,7 @@ class Lane:
                 self._pending.appendleft((position, ids[dropped:]))
 
     def _read(self, start: LanePosition) -> Iterator[tuple[LanePosition, np.ndarray]]:
-        """Yield the ids of each document with tokens, with the position before it."""
+        """Yield the ids of each document that has tokens, and the position before the document."""
         settings, position = self._settings, start
         while True:
             with_tokens = position.documents - position.empty

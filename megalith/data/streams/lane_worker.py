@@ -33,7 +33,7 @@ ERRORS = {error.__name__: error for error in (ConfigError, DataError)}
 
 
 class LaneSample(NamedTuple):
-    """A sample of a lane, with the position after it and the unusable documents since the sample before it."""
+    """A sample of a lane, the position after it, and the unusable documents since the previous sample."""
 
     tokens: np.ndarray
     """int32 [seq_length + 1]."""
@@ -51,7 +51,7 @@ def next_of(lane: Lane) -> LaneSample:
 
 
 class LaneWorker:
-    """A worker process, as the training process sees it.
+    """The training process's handle of a worker process.
 
     Args:
         settings: settings of the stream.

@@ -18,7 +18,7 @@ class SampleStream(ABC):
 
     @abstractmethod
     def restart(self, position: int = 0, stride: int = 1, kept_states: int = 1) -> None:
-        """Prepare for reading from `position`, from the state of `load_state` if it is at or before it.
+        """Prepare to read from `position`, starting at the state of `load_state` if that is not after `position`.
 
         Args:
             position: the next sample to be read.

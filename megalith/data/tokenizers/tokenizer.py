@@ -212,7 +212,8 @@ def read_file(path: str | Path, description: str, folder: Path | None = None) ->
 
 
 def side_table(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the JSON object in one of a tokenizer's files; empty if there is no such file, or something else in it."""
+    """Return the JSON object in one of a tokenizer's files; empty if there is no such file or it contains another
+    type."""
     table = read_json(files[name], name) if name in files else {}
     return table if isinstance(table, dict) else {}
 

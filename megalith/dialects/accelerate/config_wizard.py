@@ -133,7 +133,7 @@ def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a reader of one of the choices, case-insensitive."""
+    """Return a reader of answers that accepts one of the choices, case-insensitively."""
 
     def read(answer: str) -> str:
         match = next((choice for choice in choices if choice.lower() == answer.lower()), None)

@@ -1,4 +1,4 @@
-"""Calls of a prepared model that have no equivalent here, with what to do instead."""
+"""Calls of a prepared model that have no equivalent here, and what to call instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Flags that Megatron-LM's core 0.20.0 does not have but scripts use: of other releases, of guides, and ModelOpt's."""
+"""Flags that scripts use but Megatron-LM's core 0.20.0 does not have: flags of other releases, of guides, and of
+ModelOpt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open the model and the data of an Oumi configuration, train, and write the results where Oumi does.
+"""Open the model and the data of an Oumi configuration, train, and write the results to the paths that Oumi uses.
 
     OUTPUT/checkpoints/           checkpoints to resume from
     OUTPUT/megatron_checkpoint/   the initial weights, converted once and reused by later starts

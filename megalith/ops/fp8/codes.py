@@ -95,7 +95,8 @@ def cast(
 
 
 def _turned(x: Tensor) -> Tensor:
-    """Return x [m, n] as [n, m] in new memory, as an operator's results require even if m or n is 1."""
+    """Return the transpose [n, m] of x [m, n] in new memory, because an operator must not return a view, even if m or
+    n is 1."""
     return x.t().clone(memory_format=torch.contiguous_format)
 
 

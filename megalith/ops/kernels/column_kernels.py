@@ -1,5 +1,4 @@
-"""Sums over rows in fp32, fused with the computation of the rows: bias gradients, and sums of what several ranks have
-sent.
+"""Sums over rows in fp32, fused with the computation of the rows: bias gradients, and sums of several ranks' data.
 
 A program computes some columns of some rows and accumulates column sums. The programs' sums are added afterwards in a
 fixed order.

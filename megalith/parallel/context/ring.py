@@ -79,7 +79,7 @@ class KVExchange(ABC):
 
     @abstractmethod
     def local_gradient(self) -> Tensor:
-        """Return the gradient of the local shard, summed over the other ranks, in float32. Call it after all sends."""
+        """Return the sum of the other ranks' gradients of the local shard, in float32. Call it after all sends."""
 
 
 class _Ring(KVExchange):

@@ -58,7 +58,7 @@ class OrderedGradients:
         self._begun: deque[list[Tensor | None]] = deque()
 
     def begin_pass(self) -> None:
-        """Set the gradients of a backward pass apart, because its weight gradients come later (zero-bubble)."""
+        """Set the gradients of a backward pass aside until its weight gradients are computed (zero-bubble)."""
         self._begun.append(self._take())
 
     def _take(self) -> list[Tensor | None]:

@@ -35,7 +35,7 @@ def _tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
 
 @operator("heads_from_tokens(Tensor[] xs, int size, str group) -> Tensor", _heads)
 def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
-    """Start the exchange of local tokens of all heads for all tokens, in order, of local heads.
+    """Start the exchange that turns local tokens of all heads into all tokens, in order, of local heads.
 
     Maps one or three tensors [batch, seq, heads of each, head_dim] to one contiguous tensor [batch, size · seq, all
     heads / size, head_dim] with this rank's heads of the first, second and third tensor.

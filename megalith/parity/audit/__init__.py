@@ -1,1 +1,1 @@
-"""`megalith audit`: rerun the recorded steps of any training job in one process and name what departs, and why."""
+"""`megalith audit`: rerun the recorded steps of any training job in one process; name what differs, and why."""

@@ -75,7 +75,7 @@ class AuditReport:
 
 
 def audit(folder: str | Path, hf_config: Mapping[str, Any], precision: str | None = None) -> AuditReport:
-    """Rerun the steps of a dump in one process in fp32; report what departs, and the causes.
+    """Rerun the steps of a dump in one process in fp32; report the differences and their causes.
 
     Args:
         folder: written by audit_hook.py.
@@ -151,7 +151,7 @@ class _Step:
         )
 
     def report(self, previous: StepEvidence | None) -> StepReport:
-        """Return what departs in this step, and why."""
+        """Return the differences in this step, and their causes."""
         e = self.evidence
         losses_depart = self._losses_depart()
         copy = self.parameters.tied_copy

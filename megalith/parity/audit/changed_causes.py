@@ -25,7 +25,7 @@ CHANGES: dict[str, Change] = {
     "attends-across-documents": changes.attend_across_documents,
     "documents-ignored": changes.ignore_documents,
 }
-"""Changes of the batch that the faults make."""
+"""Change of the batch that each fault amounts to."""
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"rotary_base": 10000.0},
@@ -39,7 +39,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"logits_scaling": 1.0},
     {"scale_embeddings": False},
 )
-"""Changes of the model that forgetting a setting of config.json makes."""
+"""Changes of the model's configuration, each for one forgotten setting of config.json."""
 
 RunChanged = Callable[[Change | None, ModelConfig | None], Sums]
 """Reruns the step with a change of the batches and another configuration."""

@@ -20,10 +20,10 @@ from megalith.parity.audit.rerun import Key, Reference
 from megalith.parity.audit.tokens import TokenBatch
 
 FLOOR = 1e-6
-"""Smallest norm that an error is relative to, as a part of the norm of all gradients."""
+"""Smallest denominator of relative errors, as a fraction of the norm of all gradients."""
 
 CLIPPED_NORM = 0.02
-"""Relative difference of a clipped norm from its bound that the precision may cause."""
+"""Largest relative difference between a clipped norm and max_norm that rounding may cause."""
 ESTIMATED_NORM = 0.15
 """Relative error of a norm that a sketch estimates."""
 

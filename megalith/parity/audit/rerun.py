@@ -26,7 +26,7 @@ from megalith.parity.audit.tokens import TokenBatch
 
 Key = tuple[str, Shard]
 ROUNDING = 2.0**-22
-"""Relative perturbation of fp32 weights, whose effect bounds what rounding explains."""
+"""Relative perturbation of fp32 weights; its effect bounds the differences that rounding explains."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Departures that no cause predicts: those of dropout, and those of which only the place of origin is known."""
+"""Differences without a predicted cause: those of dropout, and those for which only the origin is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def name_dropout(e: StepEvidence) -> list[Finding]:
 
 
 def name_unexplained(e: StepEvidence, losses_depart: bool) -> list[Finding]:
-    """Return a finding with the layers, ranks or axis where the departures begin."""
+    """Return a finding with the layers, ranks or axis in which the differences begin."""
     copies_differ = e.copies_differ("tp")
     if _losses_differ_in_tp(e) or (copies_differ and losses_depart):
         return [find(e, "forward-reduction")]

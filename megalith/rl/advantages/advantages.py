@@ -157,7 +157,8 @@ def load_estimator(name: str) -> Callable[..., np.ndarray]:
 
 
 def group_centered(rewards: np.ndarray) -> np.ndarray:
-    """Return the rewards minus the mean of their group's present ones, [groups, completions]; 0 where absent."""
+    """Return the rewards minus the mean of the rewards present in their group, [groups, completions]; 0 where
+    absent."""
     present = ~np.isnan(rewards)
     count = present.sum(-1, keepdims=True)  # [groups, 1]
     mean = np.where(present, rewards, 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)

@@ -33,7 +33,8 @@ class EngineServer(ABC):
 
     @abstractmethod
     def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
-        """Inspect a running server and return its facts as JSON values: `workers`, and what other methods need.
+        """Inspect a running server and return its properties as JSON values: `workers`, and those that other methods
+        need. `workers`, and what other methods need.
 
         Raises:
             TrainingError: if its log-probabilities are not processed, or it does not support rl.weight_sync_method.

@@ -153,7 +153,7 @@ class ServerEngine:
         ]
 
     def sample(self, prompt: Sequence[int], sampling: Sampling, *, key: int, number: int) -> Completion:
-        """Return one completion, by the server whose turn `number` is. Raises as `generate` does."""
+        """Return one completion; request `number` selects the server in turn. Raises as `generate` does."""
         deadline = Deadline(self.settings.generation_timeout, self._name("generation_timeout"))
         server = self.servers[(self._world.rank // self._run.mesh.tp.size + number) % len(self.servers)]
         return self._request(server, number, prompt, sampling, 1, key, deadline)[0]

@@ -57,7 +57,7 @@ class TextGame:
         return {"observations": [{"role": "user", "content": self._news()}], "reward": 0.0, "done": False}
 
     def _news(self) -> str:
-        """Return what the game has said since the last call."""
+        """Return the game's messages since the last call."""
         player, observation = self._game.get_observation()
         if not isinstance(observation, str):  # messages (from, text, type)
             return "\n".join(str(text) for sender, text, *_ in observation if sender != player)

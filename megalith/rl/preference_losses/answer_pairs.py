@@ -23,9 +23,9 @@ class AnswerPairs:
     pairs_per_token: Tensor
     """Pairs of the step / tokens of its chosen answers, a scalar."""
     partners: Tensor | None = None
-    """Values of other pairs of the step, without gradient, [3, pairs]: the reference's margin, the rejected and the
-    chosen log ratio whose rank is that of this pair's margin, chosen and rejected log ratio. None unless
-    dpo.sorts_pairs."""
+    """Values of other pairs of the step, without gradient, [3, pairs]: the reference's margin with the rank of
+    this pair's margin, the rejected log ratio with the rank of its chosen one, and the chosen log ratio with the rank
+    of its rejected one. None unless dpo.sorts_pairs."""
     scores: tuple[Tensor, Tensor] | None = None
     """Scores of the chosen and rejected log ratios (divergences.py). None: the log ratios."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def reward_number(value: Any, returned: str) -> float | None:
-    """Return a reward as a float; None and NaN are absent.
+    """Return a reward as a float, or NaN for an absent one (None or NaN).
 
     Args:
         value: the returned object, a number or a tensor or array with one.

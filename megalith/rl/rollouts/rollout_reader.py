@@ -156,7 +156,7 @@ class RolloutFiles:
         return [self.group(entry, self._line(entry[0], entry[1])) for entry in entries]
 
     def _line(self, file: int, number: int) -> bytes:
-        """Read forward to a line; start again at the beginning of the files if it comes before the last line read."""
+        """Read forward to a line; restart at the beginning of the files if the line precedes the last one read."""
         if (file, number) <= self._last:
             self._lines = (((at, n), line) for at, path in enumerate(self._paths) for n, line in _lines(path))
         for at, line in self._lines:

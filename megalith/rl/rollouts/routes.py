@@ -73,7 +73,7 @@ def decode_routes(where: str, value: Any) -> np.ndarray | None:
 
 
 def route_bytes(model: ModelConfig) -> int:
-    """Return the maximum bytes of a token's routes in a server's response, where they are a JSON list of numbers."""
+    """Return the maximum bytes of one token's routes in a server's response as a JSON list of numbers."""
     return model.num_layers * model.moe_router_topk * len(f"{model.num_experts}, ")
 
 
@@ -136,7 +136,8 @@ def join_routes(pieces: Sequence[EncodedRoutes]) -> np.ndarray | None:
 
 
 def new_routes(routes: np.ndarray | None, earlier: int) -> list[EncodedRoutes]:
-    """Encode the routes without those of the first `earlier` tokens, which were recorded before; empty for None."""
+    """Encode the routes without those of the first `earlier` tokens, which were recorded before; empty if routes are
+    None."""
     return [] if routes is None else [encode_routes(routes[earlier:])]
 
 

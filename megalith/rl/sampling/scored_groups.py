@@ -236,7 +236,8 @@ def prefixed(name: str, taken: Collection[str]) -> str:
 
 
 def encode_queue(queue: dict[int, QueuedBatch], shape: Mapping[str, Any]) -> bytes:
-    """Return the batches, by number, as a checkpoint file. `shape` has the settings that a resumed run must share."""
+    """Return the queued batches, by number, as a checkpoint file. `shape` has the settings that a resumed run must
+    share."""
     batches = {
         number: [[astuple(record) for record in batch.records], batch.logged]
         for number, batch in queue.items()

@@ -77,7 +77,7 @@ class EngineClient:
             act = retry or act
 
     def _gather(self, act: Callable[[], Any], phase: str | None) -> list[Any]:
-        """Return all ranks' results, or raise on every rank what `act` raised on one."""
+        """Return the results of all ranks. If `act` raised on one rank, raise its error on every rank."""
         try:
             result = [act()]
         except ERRORS as error:

@@ -1,5 +1,5 @@
-"""Scoring of texts by vLLM's and SGLang's servers: log-probabilities of each token and of the most likely entries
-there.
+"""Scoring of texts by vLLM's and SGLang's servers: log-probabilities of each token and of the most likely entries at
+its position.
 
 Both return log-probabilities at temperature 1 over the whole vocabulary. vLLM takes `prompt_logprobs`, at most as
 many as its --max-logprobs (20 by default); SGLang takes `top_logprobs_num`.

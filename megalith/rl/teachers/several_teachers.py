@@ -79,7 +79,7 @@ def owner_of(source: str, names: Sequence[str]) -> int:
 
 
 def _with_rows(old: Prediction, new: Prediction, rows: Tensor) -> Prediction:
-    """Return `old`, with the rows where `rows`, bool [batch], is True taken from `new`."""
+    """Return `old` with the rows of `new` where `rows`, bool [batch], is True."""
     if old.indices is None or new.indices is None:
         return new
     choose: Callable[[Tensor, Tensor], Tensor] = lambda mine, other: torch.where(  # noqa: E731

@@ -18,7 +18,7 @@ class Prediction(NamedTuple):
     indices: Tensor | None = None
     """Most likely entries, int [batch, seq, k]."""
     logprobs: Tensor | None = None
-    """Their log-probabilities and that of all others together, float32 [batch, seq, k + 1]."""
+    """Log-probabilities of these entries, and of all other entries together, float32 [batch, seq, k + 1]."""
 
 
 class Teacher(Protocol):

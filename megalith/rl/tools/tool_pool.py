@@ -47,7 +47,7 @@ class ToolPool:
         atexit.register(self.close)  # before multiprocessing waits for processes that are no daemons
 
     def prepare(self, environments: int) -> None:
-        """Start all processes for tools and those of that many environments, if they are used."""
+        """Start all processes for tools, and those of the requested number of environments, if they are used."""
         if self._functions:
             self._start_workers(self._size)
         if self._make_host is not None:
