@@ -63,7 +63,8 @@ def _rollout(args: Arguments) -> dict[str, float]:
     room, longest = model.config.max_position_embeddings, args.max_completion_length
     if longest >= room:
         raise ConfigError(
-            f"--max-completion-length {longest} leaves no room for a prompt in {room} positions; lower it"
+            f"--max-completion-length {longest} leaves no room for a prompt in {room} positions; lower "
+            "--max-completion-length"
         )
     rl = _settings(args)
     agent = open_agent(rl, tokenizer)
@@ -95,7 +96,8 @@ def _rollout(args: Arguments) -> dict[str, float]:
         )
     if agent is not None and args.stop:
         raise ConfigError(
-            "--stop applies to completions of one turn; leave it out with --tool, --environment and --agent"
+            "--stop applies to completions of one turn, but --tool, --environment and --agent make several; leave "
+            "--stop out"
         )
     tokens = max(len(prompt.ids) for prompt in prompts) + longest
     if rl.environment or rl.agent:  # which may extend the prompts

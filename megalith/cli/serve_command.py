@@ -101,7 +101,8 @@ def run_serve(args: Arguments) -> int:
     process, split = this_process(), args.tensor_model_parallel_size
     if process.world_size == 1 != split:
         raise ConfigError(
-            f"--tensor-model-parallel-size is {split}, but there is one process; start more with --nproc {split}"
+            f"--tensor-model-parallel-size is {split}, but there is one process; start {split} processes with "
+            f"--nproc {split}"
         )
     key = _read_key(args.api_key_file)
     device, is_alone = pick_device(args.device, process.local_rank), process.world_size == 1
@@ -116,7 +117,7 @@ def run_serve(args: Arguments) -> int:
     sizes |= dict(prefix_cache_bytes=int(args.prefix_cache_gb * 1e9))
     if sizes["max_tokens"] > positions:
         raise ConfigError(
-            f"--max-length is {args.max_length}, but the model has {positions} positions; lower it"
+            f"--max-length is {args.max_length}, but the model has {positions} positions; lower --max-length"
         )
     sizes["speculation"] = speculation_of(args, tokenizer)
     stop = tokenizer.stop_ids
@@ -186,8 +187,8 @@ class _Adapters:
         args = self._args
         if args.max_loras is not None and args.max_loras < max(1, len(self.sources)):
             raise ConfigError(
-                f"--max-loras is {args.max_loras}, but there are {len(self.sources)} adapters; it "
-                f"must be at least {max(1, len(self.sources))}"
+                f"--max-loras is {args.max_loras}, but there are {len(self.sources)} adapters; raise --max-loras to "
+                f"{max(1, len(self.sources))} or more"
             )
         if args.max_lora_rank is not None and args.max_lora_rank < 1:
             raise ConfigError(f"--max-lora-rank is {args.max_lora_rank}; it must be at least 1")
@@ -195,8 +196,8 @@ class _Adapters:
             raise ConfigError("--allow-runtime-lora-updating needs room for adapters; set --max-loras")
         if args.max_lora_rank is not None and not args.allow_runtime_lora_updating:
             raise ConfigError(
-                "--max-lora-rank is for adapters that are loaded later; add --allow-runtime-lora-updating, or leave it "
-                "out"
+                "--max-lora-rank is for adapters that are loaded later; add --allow-runtime-lora-updating, or leave "
+                "--max-lora-rank out"
             )
 
     def load(self, folder: str) -> dict:
@@ -252,8 +253,8 @@ def _engine_of_ranks(model: Transformer, sizes: dict[str, Any], device, split: i
 
     if model.has_adapters:
         raise ConfigError(
-            "models with adapters are served by a single process; serve the base with --adapter NAME=FOLDER, or merge "
-            "them (megalith lora merge)"
+            "models with adapters are served only by a single process; serve the base with --adapter NAME=FOLDER, "
+            "or merge the adapters (megalith lora merge)"
         )
     parallel = ParallelConfig(tensor_model_parallel_size=split)
     mesh = build_mesh(parallel, this_process().world_size, device.type)

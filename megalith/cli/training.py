@@ -177,8 +177,8 @@ def _check_dry_run(program: str, launcher: argparse.Namespace) -> None:
     for name in ("device", "device_json"):
         if program == "grpo" and (value := getattr(launcher, name)) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is {value}, but the dry run of grpo uses this machine; omit it, and see "
-                "`megalith plan show`"
+                f"--{name.replace('_', '-')} is {value}, but the dry run of grpo uses this machine; leave the option "
+                "out, and see `megalith plan show`"
             )
 
 

@@ -223,7 +223,7 @@ REFUSED = {  # overrides of the quick start: what is said
     "--megatron.sampling_config.top_p=0.8": "megatron.sampling_config.top_p",
     "--model.model_max_length=200": r"max_prompt_length \(1\) \+ max_completion_length \(256\) = 257 tokens",
     f"--{VERL_PREFIX}actor_rollout_ref.actor.use_kl_loss=True --megatron.grpo_config.kl_beta=0.01": "kl_beta is 0.01, "
-    "but .* 0.001; make them the same",
+    "but .* 0.001; make the two equal",
     f"--megatron.{CHUNKS}=4 --{VERL_PREFIX}actor_rollout_ref.actor.megatron.{CHUNKS}=4":
     "is 4 per rank, 8 in all",
     f"--{VERL_PREFIX}data.train_files=[a.parquet]": "name the file as dataset_path",

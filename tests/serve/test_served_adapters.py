@@ -162,7 +162,7 @@ def test_options_that_do_not_fit_each_other_are_refused(folders: Path, capsys) -
             ["--adapter", f"x={folders / 'a'}", "--adapter", f"x={folders / 'a'}"],
             "has the name of another model",
         ),
-        (["--max-loras", "0"], "--max-loras is 0, but there are 0 adapters; it must be at least 1"),
+        (["--max-loras", "0"], "--max-loras is 0, but there are 0 adapters; raise --max-loras to 1 or more"),
         (["--allow-runtime-lora-updating"], "needs room for adapters; set --max-loras"),
         (["--max-lora-rank", "8"], "is for adapters that are loaded later"),
         (["--adapter", f"x={base}"], "is from a run without adapters"),

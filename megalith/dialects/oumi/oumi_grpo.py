@@ -43,8 +43,8 @@ def set_grpo_objective(keys: OumiKeys) -> None:
         for key in (f"megatron.sampling_config.{name}", f"{ROLLOUT}{name}"):
             if keys[key] not in disabled:
                 keys.problems.append(
-                    f"{key} is {keys[key]}, which is not supported: the sampler's probabilities would differ from the "
-                    f"trainer's; leave it out, or set it to {disabled[0]}"
+                    f"{key} is {keys[key]}, which is not supported, because the sampler's probabilities would differ "
+                    f"from the trainer's; leave {key} out, or set it to {disabled[0]}"
                 )
     both = [f"{section}epsilon" for section in sections]
     if f"{verl}clip_ratio_low" not in keys and f"{verl}clip_ratio_high" not in keys:
@@ -72,7 +72,8 @@ def set_grpo_objective(keys: OumiKeys) -> None:
     if model_length is not None and longest > model_length:
         keys.problems.append(
             f"model.model_max_length is {model_length}, but max_prompt_length ({prompt_length}) + "
-            f"max_completion_length ({completion_length}) = {longest} tokens; raise it, or lower one of them"
+            f"max_completion_length ({completion_length}) = {longest} tokens; raise model.model_max_length, or lower "
+            "one of the others"
         )
     keys.set("rl.max_prompt_length", prompt_length)
     keys.set("rl.max_completion_length", completion_length)
@@ -89,7 +90,7 @@ def set_grpo_objective(keys: OumiKeys) -> None:
         if f"{config}kl_beta" in keys and beta != coefficient:
             keys.problems.append(
                 f"{config}kl_beta is {beta:g}, but {use_kl_loss} is {keys[use_kl_loss]}, which makes the KL "
-                f"coefficient {coefficient:g}; make them the same, or leave one out"
+                f"coefficient {coefficient:g}; make the two equal, or leave one of them out"
             )
         beta = coefficient
     keys.set("rl.kl_loss_coef" if use_kl_loss in keys and beta else "rl.beta", beta)
@@ -122,7 +123,8 @@ def set_rollout_engine(keys: OumiKeys) -> None:
         )
     if engine == "own" and url:
         keys.problems.append(
-            f"training.trainer_kwargs.engine is own, but engine_url names a server, {url!r:.60}; leave one out"
+            f"training.trainer_kwargs.engine is own, but engine_url names a server, {url!r:.60}; leave one of the "
+            "two out"
         )
     if (engine in ("vllm", "sglang") and backend not in (None, engine)) or engine == "megatron":
         setting = f"engine is {engine}" if kwargs.get("engine") else f"engine_url is {url!r:.60}"
@@ -158,8 +160,8 @@ def set_rollout_engine(keys: OumiKeys) -> None:
             keys.set(path, value)
         else:
             keys.problems.append(
-                f"{ENGINE_KEYS[path]} is {keys[ENGINE_KEYS[path]]}, which is not supported: the built-in engine always "
-                "samples with the current weights; leave it out"
+                f"{ENGINE_KEYS[path]} is {keys[ENGINE_KEYS[path]]}, which is not supported, because the built-in "
+                f"engine always samples with the current weights; leave {ENGINE_KEYS[path]} out"
             )
 
 
