@@ -28,7 +28,7 @@ class DistillConfig(Section):
     different data (teacher_data)."""
 
     teacher_data: list[str] | None = None
-    """For each of several teachers, the data that it teaches: a file of data's paths, or its name."""
+    """Data of each of several teachers, in their order: one file of the data paths, given by path or name."""
 
     teacher_engine: Annotated[Literal["vllm", "sglang"], Decides.NOTHING] = "vllm"
     """Program that serves a teacher whose name is an address, such as http://host:8000."""

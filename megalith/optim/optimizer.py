@@ -51,7 +51,7 @@ class Placement:
     """Function from the `shared` of several matrices, their shards and costs to a collection of the matrices on their
     owners (parallel/owners.py)."""
     owned: Callable[[Sequence[Any], Sequence[float]], list[int]] | None = None
-    """Function from the same `shared` and costs to the positions of the matrices that this rank owns."""
+    """Function from the arguments of `collect`, without shards, to the indices of the matrices that this rank owns."""
     matrices: Sequence[int] | None = None
     """Matrices fused into a layer's weight [rows, columns] or [experts, rows, columns], as the numbers of rows at which
     they alternate: (rows,) for a single matrix, (1, 1) for two that alternate row by row. None: not a matrix of a

@@ -212,7 +212,7 @@ def read_rates(text: str, name: str) -> Rates:
             wiring = asdict(WIRING.get(content["device"], WIRING["NVIDIA H200"]))
         table = Rates(**content, wiring=Wiring(**wiring))
         if not table.matmuls["bf16"] or not table.attention:
-            raise ValueError("it has no GEMMs in bf16 or no attention")
+            raise ValueError("it lacks the rates of GEMMs in bf16 or of attention")
         _check_numbers(table)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(

@@ -332,8 +332,8 @@ class PolicyTask(ReferenceTask):
         for name, other in names.items():
             if name != other and name not in self._renamed:
                 run.log(
-                    f"a reward logs the metric {name}, but the run has a metric of that name: the "
-                    f"reward's is logged as {other}"
+                    f"a reward logs the metric {name}, but the run has a metric of that name, so the metric of "
+                    f"the reward is logged as {other}"
                 )
                 self._renamed.add(name)
         return metrics | {names[name]: value for name, value in logged.items()}

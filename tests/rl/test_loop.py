@@ -252,7 +252,8 @@ def test_what_a_user_sees(tmp_path, capsys, monkeypatch):
         "note: 11 prompts have the id of an earlier one, so logs and files cannot tell them apart: 'q4' of ",
         "prompts.jsonl, line 6 is also in ",
         "prompts.jsonl, line 5; 'q40' of ",
-        "a reward logs the metric loss, but the run has a metric of that name: the reward's is logged as reward/loss",
+        "a reward logs the metric loss, but the run has a metric of that name, so the metric of the reward is ",
+        "the metric of the reward is logged as reward/loss",
         "step 1: the reward silent is None or NaN for all 8 completions and has no effect; correct",
         "step 2: the reward silent is None or NaN for all 8 completions (2 rollout batches in a row) and has no effect",
         "| drift 1.00000",
@@ -275,7 +276,9 @@ def test_what_a_user_sees(tmp_path, capsys, monkeypatch):
         assert isinstance(found[name], float), name
     assert found["mismatch"] < 1.0001 and found["ratio"] == 1.0
     assert found["reward/loss"] == found["reward/time_training"] == 7.0 != found["loss"]
-    assert found["time_training"] != 7.0 and out.count("the reward's is logged as reward/loss") == 1
+    assert (
+        found["time_training"] != 7.0 and out.count("the metric of the reward is logged as reward/loss") == 1
+    )
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
     assert all(line["completion"] and line["reward/completion"] == "" for line in lines)
     assert len(lines) == 24 and lines[-1]["step"] == 3 and lines[0]["loud"] == lines[0]["loud"].upper()

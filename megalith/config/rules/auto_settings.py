@@ -134,7 +134,7 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
     two_levels = {"parallel.cp_comm_type": "a2a+p2p", "parallel.hierarchical_context_parallel_sizes": levels}
     return config.with_unvalidated(
         two_levels
-    ), f"{reason}, {a2a_size} at a time, a ring between the {size // a2a_size}"
+    ), f"{reason}, in {size // a2a_size} groups of {a2a_size} ranks with a ring between the groups"
 
 
 def _with_dynamic_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:

@@ -30,7 +30,7 @@ Message = dict[str, Any]
 
 IGNORED = -100  # label that transformers and TRL exclude from the loss
 MASKS = ("completion_mask", "assistant_masks", "loss_mask", "response_mask")
-"""Masks of tokens: 0 if one is not learned."""
+"""Keys of masks with one number per token; 0 marks tokens that are not learned."""
 OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # of tokenizers
 LEARNED_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
 """Keys of a message that determine whether it is learned: OpenAI's, axolotl's three, and ms-swift's."""

@@ -148,7 +148,7 @@ class _Reader:
             progress.add(len(batch))
 
     def _text_or_tokens(self, sequence: ParsedSequence | MarkedText) -> Tokens | tuple[str, list[Span], bool]:
-        """Return tokens, or (text, learned spans, True if no template wrote it)."""
+        """Return tokens, or text, its learned spans, and True if the text does not come from a template."""
         if isinstance(sequence, Tokens):
             return sequence
         if self.tokenizer is None:
