@@ -61,7 +61,10 @@ NUMBERS = (
     "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier",
     "ssm_out_multiplier", "block_ffn_dim_multiplier",
 )
-FROM_ZERO = ("mscale", "mscale_all_dim", "attn_pdrop", "attn_scale", "llama_4_scaling_beta", "moe_norm_min", "alpha")
+FROM_ZERO = (
+    "mscale", "mscale_all_dim", "attn_pdrop", "attn_scale", "llama_4_scaling_beta", "moe_norm_min", "alpha",
+    "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps",
+)
 NAMES = (
     "hybrid_override_pattern", "model_type", "rope_type", "type", "topk_method", "feed_forward_proj", "dense_act_fn",
 )

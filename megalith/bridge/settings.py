@@ -7,6 +7,7 @@ reading it again gives the same model (`differences`), so a setting without a ro
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -128,6 +129,25 @@ class WrittenKeys:
 
     def write(self, model: ModelConfig) -> Tree:
         return dict(self._keys)
+
+
+class TrainingNoise:
+    """Warns about a key of noise on the experts' input in training, which Megalith does not add."""
+
+    def __init__(self, key: str):
+        self._key = key
+
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        if noise := hf_config.get(self._key):
+            warnings.warn(
+                f"config.json has {self._key} {noise!r}: transformers adds noise to the experts' input in training, "
+                "Megalith adds none",
+                stacklevel=4,
+            )
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {}
 
 
 @dataclass(frozen=True)

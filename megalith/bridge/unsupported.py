@@ -26,7 +26,6 @@ OPERATORS: Mapping[str, str] = {
     "normalized Transformers (nGPT) with looped layers": "dory",
     "looped layers": "hrm_text",
     "attention with its own mixture of experts": "jetmoe",
-    "SparseMixer routing": "phimoe",
     "an expert bias on router logits": "kolibri1",
     "experts in parallel with attention": "cohere2_moe",
     "experts that do nothing, and two attentions per layer": "longcat_flash",

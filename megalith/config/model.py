@@ -41,9 +41,16 @@ class ModelConfig(HybridModel):
     moe_router_topk: PositiveInt = 2
     """Number of experts per token."""
 
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_score_function: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     """Function from router logits to scores. Sigmoid scores of the chosen experts are divided by their sum
-    (DeepSeek-V3), unless moe_router_norm_topk_prob is off."""
+    (DeepSeek-V3), unless moe_router_norm_topk_prob is off. `sparsemixer` weights each chosen expert by its share among
+    the experts with about as high a logit (Phi-MoE)."""
+
+    moe_sparsemixer_jitter_eps: Annotated[
+        NonNegativeFloat, RequiresSetting("moe_router_score_function", "sparsemixer", strict=True)
+    ] = 0.01
+    """SparseMixer: an expert's weight is its share among the experts whose logits are below the best one by at most
+    twice this fraction of the larger absolute value."""
 
     moe_router_norm_topk_prob: Annotated[
         bool, RequiresSetting("moe_router_score_function", "sigmoid", strict=True)

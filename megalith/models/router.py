@@ -7,6 +7,9 @@ chosen, and their scores are the weights of their outputs. Variants:
                        the chosen experts' part of the softmax over all (OLMoE, DeepSeek-V2)
     sigmoid            weights are the chosen experts' sigmoids divided by their sum (DeepSeek-V3), or without
                        moe_router_norm_topk_prob the sigmoids (Llama 4)
+    sparsemixer        weights are one softmax per chosen expert, over the experts that were not chosen before it and
+                       whose logits are about as high as the best of them (Phi-MoE; Liu et al. 2024, arXiv:2409.12136).
+                       The choice is the same in training: the best experts, without sampling
     groups             only experts of the best groups are chosen. A group's score is its best expert's (softmax,
                        DeepSeek-V2), or the sum of its best topk / group_topk (sigmoid, DeepSeek-V3)
     expert bias        added to the scores for choosing only; load_balance.py updates it after each step
@@ -109,8 +112,8 @@ class Router(nn.Module):
         logits = self.logits(x, local(self.weight).to(x.dtype))  # [tokens, experts]
         if self.bias is not None:
             logits = logits + local(self.bias).float()
-        by_softmax = self.config.moe_router_score_function == "softmax"
-        scores = logits.softmax(-1) if by_softmax else sigmoid(logits)
+        by_sigmoid = self.config.moe_router_score_function == "sigmoid"
+        scores = sigmoid(logits) if by_sigmoid else logits.softmax(-1)
         if scale is not None and self.config.moe_router_load_balancing_type == "sinkhorn":
             shares = logits.detach().softmax(-1)
             counted = shares if real is None else shares * real[:, None]
@@ -164,6 +167,8 @@ class Router(nn.Module):
             weights = scores.gather(1, experts)
             if config.moe_router_topk > 1 and config.moe_router_norm_topk_prob:
                 weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        elif config.moe_router_score_function == "sparsemixer":
+            weights = sparsemixer_weights(logits, experts, config.moe_sparsemixer_jitter_eps)
         elif config.moe_router_pre_softmax:
             weights = scores.gather(1, experts)
         else:
@@ -192,3 +197,25 @@ class Router(nn.Module):
         kept = index_in_group(chosen[pairs], config.num_experts) < capacity
         kept = torch.empty_like(kept).scatter(0, pairs, kept).view(tokens, topk)
         return self.local_tokens.local_slice(kept), capacity
+
+
+def sparsemixer_weights(logits: Tensor, experts: Tensor, jitter_eps: float) -> Tensor:
+    """Return SparseMixer's weights of the chosen experts (Liu et al. 2024, arXiv:2409.12136).
+
+    Args:
+        logits: float32 [tokens, experts].
+        experts: int64 [tokens, topk], the chosen experts, in the order of choice.
+        jitter_eps: an expert is compared if its logit is below the best by at most 2 · jitter_eps times the larger of
+            its absolute value and the best logit.
+
+    Returns:
+        Float32 [tokens, topk]. Each weight is a softmax over the compared experts, without those chosen before.
+    """
+    weights, remaining = [], logits
+    for expert in experts.split(1, dim=1):
+        best = remaining.detach().amax(-1, keepdim=True)
+        below = (best - logits.detach()) / logits.detach().abs().maximum(best)
+        is_far = (below > 2 * jitter_eps).scatter(1, expert, False)  # a replayed expert may have a low logit
+        weights.append(remaining.masked_fill(is_far, float("-inf")).softmax(-1).gather(1, expert))
+        remaining = remaining.scatter(1, expert, float("-inf"))
+    return torch.cat(weights, dim=1)

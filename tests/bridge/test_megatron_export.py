@@ -350,6 +350,8 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
     biased = ModelConfig(**SHAPE, num_experts=4)
     save_run(tmp_path / "biased", biased)
     save_run(tmp_path / "scaled", ModelConfig(**LLAMA, embedding_multiplier=2.0))
+    sparse = dict(num_experts=4, moe_router_score_function="sparsemixer")
+    save_run(tmp_path / "sparse", ModelConfig(**LLAMA, **sparse))
     further = dict(window_size=[15, 0], window_attn_skip_freq=2, mtp_num_layers=1)
     save_run(tmp_path / "further", ModelConfig(**LLAMA, **further))
     before = set(tmp_path.iterdir())
@@ -360,6 +362,7 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
         ("run", dict(ckpt_format="torch", with_optimizer=True), "is written only in the format torch_dist"),
         ("sgd", dict(with_optimizer=True), "has the state of sgd"),
         ("biased", {}, "its router has none"),
+        ("sparse", {}, "cannot express this model: moe_router_score_function sparsemixer, which Megatron-LM"),
         ("scaled", {}, "cannot express this model: it has embedding_multiplier"),
         (
             "further",

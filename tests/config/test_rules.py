@@ -162,6 +162,7 @@ IMPOSSIBLE_WITH_EXPERTS = [  # of the model, of parallel, the number of processe
     ({"moe_shared_expert_gate": True}, {}, 1, "requires model.moe_shared_expert_intermediate_size, which is not set"),
     ({"activation": "xielu"}, {}, 1, "xielu do not support; set model.num_experts to null"),
     ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, {}, 1, "is sinkhorn and .*0.1, but"),
+    ({"moe_router_score_function": "sparsemixer", "moe_router_pre_softmax": True}, {}, 1, "is sparsemixer and .*True"),
     ({"moe_router_num_groups": 2}, {}, 1, "num_groups is 2 and model.moe_router_group_topk None"),
     ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, {}, 1, "have to divide the experts"),
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, {}, 1, "topk 1 × 1 experts per group = 1, fewer than"),

@@ -46,10 +46,13 @@ FAMILIES = {
                      embedding_layernorm=True, qk_l2_norm=True),
     "olmo": dict(DENSE, preset="tiny-llama", normalization="LayerNorm", add_norm_weight=False, add_norm_bias=False,
                  clip_qkv=0.5),
+    "phimoe": dict(ROUTED, preset="mixtral-8x7b", ffn_hidden_size=128, normalization="LayerNorm", add_qkv_bias=True,
+                   add_proj_bias=True, add_output_bias=True, moe_router_score_function="sparsemixer",
+                   moe_sparsemixer_jitter_eps=0.2),
     "minimax-m2": dict(ROUTED, preset="minimax-m2"),
 }  # fmt: skip
 # Where rounding may send a token elsewhere, or an element of OLMo's queries across the bound that it is clamped to.
-ROUTES = {"gpt-oss", "qwen3-next", "glm4.5", "minimax-m2", "olmo"}
+ROUTES = {"gpt-oss", "qwen3-next", "glm4.5", "minimax-m2", "phimoe", "olmo"}
 BF16 = {"t5": 8e-2}  # whose scores are not scaled; of the others 4e-2
 SCALE = 2.0**10
 

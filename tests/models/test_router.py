@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from megalith.config import ModelConfig
 from megalith.models.load_balance import AUX, DROPPED, Z, move_bias
+from megalith.models.pass_context import LayerRoutes
 from megalith.models.router import Router
 
 TOKENS, HIDDEN, BATCH = 48, 16, 3
@@ -74,6 +76,30 @@ def test_sigmoid_weights_of_several_experts_are_shares_and_of_one_the_sigmoid(x,
     scores = (x @ router.weight.T).sigmoid().topk(topk).values
     expected = scores / scores.sum(1, keepdim=True) if topk > 1 else scores
     torch.testing.assert_close(routed(router, x).weights, expected)
+
+
+@pytest.mark.parametrize("eps", [0.01, 0.3, 5.0])
+def test_sparsemixer_is_that_of_transformers_with_its_gradient(x, eps):
+    """With few, some and all experts compared for a weight; the reference is transformers' function in evaluation."""
+    router = router_of(moe_router_score_function="sparsemixer", moe_sparsemixer_jitter_eps=eps)
+    routing = routed(router, x)
+    grad = torch.randn(TOKENS, 2, generator=torch.Generator().manual_seed(4))
+    weight = router.weight.detach().requires_grad_()
+    expected, experts = sparsemixer(x @ weight.T, jitter_eps=eps, training=False)
+    assert routing.experts.equal(experts)
+    torch.testing.assert_close(routing.weights, expected, rtol=1e-5, atol=1e-6)
+    found, theirs = (torch.autograd.grad((w * grad).sum(), p)[0]
+                     for w, p in ((routing.weights, router.weight), (expected, weight)))  # fmt: skip
+    torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5)
+    assert theirs.abs().max() > 0.1
+
+
+def test_sparsemixer_weights_an_expert_that_is_replayed_against_the_scores(x):
+    router = router_of(moe_router_score_function="sparsemixer")
+    worst = (x @ router.weight.T).argsort(1)[:, :2]
+    routes = LayerRoutes(replayed=worst.short())
+    weights = router(x, numbers(), BATCH, None, routes=routes).weights
+    assert weights.isfinite().all() and (weights > 0).all()
 
 
 @pytest.mark.parametrize(("topk", "score"), [(1, "sigmoid"), (2, "softmax")])

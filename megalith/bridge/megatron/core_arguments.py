@@ -185,6 +185,8 @@ class ExpertArguments:
     def write(self, model: ModelConfig) -> Tree:
         if model.num_experts is None:
             return {"num_experts": None}
+        if model.moe_router_score_function == "sparsemixer":
+            raise ConfigError("moe_router_score_function sparsemixer, which Megatron-LM does not have")
         if model.moe_apply_probs_on_input and model.moe_router_topk > 1:
             raise ConfigError(
                 f"moe_apply_probs_on_input, which Megatron-LM supports only with moe_router_topk 1, not "

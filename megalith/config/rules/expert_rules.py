@@ -22,6 +22,7 @@ def check_experts(model: ModelConfig) -> None:
     _check_layers(model)
     _check_groups(model)
     _check_sinkhorn(model)
+    _check_sparsemixer(model)
 
 
 def _check_layers(model: ModelConfig) -> None:
@@ -67,6 +68,17 @@ def _check_sinkhorn(model: ModelConfig) -> None:
             raise ConfigError(
                 f"model.moe_router_load_balancing_type is sinkhorn and model.{name} is {value}, but sinkhorn "
                 "balances the experts alone; leave one of the two out"
+            )
+
+
+def _check_sparsemixer(model: ModelConfig) -> None:
+    if model.moe_router_score_function != "sparsemixer":
+        return
+    for name in ("moe_router_pre_softmax", "moe_router_num_groups", "moe_router_enable_expert_bias"):
+        if value := getattr(model, name):
+            raise ConfigError(
+                f"model.moe_router_score_function is sparsemixer and model.{name} is {value}, but SparseMixer chooses "
+                "the experts with the highest logits and weights them by its own formula; leave one of them out"
             )
 
 
