@@ -27,7 +27,6 @@ OPERATORS: Mapping[str, str] = {
     "looped layers": "hrm_text",
     "attention with its own mixture of experts": "jetmoe",
     "an expert bias on router logits": "kolibri1",
-    "experts in parallel with attention": "cohere2_moe",
     "experts that do nothing, and two attentions per layer": "longcat_flash",
     "a norm after experts only": "axk1",
     "softplus gates on attention's output": "laguna",

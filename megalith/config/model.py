@@ -35,6 +35,11 @@ class ModelConfig(HybridModel):
     ] = False
     """Multiply the shared expert's output by a sigmoid gate per token (Qwen2-MoE)."""
 
+    moe_average_shared_expert: Annotated[
+        bool, RequiresSetting("moe_shared_expert_intermediate_size", strict=True)
+    ] = False
+    """Average the outputs of experts and shared expert instead of adding them (Cohere 2 with experts)."""
+
     moe_shared_expert_overlap: Annotated[bool, Decides.NOTHING] = True
     """Overlap the shared expert with the all-to-alls if parallel.moe_token_dispatcher_type is alltoall."""
 

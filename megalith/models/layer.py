@@ -10,6 +10,7 @@ each token by itself. Their outputs are branches: normalized as `norm_placement`
     CrossAttentionLayer       x + cross_attention(norm(x)) between the two                decoders of T5
     ParallelLayer             x + mixer(norm(x)) + mlp(other_norm(x))                     GPT-NeoX, Falcon-40B
     SharedNormParallelLayer   x + mixer(h) + mlp(h) with h = norm(x)                      GPT-J, Falcon-7B, Phi
+    SharedNormParallelMoELayer   x + mixer(h) + experts(h) with h = norm(x)               Cohere 2 MoE
     PostNormLayer             h + mixer(h) with h = norm(x), then h + mlp(h)              BERT
     PostNormMoELayer          h + mixer(h) with h = norm(x), then h + experts(h)
     MixerLayer                x + mixer(norm(x))                                          Nemotron-H, Mamba-2
@@ -199,6 +200,17 @@ class SharedNormParallelLayer(TransformerLayer):
         return residual_add(residual_add(x, *attention), *mlp)
 
 
+class SharedNormParallelMoELayer(MoELayer):
+    """x + mixer(h) + experts(h) with h = norm(x)."""
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = add_norm(self.input_layernorm, x)
+        x = residual_add(x, *self.attention_branch(h, context))
+        plan = self.mlp.plan(h, context)  # the end of the compiled graph: see moe.py
+        return self.mlp(h, plan, context, self.residual(x, context))
+
+
 class PostNormLayer(TransformerLayer):
     """Layer whose norms are on the residual stream: h + mixer(h) with h = norm(x), then h + mlp(h) with h = norm(x).
 
@@ -324,6 +336,8 @@ def layer_class(config: ModelConfig, number: int, cross: bool = False) -> type[T
         topology = BRANCHES.get(config.pattern_layers[number], MixerLayer)
     elif config.parallel_mixers and number in config.linear_attention_layers:
         topology = ParallelMixersLayer
+    elif config.parallel_attn_mlp and experts:
+        topology = SharedNormParallelMoELayer
     elif config.parallel_attn_mlp:
         topology = SharedNormParallelLayer if config.shared_layernorm else ParallelLayer
     elif post_norm:

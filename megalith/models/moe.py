@@ -172,6 +172,7 @@ class MoE(Runnable):
         self.router = Router(config, device)
         self.experts = Experts(config, device)
         self.dispatch = Dispatch(config)
+        self.averages = config.moe_average_shared_expert
         self.shared_experts = self.shared_expert_gate = None
         if width := config.moe_shared_expert_intermediate_size:
             self.shared_experts = MLP(config, device, width)
@@ -207,6 +208,7 @@ class MoE(Runnable):
         """
         shared = None if self.shared_experts is None else partial(self._shared, x, context)
         y = self.dispatch(x.flatten(0, -2), plan, self.experts, shared, context.layout).view_as(x)
+        y = y / 2 if self.averages else y
         return y if residual is None else residual.add(y)
 
     def _shared(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden] -> [tokens, hidden]

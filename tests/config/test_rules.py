@@ -22,7 +22,7 @@ IMPOSSIBLE = [
     ({"model": {"hidden_size": 65}}, "hidden_size 65 is not divisible by model.num_attention_heads 4.*kv_channels"),
     ({"model": {"num_query_groups": 3}}, "num_attention_heads 4 is not divisible by model.num_query_groups 3"),
     ({"model": {"num_query_groups": 8}}, "num_attention_heads 4 is not divisible by model.num_query_groups 8"),
-    ({"model": {**MOE, "parallel_attn_mlp": True}}, "in parallel, but model.num_experts is 4.*leave one of the two"),
+    ({"model": {**MOE, "parallel_attn_mlp": True}}, "num_experts is 4, but experts in parallel .*need one norm"),
     ({"model": {"norm_placement": "post", "parallel_attn_mlp": True}}, "attn_mlp is True, but it requires .*pre"),
     ({"model": {"shared_layernorm": True}}, "shared_layernorm is True, but it requires model.parallel_attn_mlp"),
     ({"model": {**ROPE, "kv_channels": 15}}, "15 of a head's 15 are rotary"),

@@ -49,10 +49,15 @@ FAMILIES = {
     "phimoe": dict(ROUTED, preset="mixtral-8x7b", ffn_hidden_size=128, normalization="LayerNorm", add_qkv_bias=True,
                    add_proj_bias=True, add_output_bias=True, moe_router_score_function="sparsemixer",
                    moe_sparsemixer_jitter_eps=0.2),
+    "cohere2-moe": dict(ROUTED, preset="mixtral-8x7b", ffn_hidden_size=256, normalization="LayerNorm",
+                        moe_layer_freq=[0, 1], add_norm_bias=False, parallel_attn_mlp=True, shared_layernorm=True,
+                        rotary_interleaved=True,
+                        moe_shared_expert_intermediate_size=128, moe_average_shared_expert=True,
+                        moe_router_score_function="sigmoid", window_size=[99, 0], no_rope_freq=[0, 1]),
     "minimax-m2": dict(ROUTED, preset="minimax-m2"),
 }  # fmt: skip
 # Where rounding may send a token elsewhere, or an element of OLMo's queries across the bound that it is clamped to.
-ROUTES = {"gpt-oss", "qwen3-next", "glm4.5", "minimax-m2", "phimoe", "olmo"}
+ROUTES = {"gpt-oss", "qwen3-next", "glm4.5", "minimax-m2", "phimoe", "cohere2-moe", "olmo"}
 BF16 = {"t5": 8e-2}  # whose scores are not scaled; of the others 4e-2
 SCALE = 2.0**10
 

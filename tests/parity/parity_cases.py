@@ -311,7 +311,17 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
     "moe recompute all": {
-        "model": MOE | {"moe_router_pre_softmax": True, "swiglu": False, "add_mlp_bias": True} | TIED,
+        "model": MOE
+        | {
+            "moe_router_pre_softmax": True,
+            "swiglu": False,
+            "add_mlp_bias": True,
+            "parallel_attn_mlp": True,
+            "shared_layernorm": True,
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_average_shared_expert": True,
+        }
+        | TIED,
         "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
     },
     "llama lora, dropout": {

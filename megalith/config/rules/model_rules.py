@@ -39,11 +39,10 @@ def check_model(model: ModelConfig) -> None:
             f"{model.query_groups}, but every key and value head serves the same number of query heads; set "
             "model.num_query_groups to a divisor, or to 0 for as many as heads"
         )
-    if model.parallel_attn_mlp and model.num_experts is not None:
+    if model.parallel_attn_mlp and model.num_experts is not None and not model.shared_layernorm:
         raise ConfigError(
-            "model.parallel_attn_mlp computes attention and MLP in parallel, but model.num_experts is "
-            f"{model.num_experts}, and experts are supported only in an MLP that follows attention; leave one of the "
-            "two settings out"
+            f"model.parallel_attn_mlp is on and model.num_experts is {model.num_experts}, but experts in parallel with "
+            "attention need one norm for both; set model.shared_layernorm, or leave out one of the two"
         )
     _check_gate(model)
     _check_sink(model)
