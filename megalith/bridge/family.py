@@ -69,7 +69,7 @@ NAMES = (
     "hybrid_override_pattern", "model_type", "rope_type", "type", "topk_method", "feed_forward_proj", "dense_act_fn",
 )
 OBJECTS = (  # checked recursively
-    "rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "attn_config",
+    "rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "attn_config", "ffn_config",
 )
 LISTS = {
     "architectures": str, "layer_types": str, "mlp_only_layers": int, "moe_layers": int, "no_rope_layers": int,
@@ -352,6 +352,8 @@ class Group:
         for source in range(len(self.rule.names)):
             rows = sum(run.count for run in self.runs if run.source == source)
             shape = (*stack, *columns, rows) if self.rule.transposed else (*stack, rows, *columns)
+            if self.rule.flat:
+                shape = (shape[0] * shape[1], *shape[2:])
             before, after = self.rule.ones or (0, 0)
             shapes.append(((1,) * before) + shape + ((1,) * after))
         experts = [None] if self.experts is None else range(self.experts)

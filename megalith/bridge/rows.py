@@ -54,6 +54,7 @@ class Rule:
     order: Callable[[ModelConfig, int], list[RowRun]]
     transposed: bool = False  # Hugging Face has [columns, rows]
     stacked: bool = False  # Hugging Face has one tensor for all experts, with experts as first dimension
+    flat: bool = False  # a stacked tensor has experts and rows as one dimension
     ones: tuple[int, int] | None = None  # Hugging Face has so many dimensions of size 1 before and after ours
 
     def runs(self, model: ModelConfig, rows: int) -> list[RowRun]:
@@ -82,9 +83,9 @@ def with_ones(name: str, before: int, after: int) -> Rule:
     return replace(same(name), ones=(before, after))
 
 
-def stacked(rule: Rule, transposed: bool = False) -> Rule:
-    """Apply a rule to each expert of one tensor with all experts."""
-    return replace(rule, stacked=True, transposed=transposed)
+def stacked(rule: Rule, transposed: bool = False, flat: bool = False) -> Rule:
+    """Apply a rule to each expert of one tensor with all experts; `flat`: the experts' matrices below each other."""
+    return replace(rule, stacked=True, transposed=transposed, flat=flat)
 
 
 def first_last(name: str, count: int) -> Rule:

@@ -49,7 +49,7 @@ def to_ours(
         return out
     if group.rule.stacked:
         out = torch.empty(shape, dtype=torch.float32)
-        full = {name: read(name) for name in group.names()}
+        full = {name: _by_expert(group, read(name)) for name in group.names()}
         for number, part in enumerate(out, offset[0]):
             of_expert = {name: tensor[number] for name, tensor in full.items()}
             _gather(group, group.names(), of_expert.__getitem__, offset[1:], part)
@@ -111,9 +111,14 @@ def _stacked(
 ) -> Iterator[tuple[str, Tensor]]:
     for source, name in enumerate(group.names()):
         out = empty(group.sources[name], dtypes[name])
-        for part, full in zip(tensor, out, strict=True):
+        for part, full in zip(tensor, _by_expert(group, out), strict=True):
             _scatter(group, source, part, full)
         yield name, out
+
+
+def _by_expert(group: Group, stored: Tensor) -> Tensor:
+    """Return a stacked tensor with the experts as first dimension."""
+    return stored.unflatten(0, (group.shape[0], -1)) if group.rule.flat else stored
 
 
 def _scatter(group: Group, source: int, part: Tensor, out: Tensor) -> None:

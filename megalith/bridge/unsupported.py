@@ -49,8 +49,6 @@ OPERATORS: Mapping[str, str] = {
     "an encoder with windows in both directions": "t5gemma",
     "self-attention and cross-attention in one softmax": "t5gemma2",
 }
-# Models whose operators all exist: a family is missing that maps their settings and weights.
-WEIGHTS: Mapping[str, str] = {"a family for its settings and fused expert weights": "dbrx"}
 SCOPES: Mapping[str, str] = {
     "an encoder that transformers can also run as a decoder (train it as a masked language model)": "bert-generation "
     "camembert data2vec-text electra ernie rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta "
@@ -67,11 +65,7 @@ SCOPES: Mapping[str, str] = {
 def reasons() -> dict[str, str]:
     """Return the reason for every model type that is not supported."""
     return {
-        **{
-            kind: f"needs {name}"
-            for name, kinds in (*OPERATORS.items(), *WEIGHTS.items())
-            for kind in kinds.split()
-        },
+        **{kind: f"needs {name}" for name, kinds in OPERATORS.items() for kind in kinds.split()},
         **{kind: f"is out of scope: {name}" for name, kinds in SCOPES.items() for kind in kinds.split()},
     }
 
@@ -80,7 +74,6 @@ def markdown() -> str:
     """Return the table of docs/models.md."""
     rows = [
         *((f"operator: {name}", kinds) for name, kinds in OPERATORS.items()),
-        *WEIGHTS.items(),
         *((f"out of scope: {name}", kinds) for name, kinds in SCOPES.items()),
     ]
     lines = [

@@ -216,6 +216,44 @@ def test_layers_of_llama4_follow_their_intervals() -> None:
         FAMILIES["Llama4ForCausalLM"].read_config(tree | {"layer_types": theirs.layer_types[::-1]})
 
 
+@pytest.mark.parametrize("settings", [
+    dict(first_k_dense_replace=3, prefix_dense_sliding_window_pattern=2, sliding_window_pattern=3),
+    dict(first_k_dense_replace=1), dict(prefix_dense_sliding_window_pattern=2),
+])  # fmt: skip
+def test_layers_of_cohere2_moe_follow_their_patterns(settings: dict) -> None:
+    theirs = transformers.Cohere2MoeConfig(num_hidden_layers=8, **settings)
+    sizes = dict(num_attention_heads=4, vocab_size=8, max_position_embeddings=8)
+    tree = dict(settings, num_hidden_layers=8, hidden_size=16, intermediate_size=16, **sizes)
+    model = FAMILIES["Cohere2MoeForCausalLM"].read_config(tree)
+    assert [window is not None for window in model.windows] == [
+        kind == "sliding_attention" for kind in theirs.layer_types
+    ]
+    assert model.expert_layers == [n for n, kind in enumerate(theirs.mlp_layer_types) if kind == "sparse"]
+    rope = [
+        transformers.models.cohere2_moe.modeling_cohere2_moe.Cohere2MoeAttention(theirs, n) for n in range(8)
+    ]
+    assert [model.uses_rope(n) for n in range(8)] == [
+        layer.sliding_window is not None or layer.force_rope for layer in rope
+    ]
+
+
+def test_dbrx_has_one_base_of_rope() -> None:
+    sizes = dict(n_layers=1, d_model=16, n_heads=2, vocab_size=8)
+    read = FAMILIES["DbrxForCausalLM"].read_config
+    published = dict(sizes, attn_config=dict(kv_n_heads=1, rope_theta=5e5))
+    with pytest.warns(
+        UserWarning, match=r"computes with 10000\.0, Megalith and the model's own code with 500000\.0"
+    ):
+        assert read(published).rotary_base == 5e5
+    assert read(sizes).rotary_base == 1e4
+    both = dict(published, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=5e5))
+    assert read(both).rotary_base == 5e5 and read(both).rope_scaling.factor == 2.0
+    with pytest.raises(
+        ConfigError, match=r"rope_theta 500000\.0 in attn_config, and 10000\.0 in rope_parameters"
+    ):
+        read(dict(published, rope_parameters=dict(rope_type="default", rope_theta=1e4)))
+
+
 def test_ministral3_needs_both_keys_of_its_scaling() -> None:
     tree = transformers.Ministral3Config().to_dict()
     del tree["rope_parameters"]["llama_4_scaling_beta"]

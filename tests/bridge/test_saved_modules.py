@@ -129,6 +129,11 @@ def test_names_mean_in_every_family_what_peft_would_match_and_an_export_names_th
             try:
                 paths = resolve_saved_modules(names, family, model)
             except ConfigError as error:
+                if name.startswith("dbrx") and names == [
+                    "norm"
+                ]:  # PEFT would save norm_attn_norm, attention too
+                    assert "selects layers.*.self_attention.linear_proj" in str(error)
+                    continue
                 assert any(
                     each in str(error) for each in ("does not have", "has a bias", "in newer versions")
                 )

@@ -59,6 +59,8 @@ def test_runs_cover_each_row_of_both_sides_once(name: str) -> None:
         assert sorted(ours) == list(range(group.matrix_shape[0])), group.name
         for source, shape in enumerate(list(group.sources.values())[: len(group.rule.names)]):
             before, _ = group.rule.ones or (0, 0)
+            if group.rule.flat:
+                shape = (group.shape[0], shape[0] // group.shape[0], *shape[1:])
             rows = shape[-1] if group.rule.transposed else shape[group.rule.stacked or before]
             theirs = [run.theirs + i for run in group.runs if run.source == source for i in range(run.count)]
             assert sorted(theirs) == list(range(rows)), group.name

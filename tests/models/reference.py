@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 import transformers
+from models.expert_cases import EXPERT_CASES
 from models.hybrid_cases import HYBRID_CASES
 from models.newer_cases import NEWER_CASES
 from models.tiny import (
@@ -316,6 +317,7 @@ CASES: dict[str, tuple[Callable, dict]] = {
              moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk_scaling_factor=2.5),
     ),
     **NEWER_CASES,
+    **EXPERT_CASES,
     **HYBRID_CASES,
 }  # fmt: skip
 
