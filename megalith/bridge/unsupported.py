@@ -35,7 +35,6 @@ OPERATORS: Mapping[str, str] = {
     "embeddings per layer and shared keys and values": "gemma3n_text gemma4_text gemma4_unified_text",
     "drafting from another model's states": "gemma4_assistant gemma4_unified_assistant",
     "sinusoidal positions": "ctrl xglm",
-    "biases in the last layer only": "gpt_neox_japanese",
     "post-norm layers without a norm after the embedding": "openai-gpt",
     "a head with a dense layer and a norm": "modernbert-decoder",
     "LSH attention": "reformer",

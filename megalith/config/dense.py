@@ -227,6 +227,9 @@ class DenseSettings(Section):
     add_proj_bias: Annotated[bool, Resolved("proj_bias")] = False
     """Add a bias to attention's output projection."""
 
+    proj_bias_in_last_layer_only: Annotated[bool, RequiresSetting("add_proj_bias", True, strict=True)] = False
+    """Add the bias of add_proj_bias only in the last layer (GPT-NeoX-Japanese)."""
+
     add_mlp_bias: Annotated[bool, Resolved("mlp_bias")] = False
     """Add biases to MLPs and experts."""
 

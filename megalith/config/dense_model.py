@@ -104,6 +104,10 @@ class DenseModel(DenseSettings):
         """True if attention's output projection has a bias."""
         return self.add_bias_linear or self.add_proj_bias
 
+    def has_proj_bias(self, number: int) -> bool:
+        """Return whether attention's output projection in layer `number` has a bias."""
+        return self.proj_bias and (not self.proj_bias_in_last_layer_only or number == self.num_layers - 1)
+
     @property
     def mlp_bias(self) -> bool:
         """True if MLPs have biases."""

@@ -65,6 +65,7 @@ class MetaModel:
                 *(number in layers for layers in special),
                 mixers.get(number),
                 pattern[number],
+                model.has_proj_bias(number),
                 adapted.get(number),
             )
             for number in self.layer_numbers

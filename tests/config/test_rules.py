@@ -24,6 +24,10 @@ IMPOSSIBLE = [
     ({"model": {"num_query_groups": 8}}, "num_attention_heads 4 is not divisible by model.num_query_groups 8"),
     ({"model": {**MOE, "parallel_attn_mlp": True}}, "num_experts is 4, but experts in parallel .*need one norm"),
     ({"model": {"norm_placement": "post", "parallel_attn_mlp": True}}, "attn_mlp is True, but it requires .*pre"),
+    (
+        {"model": {"add_proj_bias": True, "proj_bias_in_last_layer_only": True, "multi_latent_attention": True}},
+        "multi_latent_attention is True, but only decoders with ordinary attention",
+    ),
     ({"model": {"shared_layernorm": True}}, "shared_layernorm is True, but it requires model.parallel_attn_mlp"),
     ({"model": {**ROPE, "kv_channels": 15}}, "15 of a head's 15 are rotary"),
     ({"model": {**ROPE, "rotary_percent": 0.2}}, "3 of a head's 16 are rotary .*rotary_percent 0.2.*number is even"),

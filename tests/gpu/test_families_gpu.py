@@ -54,6 +54,8 @@ FAMILIES = {
                         rotary_interleaved=True,
                         moe_shared_expert_intermediate_size=128, moe_average_shared_expert=True,
                         moe_router_score_function="sigmoid", window_size=[99, 0], no_rope_freq=[0, 1]),
+    "gpt-neox-japanese": dict(DENSE, preset="tiny-llama", normalization="LayerNorm", swiglu=False, activation="gelu",
+                              add_proj_bias=True, proj_bias_in_last_layer_only=True),
     "minimax-m2": dict(ROUTED, preset="minimax-m2"),
 }  # fmt: skip
 # Where rounding may send a token elsewhere, or an element of OLMo's queries across the bound that it is clamped to.

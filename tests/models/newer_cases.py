@@ -10,9 +10,11 @@ from models.tiny import (
     LINEAR_ROPE,
     LLAMA,
     LLAMA3_ROPE,
+    NEOX,
     OUR_DEEPSEEK,
     OUR_EXPERTS,
     OUR_GEMMA,
+    OUR_NEOX,
     OUR_OPT,
     OUR_PHI,
     OURS,
@@ -30,6 +32,7 @@ FULL_YARN = dict(YARN_ROPE, beta_fast=32.0, beta_slow=1.0)
 LITE = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
 
 HEADS = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+HEADS_OF_NEOX = {key: value for key, value in NEOX.items() if key != "intermediate_size"}
 WITHOUT_DROPOUT = {key: value for key, value in LLAMA.items() if key != "attention_dropout"}
 PLAIN = {key: value for key, value in OURS.items() if key not in ("swiglu", "add_bias_linear")}
 LAYER_NORM = dict(PLAIN, normalization="LayerNorm", activation="squared_relu", layernorm_epsilon=1e-5)
@@ -382,6 +385,14 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
         dict(OURS, **OUR_MIXED, normalization="LayerNorm", add_norm_bias=False, parallel_attn_mlp=True,
              shared_layernorm=True, logits_scaling=4.0, layernorm_epsilon=1e-5, no_rope_freq=[0, 1, 0],
              rotary_base=1e4, rotary_base_local=5e4, untie_embeddings_and_output_weights=False),
+    ),
+    "gpt-neox-japanese": (
+        lambda: transformers.GPTNeoXJapaneseConfig(
+            **HEADS_OF_NEOX, intermediate_multiple_size=2, attention_dropout=0.2,
+            rope_parameters=dict(rope_type="default", rope_theta=5e3, partial_rotary_factor=0.5)),
+        dict(OUR_NEOX, ffn_hidden_size=128, parallel_attn_mlp=False, activation="gelu", rotary_percent=0.5,
+             rotary_base=5e3, add_bias_linear=False, add_proj_bias=True, proj_bias_in_last_layer_only=True,
+             untie_embeddings_and_output_weights=False, attention_dropout=0.2, hidden_dropout=0.0),
     ),
     "gpt-bigcode": (
         lambda: transformers.GPTBigCodeConfig(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64),

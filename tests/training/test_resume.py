@@ -280,6 +280,7 @@ OTHER_FUNCTIONS = {
     "qk_layernorm_after_rope": (True, WHOLE), "query_scaling_beta": (0.2, LLAMA4),
     "query_scaling_length": (4096, LLAMA4), "query_scaling_layers": ("no_rope", LLAMA4),
     "moe_apply_probs_on_input": (True, LLAMA4), "moe_router_norm_topk_prob": (False, WHOLE),
+    "proj_bias_in_last_layer_only": (True, WHOLE | {"add_proj_bias": True}),
     "moe_average_shared_expert": (True, WHOLE | {"moe_shared_expert_intermediate_size": 64}),
     "moe_sparsemixer_jitter_eps": (0.1, WHOLE | {"moe_router_score_function": "sparsemixer"}),
 }  # fmt: skip

@@ -45,6 +45,7 @@ def check_model(model: ModelConfig) -> None:
             "attention need one norm for both; set model.shared_layernorm, or leave out one of the two"
         )
     _check_gate(model)
+    _check_last_bias(model)
     _check_sink(model)
     _check_encoder(model)
     _check_two_stacks(model)
@@ -94,6 +95,23 @@ def _check_gate(model: ModelConfig) -> None:
             raise ConfigError(
                 f"model.{name} is {getattr(model, name)}, but the MLP has no gate; set model.gated_linear_unit or "
                 f"model.swiglu, or leave {name} out"
+            )
+
+
+def _check_last_bias(model: ModelConfig) -> None:
+    if not model.proj_bias_in_last_layer_only:
+        return
+    others = {
+        "model_type": (model.model_type, "gpt"),
+        "multi_latent_attention": (model.multi_latent_attention, False),
+        "experimental_attention_variant": (model.experimental_attention_variant, None),
+        "hybrid_layer_pattern": (model.hybrid_layer_pattern, None),
+    }
+    for name, (value, needed) in others.items():
+        if value != needed:
+            raise ConfigError(
+                f"model.proj_bias_in_last_layer_only is on and model.{name} is {value}, but only decoders with "
+                "ordinary attention in every layer have this bias; leave one of them out"
             )
 
 

@@ -122,7 +122,7 @@ class SelfAttention(Attention):
         rows = config.query_groups * (self.heads.in_group * (1 + self.gated) + 2) * config.head_dim
         width = config.num_attention_heads * config.head_dim
         self.linear_qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, device=device)
-        self.linear_proj = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
+        self.linear_proj = Linear(width, config.hidden_size, bias=config.has_proj_bias(number), device=device)
         if config.softmax_type != "vanilla":
             self.softmax_offset = SoftmaxOffset(config, device)
         self.uses_rope, self.interleaved = config.uses_rope(number), config.rotary_interleaved
