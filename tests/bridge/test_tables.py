@@ -150,6 +150,15 @@ def test_a_model_that_no_family_can_say_is_refused_with_what_the_nearest_lack() 
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32 and hidden_size 64"),
         ("falcon, multi-query", {"parallel_attn": False}, "parallel_attn False"),
+        ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
+        ("phimoe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("phimoe", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'linear' with short_mscale None"),
+        ("phimoe, longrope", {"original_max_position_embeddings": 32}, "32, but its rotary scaling has 64"),
+        ("cohere2-moe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 and norm_topk_prob"),
+        ("cohere2-moe", {"sliding_window": None}, "sliding_window null"),
+        ("cohere2-moe", {"shared_expert_combination_strategy": "max"}, "'max'"),
+        ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "moe_normalize_expert_weights 2.0"),
+        ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_act_fn {'name': 'gelu'}"),
     ],
 )
 def test_a_config_json_that_asks_for_more_is_refused_by_its_key(
