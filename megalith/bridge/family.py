@@ -49,7 +49,7 @@ COUNTS = (
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_expand", "expand",
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "state_size", "conv_kernel", "conv_L_cache",
     "block_ff_dim", "block_multiple_of", "moe_shared_expert_intermediate_size", "intermediate_multiple_size",
-    "intermediate_size_mlp", "attention_chunk_size", "floor_scale", "interleave_moe_layer_step",
+    "intermediate_size_mlp", "attention_chunk_size", "local_attention", "floor_scale", "interleave_moe_layer_step",
     "moe_num_experts", "moe_k", "moe_layer_start_index", "moe_layer_interval",
     "d_model", "d_kv", "d_ff", "num_heads", "relative_attention_num_buckets", "relative_attention_max_distance",
 )

@@ -111,8 +111,8 @@ class DenseSettings(Section):
         Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None,
         Resolved("windows"),
     ] = None
-    """Sliding window: how many tokens before and after itself a query attends to, such as [4095, 0]. Default: all
-    tokens before it."""
+    """Sliding window: how many tokens before and after itself a query attends to, such as [4095, 0], in encoders [64,
+    64]. Default: all tokens before it, in encoders all."""
 
     window_attn_skip_freq: Annotated[PositiveInt | list[Literal[0, 1]] | None, Resolved(None), WINDOWED] = (
         None
@@ -132,6 +132,11 @@ class DenseSettings(Section):
     embedding_layernorm: bool = False
     """Add a norm between the embedding and the layers (BLOOM)."""
 
+    add_first_input_layernorm: Annotated[bool, RequiresSetting("embedding_layernorm", True, strict=True)] = (
+        True
+    )
+    """Add the norm before attention in the first layer too (off for ModernBERT, whose embedding has a norm)."""
+
     scale_embeddings: bool = False
     """Multiply the word embedding by √hidden_size (Gemma, BioGPT)."""
 
@@ -150,6 +155,9 @@ class DenseSettings(Section):
     add_lm_head: Annotated[bool, BERT_ONLY] = True
     """Add a dense layer, an activation and a norm before the output matrix, and an output bias (BERT). Required for
     training."""
+
+    add_lm_head_dense_bias: Annotated[bool, BERT_ONLY] = True
+    """Add a bias to the dense layer before the output matrix (off for ModernBERT)."""
 
     lm_head_activation: Annotated[
         Literal["gelu", "gelu_tanh"] | None, BERT_ONLY, Resolved("head_activation")

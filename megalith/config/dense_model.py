@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megalith.config.dense import DenseSettings
 
 
@@ -166,6 +168,8 @@ class DenseModel(DenseSettings):
 
     def reach(self, layer: int, seq_length: int) -> int:
         """Return the number of tokens in the window or the chunk of layer `layer`, at most `seq_length`."""
+        if sides := self.two_sided_window(layer):
+            return min(sum(sides) + 1, seq_length)
         return min(self.window(layer) or self.attention_chunk(layer) or seq_length, seq_length)
 
     def scales_queries(self, layer: int) -> bool:
@@ -175,20 +179,26 @@ class DenseModel(DenseSettings):
         return self.query_scaling_layers == "all" or not self.uses_rope(layer)
 
     @property
-    def windows(self) -> list[int | None]:
-        """Window of every layer; see `window`."""
-        return [self.window(layer) for layer in range(self.num_layers)]
+    def windows(self) -> list[Any]:
+        """Window of every layer: see `window`, and in encoders `two_sided_window`."""
+        return [self.window(layer) or self.two_sided_window(layer) for layer in range(self.num_layers)]
 
     def window(self, layer: int) -> int | None:
         """Return the number of keys per query, including its own, in layer `layer` (from 0). None: no limit."""
-        if self.window_size is None:
-            return None
+        causal = self.window_size is not None and not self.window_size[1]
+        return self.window_size[0] + 1 if causal and self._has_window(layer) else None
+
+    def two_sided_window(self, layer: int) -> tuple[int, int] | None:
+        """Return the number of keys before and after a query in layer `layer` (from 0) of an encoder. None: no
+        limit."""
+        two_sided = self.window_size is not None and self.window_size[1]
+        return (self.window_size[0], self.window_size[1]) if two_sided and self._has_window(layer) else None
+
+    def _has_window(self, layer: int) -> bool:
         frequency, layer = self.window_attn_skip_freq, min(layer, self.num_layers - 1)
         if isinstance(frequency, list):
-            has_window = frequency[layer] == 1
-        else:
-            has_window = frequency is None or (layer + 1) % frequency != 0
-        return self.window_size[0] + 1 if has_window else None
+            return frequency[layer] == 1
+        return frequency is None or (layer + 1) % frequency != 0
 
     @property
     def padded_vocab_size(self) -> int:

@@ -81,7 +81,8 @@ class TransformerLayer(Runnable):
 
         self.input_layernorm = self.self_attention = self.post_attention_layernorm = None
         if self.has_mixer:
-            self.input_layernorm = norm("pre", "sandwich")
+            if number > 0 or config.add_first_input_layernorm:
+                self.input_layernorm = norm("pre", "sandwich")
             self.self_attention = mixer(
                 config, number, device
             )  # its name in checkpoints, whatever the mixer is

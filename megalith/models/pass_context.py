@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megalith.config import ModelConfig
 from megalith.models.cache import Cache
 from megalith.models.rope import Tables
 from megalith.ops.documents import (
     chunk_ends,
+    document_ids,
     mark_dynamic_documents,
     same_document_mask,
 )
@@ -72,6 +74,7 @@ class Context:
     documents: Tensor | None = None  # int32 [batch, documents] of full sequences (ops/documents.py)
     chunk_mask: Tensor | None = None  # `mask` and `documents` of layers whose attention stays within chunks
     chunk_documents: Tensor | None = None
+    window_mask: Tensor | None = None  # `mask` of an encoder's layers with a window
     padding: Tensor | None = None  # bool [batch, seq] of the local tokens, as in Batch
     dropout: DropoutKeys | None = None  # None: no dropout
     layers: Tensor | None = None  # int32 [num_layers], numbers of the layers, with dropout
@@ -135,6 +138,14 @@ class Encoded:
     documents: Tensor | None = None
 
 
+def set_masks_of_layers(context: Context, config: ModelConfig, length: int) -> None:
+    """Set the masks of layers that attend to parts of the sequence, for full sequences of `length` tokens."""
+    if config.attention_chunk_size is not None:
+        set_chunks(context, config.attention_chunk_size, length)
+    if not context.causal and config.window_size is not None:
+        set_window_mask(context, *config.window_size, length)
+
+
 def set_chunks(context: Context, size: int, length: int) -> None:
     """Set mask and documents of attention within chunks of `size` tokens, for full sequences of `length` tokens."""
     context.chunk_mask, context.chunk_documents = context.mask, context.documents
@@ -148,3 +159,21 @@ def set_chunks(context: Context, size: int, length: int) -> None:
     if ends is None:
         ends = torch.full((context.batch, 1), length, dtype=torch.int32, device=context.position_ids.device)
     context.chunk_documents = mark_dynamic_documents(chunk_ends(ends, size, length))
+
+
+def set_window_mask(context: Context, before: int, after: int, length: int) -> None:
+    """Set the mask of attention to `before` earlier and `after` later tokens, for full sequences of `length` tokens.
+
+    It also has the pass's mask or documents.
+    """
+    if length <= min(before, after) + 1:
+        return
+    index = torch.arange(length, device=context.position_ids.device)
+    distance = index[:, None] - index  # how far a key is before a query
+    mask = ((distance <= before) & (distance >= -after))[None, None]
+    if context.mask is not None:
+        mask = mask & context.mask
+    elif context.documents is not None:
+        documents = document_ids(context.documents, length)
+        mask = mask & same_document_mask(documents, documents, causal=False)
+    context.window_mask = mask

@@ -29,7 +29,14 @@ from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mixers.attention import RelativeBias
 from megalith.models.mtp import add_mtp_losses
 from megalith.models.norm import Norm, norm_or_identity
-from megalith.models.pass_context import Context, Encoded, LayerRoutes, PassLayout, one_device, set_chunks
+from megalith.models.pass_context import (
+    Context,
+    Encoded,
+    LayerRoutes,
+    PassLayout,
+    one_device,
+    set_masks_of_layers,
+)
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
 from megalith.ops.documents import (
@@ -162,8 +169,7 @@ class Stack(nn.Module):
             context.documents = mark_dynamic_documents(inputs.document_ends)
         elif inputs.padding is not None:
             context.mask = padding_attention_mask(inputs.padding)
-        if self.config.attention_chunk_size is not None:
-            set_chunks(context, self.config.attention_chunk_size, seq * layout.cp_size)
+        set_masks_of_layers(context, self.config, seq * layout.cp_size)
         context.padding = inputs.padding
         if self.training and self.draws_dropout:
             self._key_dropout(context, inputs.sample_numbers, token_index)

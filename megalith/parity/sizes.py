@@ -147,7 +147,7 @@ SIZES: dict[str, ParitySize | None] = {  # None: the default
     "model.max_position_embeddings":             _fixed(SEQ_LENGTH),
     "model.no_rope_freq":                        _layer_pattern,
     "model.rope_scaling":                        _rope_scaling,
-    "model.window_size":                         lambda value, _: value and [min(value[0], WINDOW), 0],
+    "model.window_size":                         lambda value, _: value and [min(tokens, WINDOW) for tokens in value],
     "model.window_attn_skip_freq":               _layer_pattern,
     "model.attention_chunk_size":                _if_set(WINDOW),
     "model.query_scaling_length":                _at_most(WINDOW),

@@ -66,6 +66,7 @@ class MetaModel:
                 mixers.get(number),
                 pattern[number],
                 model.has_proj_bias(number),
+                number > 0 or model.add_first_input_layernorm,
                 adapted.get(number),
             )
             for number in self.layer_numbers

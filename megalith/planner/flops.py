@@ -136,6 +136,12 @@ def _keys(model: ModelConfig, layer: int, seq_length: int) -> int:
     With a causal mask, a window of w < S keys leaves w·S − w²/2 pairs of S²/2. Twice that divided by S is returned.
     Chunks of w keys leave w·S/2 pairs.
     """
+    if sides := model.two_sided_window(layer):
+        widths = [min(width, seq_length - 1) for width in sides]
+        cut_off = sum(width * (width + 1) for width in widths) // (
+            2 * seq_length
+        )  # at the ends of the sequence
+        return 1 + sum(widths) - cut_off
     seen = model.reach(layer, seq_length)
     if model.attention_chunk(layer) is not None:
         return seen

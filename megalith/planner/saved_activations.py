@@ -42,6 +42,8 @@ def makes_mask(config: RunConfig) -> bool:
     model, parallel, seq = config.model, config.parallel, config.data.seq_length
     exchanged = parallel.context_parallel_size == 1 or parallel.resolved_cp_comm_type == "a2a"
     fp32 = config.train.precision == "fp32"
+    if not model.causal and model.window_size is not None:
+        return True
     if not fp32 and not model.attention_dropout:
         return False
     windowed = any(model.reach(layer, seq) < seq for layer in range(model.num_layers))

@@ -38,6 +38,18 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
         )
         for kind in ("BertForPreTraining", "BertForMaskedLM", "BertModel", "MegatronBertForMaskedLM")
     },
+    "modernbert": lambda: _encoder(
+        "ModernBertForMaskedLM",
+        transformers.ModernBertConfig(
+            **BERT,
+            local_attention=8,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+        ),
+    ),
     "t5": lambda: _encoder(
         "T5ForConditionalGeneration", transformers.T5Config(**T5, feed_forward_proj="relu")
     ),

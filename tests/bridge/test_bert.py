@@ -1,4 +1,5 @@
-"""BERT in transformers' six shapes of it: the same function, gradients too, and the same files there and back."""
+"""BERT in transformers' six shapes of it and ModernBERT: the same function, gradients too, and the same files there and
+back."""
 
 import json
 from pathlib import Path
@@ -17,20 +18,30 @@ from megalith.bridge.families import FAMILIES
 from megalith.bridge.importer import import_hf, open_hf_folder
 from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
+from megalith.errors import ConfigError
 from megalith.models.encoders.bert import Bert
 from megalith.models.inputs import TokenInputs
+from megalith.planner.counts import count_parameters
 from megalith.training.loading import load_with_tokenizer
 
 VOCAB, SEQ, LENGTHS = 151, 24, [24, 17, 9]
 SIZES = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96,
              max_position_embeddings=32)  # fmt: skip
 KINDS = ["BertForPreTraining", "BertForMaskedLM", "BertModel",
-         "MegatronBertForPreTraining", "MegatronBertForMaskedLM", "MegatronBertModel"]  # fmt: skip
+         "MegatronBertForPreTraining", "MegatronBertForMaskedLM", "MegatronBertModel",
+         "ModernBertForMaskedLM"]  # fmt: skip
+LOCAL = dict(
+    local_attention=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
+)
 
 
 def reference(kind: str, **settings) -> torch.nn.Module:
     """A model of this class with random weights, biases and norms, in evaluation mode."""
-    of = transformers.MegatronBertConfig if kind.startswith("Megatron") else transformers.BertConfig
+    if kind.startswith("Modern"):
+        of, settings = transformers.ModernBertConfig, LOCAL | settings
+        settings["hidden_activation"] = settings.pop("hidden_act", "gelu")
+    else:
+        of = transformers.MegatronBertConfig if kind.startswith("Megatron") else transformers.BertConfig
     model = getattr(transformers, kind)._from_config(of(**SIZES | settings), attn_implementation="eager")
     return random_parameters(model)
 
@@ -53,12 +64,9 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def theirs(model: torch.nn.Module, tokens: dict[str, torch.Tensor], **more):
-    return model(
-        tokens["input_ids"],
-        attention_mask=tokens["padding_mask"].long(),
-        token_type_ids=tokens["tokentype_ids"],
-        **more,
-    )
+    if not isinstance(model, transformers.ModernBertForMaskedLM):
+        more["token_type_ids"] = tokens["tokentype_ids"]
+    return model(tokens["input_ids"], attention_mask=tokens["padding_mask"].long(), **more)
 
 
 def assert_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -84,7 +92,8 @@ def assert_same_function(model: Bert, expected_model: torch.nn.Module, padded_by
 
 
 @pytest.mark.parametrize(
-    "kind", by_default(KINDS, "BertForPreTraining", "BertModel", "MegatronBertForMaskedLM")
+    "kind",
+    by_default(KINDS, "BertForPreTraining", "BertModel", "MegatronBertForMaskedLM", "ModernBertForMaskedLM"),
 )
 def test_there_and_back_is_bitwise_and_the_same_function(kind: str, tmp_path: Path) -> None:
     model = reference(kind, hidden_act="gelu_new" if kind == "BertForMaskedLM" else "gelu")
@@ -102,19 +111,74 @@ def test_there_and_back_is_bitwise_and_the_same_function(kind: str, tmp_path: Pa
     assert certificate["passed"] and certificate["tensors"]["compared"] == len(before)
 
 
-@pytest.mark.parametrize("kind", ["BertForPreTraining", "MegatronBertForPreTraining"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(norm_bias=True, attention_bias=True, mlp_bias=True, classifier_bias=True, tie_word_embeddings=False),
+        dict(layer_types=["sliding_attention"] * 3, hidden_activation="gelu_new", local_attention=2),
+        dict(layer_types=["full_attention"] * 3, rope_parameters=dict(
+            full_attention=dict(rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=8))),
+        dict(global_attn_every_n_layers=2, local_attention=64, classifier_activation="gelu_new",
+             global_rope_theta=5e3, local_rope_theta=2e3, norm_eps=1e-3),
+    ],
+)  # fmt: skip
+def test_choices_of_modernbert_are_read_and_written(settings: dict, tmp_path: Path) -> None:
+    model = reference("ModernBertForMaskedLM", **settings)
+    model.save_pretrained(tmp_path / "hf")
+    ours = megalith.load(tmp_path / "hf")
+    assert_same_function(ours, model, "padding_mask")
+    assert_same_function(ours, model, "document_ends")
+    family = FAMILIES["ModernBertForMaskedLM"]
+    written = family.write_config(ours.config)
+    again, theirs = (
+        transformers.ModernBertConfig(**tree).to_dict() for tree in (written, model.config.to_dict())
+    )
+    for key in written.keys() - {"architectures", "rope_parameters"}:
+        assert again[key] == theirs[key], key
+    for kind, rope in theirs["rope_parameters"].items():  # written with the defaults of its kind
+        assert again["rope_parameters"][kind] | rope == again["rope_parameters"][kind]
+    count = count_parameters(ours.config, padded_vocab=False).total
+    assert count == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"decoder_bias": False}, "decoder_bias False"),
+        ({"local_attention": 1}, "local_attention 1; it must be 2"),
+        ({"sliding_window": 9}, "sliding_window 9 and local_attention 8"),
+        ({"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling, which scales"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_parameters with rope_theta, rope",
+        ),
+    ],
+)
+def test_what_modernbert_has_and_we_do_not_is_refused_by_its_key(change: dict, message: str) -> None:
+    tree = transformers.ModernBertConfig(**SIZES | LOCAL).to_dict()
+    with pytest.raises(ConfigError, match=message):
+        FAMILIES["ModernBertForMaskedLM"].read_config(tree | change)
+
+
+@pytest.mark.parametrize(
+    "kind", ["BertForPreTraining", "MegatronBertForPreTraining", "ModernBertForMaskedLM"]
+)
 def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     expected_model, tokens = reference(kind), batch()
     expected_model.save_pretrained(tmp_path)
     model = megalith.load(tmp_path).requires_grad_(True)
     labels = tokens["labels"].masked_fill(tokens["loss_mask"] == 0, -100)
-    expected = theirs(
-        expected_model, tokens, labels=labels, next_sentence_label=tokens["sentence_order"]
-    ).loss
+    has_order = kind != "ModernBertForMaskedLM"
+    order = {"next_sentence_label": tokens["sentence_order"]} if has_order else {}
+    expected = theirs(expected_model, tokens, labels=labels, **order).loss
     expected.backward()
     weights = tokens.pop("loss_mask") / (labels != -100).sum()
     del tokens["padding_mask"]
     inputs = TokenInputs(document_ends=tokens.pop("document_ends"))
+    if not has_order:
+        del tokens["tokentype_ids"], tokens["sentence_order"]
     loss = model(**tokens, token_inputs=inputs, loss_mask=weights)
     loss.backward()
     assert torch.allclose(loss, expected, rtol=1e-5)

@@ -152,7 +152,11 @@ def test_a_model_that_no_family_can_say_is_refused_with_what_the_nearest_lack() 
         ("falcon, multi-query", {"parallel_attn": False}, "parallel_attn False"),
         ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
         ("phimoe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ("phimoe", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'linear' with short_mscale None"),
+        (
+            "phimoe",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "'linear' with short_mscale None",
+        ),
         ("phimoe, longrope", {"original_max_position_embeddings": 32}, "32, but its rotary scaling has 64"),
         ("cohere2-moe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 and norm_topk_prob"),
         ("cohere2-moe", {"sliding_window": None}, "sliding_window null"),

@@ -3,6 +3,7 @@
 import pytest
 
 from megalith.config import RunConfig
+from megalith.config.rules.parallel_rules import check_context
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
@@ -107,12 +108,26 @@ def test_an_impossible_combination_is_refused_with_its_values(changes, sentence)
         check_training(RunConfig.from_tree(tree_with(changes)))
 
 
+def test_windows_on_both_sides_need_an_all_to_all() -> None:
+    model = {"model_type": "bert", "window_size": [4, 4]}
+    for kind in ("p2p", "all_gather", "a2a"):
+        parallel = {"context_parallel_size": 2, "cp_comm_type": kind}
+        config = RunConfig.from_tree(tree_with({"model": model, "parallel": parallel}))
+        if kind == "a2a":
+            check_context(config.model, config.parallel, 32)
+            continue
+        with pytest.raises(
+            ConfigError, match=f"is {kind}, but windows on both sides of a token .* only with a2a"
+        ):
+            check_context(config.model, config.parallel, 32)
+
+
 ENCODER = {"model_type": "bert", "position_embedding_type": "learned_absolute"}
 IMPOSSIBLE_FOR_AN_ENCODER = [
     (
         {"window_size": [7, 0]},
         {},
-        r"window_size is \[7, 0\], which requires causal attention, but with model.model_type bert",
+        r"window_size \[7, 0\] lets a query attend only to earlier tokens, but with model.model_type bert",
     ),
     (
         {"position_embedding_type": "alibi"},
@@ -133,6 +148,12 @@ IMPOSSIBLE_FOR_AN_ENCODER = [
         {"sft": {"enabled": True}, "data": {"mock": False, "data_path": "a"}},
         (r"sft\.enabled requires a decoder-only model, "
 r"but model\.model_type is bert"),
+    ),
+    ({"model_type": "t5", "window_size": [7, 7]}, {}, r"window_size is \[7, 7\], but encoder-decoders"),
+    (
+        {"model_type": "gpt", "bert_binary_head": True, "window_size": [7, 1]},
+        {},
+        r"attend to 1 later tokens, but .* gpt are causal; set model\.window_size to \[7, 0\]",
     ),
     (
         {"model_type": "gpt", "add_lm_head": False},

@@ -25,6 +25,11 @@ ROUTED = dict(
 )
 FAMILIES = {
     "bert": dict(DENSE, preset="bert-large"),
+    "modernbert": dict(DENSE, preset="bert-large", position_embedding_type="rope", rotary_base_local=1e3,
+                       window_size=[40, 40], window_attn_skip_freq=2, embedding_layernorm=True, gated_linear_unit=True,
+                       add_first_input_layernorm=False, add_lm_head_dense_bias=False, add_norm_bias=False,
+                       add_bias_linear=False, apply_residual_connection_post_layernorm=False, bert_binary_head=False,
+                       num_tokentypes=2),
     "t5": dict(DENSE, preset="t5-3b", num_layers=4, kv_channels=64),
     "gpt-oss": dict(ROUTED, preset="gpt-oss-20b", ffn_hidden_size=128, window_size=[99, 0]),
     "qwen3-next": dict(ROUTED, preset="qwen3-next-80b-a3b", num_layers=4, moe_shared_expert_intermediate_size=128),
@@ -74,9 +79,10 @@ def loss_and_gradients(family: str, device: str, dtype: torch.dtype) -> tuple[Te
     random = torch.Generator().manual_seed(7)
     ids = torch.randint(1, VOCAB, (BATCH, SEQ), generator=random)
     given, ends = {"labels": ids.roll(-1, 1)}, None
-    if family == "bert":
+    if family in ("bert", "modernbert"):
         given["tokentype_ids"] = (torch.arange(SEQ) > 80).long().expand(BATCH, SEQ)
-        given["sentence_order"] = torch.tensor([0, 1])
+        if family == "bert":
+            given["sentence_order"] = torch.tensor([0, 1])
         ends = torch.tensor([[150, SEQ], [SEQ, SEQ]], dtype=torch.int32)
     if family == "t5":
         given["encoder_input_ids"] = torch.randint(1, VOCAB, (BATCH, 160), generator=random)

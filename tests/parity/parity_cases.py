@@ -213,7 +213,18 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "train": {"calculate_per_token_loss": False},
     },
     "bert untied, recompute all": {
-        "model": BERT | UNTIED | {"embedding_layernorm": True, "num_tokentypes": 3},
+        "model": BERT
+        | UNTIED
+        | {
+            "embedding_layernorm": True,
+            "add_first_input_layernorm": False,
+            "add_lm_head_dense_bias": False,
+            "num_tokentypes": 3,
+            "position_embedding_type": "rope",
+            "rotary_base_local": 500.0,
+            "window_size": [5, 3],
+            "window_attn_skip_freq": 2,
+        },
         "data": {"mask_prob": 0.4},
         "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
     },

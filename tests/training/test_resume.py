@@ -230,6 +230,8 @@ OTHER_FUNCTIONS = {
     "rotary_base": (5e5, WHOLE), "rotary_base_local": (1e4, WHOLE), "rotary_percent": (0.5, WHOLE),
     "qk_l2_norm": (True, LEARNED), "rotary_interleaved": (True, WHOLE), "no_rope_freq": (2, WHOLE),
     "add_output_bias": (True, WHOLE), "model_type": ("bert", LEARNED), "num_tokentypes": (3, ENCODER),
+    "add_lm_head_dense_bias": (False, ENCODER),
+    "add_first_input_layernorm": (False, LEARNED | {"embedding_layernorm": True}),
     "add_lm_head": (False, ENCODER), "lm_head_activation": ("gelu", ENCODER),
     "bert_binary_head": (False, ENCODER), "add_pooler": (True, HEADLESS),
     "apply_residual_connection_post_layernorm": (True, LEARNED),

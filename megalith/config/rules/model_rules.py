@@ -138,7 +138,6 @@ def _check_encoder(model: ModelConfig) -> None:
         return
     relative = ["relative"] if model.model_type == "t5" else []
     allowed_values = {
-        "window_size": (model.window_size, None),
         "attention_chunk_size": (model.attention_chunk_size, None),
         "query_scaling_beta": (model.query_scaling_beta, None),
         "mtp_num_layers": (model.mtp_num_layers, None),
@@ -255,11 +254,21 @@ def _check_window(model: ModelConfig) -> None:
     skip = model.window_attn_skip_freq
     if model.window_size is None:
         return
-    if model.window_size[1]:
-        before, after = model.window_size
+    before, after = model.window_size
+    if model.model_type == "t5":
         raise ConfigError(
-            f"model.window_size [{before}, {after}] lets a query attend to {after} later tokens, but models with a "
-            f"window are causal; set model.window_size to [{before}, 0]"
+            f"model.window_size is [{before}, {after}], but encoder-decoders (model.model_type t5) have no windows; "
+            "leave model.window_size out"
+        )
+    if after and model.causal:
+        raise ConfigError(
+            f"model.window_size [{before}, {after}] lets a query attend to {after} later tokens, but models with "
+            f"model.model_type gpt are causal; set model.window_size to [{before}, 0]"
+        )
+    if not after and not model.causal:
+        raise ConfigError(
+            f"model.window_size [{before}, 0] lets a query attend only to earlier tokens, but with model.model_type "
+            f"bert tokens attend to both sides; set model.window_size to [{before}, {before or 1}]"
         )
     if isinstance(skip, list) and len(skip) != model.num_layers:
         raise ConfigError(

@@ -163,6 +163,11 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
             f"model.model_type {model.model_type} the decoder also attends to the encoder; set parallel.cp_comm_type "
             "to a2a, or leave it out"
         )
+    if model.model_type == "bert" and model.window_size is not None and kind != "a2a":
+        raise ConfigError(
+            f"parallel.cp_comm_type is {kind}, but windows on both sides of a token (model.window_size "
+            f"{model.window_size}) are supported only with a2a; set it to a2a"
+        )
     _check_chunks("seq_length", seq_length, size)
     chunk, taps = seq_length // (2 * size), model.linear_conv_kernel_dim
     if model.linear_attention_layers and chunk < taps - 1:

@@ -41,7 +41,8 @@ class LMHead(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
         self.activation = ACTIVATIONS[config.head_activation]
-        self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, device=device)
+        size, bias = config.hidden_size, config.add_lm_head_dense_bias
+        self.dense = Linear(size, size, bias=bias, device=device)
         self.layernorm = Norm(config, config.hidden_size, device)
         self.vocabulary = VocabularyBias(config, device)
 

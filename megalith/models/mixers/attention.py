@@ -54,6 +54,7 @@ class Attention(Runnable):
         self.number = number
         self.dropout = config.attention_dropout
         self.window = config.window(number)
+        self.two_sided = config.two_sided_window(number) is not None
         self.chunk = config.attention_chunk(number)
         self.softcap = config.attn_logit_softcapping
         self.scale = config.attention_scale
@@ -80,6 +81,8 @@ class Attention(Runnable):
         mask, documents = context.mask, context.documents
         if self.chunk is not None:
             mask, documents = context.chunk_mask, context.chunk_documents
+        if self.two_sided and context.window_mask is not None:
+            mask, documents = context.window_mask, None
         if self.record_logits is not None and self.training:
             seen = dict(causal=causal, mask=mask, documents=documents, window=self.window)
             self.record_logits(query, key, first_head=self.heads.first, scale=self.scale, **seen)
@@ -168,7 +171,7 @@ class SelfAttention(Attention):
                 # The backward pass needs the values, and a view would keep all of linear_qkv's output for them.
                 value = value.contiguous()
             tables = context.rotary
-            if self.window is not None and context.rotary_local is not None:
+            if (self.window is not None or self.two_sided) and context.rotary_local is not None:
                 tables = context.rotary_local
             query, key = (rotate(x, tables, self.interleaved) for x in (query, key))
         if self.norm_after_rope:
