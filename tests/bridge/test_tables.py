@@ -97,6 +97,8 @@ def test_tensors_go_there_and_back_bitwise_and_any_box_is_a_part_of_the_whole(na
         ("gpt-neox-20b", "gpt_neox"),
         ("falcon-7b", "falcon"),
         ("falcon-40b", "falcon"),
+        ("modernbert-large", "modernbert"),
+        ("dbrx", "dbrx"),
     ],
 )
 def test_a_preset_is_written_in_the_family_that_it_was_published_in(preset: str, model_type: str) -> None:
@@ -162,6 +164,7 @@ def test_a_model_that_no_family_can_say_is_refused_with_what_the_nearest_lack() 
         ("cohere2-moe", {"sliding_window": None}, "sliding_window null"),
         ("cohere2-moe", {"shared_expert_combination_strategy": "max"}, "'max'"),
         ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "moe_normalize_expert_weights 2.0"),
+        ("dbrx", {"ffn_config": {"uniform_expert_assignment": True}}, "uniform_expert_assignment true"),
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_act_fn {'name': 'gelu'}"),
     ],
 )

@@ -69,6 +69,9 @@ PUBLISHED = {
     "t5-3b": (48, 1024, 32, 32, 128, 16384, 32128, 512, 2_851_598_336),
     "bert-base": (12, 768, 12, 12, 64, 3072, 30522, 512, 110_106_428),
     "bert-large": (24, 1024, 16, 16, 64, 4096, 30522, 512, 336_226_108),
+    "modernbert-base": (22, 768, 12, 12, 64, 1152, 50368, 8192, 149_655_232),
+    "modernbert-large": (28, 1024, 16, 16, 64, 2624, 50368, 8192, 395_881_664),
+    "dbrx": (40, 6144, 48, 8, 128, 10752, 100352, 32768, 131_596_523_520),
     "bloom-560m": (24, 1024, 16, 16, 64, 4096, 250880, 2048, 559_214_592),
     "bloom-7b1": (30, 4096, 32, 32, 128, 16384, 250880, 2048, 7_069_016_064),
     "bloom-176b": (70, 14336, 112, 112, 128, 57344, 250880, 2048, 176_247_271_424),
@@ -231,6 +234,7 @@ def test_windows_caps_and_norms_are_those_of_the_family(name):
 EXPERTS = {
     "mixtral-8x7b": (8, 32, 2, 14336, None, 12.9),
     "mixtral-8x22b": (8, 56, 2, 16384, None, 39.2),
+    "dbrx": (16, 40, 4, 10752, None, 36.5),
     "qwen3-30b-a3b": (128, 48, 8, 768, None, 3.3),
     "qwen3-235b-a22b": (128, 94, 8, 1536, None, 22.2),
     "deepseek-v3": (256, 59, 8, 2048, 2048, 38.2),  # with the layer of multi-token prediction
@@ -246,7 +250,7 @@ EXPERTS = {
     "ernie4.5-21b-a3b": (64, 27, 6, 1536, 3072, 3.4),
 }
 BASES = {"glm4.5": 1e6, "glm4.5-air": 1e6, "kimi-k2": 5e4, "moonlight-16b-a3b": 5e4, "minimax-m2": 5e6,
-         "llama4-scout": 5e5, "llama4-maverick": 5e5, "ernie4.5-21b-a3b": 5e5}  # fmt: skip
+         "llama4-scout": 5e5, "llama4-maverick": 5e5, "dbrx": 5e5, "ernie4.5-21b-a3b": 5e5}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPERTS)
