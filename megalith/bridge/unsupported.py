@@ -25,7 +25,7 @@ OPERATORS: Mapping[str, str] = {
     "dynamic masks in attention": "doge",
     "normalized Transformers (nGPT) with looped layers": "dory",
     "looped layers": "hrm_text",
-    "attention with its own mixture of experts": "jetmoe",
+    "attention whose query and output matrices are experts, chosen per token (MoA)": "jetmoe",
     "an expert bias on router logits": "kolibri1",
     "experts that do nothing, and two attentions per layer": "longcat_flash",
     "a norm after experts only": "axk1",
@@ -45,7 +45,7 @@ OPERATORS: Mapping[str, str] = {
     "experts in an encoder-decoder": "nllb-moe switch_transformers",
     "learned or sinusoidal positions in an encoder-decoder": "bart blenderbot blenderbot-small fsmt "
     "m2m_100 marian mbart mvp pegasus plbart trocr",
-    "an encoder with windows in both directions": "t5gemma",
+    "an encoder and a decoder with embeddings, windows and sizes of their own": "t5gemma",
     "self-attention and cross-attention in one softmax": "t5gemma2",
 }
 SCOPES: Mapping[str, str] = {
