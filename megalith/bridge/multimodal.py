@@ -14,18 +14,31 @@ from megalith.errors import ConfigError
 # For each wrapper the model_type of its language model where text_config leaves it out.
 WRAPPERS = {
     "AriaForConditionalGeneration": "aria_text",
+    "DeepseekVLForConditionalGeneration": "llama",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax",
+    "Idefics2ForConditionalGeneration": "mistral",
+    "Idefics3ForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",
+    "Lfm2VlForConditionalGeneration": "lfm2",
+    "LightOnOcrForConditionalGeneration": "qwen3",
     "Llama4ForConditionalGeneration": "llama4_text",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",
+    "LlavaNextVideoForConditionalGeneration": "llama",
+    "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Ovis2ForConditionalGeneration": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    "SmolVLMForConditionalGeneration": "llama",
+    "VideoLlama3ForConditionalGeneration": "qwen2",
+    "VideoLlavaForConditionalGeneration": "llama",
+    "VipLlavaForConditionalGeneration": "llama",
 }
 QWEN2_VL = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768,
@@ -41,7 +54,12 @@ ON_TEXT = {
 # Positions in time, height and width (M-RoPE), which are equal on text.
 MROPE = ("mrope_section", "mrope_interleaved")
 TOP_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")  # what the wrapper decides
-LEFT_OUT = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "image_newline")
+LANGUAGE = ("language_model.", "text_model.")
+LEFT_OUT = (
+    "vision_tower.", "vision_model.", "vision_encoder.", "image_tower.", "video_tower.", "visual.",
+    "visual_embeddings_table.", "vision_projection.", "multi_modal_projector.", "vision_projector.", "projector.",
+    "connector.", "aligner.", "image_newline",
+)  # fmt: skip
 T = TypeVar("T")
 
 
@@ -85,9 +103,10 @@ def language_name(name: str) -> str | None:
     None for tensors of other parts, such as the vision encoder.
     """
     plain = name.removeprefix("model.")
-    if plain.startswith("language_model."):
-        inner = plain.removeprefix("language_model.")
-        return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+    for prefix in LANGUAGE:
+        if plain.startswith(prefix):
+            inner = plain.removeprefix(prefix)
+            return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
     return None if plain.startswith(LEFT_OUT) else name
 
 

@@ -75,6 +75,7 @@ DELTA_NETS = dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
                   linear_value_head_dim=24, layer_types=["linear_attention", "full_attention", "linear_attention"],
                   rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25,
                                        mrope_section=[2, 1, 1], mrope_interleaved=True))  # fmt: skip
+SIGLIP = dict(VISION, model_type="siglip_vision_model")
 WRAPPERS = {
     "Gemma3": dict(
         text_config=dict(TEXT, head_dim=24, query_pre_attn_scalar=20, sliding_window=11, pad_token_id=0),
@@ -132,6 +133,25 @@ WRAPPERS = {
         text_config=dict(TEXT, model_type="mistral", sliding_window=None),
         vision_config=dict(VISION, model_type="pixtral", head_dim=16),
     ),
+    "DeepseekVL": dict(text_config=dict(TEXT, model_type="llama"), vision_config=SIGLIP),
+    "HyperCLOVAXVisionV2": dict(text_config=dict(TEXT, model_type="hyperclovax"), vision_config=QWEN_VISION),
+    "Idefics2": dict(text_config=dict(TEXT, model_type="mistral", sliding_window=None), vision_config=VISION),
+    "Idefics3": dict(text_config=dict(TEXT, model_type="llama"), vision_config=VISION),
+    "Lfm2Vl": dict(text_config=dict(TEXT, model_type="lfm2", block_auto_adjust_ff_dim=False, layer_types=[
+        "conv", "full_attention", "conv"]), vision_config=dict(VISION, model_type="siglip2_vision_model")),
+    "LightOnOcr": dict(text_config=dict(TEXT, model_type="qwen3", head_dim=24),
+                       vision_config=dict(VISION, model_type="pixtral", head_dim=16)),
+    "LlavaNextVideo": dict(text_config=dict(TEXT, model_type="llama"),
+                           vision_config=dict(VISION, model_type="clip_vision_model"), image_grid_pinpoints=[[28, 28]]),
+    "LlavaOnevision": dict(text_config=dict(TEXT, model_type="qwen2"), vision_config=SIGLIP,
+                           image_grid_pinpoints=[[28, 28]]),
+    "Ovis2": dict(text_config=dict(TEXT, model_type="qwen2"), vision_config=VISION),
+    "SmolVLM": dict(text_config=dict(TEXT, model_type="llama"), vision_config=VISION),
+    "VideoLlama3": dict(text_config=dict(TEXT, model_type="qwen2"), vision_config=VISION),
+    "VideoLlava": dict(text_config=dict(TEXT, model_type="llama"),
+                       vision_config=dict(VISION, model_type="clip_vision_model")),
+    "VipLlava": dict(text_config=dict(TEXT, model_type="llama"), vision_feature_layers=[-1],
+                     vision_config=dict(VISION, model_type="clip_vision_model")),
 }  # fmt: skip
 
 
