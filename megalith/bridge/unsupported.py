@@ -1,11 +1,13 @@
 """Model types of transformers that Megalith cannot read, each with the reason.
 
 The types are those of transformers' causal and sequence-to-sequence language models. `python -m
-megalith.bridge.unsupported` prints the table of docs/models.md. Errors about such a type give the reason.
+megalith.bridge.unsupported` prints the table of docs/models.md. Errors about such a type give the reason. With `--all`
+it prints every type of the installed transformers: its class here, the reason, or that it is unknown.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 # Operator that is missing → model types that need it. A type is in the row of one operator, though some need several.
@@ -81,5 +83,30 @@ def markdown() -> str:
     return "\n".join(["| Missing | `model_type` |", "|---|---|", *lines])
 
 
+def every_type() -> dict[str, str]:
+    """Return each causal and sequence-to-sequence type of the installed transformers with what is known about it."""
+    from transformers.models.auto import modeling_auto as auto
+
+    from megalith.bridge.families import FAMILIES
+    from megalith.bridge.multimodal import WRAPPERS
+
+    classes: dict[str, str] = {}
+    for family in FAMILIES.values():
+        for kind in (family.model_type, *family.other_model_types):
+            classes.setdefault(kind, f"is read as {family.architecture}")
+    known = reasons() | classes
+    types = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
+    multimodal = {
+        kind for kind, name in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items() if name in WRAPPERS
+    }
+    return {
+        kind: "is read without its vision tower" if kind in multimodal else known.get(kind, "is unknown")
+        for kind in sorted(types)
+    }
+
+
 if __name__ == "__main__":
-    print(markdown())
+    if "--all" in sys.argv[1:]:
+        print("\n".join(f"{kind} {text}" for kind, text in every_type().items()))
+    else:
+        print(markdown())
