@@ -109,5 +109,6 @@ def _conclude(results: Sequence[Result]) -> int:
             f"{', '.join(result.name for result in unequal)}; train in another layout, and report this with the "
             "configuration"
         )
-    print(f"{len(results)} layouts equal one process to {BOUND:g}")
+    equal = "1 layout equals" if len(results) == 1 else f"{len(results)} layouts equal"
+    print(f"{equal} one process to {BOUND:g}")
     return 0

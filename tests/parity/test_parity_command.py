@@ -85,7 +85,7 @@ def test_a_table_of_the_errors_ends_the_command(run_file, capsys):
     row = next(line.split() for line in lines if line.split()[:1] == ["tp2-sp"])
     assert row[1] == "2" and row[-1] == "equal"
     assert all(float(error) < 1e-5 for error in row[2:7])
-    assert lines[-1] == "1 layouts equal one process to 1e-05"
+    assert lines[-1] == "1 layout equals one process to 1e-05"
 
 
 def test_a_layout_that_differs_is_named_and_the_exit_code_is_5(run_file, capsys, monkeypatch):
