@@ -83,7 +83,7 @@ def markdown() -> str:
     return "\n".join(["| Missing | `model_type` |", "|---|---|", *lines])
 
 
-def every_type() -> dict[str, str]:
+def describe_types() -> dict[str, str]:
     """Return each causal and sequence-to-sequence type of the installed transformers with what is known about it."""
     from transformers.models.auto import modeling_auto as auto
 
@@ -94,19 +94,19 @@ def every_type() -> dict[str, str]:
     for family in FAMILIES.values():
         for kind in (family.model_type, *family.other_model_types):
             classes.setdefault(kind, f"is read as {family.architecture}")
-    known = reasons() | classes
+    texts = reasons() | classes
     types = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
     multimodal = {
         kind for kind, name in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items() if name in WRAPPERS
     }
     return {
-        kind: "is read without its vision tower" if kind in multimodal else known.get(kind, "is unknown")
+        kind: "is read without its vision tower" if kind in multimodal else texts.get(kind, "is unknown")
         for kind in sorted(types)
     }
 
 
 if __name__ == "__main__":
     if "--all" in sys.argv[1:]:
-        print("\n".join(f"{kind} {text}" for kind, text in every_type().items()))
+        print("\n".join(f"{kind} {text}" for kind, text in describe_types().items()))
     else:
         print(markdown())

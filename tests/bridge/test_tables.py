@@ -15,7 +15,7 @@ from megalith.bridge.families import FAMILIES, family_for, family_of
 from megalith.bridge.model_differences import differences
 from megalith.bridge.origin import Origin
 from megalith.bridge.transfer import to_ours, to_theirs
-from megalith.bridge.unsupported import every_type, markdown, reasons
+from megalith.bridge.unsupported import describe_types, markdown, reasons
 from megalith.config import ModelConfig, RunConfig
 from megalith.errors import ConfigError
 
@@ -308,8 +308,8 @@ def test_each_language_model_of_transformers_is_a_family_or_has_a_reason() -> No
     assert markdown() in (Path(__file__).parents[2] / "docs/models.md").read_text()
 
 
-def test_every_type_of_transformers_has_a_line_with_what_is_known_about_it() -> None:
-    lines = every_type()
+def test_describe_types_of_transformers_has_a_line_with_what_is_known_about_it() -> None:
+    lines = describe_types()
     assert (
         lines["dbrx"] == "is read as DbrxForCausalLM"
         and lines["t5"] == "is read as T5ForConditionalGeneration"
