@@ -199,7 +199,7 @@ VARIANTS = {
     "sinks": dict(softmax_type="learnable"),
     "latent": dict(
         multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8,
-        v_head_dim=16, num_query_groups=None, add_qkv_bias=False,
+        v_head_dim=16, num_query_groups=0, add_qkv_bias=False,
     ),
     "longrope": dict(
         rope_scaling=dict(
