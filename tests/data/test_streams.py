@@ -247,6 +247,20 @@ def test_faults_of_a_shard_are_named(texts):
         list(map(TextStream(settings(entry="texts/cut.jsonl.gz", lanes=1), 0).__getitem__, range(200)))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_is_raised_again_by_every_later_read(texts, workers):
+    """A thread of the loader reads on after another one has met the error; it must not wait for the worker."""
+    Path("texts/bad.jsonl").write_text('{"text": "good"}\nno json\n')
+    stream = TextStream(settings(entry="texts/bad.jsonl", lanes=1), workers)
+    for position in range(3):
+        with pytest.raises(DataError, match=r"texts/bad.jsonl line 2 \(byte 17\) is unusable: not JSON"):
+            stream[position]
+    Path("texts/bad.jsonl").write_text('{"text": "good"}\n' * 20)
+    stream = TextStream(settings(entry="texts/bad.jsonl", lanes=1), workers)
+    stream[0]
+    stream.close()
+
+
 def test_a_stream_that_ends_is_an_error_with_its_numbers(texts):
     stream = TextStream(settings(lanes=5, repeat=False), 0)
     message = r"ended: lane 1 of 5 has read its 1 shards \(the last one is texts/\d.jsonl\), 3\d documents"

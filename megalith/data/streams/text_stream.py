@@ -12,7 +12,7 @@ import numpy as np
 from megalith.data.streams.lane import Lane, LanePosition, StreamSettings
 from megalith.data.streams.lane_worker import LaneSample, LaneWorker, next_of
 from megalith.data.streams.stream import STREAM_LENGTH, SampleStream, State
-from megalith.errors import DataError, shorten
+from megalith.errors import DataError, MegalithError, shorten
 
 AHEAD = 64  # samples that a worker makes ahead, over its lanes
 MAX_LANES = 64  # by default
@@ -71,6 +71,7 @@ class TextStream(SampleStream):
             kept = 2 + stride * kept_states // lanes
             self._positions = [deque([start], kept) for start in self._starts]  # per lane, the last ones
             self._readers: dict[int, Lane | LaneWorker] = {}
+            self._errors: dict[int, MegalithError] = {}  # of lanes that have no further sample
             self._skipped = [start.skipped for start in self._starts]
             self.bad_lines: list[str] = []
 
@@ -140,10 +141,16 @@ class TextStream(SampleStream):
         return max(0, -(-(position - lane) // self.settings.lanes))
 
     def _next(self, lane: int) -> LaneSample:
-        reader = self._readers.get(lane)
-        if reader is None:
-            reader = self._readers[lane] = self._open(lane)
-        return reader.next(lane) if isinstance(reader, LaneWorker) else next_of(reader)
+        if lane in self._errors:  # another thread of the loader has met it
+            raise self._errors[lane]
+        try:
+            reader = self._readers.get(lane)
+            if reader is None:
+                reader = self._readers[lane] = self._open(lane)
+            return reader.next(lane) if isinstance(reader, LaneWorker) else next_of(reader)
+        except MegalithError as error:
+            self._errors[lane] = error
+            raise
 
     def _open(self, lane: int) -> Lane | LaneWorker:
         position = self._positions[lane][-1]
