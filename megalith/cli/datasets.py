@@ -349,10 +349,11 @@ def run_data_stats(args: Arguments) -> int:
         statistics = RunData(RunConfig.load(args.config)).statistics()
     else:
         from megalith.data.indexed import IndexedDataset
-        from megalith.training.run_data import indexed_statistics
+        from megalith.training.run_data import document_statistics
 
         datasets = {
-            path: indexed_statistics(IndexedDataset(path), args.seq_length) for path in args.data_path
+            path: document_statistics(IndexedDataset(path).document_lengths(), args.seq_length)
+            for path in args.data_path
         }
         statistics = {"data": {"sources": datasets}}
     print(json.dumps(statistics) if args.json else run_statistics_text(statistics))

@@ -66,6 +66,7 @@ class GPTDataset:
         progress: Progress | None = None,
     ) -> None:
         self.indexed = indexed
+        self.document_lengths = indexed.sequence_lengths[first_sequence:last_sequence]
         self.seq_length, self.seed = seq_length, seed
         documents = np.arange(first_sequence, last_sequence, dtype=np.int32)
         tokens = int(indexed.sequence_lengths[first_sequence:last_sequence].sum(dtype=np.int64))

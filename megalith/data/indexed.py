@@ -85,6 +85,12 @@ class IndexedDataset:
     def num_documents(self) -> int:
         return len(self.document_indices) - 1
 
+    def document_lengths(self, first: int = 0, last: int | None = None) -> np.ndarray:
+        """Return the tokens of the documents `[first, last)`, int64; without `last` up to the end."""
+        bounds = self.document_indices[first : self.num_documents + 1 if last is None else last + 1]
+        sums = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
+        return np.diff(sums[bounds])
+
     @property
     def num_tokens(self) -> int:
         return int(self.sequence_lengths.sum(dtype=np.int64))

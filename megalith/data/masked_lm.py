@@ -113,6 +113,7 @@ class SentenceSamples(ABC):
         progress: Progress | None = None,
     ) -> None:
         self.indexed, self.seed, self._vocab_size = indexed, seed, vocab_size
+        self._document_range = first_document, last_document
         self._index, self._epochs = sentence_index(
             indexed.document_indices[first_document : last_document + 1],
             indexed.sequence_lengths,
@@ -153,6 +154,11 @@ class SentenceSamples(ABC):
 
     def epochs(self) -> dict[str, int]:
         return {self.indexed.prefix: len(self._epochs)}
+
+    @property
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each document, int64."""
+        return self.indexed.document_lengths(*self._document_range)
 
     @property
     def samples_per_epoch(self) -> float:

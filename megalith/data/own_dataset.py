@@ -78,8 +78,13 @@ class _OwnDataset:
         self.dataset, self.name, self.seq_length = dataset, name, seq_length
         self.collates = callable(getattr(dataset, "collate", None))
 
+    @property
+    def source(self) -> str:
+        """Name in messages."""
+        return f"data.dataset {self.name}"
+
     def describe(self, i: int) -> str:
-        return f"sample {i} of data.dataset {self.name}"
+        return f"sample {i} of {self.source}"
 
     def epochs(self) -> dict[str, int]:
         return {}
@@ -116,6 +121,10 @@ class MapDataset(_OwnDataset):
             raise DataError(f"data.dataset {name} returns a dataset without samples; add some")
 
     def __len__(self) -> int:
+        return self._length
+
+    @property
+    def samples_per_epoch(self) -> int:
         return self._length
 
     def __getitem__(self, i: int) -> Any:

@@ -45,7 +45,7 @@ class PackedDataset:
         progress: Progress | None = None,
     ) -> None:
         self.indexed, self.seq_length = indexed, seq_length
-        lengths = indexed.sequence_lengths[first_sequence:last_sequence]
+        self.document_lengths = lengths = indexed.sequence_lengths[first_sequence:last_sequence]
         self._documents, self._starts, piece_lengths = divide(lengths, seq_length)
         if not len(self._documents):
             raise DataError(

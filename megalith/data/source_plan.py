@@ -7,6 +7,7 @@ from typing import Any
 
 from megalith.data.blended_dataset import BlendedDataset
 from megalith.data.dataset import SampleDataset
+from megalith.data.own_dataset import MapDataset, StreamDataset
 from megalith.data.streams.text_stream import TextStream
 from megalith.data.text_data import source_name
 
@@ -104,6 +105,8 @@ def _phases(
 def _name(part: SampleDataset, number: int) -> str:
     if isinstance(part, TextStream):
         return part.name
+    if isinstance(part, MapDataset | StreamDataset):
+        return part.source
     indexed = getattr(part, "indexed", None)
     return f"source {number}" if indexed is None else source_name(indexed.prefix)
 

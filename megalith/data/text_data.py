@@ -19,7 +19,7 @@ from pathlib import Path
 from megalith.config.data import DataConfig
 from megalith.data.blend import DataPath, parse_data_path
 from megalith.data.idx_format import file_pair
-from megalith.data.input_hints import TEXT, record_kind
+from megalith.data.input_hints import CONVERSATIONS, TEXT, record_kind
 from megalith.data.inputs.compression import content_suffix
 from megalith.data.inputs.hub_dataset import SCHEME, HubDataset, Source
 from megalith.data.inputs.source_versions import Version, add_tokenizer, source_versions
@@ -316,4 +316,7 @@ def _check_kind(path: Path, data: DataConfig) -> None:
         return
     kind = record_kind(record)
     if data.text_key not in record and kind and kind != TEXT:
-        raise DataError(f"{path} has {kind}; set data.text_key to train on the text under one of its keys")
+        enable = "sft.enabled for them, or " if kind == CONVERSATIONS else ""
+        raise DataError(
+            f"{path} has {kind}; set {enable}data.text_key to train on the text under one of its keys"
+        )

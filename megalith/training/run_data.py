@@ -17,10 +17,9 @@ from megalith.data.blend import indexed_datasets
 from megalith.data.blended_dataset import BlendedDataset
 from megalith.data.chat.chat_dataset import ChatDataset
 from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset
-from megalith.data.indexed import IndexedDataset
 from megalith.data.length_statistics import cut_fraction, length_statistics
 from megalith.data.loader import Loader
-from megalith.data.masked_lm import SentenceSamples
+from megalith.data.own_dataset import MapDataset, StreamDataset
 from megalith.data.packed_dataset import PackedDataset
 from megalith.data.source_plan import source_plan
 from megalith.data.streams.stream import SampleStream
@@ -145,11 +144,10 @@ class RunData:
 
     def plan(self) -> dict[str, Any]:
         """Return samples, tokens and epochs of each training source over the run, and `steps`."""
-        planned = BlendedDataset | GPTDataset | PackedDataset | SentenceSamples | TextStream
-        if not isinstance(self.data.train, planned):
+        if self.config.data.mock or isinstance(self.data.train, ChatDataset):
             raise ConfigError(
-                "data plan needs pre-training data in data.data_path or data.train_data_path; for other data use "
-                "megalith data stats --config"
+                "data plan needs pre-training data in data.data_path, data.train_data_path or data.dataset; for "
+                "conversations use megalith data stats --config"
             )
         steps = self.sizes.iterations(self.config.train)
         samples = self.sizes.samples_for_iterations(steps)
@@ -171,15 +169,13 @@ class RunData:
         }
 
 
-def indexed_statistics(indexed: IndexedDataset, seq_length: int | None) -> dict[str, Any]:
-    """Return statistics of the documents of an indexed dataset.
+def document_statistics(lengths: np.ndarray, seq_length: int | None) -> dict[str, Any]:
+    """Return statistics of documents.
 
     Args:
-        indexed: the dataset.
+        lengths: tokens per document, int [documents].
         seq_length: tokens per sample, for the fraction of documents that samples cut; None: omit it.
     """
-    sums = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
-    lengths = np.diff(sums[indexed.document_indices])
     statistics = {"documents": length_statistics(lengths)}
     if seq_length is not None:
         statistics["cut_documents"] = cut_fraction(lengths, seq_length)
@@ -196,7 +192,7 @@ def _statistics(dataset: SampleDataset, samples: int) -> dict[str, Any]:
             "rows": rows,
             "packing": dataset.num_tokens / (rows * answers * dataset.seq_length),
             "events": dict(dataset.samples.counts),
-            "lengths": length_statistics(dataset.samples.lengths),
+            "lengths": length_statistics(dataset.sequence_lengths),
         }
     sources = {}
     for part, share in _parts(dataset):
@@ -207,14 +203,20 @@ def _statistics(dataset: SampleDataset, samples: int) -> dict[str, Any]:
             source["epochs"] = estimated_epochs(about, source["tokens"])
             sources[part.name] = {**source, "stream": True, **about}
             continue
+        if isinstance(part, MapDataset | StreamDataset):
+            size = getattr(part, "samples_per_epoch", None)
+            source = {"samples": samples, "epochs": None if size is None else samples / size}
+            sources[part.source] = {**source, "tokens": samples * part.seq_length, "dataset_samples": size}
+            continue
         [indexed] = list(indexed_datasets(part)) or [None]
         if indexed is None:
             continue
         seq_length = part.seq_length if isinstance(part, GPTDataset | PackedDataset) else None
-        source = {"samples": round(share * samples), "epochs": part.epochs().get(indexed.prefix, 1)}
+        source = {"samples": round(share * samples)}
+        source["epochs"] = source["samples"] / part.samples_per_epoch
         if seq_length is not None:
             source["tokens"] = source["samples"] * seq_length
-        statistics = indexed_statistics(indexed, seq_length)
+        statistics = document_statistics(part.document_lengths, seq_length)
         if isinstance(part, PackedDataset):
             statistics["cut_documents"] = part.cut_documents / part.num_documents
             statistics["longer_documents"] = part.cut_documents

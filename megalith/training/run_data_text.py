@@ -39,7 +39,10 @@ def _source_lines(split: str, values: dict[str, Any]) -> list[str]:
             lines.append(text)
         if source.get("stream"):
             lines += _indented(_stream_lines(source))
-        lines += _indented(render_lengths(source["documents"], "documents"))
+        if "documents" in source:
+            lines += _indented(render_lengths(source["documents"], "documents"))
+        elif source["dataset_samples"] is not None:
+            lines.append(f"  {source['dataset_samples']:,} samples in the dataset")
         if "packing" in source:
             lines.append(
                 f"  packed into {source['rows']:,} samples per epoch, {100 * source['packing']:.1f} % full"
@@ -54,11 +57,9 @@ def _source_lines(split: str, values: dict[str, Any]) -> list[str]:
 
 
 def _epochs(source: dict[str, Any]) -> str:
-    if not source.get("stream"):
-        return f"{source['epochs']} epochs"
-    return (
-        "an unknown number of epochs" if source["epochs"] is None else f"about {source['epochs']:.2f} epochs"
-    )
+    if source["epochs"] is None:
+        return "an unknown number of epochs"
+    return f"{'about ' if source.get('stream') else ''}{source['epochs']:.2f} epochs"
 
 
 def _stream_lines(source: dict[str, Any]) -> list[str]:

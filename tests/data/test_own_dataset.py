@@ -1,11 +1,13 @@
 """A run trains on a user's datasets, as docs/own_data.md shows them, and resumes bitwise."""
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from default_cases import in_full
 from layout_job import build
 from page_trials import fences
@@ -78,6 +80,21 @@ def test_a_run_on_the_page_s_dataset_resumes_bitwise_in_tp2_dp2(pool, tmp_path, 
     megalith.train(configuration(tmp_path / "alone", dataset))
     torch.use_deterministic_algorithms(False)
     assert np.allclose(losses(tmp_path / "alone"), losses(tmp_path / "spread" / "straight"), rtol=1e-5)
+
+
+def test_plan_and_statistics_count_the_samples_of_an_own_dataset(tmp_path, capsys):
+    for file, function, size in (("text_data.py", "lines", 400), ("stream_data.py", "counting", None)):
+        dataset = f"{page_file(tmp_path, file)}:{function}"
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(configuration(tmp_path, dataset).to_tree()))
+        assert main(["data", "plan", str(tmp_path / "run.yaml"), "--json"]) == 0
+        [source] = json.loads(capsys.readouterr().out)["sources"]
+        assert (source["source"], source["samples"]) == (f"data.dataset {dataset}", 48)
+        assert source["tokens"] == 48 * 16 and source["epochs"] == (None if size is None else 48 / size)
+        assert main(["data", "stats", "--config", str(tmp_path / "run.yaml")]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        epochs = "an unknown number of" if size is None else "0.12"
+        assert f"48 samples, {epochs} epochs, 768 tokens of the run (100.0 %)" in text
+        assert ("400 samples in the dataset" in text) == (size is not None)
 
 
 class Numbers(torch.utils.data.IterableDataset):

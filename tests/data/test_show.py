@@ -135,11 +135,23 @@ def test_statistics_of_a_blend_count_its_documents_and_the_tokens_of_each_source
     path = run_file(tmp_path, {"data_path": [0.75, prefix, 0.25, other], "split": "1", "seq_length": 16})
     train = json.loads(printed(capsys, "stats", "--config", path, "--json"))["train"]
     assert [source["samples"] for source in train["sources"].values()] == [60, 20]
-    assert [source["epochs"] for source in train["sources"].values()] == [1, 2]
+    assert [source["epochs"] for source in train["sources"].values()] == [60 * 16 / 1000, 20 * 16 / 306]
     text = printed(capsys, "stats", "--config", path)
-    assert "60 samples, 1 epochs, 960 tokens of the run (75.0 %)" in text
+    assert "60 samples, 0.96 epochs, 960 tokens of the run (75.0 %)" in text
     assert "50 documents, 1,000 tokens" in text and "    16-31  ####" in text
     assert main(["data", "stats"]) == 2
+
+
+def test_statistics_of_a_split_count_its_own_documents(prefix, tmp_path, capsys):
+    for packing in ("concat", "best_fit"):
+        data = {"data_path": prefix, "split": "80,20,0", "seq_length": 16, "packing": packing}
+        statistics = json.loads(printed(capsys, "stats", "--config", run_file(tmp_path, data), "--json"))
+        counts = {split: values["sources"][prefix]["documents"] for split, values in statistics.items()}
+        assert {split: (each["count"], each["tokens"]) for split, each in counts.items()} == {
+            "train": (40, 800),
+            "valid": (10, 200),
+        }
+        assert statistics["valid"]["sources"][prefix]["longer_documents"] == 10
 
 
 def test_statistics_and_steps_of_chat_data_count_rows_and_truncation(tmp_path, capsys):
@@ -154,5 +166,10 @@ def test_statistics_and_steps_of_chat_data_count_rows_and_truncation(tmp_path, c
     train = json.loads(printed(capsys, "stats", "--config", path, "--json"))["train"]
     assert train["samples"] == 40 and train["events"] == {"truncated (keep_start)": 15}
     assert train["packing"] == pytest.approx(train["lengths"]["tokens"] / (16 * train["rows"]))
+    halves = tree | {"data": tree["data"] | {"split": "50,50,0"}}
+    (tmp_path / "run.yaml").write_text(json.dumps(halves))
+    statistics = json.loads(printed(capsys, "stats", "--config", path, "--json"))
+    assert [statistics[split]["lengths"]["count"] for split in ("train", "valid")] == [20, 20]
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
     shown = json.loads(printed(capsys, "show", "--config", path, "--step", "1", "--json"))["samples"]
     assert all("chat.jsonl line" in sample["source"] for sample in shown) and shown[0]["learned"] > 0

@@ -53,6 +53,7 @@ class ChatDataset:
         lines = 4 if samples.values is None else 5
         self.shape = (lines, seq_length) if count == 1 else (count, lines, seq_length)
         sample_lengths = samples.lengths.reshape(-1, count)[first:last]  # [samples, count]
+        self.sequence_lengths = sample_lengths.reshape(-1)
         lengths = sample_lengths.max(1)
         rows = (
             best_fit_decreasing(lengths, seq_length, seed) if packing else [[i] for i in range(len(lengths))]
