@@ -261,9 +261,11 @@ class Trainer:
                 print(megatron_evaluation_line(run.step, None, "", self.validation_figures), flush=True)
             return self._result(self.loaded_from, "train_iters", None)
         if run.data.valid is run.data.test is None:
-            raise ConfigError(
-                "the data has no validation and no test split to evaluate; set shares for them in data.split"
-            )
+            data = self.config.data
+            way_out = "set data.valid_data_path, or data.data_path with shares for them in data.split"
+            if data.dataset is not None:
+                way_out = f"return a dataset for one of them from data.dataset {data.dataset}"
+            raise ConfigError(f"the data has no validation and no test split to evaluate; {way_out}")
         losses = []
         for name, dataset in (("validation", run.data.valid), ("test", run.data.test)):
             losses.append(self.mean_loss(dataset))

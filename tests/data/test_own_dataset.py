@@ -97,6 +97,19 @@ def test_plan_and_statistics_count_the_samples_of_an_own_dataset(tmp_path, capsy
         assert ("400 samples in the dataset" in text) == (size is not None)
 
 
+def test_an_evaluation_of_an_own_dataset_without_its_splits_says_what_to_return(tmp_path, capsys):
+    dataset = f"{page_file(tmp_path, 'text_data.py')}:lines"
+    megalith.train(configuration(tmp_path / "run", dataset))
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), "--data.dataset", dataset]) == ConfigError.exit_code
+    error = " ".join(capsys.readouterr().err.split())
+    assert (
+        f"no validation and no test split to evaluate; return a dataset for one of them from data.dataset"
+        in error
+    )
+    torch.use_deterministic_algorithms(False)
+
+
 class Numbers(torch.utils.data.IterableDataset):
     """3 samples per pass: the epoch and the number in it, after a shuffle by the epoch."""
 
