@@ -181,12 +181,14 @@ def merged_record(prefixes: Sequence[str | Path]) -> DatasetTokenizer | None:
 
 
 def _hash_sample(tokenizer: Tokenizer) -> str:
-    ids = []
+    """Return the hash of the ids of SAMPLE without the special tokens that some kinds add before a text."""
+    ids, prefix = [], tokenizer.prefix
     for text in SAMPLE:
         try:
-            ids.append([int(i) for i in tokenizer.encode(text)])
+            encoded = [int(i) for i in tokenizer.encode(text)]
         except DataError:  # the tokenizer refuses it
-            ids.append([])
+            encoded = []
+        ids.append(encoded[len(prefix) :] if encoded[: len(prefix)] == prefix else encoded)
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 

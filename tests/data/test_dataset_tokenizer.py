@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 from tokenizers import Tokenizer
 
 from megalith.cli.main import main
@@ -112,6 +113,17 @@ def test_words_that_the_sample_lacks_are_compared_by_the_vocabulary():
         Path(f"{name}/tokenizer.json").write_text(json.dumps(tree | dict.fromkeys(fields)))
     first, second = (describe_tokenizer(build_tokenizer("HuggingFaceTokenizer", name)) for name in "ab")
     assert first.sample_sha256 == second.sample_sha256 and not first.gives_same_ids(second)
+
+
+def test_the_token_before_a_text_makes_no_difference():
+    Path("text.txt").write_text("\n".join(text for texts in TEXTS.values() for text in texts))
+    options = {"vocab_size": 60, "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(input="text.txt", model_prefix="small", **options)
+    plain, with_begin = (
+        build_tokenizer(kind, "small.model") for kind in ("SentencePieceTokenizer", "Llama2Tokenizer")
+    )
+    assert plain.encode("cat") == with_begin.encode("cat")[1:]
+    assert describe_tokenizer(plain).sample_sha256 == describe_tokenizer(with_begin).sample_sha256
 
 
 @pytest.mark.parametrize("setting", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
