@@ -104,7 +104,7 @@ def test_an_evaluation_of_an_own_dataset_without_its_splits_says_what_to_return(
     assert main(["evaluate", str(tmp_path / "run"), "--data.dataset", dataset]) == ConfigError.exit_code
     error = " ".join(capsys.readouterr().err.split())
     assert (
-        f"no validation and no test split to evaluate; return a dataset for one of them from data.dataset"
+        "no validation and no test split to evaluate; return a dataset for one of them from data.dataset"
         in error
     )
     torch.use_deterministic_algorithms(False)

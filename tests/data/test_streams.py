@@ -13,7 +13,8 @@ from layout_job import build
 from trained_runs import comparable, configuration, losses, stored
 
 import megalith
-from megalith.data.streams.lane import Lane, StreamSettings
+from megalith.data.streams.lane import Lane, LanePosition, StreamSettings
+from megalith.data.streams.lane_worker import LaneWorker
 from megalith.data.streams.stream_shards import RETRIES, Shard, ShardReader, list_shards
 from megalith.data.streams.text_stream import TextStream, default_lanes
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
@@ -259,6 +260,20 @@ def test_an_error_is_raised_again_by_every_later_read(texts, workers):
     stream = TextStream(settings(entry="texts/bad.jsonl", lanes=1), workers)
     stream[0]
     stream.close()
+
+
+def test_a_worker_goes_on_with_other_lanes_after_the_error_of_one(texts):
+    Path("texts/a.jsonl").write_text(json.dumps({"text": "long " * 2000}) + "\n")
+    Path("texts/b.jsonl").write_text(json.dumps({"text": "x" * 50}) + "\nno json\n")
+    worker = LaneWorker(settings(entry="texts/[ab].jsonl", shuffle_buffer=1, append_eod=False), 2)
+    for lane in (0, 1):
+        worker.open(lane, LanePosition())
+    with pytest.raises(DataError, match=r"texts/b.jsonl line 2 .* is unusable: not JSON"):
+        worker.next(1)
+    worker._send((1, None))  # as for a sample that was made before the error and is read after it
+    for _ in range(100):
+        assert worker.next(0).tokens.shape == (33,)
+    worker.close()
 
 
 def test_a_stream_that_ends_is_an_error_with_its_numbers(texts):

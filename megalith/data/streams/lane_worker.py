@@ -127,18 +127,18 @@ def main() -> None:
 def _serve(messages: Connection, results: Connection) -> None:
     settings, ahead = messages.recv()
     lanes: dict[int, Lane] = {}
-    wanted: dict[int, int] = {}  # samples to make, by lane
+    wanted: dict[int, int] = {}  # samples to make, by lane; none of a lane after its error
     while True:
         while messages.poll() or not any(wanted.values()):
             lane, position = messages.recv()
-            if position is None:
-                wanted[lane] += 1
-            else:
+            if position is not None:
                 lanes[lane], wanted[lane] = Lane(settings, lane, position), ahead
+            elif lane in wanted:
+                wanted[lane] += 1
         for lane in [lane for lane, count in wanted.items() if count]:
             try:
                 results.send((lane, next_of(lanes[lane])))
                 wanted[lane] -= 1
             except MegalithError as error:
                 results.send((lane, (type(error).__name__, str(error))))
-                wanted[lane] = 0
+                del wanted[lane]
