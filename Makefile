@@ -215,7 +215,7 @@ $(GOOGLE_STORE)/gcsfs: | $(READY)
 	$(BIN)/pip install --quiet --target $(GOOGLE_STORE) gcsfs==2026.10.1
 
 google-store: $(GOOGLE_STORE)/gcsfs
-	PYTHONPATH=$(CURDIR):$(GOOGLE_STORE) $(BIN)/python -m pytest -q -n0 -k gs tests/data/test_store_inputs.py
+	PYTHONPATH=$(CURDIR):$(GOOGLE_STORE) $(BIN)/python -m pytest -q -n0 -m "full or not full" -k gs tests/data/test_store_inputs.py
 
 CLUSTER_MODELS := .cluster-models
 $(CLUSTER_MODELS)/kubeflow_trainer_api: | $(READY)

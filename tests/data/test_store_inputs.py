@@ -106,11 +106,22 @@ def test_every_kind_of_text_is_read_as_from_a_folder(store):
         for ending in ("bin", "idx", "tokenizer.json"):
             name = f"{number}_text_document.{ending}"
             assert open_location(f"{store}/made{name}").read_bytes() == Path(f"here{name}").read_bytes()
-    data = {"data_path": f"{store}/made0_text_document", "split": "1"}
-    assert main(["train", run_file(data)]) == 0
-    assert main(["train", run_file(data | {"data_path": "here0_text_document"}, "local")]) == 0
-    assert main(["train", run_file(data | {"data_path": [f"{store}/kinds"]}, "text")]) == 0
-    assert losses("run") == losses("local") == losses("text")
+
+
+@pytest.mark.full
+def test_a_run_on_a_dataset_or_text_in_the_store_equals_a_local_one(store):
+    written(Path("texts"), f"{store}/trained")
+    words = ["--input", "texts", "--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "0"]
+    for prefix in ("here", f"{store}/there"):
+        assert main(["preprocess", *words, "--output-prefix", prefix]) == 0
+    paths = {
+        "local": "here_text_document",
+        "bin": f"{store}/there_text_document",
+        "text": [f"{store}/trained"],
+    }
+    for name, path in paths.items():
+        assert main(["train", run_file({"data_path": path, "split": "1"}, name)]) == 0
+    assert losses("local") == losses("bin") == losses("text")
 
 
 def test_a_glob_of_many_objects_takes_few_requests(store, monkeypatch):
