@@ -245,7 +245,8 @@ class _TextCache:
             return self._preprocess(sources, start, versions)
         except UnusableLineError as error:
             raise DataError(
-                f"{error.line}; correct or remove it, or set data.skip_bad_documents to skip and count such documents"
+                f"{error.line}; {error.line.way_out('data.text_key')}correct or remove it, or set "
+                "data.skip_bad_documents to skip and count such documents"
             ) from None
         except NoTokensError as error:
             raise DataError(

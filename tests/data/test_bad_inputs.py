@@ -385,6 +385,19 @@ def test_files_that_change_between_a_run_and_its_resume_are_named(change, stream
         )
 
 
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [("preprocess", "json_keys (--json-keys)"), ("train", "data.text_key"), ("stream", "data.text_key")],
+)
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_text_under_another_key_is_refused_with_the_setting_that_names_it(command, setting, ending, capsys):
+    records = [{"content": "a document"}]
+    content = lines(records) if ending == "jsonl" else json.dumps(records).encode()
+    Path(f"a.{ending}").write_bytes(content)
+    message = f"it has no key 'text' (its keys: 'content'); set {setting} if the text has another key, correct or"
+    check_refused(capsys, words(command, f"a.{ending}"), message)
+
+
 def test_the_next_samples_of_a_finished_run_are_refused(capsys):
     Path("t.jsonl").write_bytes(texts_of(0))
     assert main(["train", run_file({"data_path": ["t.jsonl"], "split": "1"})]) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,9 +38,21 @@ class BadLine:
     reason: str
     unit: str = "line"
 
+    def way_out(self, setting: str) -> str:
+        """Return a clause that begins the way out, if the record has another key than `setting` names; else ""."""
+        return f"set {setting} if the text has another key, " if self.reason.startswith(NO_KEY) else ""
+
     def __str__(self) -> str:
         byte = "" if self.offset is None else f" (byte {self.offset})"
         return f"{self.path} {self.unit} {self.line}{byte} is unusable: {self.reason}"
+
+
+NO_KEY = "it has no key "
+
+
+def no_key(key: str, keys: Iterable[str]) -> str:
+    """Return the reason for a record without a key. `keys`: those that it has."""
+    return f"{NO_KEY}{key!r} (its keys: {', '.join(map(repr, keys)) or 'none'})"
 
 
 class DocumentBlock(Protocol):

@@ -18,6 +18,7 @@ from megalith.data.inputs.blocks import (
     BadLine,
     TextRecord,
     check_size,
+    no_key,
     reason_of,
     type_name,
 )
@@ -149,7 +150,7 @@ def _parse_line(line: bytes, json_keys: Sequence[str], max_line_bytes: int) -> l
     texts = []
     for key in json_keys:
         if key not in content:
-            raise ValueError(f"it has no key {key!r} (its keys: {', '.join(map(repr, content)) or 'none'})")
+            raise ValueError(no_key(key, content))
         text = content[key]
         if not isinstance(text, str):
             raise ValueError(f"its {key!r} is {type_name(text)}, not a string")

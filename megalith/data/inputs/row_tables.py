@@ -19,6 +19,7 @@ from megalith.data.inputs.blocks import (
     BadLine,
     TextRecord,
     check_size,
+    no_key,
     reason_of,
     type_name,
     undecodable,
@@ -78,7 +79,7 @@ class RowBlock:
 
 def _text(key: str, value: Any, max_document_bytes: int) -> str:
     if isinstance(value, NoValue):
-        raise ValueError(f"it has no key {key!r} (its keys: {', '.join(map(repr, value.keys)) or 'none'})")
+        raise ValueError(no_key(key, value.keys))
     if not isinstance(value, bytes | str):
         raise ValueError(f"its {key!r} is {type_name(value)}, not a string")
     check_size(value, max_document_bytes, f"its {key!r}")

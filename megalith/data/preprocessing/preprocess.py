@@ -97,7 +97,8 @@ class UnusableLineError(DataError):
 
     def __init__(self, line: BadLine):
         super().__init__(
-            f"{line}; correct or remove the line, or set on_error to skip (--on-error skip) to skip such lines"
+            f"{line}; {line.way_out('json_keys (--json-keys)')}correct or remove the line, or set on_error to skip "
+            "(--on-error skip) to skip such lines"
         )
         self.line = line
 

@@ -217,7 +217,8 @@ class Lane:
     def _note_bad(self, bad_lines: Sequence[BadLine]) -> None:
         if bad_lines and not self._settings.skip_bad_documents:
             raise DataError(
-                f"{bad_lines[0]}; correct or remove it, or set data.skip_bad_documents to skip and count such documents"
+                f"{bad_lines[0]}; {bad_lines[0].way_out('data.text_key')}correct or remove it, or set "
+                "data.skip_bad_documents to skip and count such documents"
             )
         kept = [str(bad) for bad in bad_lines[: self._bad_lines_left]]
         self._bad_lines_left -= len(kept)
