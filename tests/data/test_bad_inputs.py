@@ -394,7 +394,9 @@ def test_text_under_another_key_is_refused_with_the_setting_that_names_it(comman
     records = [{"content": "a document"}]
     content = lines(records) if ending == "jsonl" else json.dumps(records).encode()
     Path(f"a.{ending}").write_bytes(content)
-    message = f"it has no key 'text' (its keys: 'content'); set {setting} if the text has another key, correct or"
+    message = (
+        f"it has no key 'text' (its keys: 'content'); set {setting} if the text has another key, correct or"
+    )
     check_refused(capsys, words(command, f"a.{ending}"), message)
 
 

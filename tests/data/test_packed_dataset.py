@@ -172,8 +172,11 @@ def test_statistics_and_plan_count_rows_and_cut_documents(prefix, tmp_path, caps
 
 
 def test_what_cannot_be_packed_is_refused(prefix, tmp_path):
-    for data in ({"fim_data": True}, {"data_path": None, "mock": True}):
-        with pytest.raises(ConfigError, match="leave one"):
+    for data, message in (
+        ({"fim_data": True}, "leave one of the two settings out"),
+        ({"data_path": None, "mock": True}, r"leave data\.mock out, or data\.packing"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             check_training(run_config(tmp_path, prefix, **data))
     with pytest.raises(DataError, match="0 documents without tokens"):
         PackedDataset(IndexedDataset(prefix), 5, 5, SEQ, 1, seed=1)
