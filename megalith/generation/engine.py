@@ -142,8 +142,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             )
         if max_rows < 1 or max_tokens < 2:
             raise ConfigError(
-                f"max_rows is {max_rows} and max_tokens {max_tokens}, but an engine needs at least 1 row of 2 "
-                "tokens; raise them"
+                f"an engine with {max_rows} rows of {max_tokens} tokens cannot generate; give at least 1 row of 2 "
+                "tokens"
             )
         self._routed_layers = config.routed_layers if records_routes else []
         if records_routes and not self._routed_layers:

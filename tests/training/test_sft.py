@@ -148,7 +148,7 @@ def test_epochs_say_the_length_and_nothing_else_may(tree: dict):
     check_job(config_of(tree), [2], 2, one_machine=False)
     with pytest.raises(DataError, match="no file matches"):
         check_job(config_of(tree, data={"valid_data_path": "nowhere.jsonl"}), [2], 2, one_machine=False)
-    with pytest.raises(ConfigError, match="train_iters is 2; both set the length"):
+    with pytest.raises(ConfigError, match="train_iters is 2, but both set the length"):
         start(config_of(tree, sft={"num_train_epochs": 1}))
     with pytest.raises(ConfigError, match="reset_attention_mask is on"):
         start(config_of(tree, data={"reset_attention_mask": True}))
