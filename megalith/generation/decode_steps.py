@@ -17,7 +17,6 @@ from megalith.generation.logits_state import NO_PARTS, UsedParts
 from megalith.generation.mtp_drafter import MTPDrafter
 from megalith.generation.requests import Sampling
 from megalith.generation.speculation import DecodeRows, accepted_tokens
-from megalith.generation.static_cache import Decode
 from megalith.ops.batch_invariant.token_logprobs import token_logprobs
 from megalith.ops.cached_attention import visible_positions
 from megalith.ops.dropout import mix
@@ -125,7 +124,8 @@ class DecodeSteps:
         by_token = enumerate(positions.unbind(1))
         seen = [(at, visible_positions(at, longest + ahead)) for ahead, at in by_token]
         states = self._states and self._states.first(rows)
-        cache = Decode(self._cache[:, :, :rows], self._cached_layers, seen, states, self._attend_cached)
+        cached = self._cache[:, :, :rows]
+        cache = self._decode_cache(cached, self._cached_layers, seen, states, self._attend_cached)
         if self.config.learns_positions:  # drafts may follow the last position
             positions = positions.clamp(max=self.config.max_position_embeddings - 1)
         hidden = self._hidden(tokens, positions, cache, routes=routes, adapters=adapters)

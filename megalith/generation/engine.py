@@ -26,6 +26,7 @@ from megalith.errors import ConfigError
 from megalith.generation.decode_steps import DecodeSteps
 from megalith.generation.engine_model import SiteSlots, SlotSizes, engine_model
 from megalith.generation.engine_rows import EngineRows
+from megalith.generation.exact_cache import ExactDecode, ExactPrefill
 from megalith.generation.logits_state import LogitsState
 from megalith.generation.mtp_drafter import MTPDrafter
 from megalith.generation.prefill_passes import PrefillPasses
@@ -46,7 +47,7 @@ from megalith.generation.speculation import (
     NgramDrafter,
     Speculation,
 )
-from megalith.generation.static_cache import RecurrentStates, cached_layers
+from megalith.generation.static_cache import Decode, Prefill, RecurrentStates, cached_layers
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.batch_invariant import invariant_attention
 from megalith.ops.batch_invariant.token_logprobs import BATCH_INVARIANT
@@ -172,12 +173,14 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             self.model = model
         self._batch_invariant, self._head_math = batch_invariant, ORDINARY
         self._attend_cached, self._attend_continued = cached_attention, continued_attention
+        self._prefill_cache, self._decode_cache = Prefill, Decode
         if batch_invariant:
             check_batch_invariant_engine(config, lora, self.slots)
             apply_batch_invariant(self.model, tp)
             self._head_math = BATCH_INVARIANT
             self._attend_cached = invariant_attention.cached_attention
             self._attend_continued = invariant_attention.continued_attention
+            self._prefill_cache, self._decode_cache = ExactPrefill, ExactDecode
             compile = False
         self.shards: dict[str, LocalShard] = named_shards([self.model])
         # Experts without grouped GEMM need row counts on the host, so they cannot be captured.

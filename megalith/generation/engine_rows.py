@@ -27,7 +27,9 @@ class EngineRows:
             groups = -(-self.config.query_groups // self.tp.size)
             sizes = self.max_rows, self._room, groups
             self._cache = empty_cache(self.config, *sizes, self.device, self.dtype)
-            self._states = RecurrentStates.empty(self.model, self.max_rows, self.device, self.dtype)
+            self._states = RecurrentStates.empty(
+                self.model, self.max_rows, self.device, self.dtype, by_chunk=self._batch_invariant
+            )
             if self._reuses and self._states is None and self._original_context == math.inf:
                 self._prefixes = PrefixReuse(self._cache, self._prefix_cache_bytes)
             # Per row: newest token, its position, number of sampled tokens, their limit, noise key, active flag, if

@@ -17,7 +17,7 @@ from torch import Tensor
 from megalith.generation.mtp_drafter import MTPDrafter
 from megalith.generation.prefix_reuse import tokens_of_adapter
 from megalith.generation.requests import RowSequence
-from megalith.generation.static_cache import ContinuedPrefill, Prefill
+from megalith.generation.static_cache import ContinuedPrefill
 from megalith.hardware import to_device
 from megalith.models.cache import Cache
 from megalith.models.pass_context import Context, LayerRoutes, PassLayout
@@ -137,7 +137,7 @@ class PrefillPasses:
         )
         ids, rows, prompts, lengths, adapters = (to_device(torch.tensor(x), self.device) for x in inputs)
         positions = torch.arange(longest, device=self.device).expand(len(batch), longest)
-        cache = Prefill(self._cache, self._cached_layers, rows, prompts, lengths, self._states)
+        cache = self._prefill_cache(self._cache, self._cached_layers, rows, prompts, lengths, self._states)
         routes = self._route_memory(len(batch) * longest)
         with run_eagerly():  # sizes differ between passes
             hidden = self._hidden(ids, positions, cache, longest + 1, routes, adapters)

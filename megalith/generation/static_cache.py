@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from megalith.models.transformer import Transformer, layers_of
 from megalith.ops import delta_rule, state_space
 from megalith.ops.cached_attention import cached_attention, continued_attention
 from megalith.ops.causal_conv import causal_conv
+from megalith.ops.chunks import CHUNK
 from megalith.ops.documents import chunk_ends
 
 
@@ -46,10 +47,18 @@ class LayerState:
 
     tokens: Tensor  # [rows, taps − 1, units]: convolution inputs of the last tokens
     matrices: Tensor | None  # float32 [rows, heads, ·, ·]; None for a mixer that is only a convolution
+    chunk: Tensor | None = None
+    """float32 [rows, CHUNK, inputs]: the recurrence's inputs for the tokens after `matrices` (exact_cache.py). None:
+    `matrices` is the state after all tokens."""
 
     @property
     def parts(self) -> list[Tensor]:
-        return [self.tokens] if self.matrices is None else [self.tokens, self.matrices]
+        return [part for part in (self.tokens, self.matrices, self.chunk) if part is not None]
+
+    def first(self, rows: int) -> LayerState:
+        """Return the state of the first rows."""
+        parts = (self.tokens, self.matrices, self.chunk)
+        return LayerState(*(None if part is None else part[:rows] for part in parts))
 
 
 @dataclass(frozen=True)
@@ -60,17 +69,28 @@ class RecurrentStates:
 
     @classmethod
     def empty(
-        cls, model: Transformer, rows: int, device: torch.device, dtype: torch.dtype
+        cls,
+        model: Transformer,
+        rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        by_chunk: bool = False,
     ) -> RecurrentStates | None:
-        """Return zero states for this rank's heads. None if no layer needs them."""
+        """Return zero states for this rank's heads. None if no layer needs them.
+
+        by_chunk: states are those before a chunk, with the inputs of the tokens after it.
+        """
         layers = {}
         for layer in layers_of(model).values():
             for mixer in layer.mixers:
                 if isinstance(mixer, Recurrent):
-                    taps, units, matrices = mixer.state_sizes
+                    taps, units, matrices, inputs = mixer.state_sizes
                     tokens = torch.zeros(rows, taps - 1, units, device=device, dtype=dtype)
-                    state = None if matrices is None else torch.zeros(rows, *matrices, device=device)
-                    layers[layer.number] = LayerState(tokens, state)
+                    state = chunk = None
+                    if matrices is not None:
+                        state = torch.zeros(rows, *matrices, device=device)
+                        chunk = torch.zeros(rows, CHUNK, inputs, device=device) if by_chunk else None
+                    layers[layer.number] = LayerState(tokens, state, chunk)
         return cls(layers) if layers else None
 
     def at_layer(self, number: int) -> LayerState | None:
@@ -79,14 +99,7 @@ class RecurrentStates:
 
     def first(self, rows: int) -> RecurrentStates:
         """Return the states of the first rows."""
-        return RecurrentStates(
-            {
-                number: LayerState(
-                    state.tokens[:rows], None if state.matrices is None else state.matrices[:rows]
-                )
-                for number, state in self.layers.items()
-            }
-        )
+        return RecurrentStates({number: state.first(rows) for number, state in self.layers.items()})
 
     def move(self, source: int, target: int) -> None:
         """Copy the states of a row to another one."""
@@ -123,6 +136,8 @@ class Prefill:
     def at_layer(self, number: int) -> Prefill:
         return replace(self, **_of_layer(self, number))
 
+    convolution: ClassVar[Callable[..., Tensor]] = staticmethod(causal_conv)
+
     def convolve(self, x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
         cached = self.states.tokens
         count = cached.shape[1]
@@ -131,7 +146,7 @@ class Prefill:
             last = last[..., None]  # [sequences, count, 1]
             tokens = x.take_along_dim(last.clamp(min=0), dim=1).where(last >= 0, 0)
             cached.index_copy_(0, self.rows, tokens[self.prompts])
-        return causal_conv(x, taps, bias=bias)
+        return self.convolution(x, taps, bias=bias)
 
     def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
         is_token = self._is_token(query)
@@ -213,10 +228,12 @@ class Decode:
     def at_layer(self, number: int) -> Decode:
         return replace(self, **_of_layer(self, number))
 
+    convolution: ClassVar[Callable[..., Tensor]] = staticmethod(causal_conv)
+
     def convolve(self, x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
         tokens = torch.cat([self.states.tokens, x], dim=1)
         self.states.tokens.copy_(tokens[:, 1:])
-        return causal_conv(tokens, taps, bias=bias)[:, -1:]
+        return self.convolution(tokens, taps, bias=bias)[:, -1:]
 
     def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
         out, state = delta_rule.next_token(self.states.matrices, query, key, value, decay, share)

@@ -35,6 +35,7 @@ from megalith.models.pass_context import Context, PassLayout
 from megalith.models.router import Router, Routing
 from megalith.models.runnable import Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
+from megalith.ops.batch_invariant.elementwise import sigmoid
 from megalith.ops.coded_gemm import CodedGroupedGemm
 from megalith.ops.grouped_gemm import (
     GroupedGemm,
@@ -214,7 +215,7 @@ class MoE(Runnable):
     def _shared(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden] -> [tokens, hidden]
         y = self.shared_experts(x, context)
         if self.shared_expert_gate is not None:
-            y = y * self.shared_expert_gate(x, context).sigmoid()
+            y = y * sigmoid(self.shared_expert_gate(x, context))
         return y.flatten(0, -2)
 
 

@@ -25,11 +25,17 @@ def causal_conv(
     taps, bias = taps.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if documents is None:
         return conv1d(pad(x.mT, (count - 1, 0)), taps, bias, groups=len(taps)).mT
+    return by_shifts(x, taps, documents, bias)
+
+
+def by_shifts(x: Tensor, taps: Tensor, documents: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Compute `causal_conv` by adding the products of x and each tap, that of the current token first, in x's dtype."""
+    count = taps.shape[-1]
     total = torch.zeros_like(x)
     for back in range(count):
-        moved, chunk_documents = (
-            pad(y, (0, 0) * (y.dim() - 2) + (back, 0), value=-1)[:, : y.shape[1]] for y in (x, documents)
-        )
-        same = (chunk_documents == documents)[..., None]
-        total = total + torch.where(same, moved, 0) * taps[:, 0, count - 1 - back]
+        moved = pad(x, (0, 0, back, 0))[:, : x.shape[1]]
+        if documents is not None:
+            same = pad(documents, (back, 0), value=-1)[:, : x.shape[1]] == documents
+            moved = torch.where(same[..., None], moved, 0)
+        total = total + moved * taps[:, 0, count - 1 - back]
     return total if bias is None else total + bias

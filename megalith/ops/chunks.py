@@ -6,11 +6,37 @@ states over the chunks (delta_rule.py, state_space.py). G is the running sum of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 CHUNK = 64
+
+
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(-1)
+
+
+def _solve(system: Tensor, y: Tensor) -> Tensor:
+    return torch.linalg.solve_triangular(system, y, upper=False, unitriangular=True)
+
+
+class ChunkMath(NamedTuple):
+    """The functions of a recurrence that round: PyTorch's, or batch-invariant ones
+    (batch_invariant/recurrences.py)."""
+
+    matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    exp: Callable[[Tensor], Tensor] = torch.exp
+    cumsum: Callable[[Tensor, int], Tensor] = torch.cumsum
+    sum: Callable[[Tensor], Tensor] = _sum  # over the last dimension
+    solve: Callable[[Tensor, Tensor], Tensor] = _solve
+    """Solution of (I + the strict lower triangle of system [..., n, n]) · solution = y [..., n, columns]."""
+
+
+ORDINARY = ChunkMath()
 
 
 def in_chunks(x: Tensor, chunks: int) -> Tensor:
@@ -24,12 +50,15 @@ def in_chunks(x: Tensor, chunks: int) -> Tensor:
     return x.unflatten(2, (chunks, CHUNK))
 
 
-def pair_decays(decay: Tensor, same: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def pair_decays(
+    decay: Tensor, same: Tensor | None = None, math: ChunkMath = ORDINARY
+) -> tuple[Tensor, Tensor]:
     """Return the decays between the tokens of each chunk.
 
     Args:
         decay: log α, float32 [batch, heads, chunks, C].
         same: pairs of tokens of the same document, from `document_masks`; None: all pairs.
+        math: functions to compute with.
 
     Returns:
         Γ_ij = exp(G_i − G_j) [batch, heads, chunks, C, C], 0 for later tokens j and for other documents.
@@ -37,10 +66,12 @@ def pair_decays(decay: Tensor, same: Tensor | None = None) -> tuple[Tensor, Tens
     """
     visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay.device).tril()
     # Sums of the values in between: differences of G would lose the most digits for the nearest tokens.
-    within = decay[..., None].expand(*decay.shape, CHUNK).masked_fill(~visible.tril(-1), 0).cumsum(-2)
+    within = decay[..., None].expand(*decay.shape, CHUNK).masked_fill(~visible.tril(-1), 0)
+    within = math.cumsum(within, -2)
     if same is not None:
         visible = visible & same
-    return within.masked_fill(~visible, float("-inf")).exp(), within[..., -1, :, None].exp()
+    pairs = math.exp(within.masked_fill(~visible, float("-inf")))
+    return pairs, math.exp(within[..., -1, :, None])
 
 
 def document_masks(

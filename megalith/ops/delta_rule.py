@@ -20,12 +20,15 @@ e^G and e^{G_C − G} multiply Q and K elementwise, and β K Kᵀ ⊙ Γ becomes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from megalith.ops.chunks import CHUNK, document_masks, in_chunks, pair_decays
+from megalith.ops.chunks import CHUNK, ORDINARY, ChunkMath, document_masks, in_chunks, pair_decays
 
 BLOCK = 16  # tokens between which decays per channel are computed one pair at a time; a divisor of CHUNK
 
@@ -60,51 +63,74 @@ def with_last_state(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `gated_delta_rule` and the final state, float32 [batch, value heads, key size, value size].
 
+    Arguments are those of `with_states`.
+    """
+    out, states = with_states(query, key, value, decay, share, documents, state, state_documents)
+    return out, states[:, :, -1]
+
+
+def with_states(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    share: Tensor,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+    state_documents: Tensor | None = None,
+    math: ChunkMath = ORDINARY,
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `gated_delta_rule` and the states before each chunk and at the end, float32 [batch, value
+    heads, chunks + 1, key size, value size].
+
     Tokens with decay and share 0 leave the state unchanged.
 
     Args:
         state: the initial state, perhaps with columns beyond the value size, which are not written to; None: zeros.
         state_documents: int [batch], document that the initial state belongs to; None: that of the first token.
+        math: functions to compute with.
     """
     seq, heads, size = value.shape[1:]
     sharing = heads // key.shape[2]
-    query, key = (_unit(x).repeat_interleave(sharing, dim=2) for x in (query, key))
+    query, key = (_unit(x, math).repeat_interleave(sharing, dim=2) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     chunks = -(-seq // CHUNK)
     q, k, v, g, beta = (in_chunks(x.float(), chunks) for x in (query, key, value, decay, share))
     beta = beta[..., None]  # [batch, heads, chunks, C, 1]
     per_channel = g.dim() == 5
-    total = g.cumsum(3)  # G
+    total = math.cumsum(g, 3)  # G
     same = reads = writes = keeps = None
     if documents is not None:
         same, reads, writes, keeps = document_masks(documents, chunks, state_documents)
     if per_channel:
-        after, before = _sums_after(g).exp(), total.exp()  # e^{G_C − G}, e^G
-        chunk_decay = total[:, :, :, -1].exp()[..., None]
+        after, before = math.exp(_sums_after(g, math)), math.exp(total)  # e^{G_C − G}, e^G
+        chunk_decay = math.exp(total[:, :, :, -1])[..., None]
     else:
-        pairs, after = pair_decays(g, same)  # Γ, e^{G_C − G}
-        before = total.exp()[..., None]
-        chunk_decay = total[..., -1].exp()[..., None, None]
+        pairs, after = pair_decays(g, same, math)  # Γ, e^{G_C − G}
+        before = math.exp(total)[..., None]
+        chunk_decay = math.exp(total[..., -1])[..., None, None]
     if documents is not None:
         before, after, chunk_decay = before * reads, after * writes, chunk_decay * keeps
     if per_channel:
-        system, inside = beta * decayed_products(k, k, g, same), decayed_products(q, k, g, same)
+        system, inside = (decayed_products(x, k, g, same, math) for x in (k, q))
+        system = beta * system
     else:
-        system, inside = beta * (k @ k.mT) * pairs, (q @ k.mT) * pairs
-    written = torch.linalg.solve_triangular(
-        system, torch.cat([beta * v, beta * before * k], dim=-1), upper=False, unitriangular=True
-    )
+        system, inside = beta * math.matmul(k, k.mT) * pairs, math.matmul(q, k.mT) * pairs
+    written = math.solve(system, torch.cat([beta * v, beta * before * k], dim=-1))
     u, w = written.split([size, k.shape[-1]], dim=-1)
     q, k = q * before, k * after
     if state is None:
         state = torch.zeros_like(u[:, :, 0, 0, None] * k[:, :, 0, 0, :, None])
     u = pad(u, (0, state.shape[-1] - size))
-    out, states = scan_chunks(u, w, q, k, inside, chunk_decay, state)
+    scan = scan_chunks if math is ORDINARY else partial(_scan, math.matmul)
+    out, states = scan(u, w, q, k, inside, chunk_decay, state)
     out = out[..., :size]
-    return out.flatten(2, 3)[:, :, :seq].transpose(1, 2).to(value.dtype), states[:, :, -1]
+    return out.flatten(2, 3)[:, :, :seq].transpose(1, 2).to(value.dtype), states
 
 
-def decayed_products(x: Tensor, k: Tensor, decay: Tensor, same: Tensor | None = None) -> Tensor:
+def decayed_products(
+    x: Tensor, k: Tensor, decay: Tensor, same: Tensor | None = None, math: ChunkMath = ORDINARY
+) -> Tensor:
     """Return Σ_d x_id k_jd exp(G_id − G_jd) of the pairs of tokens j ≤ i in each chunk, 0 for the others.
 
     No exponent is above 0. Tokens of earlier blocks meet at the decay of the block's start: x e^{G − G_start} times
@@ -114,6 +140,7 @@ def decayed_products(x: Tensor, k: Tensor, decay: Tensor, same: Tensor | None = 
         x, k: float32 [batch, heads, chunks, C, size].
         decay: log α, of the same shape.
         same: pairs of tokens of the same document, bool [batch, 1, chunks, C, C]; None: all pairs.
+        math: functions to compute with.
 
     Returns:
         float32 [batch, heads, chunks, C, C].
@@ -127,13 +154,14 @@ def decayed_products(x: Tensor, k: Tensor, decay: Tensor, same: Tensor | None = 
             *g_i.shape[:3], BLOCK, BLOCK, -1
         )  # [..., j, i, d], summed over i > j
         later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=x.device).triu(1)[..., None]
-        within = within.masked_fill(~later, 0).cumsum(-2).transpose(-2, -3)
-        products = (x_i[..., :, None, :] * k_i[..., None, :, :] * within.exp()).sum(-1).tril()
+        within = math.cumsum(within.masked_fill(~later, 0), -2).transpose(-2, -3)
+        products = math.sum(x_i[..., :, None, :] * k_i[..., None, :, :] * math.exp(within)).tril()
         parts = [products]
         if start:
             before = decay[:, :, :, :start]
-            at_start = k[:, :, :, :start] * _sums_after(before).exp()
-            parts.insert(0, (x_i * g_i.cumsum(3).exp()) @ at_start.mT)
+            at_start = k[:, :, :, :start] * math.exp(_sums_after(before, math))
+            from_start = x_i * math.exp(math.cumsum(g_i, 3))
+            parts.insert(0, math.matmul(from_start, at_start.mT))
         if start + BLOCK < CHUNK:
             parts.append(products.new_zeros(*products.shape[:4], CHUNK - start - BLOCK))
         rows.append(torch.cat(parts, -1))
@@ -141,9 +169,9 @@ def decayed_products(x: Tensor, k: Tensor, decay: Tensor, same: Tensor | None = 
     return pairs if same is None else pairs * same
 
 
-def _sums_after(decay: Tensor) -> Tensor:
+def _sums_after(decay: Tensor, math: ChunkMath) -> Tensor:
     """Return the sum of the decays of the tokens after each, along dimension 3."""
-    return pad(decay[:, :, :, 1:], (0, 0, 0, 1)).flip(3).cumsum(3).flip(3)
+    return math.cumsum(pad(decay[:, :, :, 1:], (0, 0, 0, 1)).flip(3), 3).flip(3)
 
 
 def transition(
@@ -177,11 +205,24 @@ def scan_chunks(
         O [batch, heads, chunks, C, value size].
         S before each chunk and at the end, [batch, heads, chunks + 1, key size, value size].
     """
+    return _scan(torch.matmul, u, w, q, k, inside, chunk_decay, state)
+
+
+def _scan(
+    matmul: Callable[[Tensor, Tensor], Tensor],
+    u: Tensor,
+    w: Tensor,
+    q: Tensor,
+    k: Tensor,
+    inside: Tensor,
+    chunk_decay: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
     states, out = [state], []
     for i in range(u.shape[2]):
-        new = u[:, :, i] - w[:, :, i] @ state
-        out.append(q[:, :, i] @ state + inside[:, :, i] @ new)
-        state = chunk_decay[:, :, i] * state + k[:, :, i].mT @ new
+        new = u[:, :, i] - matmul(w[:, :, i], state)
+        out.append(matmul(q[:, :, i], state) + matmul(inside[:, :, i], new))
+        state = chunk_decay[:, :, i] * state + matmul(k[:, :, i].mT, new)
         states.append(state)
     return torch.stack(out, 2), torch.stack(states, 2)
 
@@ -254,7 +295,7 @@ def next_token(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of one token, [batch, 1, heads, ·], after `state`, and the new state; see `with_last_state`."""
     sharing = value.shape[2] // key.shape[2]
-    q, k = (_unit(x[:, 0]).repeat_interleave(sharing, dim=1) for x in (query, key))
+    q, k = (_unit(x[:, 0], ORDINARY).repeat_interleave(sharing, dim=1) for x in (query, key))
     decay = decay[:, 0].exp()
     state = state * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
     read = (state * k[..., None]).sum(-2)
@@ -264,7 +305,7 @@ def next_token(
     return out[:, None].to(value.dtype), state
 
 
-def _unit(x: Tensor) -> Tensor:
+def _unit(x: Tensor, math: ChunkMath) -> Tensor:
     """Normalize x [..., size] to length 1, in fp32."""
     x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return x * torch.rsqrt(math.sum(x.square())[..., None] + 1e-6)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from megalith.ops.chunks import CHUNK, document_masks, in_chunks, pair_decays
+from megalith.ops.chunks import CHUNK, ORDINARY, ChunkMath, document_masks, in_chunks, pair_decays
 
 
 def state_space(
@@ -58,11 +58,33 @@ def with_last_state(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `state_space` and the final state, float32 [batch, heads, state size, head size].
 
+    Arguments are those of `with_states`.
+    """
+    out, states = with_states(x, step, decay, b, c, skip, documents, state, state_documents)
+    return out, states[:, :, -1]
+
+
+def with_states(
+    x: Tensor,
+    step: Tensor,
+    decay: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+    state_documents: Tensor | None = None,
+    math: ChunkMath = ORDINARY,
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `state_space` and the states before each chunk and at the end, float32 [batch, heads,
+    chunks + 1, state size, head size].
+
     Tokens with step and decay 0 leave the state unchanged.
 
     Args:
         state: the initial state; None: zeros.
         state_documents: int [batch], document that the initial state belongs to; None: that of the first token.
+        math: functions to compute with.
     """
     seq, groups = x.shape[1], b.shape[2]
     chunks = -(-seq // CHUNK)
@@ -73,9 +95,9 @@ def with_last_state(
     same = reads = writes = keeps = None
     if documents is not None:
         same, reads, writes, keeps = document_masks(documents, chunks, state_documents)
-    pairs, after = pair_decays(g, same)  # Γ, e^{G_C − G}
-    total = g.cumsum(-1)  # G
-    before, chunk_decay = total.exp()[..., None], total[..., -1].exp()[..., None, None]
+    pairs, after = pair_decays(g, same, math)  # Γ, e^{G_C − G}
+    total = math.cumsum(g, -1)  # G
+    before, chunk_decay = math.exp(total)[..., None], math.exp(total[..., -1])[..., None, None]
     if documents is not None:
         before, after, chunk_decay = before * reads, after * writes, chunk_decay * keeps
 
@@ -83,14 +105,24 @@ def with_last_state(
         return y.unflatten(1, (groups, -1))
 
     b, c = b[:, :, None], c[:, :, None]
-    written = (b.mT @ by_group(after * inputs)).flatten(1, 2)  # [batch, heads, chunks, state size, head size]
+    written = math.matmul(b.mT, by_group(after * inputs))
+    written = written.flatten(1, 2)  # [batch, heads, chunks, state size, head size]
     if state is None:
         state = torch.zeros_like(written[:, :, 0])
-    states = scan_states(written, chunk_decay, state)
-    inside = (c @ b.mT * by_group(pairs)) @ by_group(inputs)
-    out = inside + by_group(before) * (c @ by_group(states[:, :, :-1]))
+    scan = scan_states if math is ORDINARY else _scan
+    states = scan(written, chunk_decay, state)
+    inside = math.matmul(math.matmul(c, b.mT) * by_group(pairs), by_group(inputs))
+    out = inside + by_group(before) * math.matmul(c, by_group(states[:, :, :-1]))
     out = out.flatten(1, 2).flatten(2, 3)[:, :, :seq].transpose(1, 2)
-    return (out + skip[:, None] * wide).to(x.dtype), states[:, :, -1]
+    return (out + skip[:, None] * wide).to(x.dtype), states
+
+
+def _scan(written: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+    """Compute `scan_states` with a product and a sum that are rounded separately."""
+    states = [state]
+    for i in range(written.shape[2]):
+        states.append(decay[:, :, i] * states[-1] + written[:, :, i])
+    return torch.stack(states, 2)
 
 
 def transition(

@@ -81,7 +81,7 @@ def apply(
         apply_fp8(chunk, config, mesh, device, table)
         if config.is_batch_invariant:
             core = invariant_core(mesh.cp, parallel.resolved_cp_comm_type)
-            apply_batch_invariant(chunk, mesh.tp, mesh.etp, core)
+            apply_batch_invariant(chunk, mesh.tp, mesh.etp, core, mesh.cp)
         apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp, compiles(config, device))
         if compiles(config, device):

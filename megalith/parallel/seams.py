@@ -15,9 +15,9 @@ from megalith.errors import SeamError
 from megalith.models.adapters import Adapter, LinearAdapter, Magnitude, QKVAdapter
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention, RelativeBias
-from megalith.models.mixers.mamba2 import GatedGroupNorm, Mamba2
+from megalith.models.mixers.mamba2 import Mamba2
 from megalith.models.mixers.mla import LatentAttention
-from megalith.models.mixers.recurrent import Recurrent, UnitConvolution
+from megalith.models.mixers.recurrent import OutputNorm, Recurrent, UnitConvolution
 from megalith.models.moe import Experts, GroupedLinear, MoE
 from megalith.models.norm import HeadsNorm, Norm
 from megalith.models.router import Router
@@ -73,7 +73,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     },
     Mamba2: {"heads_in_group": "number of the local heads of a group"},
     UnitConvolution: {"rows": "selects the units that this rank uses: (parameter) → units"},
-    GatedGroupNorm: {"total": "sums over the heads of a group of all ranks: (squares) → squares"},
+    OutputNorm: {"total": "sum of squares along the last dimension, over all ranks: (x) → [..., 1]"},
     HeadsNorm: {"total": "sums over the heads of all ranks: (squares) → squares"},
     Runnable: {"runner": "runs a part of a layer: (method, *args) → its result"},
     Router: {

@@ -309,6 +309,11 @@ def batch_invariant(dtype: torch.dtype) -> None:
     assert torch.equal(of_groups[:10], parts(x[:10], grouped[0], parts=8))
     assert torch.equal(of_groups[10:], parts(x[10:], grouped[2], parts=8))
 
+    left, right = random(5, 70, 50), random(5, 50, 90)
+    products = batch_invariant_kernels.tiled_batched_matmul(strided(left), strided(right))
+    near(products, left.double() @ right.double(), ROUNDING[torch.float32])
+    assert torch.equal(batch_invariant_kernels.tiled_batched_matmul(left[3:4], right[3:4])[0], products[3])
+
     rows, factor, shift = random(6, 70, dtype=dtype), random(70), random(70)
     near(
         batch_invariant_kernels.row_norm(strided(rows), factor, None, 1e-5),

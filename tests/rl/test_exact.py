@@ -6,26 +6,40 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from default_cases import in_full
+from exact_cases import (
+    EXPERTS,
+    PROMPTS,
+    SAMPLING,
+    SEQ,
+    TEMPERATURE,
+    VOCAB,
+    context_layouts,
+    engine_samples,
+    equal_samples,
+    exact_in_layout,
+    expert_layouts,
+    grpo_steps,
+    parallel_model,
+    pretraining,
+    run_config,
+    scores,
+    tensor_layouts,
+    total,
+    trained,
+)
 from small_policy import configuration, metrics
 
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.generation.live_engine import LiveEngine, LiveRequest
-from megalith.generation.requests import Sampling
 from megalith.generation.sync import engine_for
-from megalith.parallel.mesh import build_mesh
 from megalith.parity.job import start
-from megalith.rl.grpo import PolicyTask, train_grpo
-from megalith.rl.rollouts.rollout_rows import Sample, make_batch, pack_rows
-from megalith.rl.rollouts.rollouts import RatedCompletion
-from megalith.training.build import build_model
+from megalith.rl.grpo import train_grpo
+from megalith.rl.rollouts.rollout_rows import Sample
 from megalith.training.training_job import train
 
-VOCAB, SEQ, TEMPERATURE = 300, 64, 0.7
-EXPERTS = dict(num_experts=4, moe_ffn_hidden_size=40, moe_router_topk=2, moe_grouped_gemm=False)
 MODELS = {
     "llama with grouped queries": dict(num_query_groups=2),
     "qwen3 with norms of heads": dict(num_query_groups=1, kv_channels=20, qk_layernorm=True),
@@ -44,51 +58,6 @@ MODELS = {
         moe_shared_expert_intermediate_size=24,
     ),
 }  # fmt: skip
-PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11, 80], [3], list(range(20, 55)), [9] * 17]
-SAMPLING = Sampling(max_new_tokens=12, temperature=TEMPERATURE, seed=3, stop=(0,))
-
-
-def run_config(folder, model: dict, **sections) -> RunConfig:
-    sizes = dict(vocab_size=VOCAB, hidden_size=40, ffn_hidden_size=88, max_position_embeddings=SEQ + 1)
-    sections["rl"] = dict(exact=True, temperature=TEMPERATURE) | sections.get("rl", {})
-    data = dict(seq_length=SEQ, tokenizer_type=None)
-    return configuration(folder, model=sizes | dict(init_method_std=0.3) | model, data=data, **sections)
-
-
-def parallel_model(config: RunConfig):
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    has_experts = config.model.num_experts is not None
-    return build_model(
-        config, build_mesh(config.parallel, size, "cpu", has_experts=has_experts), torch.device("cpu")
-    )
-
-
-def engine_samples(model, rows: int) -> list[Sample]:
-    """Two completions of each prompt by an engine with this number of rows, which decides what runs together."""
-    engine = engine_for(model, max_rows=rows, max_tokens=SEQ)
-    done = engine.generate(PROMPTS, SAMPLING, num_generations=2)
-    return [
-        Sample(
-            np.array(PROMPTS[each.prompt]),
-            RatedCompletion(np.array(each.ids), np.zeros(1), logprobs=np.array(each.logprobs, np.float32)),
-            1.0,
-            True,
-        )
-        for each in done
-    ]
-
-
-def scores(config: RunConfig, model, samples: list[Sample], packing: bool, micro: int) -> list[torch.Tensor]:
-    """The trainer's and the engine's log-probabilities of the completions, both ordered by the rows of a layout."""
-    config = config.with_settings({"rl.packing": packing, "train.micro_batch_size": micro})
-    rows = pack_rows(samples, SEQ * packing)
-    rows += [[]] * (-len(rows) % micro)
-    batches = [make_batch(config, rows[at : at + micro], 0) for at in range(0, len(rows), micro)]
-    ours = model.all_logprobs(batches, TEMPERATURE, config.model.vocab_size)
-    return [
-        torch.cat([x[batch.loss_mask > 0] for x, batch in zip(each, batches)])
-        for each in (ours, [batch.rollout_logprobs for batch in batches])
-    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -98,9 +67,7 @@ def test_engine_and_trainer_have_the_same_bits_in_every_batch(tmp_path, name):
     samples = engine_samples(model, 10)
     assert len({tuple(each.completion.ids) for each in samples}) > 5
     for rows in (1, 3):
-        for sample, other in zip(samples, engine_samples(model, rows), strict=True):
-            assert np.array_equal(sample.completion.ids, other.completion.ids)
-            assert np.array_equal(sample.completion.logprobs, other.completion.logprobs)
+        assert equal_samples(samples, engine_samples(model, rows)), rows
     for packing, micro in itertools.product((False, True), (1, 4)):
         ours, engines = scores(config, model, samples, packing, micro)
         assert len(ours) > 100 and torch.equal(ours, engines), (packing, micro)
@@ -130,11 +97,6 @@ def test_an_engine_that_takes_requests_at_any_time_has_the_same_bits(tmp_path):
     live.run()
     for number, sample in enumerate(samples):
         assert np.array_equal(np.array(found[number], np.float32), sample.completion.logprobs)
-
-
-def total(completion_ids, **columns) -> list[float]:
-    """A reward with a spread, so that every step moves the weights."""
-    return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 @pytest.mark.parametrize(("packing", "mini_batches", "count"), [(True, 1, 20), (False, 2, 4)])
@@ -202,14 +164,6 @@ def test_pipelines_and_shards_score_as_the_engine_of_one_process_did(pool, tmp_p
         assert all(ranks), name
 
 
-def exact_in_layout(config: RunConfig) -> tuple[list[Sample], bool]:
-    """The completions of this rank's engine, and whether its trainer scores them alike in every batch."""
-    model = parallel_model(config)
-    samples = engine_samples(model, 4)
-    pairs = [scores(config, model, samples, *batch) for batch in itertools.product((False, True), (1, 4))]
-    return samples, all(len(ours) > 100 and torch.equal(ours, engines) for ours, engines in pairs)
-
-
 TENSOR_MODELS = {
     "llama with grouped queries": dict(num_query_groups=2),
     "gpt2": MODELS["gpt2"],
@@ -217,20 +171,6 @@ TENSOR_MODELS = {
     "sigmoid experts": MODELS["sigmoid experts"],
     "tied, of an uneven vocabulary": dict(vocab_size=301, untie_embeddings_and_output_weights=False),
 }
-
-
-def tensor_layouts(size: int) -> dict[str, dict]:
-    """Layouts of 2 or 4 ranks with tensor parallelism."""
-    tensor, sequence = dict(tensor_model_parallel_size=size), dict(sequence_parallel=True)
-    if size == 2:
-        return {"tp2": tensor, "tp2 sp": tensor | sequence}
-    half = dict(tensor_model_parallel_size=2)
-    return {
-        "tp4": tensor,
-        "tp4 sp": tensor | sequence,
-        "tp2 pp2": half | sequence | dict(pipeline_model_parallel_size=2),
-        "tp2 fsdp2": half | dict(data_parallel_sharding_strategy="optim_grads_params"),
-    }
 
 
 @pytest.mark.parametrize("size", [2, in_full(4)])
@@ -247,9 +187,7 @@ def test_tensor_parallel_engines_and_trainers_have_the_bits_of_one_process(pool,
             assert is_exact, (name, layout)
             if "uneven" in name:  # its parts are not those of one process
                 continue
-            for sample, other in zip(samples, alone[name], strict=True):
-                assert np.array_equal(sample.completion.ids, other.completion.ids), (name, layout)
-                assert np.array_equal(sample.completion.logprobs, other.completion.logprobs), (name, layout)
+            assert equal_samples(samples, alone[name]), (name, layout)
 
 
 EXPERT_MODELS = {
@@ -262,45 +200,6 @@ CONTEXT_MODELS = {
     "windows": MODELS["windows"],
     "latent attention": MODELS["latent attention"],
 }
-
-
-def expert_layouts(size: int) -> dict[str, dict]:
-    """Layouts of 2 or 4 ranks whose experts are distributed or sharded."""
-    expert, sharded = dict(expert_model_parallel_size=2), dict(expert_tensor_parallel_size=2)
-    gather, tensor = dict(moe_token_dispatcher_type="allgather"), dict(tensor_model_parallel_size=2)
-    if size == 2:
-        return {
-            "ep2": expert,
-            "ep2 allgather": expert | gather,
-            "ep2 static": expert | dict(moe_static_dispatch=True),
-            "etp2": sharded,
-            "ep2 tp2": expert | tensor,
-            "etp2 tp2 sp": sharded | tensor | dict(sequence_parallel=True),
-        }
-    return {
-        "ep2 etp2": expert | sharded,
-        "ep2 etp2 allgather": expert | sharded | gather,
-        "ep2 pp2": expert | dict(pipeline_model_parallel_size=2),
-        "ep2 fsdp2": expert | dict(data_parallel_sharding_strategy="optim_grads_params"),
-        "ep4": dict(expert_model_parallel_size=4),
-        "ep2 cp2 tp2": expert | tensor | dict(context_parallel_size=2, cp_comm_type="all_gather"),
-    }
-
-
-def context_layouts(size: int) -> dict[str, dict]:
-    """Layouts of 2 or 4 ranks with context parallelism."""
-    gather = dict(context_parallel_size=2, cp_comm_type="all_gather")
-    heads = gather | dict(cp_comm_type="a2a")
-    if size == 2:
-        return {"cp2 all_gather": gather, "cp2 a2a": heads}
-    tensor = dict(tensor_model_parallel_size=2, sequence_parallel=True)
-    return {
-        "cp4 all_gather": gather | dict(context_parallel_size=4),
-        "cp4 a2a": heads | dict(context_parallel_size=4),
-        "cp2 tp2 sp": gather | tensor,
-        "cp2 pp2": heads | dict(pipeline_model_parallel_size=2),
-        "cp2 fsdp2": gather | dict(data_parallel_sharding_strategy="optim_grads_params"),
-    }
 
 
 KINDS = {"experts": (EXPERT_MODELS, expert_layouts), "context": (CONTEXT_MODELS, context_layouts)}
@@ -320,16 +219,7 @@ def test_expert_and_context_parallel_trainers_have_the_bits_of_one_process(pool,
     for (name, layout), ranks in pool.run_cases(exact_in_layout, cases, size=size).items():
         for samples, is_exact in ranks:
             assert is_exact, (name, layout)
-            for sample, other in zip(samples, alone[name], strict=True):
-                assert np.array_equal(sample.completion.ids, other.completion.ids), (name, layout)
-                assert np.array_equal(sample.completion.logprobs, other.completion.logprobs), (name, layout)
-
-
-def grpo_steps(config: RunConfig) -> list[dict]:
-    """The figures of a GRPO run's steps, without the loop."""
-    run = start(config, PolicyTask([total]))
-    with run.data.train_loader(0, 0, run.device) as batches:
-        return [run.train_step(batches).extra_metrics() | {"step": step} for step in range(run.total_steps)]
+            assert equal_samples(samples, alone[name]), (name, layout)
 
 
 FEW = {"tp2", "ep2 static", "etp2 tp2 sp", "cp2 a2a"}
@@ -360,22 +250,6 @@ def test_on_policy_the_ratio_is_1_in_every_step_of_a_parallel_run(pool, tmp_path
         assert len({step["rewards_mean"] for step in ranks[0]}) > 2, name
 
 
-def pretraining(folder, micro: int, **sections) -> RunConfig:
-    return configuration(
-        folder,
-        model=dict(vocab_size=64, hidden_dropout=0.1) | sections.pop("model", {}),
-        data=dict(seq_length=24, tokenizer_type=None, mock=True),
-        train=dict(
-            train_iters=4, micro_batch_size=micro, global_batch_size=8, eval_iters=0,
-            batch_invariant=True, output_dir=str(folder / f"micro{micro}"),
-        ),
-        rl=dict(prompts=None, reward_funcs=None, num_generations=8, max_completion_length=256),
-        checkpoint=dict(save_at_end=False),
-        optim=dict(lr=1e-3),  # 1e-2 multiplies rounding by about 20 in each step
-        **sections,
-    )  # fmt: skip
-
-
 def figures(config: RunConfig) -> list[list[float]]:
     """The loss and the gradient norm of a run's steps, with experts their balancing loss, and with MTP its losses."""
     train(config)
@@ -398,25 +272,6 @@ def test_losses_and_gradients_have_the_same_bits_for_every_micro_batch_size(tmp_
     ordinary = figures(configs[1].with_settings(changed))
     for ours, theirs in zip(one, ordinary, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-def trained(config: RunConfig) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
-    """The losses of three steps without the loop, the gradients of the first, and the weights after the last one."""
-    run, losses, gradients = start(config), [], []
-    compute = run.gradients
-
-    def keep(micro_batches):
-        loss = compute(micro_batches)
-        if not gradients:
-            gradients.extend(weight.grad.clone() for _, weight in run.model.parameters.named)
-        return loss
-
-    run.gradients = keep
-    with run.data.train_loader(0, 0, run.device) as batches:
-        for _ in range(3):
-            step = run.train_step(batches)
-            losses += [step.loss.item(), step.grad_norm.item()]
-    return losses, gradients, [weight.clone() for _, weight in run.model.parameters.named]
 
 
 @pytest.mark.parametrize("size", [8, in_full(6)])

@@ -54,7 +54,6 @@ PARTS = 8
 """Number of parts of the inner dimension of experts' second linears (ops/batch_invariant/matmul.py)."""
 
 _KERNEL = "the batch-invariant kernel does not support that"
-_SIGMOID = "this gate has no batch-invariant operator"
 _NORM = "this norm has no batch-invariant operator"
 _OTHER_TOKENS = "a token's experts then depend on the other tokens of its micro-batch"
 _ADAPTERS = "adapters have no batch-invariant operators"
@@ -71,8 +70,6 @@ def _of_model(model: ModelConfig) -> Iterator[Unsupported]:
         "position_embedding_type": (model.position_embedding_type in ("alibi", "relative"), _KERNEL),
         "attention_chunk_size": (model.attention_chunk_size is not None, _KERNEL),
         "attention_dropout": (model.attention_dropout > 0, _KERNEL),
-        "attention_output_gate": (model.attention_output_gate, _SIGMOID),
-        "moe_shared_expert_gate": (model.moe_shared_expert_gate, _SIGMOID),
         "qk_layernorm_full_width": (model.qk_layernorm_full_width, _NORM),
         "qk_layernorm_per_head": (model.qk_layernorm_per_head, _NORM),
         "qk_l2_norm": (model.qk_l2_norm, _NORM),
@@ -87,14 +84,6 @@ def _of_model(model: ModelConfig) -> Iterator[Unsupported]:
     for name, (is_set, reason) in unsupported.items():
         if is_set:
             yield Unsupported(f"model.{name}", getattr(model, name), reason)
-    if model.model_type != "gpt":
-        return
-    for layer in range(model.num_layers):
-        if not model.has_attention(layer) or model.parallel_mixers:
-            yield Unsupported(
-                f"layer {layer}'s mixer", "recurrent", "recurrences have no batch-invariant operators"
-            )
-            return
     if model.rope_scaling is not None and model.rope_scaling.type == "longrope":
         yield Unsupported(
             "model.rope_scaling.type",

@@ -30,6 +30,7 @@ from megalith.models.pass_context import Context, PassLayout
 from megalith.models.rope import rotate
 from megalith.models.runnable import Runnable, runnable
 from megalith.ops.attention_core import attention
+from megalith.ops.batch_invariant.elementwise import sigmoid
 from megalith.ops.split_qkv import split_qkv
 
 
@@ -73,7 +74,9 @@ class Attention(Runnable):
             context: mask, documents, dropout keys, cache.
         """
         uses_dropout = self.dropout > 0 and context.dropout is not None
-        core = attention if context.layout.full_sequence else self.core
+        core = self.core
+        if context.layout.full_sequence:
+            core = partial(core, full_sequence=True)
         if context.layout.core is not None:
             core = partial(core, run=context.layout.core)
         value = context.without_padding(value)
@@ -180,7 +183,7 @@ class SelfAttention(Attention):
             query = self.query_scaling(query, context.position_ids)
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
         if self.gated:
-            out = out * gate.sigmoid()
+            out = out * sigmoid(gate)
         return self.linear_proj(out.flatten(2), context)
 
 

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
 
 from megalith.config import ModelConfig
 from megalith.local_shards import local
 from megalith.models.linear import Linear
-from megalith.models.mixers.recurrent import Recurrent, StateSizes
+from megalith.models.mixers.recurrent import OutputNorm, Recurrent, StateSizes
 from megalith.models.pass_context import Context
 from megalith.models.runnable import runnable
+from megalith.ops.batch_invariant.elementwise import exp, sigmoid, silu, softplus
 from megalith.ops.delta_rule import gated_delta_rule
 
 
@@ -36,8 +36,7 @@ class DeltaNet(Recurrent):
         """Return the rule's result for its `inputs` (ops/delta_rule.py), [batch, seq, value heads, value size]."""
         if context.cache is not None:
             return context.cache.delta_rule(*inputs)
-        rule = gated_delta_rule if context.layout.full_sequence else self.recurrence
-        return rule(*inputs, documents)
+        return self.recurrence_of(context)(*inputs, documents)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -61,7 +60,9 @@ class GatedDeltaNet(DeltaNet):
     @property
     def state_sizes(self) -> StateSizes:
         units, _, taps = local(self.conv.weight).shape
-        return StateSizes(taps, units, (len(local(self.decay.weight)), *self.sizes))
+        heads, (key, value) = len(local(self.decay.weight)), self.sizes
+        inputs = heads // self.sharing * 2 * key + heads * (value + 2)
+        return StateSizes(taps, units, (heads, key, value), inputs)
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
@@ -78,7 +79,7 @@ class GatedDeltaNet(DeltaNet):
         value, gate = (z.unflatten(-1, (self.sharing, value_size)).flatten(2, 3) for z in (value, gate))
         value = context.without_padding(value)
         gates = self.linear_gates(x, context).view(context.batch, -1, heads, 2, self.sharing)
-        beta, step = gates[..., 0, :].flatten(2).sigmoid(), gates[..., 1, :].flatten(2)
+        beta, step = sigmoid(gates[..., 0, :].flatten(2)), gates[..., 1, :].flatten(2)
         inputs = query, key, value, self.decay(step), beta
         return self.linear_out(
             self.out_norm(self.apply_rule(inputs, documents, context), gate).flatten(2), context
@@ -97,10 +98,10 @@ class Decay(nn.Module):
         self.bias = nn.Parameter(torch.empty(heads, device=device))
 
     def forward(self, step: Tensor) -> Tensor:  # [batch, seq, value heads]
-        return -local(self.weight).float().exp() * softplus(step.float() + local(self.bias).float())
+        return -exp(local(self.weight).float()) * softplus(step.float() + local(self.bias).float())
 
 
-class GatedNorm(nn.Module):
+class GatedNorm(OutputNorm):
     """RMSNorm per head, in fp32, times SiLU of a gate."""
 
     def __init__(self, size: int, epsilon: float, device: torch.device | None = None):
@@ -110,5 +111,5 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # [batch, seq, heads, size], both
         wide = x.float()
-        normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x.dtype)
+        normed = (wide * torch.rsqrt(self.total(wide) / x.shape[-1] + self.epsilon)).to(x.dtype)
         return (local(self.weight).to(x.dtype) * normed * silu(gate.float())).to(x.dtype)

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
 
 from megalith.config import ModelConfig
 from megalith.local_shards import local
 from megalith.models.linear import Linear
 from megalith.models.mixers.gated_delta_net import DeltaNet
-from megalith.models.mixers.recurrent import StateSizes
+from megalith.models.mixers.recurrent import OutputNorm, StateSizes
 from megalith.models.pass_context import Context
 from megalith.models.runnable import runnable
+from megalith.ops.batch_invariant.elementwise import exp, sigmoid, silu, softplus
 
 
 class KimiDeltaAttention(DeltaNet):
@@ -48,7 +48,8 @@ class KimiDeltaAttention(DeltaNet):
     @property
     def state_sizes(self) -> StateSizes:
         units, _, taps = local(self.conv.weight).shape
-        return StateSizes(taps, units, (len(local(self.time_step.weight)), *self.sizes))
+        heads, (key, value) = len(local(self.time_step.weight)), self.sizes
+        return StateSizes(taps, units, (heads, key, value), heads * (3 * key + value + 1))
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
@@ -63,7 +64,7 @@ class KimiDeltaAttention(DeltaNet):
         decay = self.linear_decay_up(self.linear_decay_down(x, context), context)
         gate = self.linear_gate_up(self.linear_gate_down(x, context), context)
         gate = gate.view(*value.shape)
-        share = self.linear_gates(x, context).view(*value.shape[:3]).sigmoid()
+        share = sigmoid(self.linear_gates(x, context).view(*value.shape[:3]))
         inputs = query, key, value, self.time_step(decay.view(*query.shape)), share
         return self.linear_out(
             self.out_norm(self.apply_rule(inputs, documents, context), gate).flatten(2), context
@@ -83,10 +84,10 @@ class ChannelDecay(nn.Module):
 
     def forward(self, f: Tensor) -> Tensor:  # [batch, seq, heads, size]
         bias = local(self.bias).float().view(*f.shape[2:])
-        return -local(self.weight).float().exp()[:, None] * softplus(f.float() + bias)
+        return -exp(local(self.weight).float())[:, None] * softplus(f.float() + bias)
 
 
-class SigmoidGatedNorm(nn.Module):
+class SigmoidGatedNorm(OutputNorm):
     """RMSNorm per head, times the sigmoid of a gate, in fp32."""
 
     def __init__(self, size: int, epsilon: float, device: torch.device | None = None):
@@ -96,5 +97,5 @@ class SigmoidGatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # [batch, seq, heads, size], both
         wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (local(self.weight).float() * normed * gate.float().sigmoid()).to(x.dtype)
+        normed = wide * torch.rsqrt(self.total(wide) / x.shape[-1] + self.epsilon)
+        return (local(self.weight).float() * normed * sigmoid(gate.float())).to(x.dtype)

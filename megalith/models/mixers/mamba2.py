@@ -12,19 +12,16 @@ tensor-parallel ranks each rank uses the rows of its own heads and of their grou
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
 
 from megalith.config import ModelConfig
 from megalith.local_shards import local
-from megalith.models.identity import identity
 from megalith.models.linear import Linear
-from megalith.models.mixers.recurrent import Recurrent, StateSizes, UnitConvolution
+from megalith.models.mixers.recurrent import OutputNorm, Recurrent, StateSizes, UnitConvolution
 from megalith.models.pass_context import Context
 from megalith.models.runnable import runnable
+from megalith.ops.batch_invariant.elementwise import exp, silu, softplus
 from megalith.ops.state_space import state_space
 
 
@@ -53,7 +50,8 @@ class Mamba2(Recurrent):
     @property
     def state_sizes(self) -> StateSizes:
         taps, heads = self.conv_xbc.taps(), len(local(self.skip.weight))
-        return StateSizes(taps.shape[2], taps.shape[0], (heads, self.state_dim, self.head_dim))
+        inputs = heads * (self.head_dim + 2) + 2 * heads // self.heads_in_group * self.state_dim
+        return StateSizes(taps.shape[2], taps.shape[0], (heads, self.state_dim, self.head_dim), inputs)
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
@@ -71,14 +69,14 @@ class Mamba2(Recurrent):
         documents = self.documents(context, y.shape[1])
         groups, taps, bias = gate.shape[2], self.conv_xbc.taps(), self.conv_xbc.local_bias()
         mixed = self.convolve(torch.cat(mixed, dim=-1).flatten(2), taps, bias, documents, context)
-        inputs, b, c = silu(mixed).unflatten(2, (groups, -1)).split([width, state, state], dim=-1)
+        mixed = silu(mixed).unflatten(2, (groups, -1))
+        inputs, b, c = mixed.split([width, state, state], dim=-1)
         inputs, gate = (part.unflatten(-1, (-1, self.head_dim)).flatten(2, 3) for part in (inputs, gate))
         inputs = context.without_padding(inputs)  # [batch, seq, heads, head_dim]
         step, decay = self.time_step(step.flatten(2))
         arguments = inputs, step, decay, b, c, local(self.skip.weight).float()
         if context.cache is None:
-            recurrence = state_space if context.layout.full_sequence else self.recurrence
-            out = recurrence(*arguments, documents)
+            out = self.recurrence_of(context)(*arguments, documents)
         else:
             out = context.cache.state_space(*arguments)
         if self.gated_norm is None:
@@ -105,7 +103,7 @@ class TimeStep(nn.Module):
         step = softplus(dt.float() + local(self.bias).float())
         if self.limit is not None:
             step = step.clamp(*self.limit)
-        return step, -local(self.weight).float().exp() * step
+        return step, -exp(local(self.weight).float()) * step
 
 
 class Skip(nn.Module):
@@ -116,10 +114,10 @@ class Skip(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads, device=device))
 
 
-class GatedGroupNorm(nn.Module):
+class GatedGroupNorm(OutputNorm):
     """RMSNorm per group of heads, in fp32, before or after multiplying by SiLU of a gate.
 
-    `total` is a seam: where tensor-parallel ranks share a group, it sums over the group's heads of all ranks.
+    Where tensor-parallel ranks share a group, `total` sums over the group's heads of all ranks.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
@@ -128,7 +126,6 @@ class GatedGroupNorm(nn.Module):
         width = config.mamba_heads * config.mamba_head_dim
         self.width = width // config.mamba_num_groups  # elements of a group
         self.weight = nn.Parameter(torch.empty(width, device=device))
-        self.total: Callable[[Tensor], Tensor] = identity
 
     def forward(self, x: Tensor, gate: Tensor, groups: int) -> Tensor:
         """Return [batch, seq, width] in x's dtype for x and gate [batch, seq, heads, head_dim] of these groups."""
@@ -136,7 +133,7 @@ class GatedGroupNorm(nn.Module):
         if not self.norm_first:
             wide = wide * gate
         grouped = wide.unflatten(-1, (groups, -1))
-        squares = self.total(grouped.square().sum(-1, keepdim=True))  # [batch, seq, groups, 1]
+        squares = self.total(grouped)  # [batch, seq, groups, 1]
         normed = (grouped * torch.rsqrt(squares / self.width + self.epsilon)).flatten(2)
         normed = normed * local(self.weight).float()
         return (normed * gate if self.norm_first else normed).to(x.dtype)

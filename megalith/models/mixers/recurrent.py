@@ -7,6 +7,7 @@ tokens, and most of them one matrix per head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,11 +27,12 @@ class StateSizes(NamedTuple):
     taps: int  # width of the convolution in tokens, the current one included
     units: int  # of the convolution
     matrices: tuple[int, int, int] | None  # heads and the size of one head's matrix, None without
+    inputs: int = 0  # numbers per token that the recurrence reads
 
 
 class Recurrent(Runnable):
     """Base class of mixers with a recurrent state. `convolution`, `recurrence` and `document_numbers` are seams of
-    context parallelism."""
+    context parallelism, the first two also of batch invariance."""
 
     def __init__(self, recurrence: Callable[..., Tensor] | None = None):
         """Set the recurrence, a function of its inputs and of document numbers; None: the mixer has only a
@@ -65,8 +67,27 @@ class Recurrent(Runnable):
             x = x.masked_fill(context.padding[..., None], 0.0)
         if context.cache is not None:
             return context.cache.convolve(x, taps, bias)
-        convolution = causal_conv if context.layout.full_sequence else self.convolution
+        convolution = self.convolution
+        if context.layout.full_sequence:
+            convolution = partial(convolution, full_sequence=True)
         return convolution(x, taps, documents, bias)
+
+    def recurrence_of(self, context: Context) -> Callable[..., Tensor]:
+        """Return the recurrence of a pass without a cache."""
+        if context.layout.full_sequence:
+            return partial(self.recurrence, full_sequence=True)
+        return self.recurrence
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """Return the sum of the squares along the last dimension, [..., 1]."""
+    return x.square().sum(-1, keepdim=True)
+
+
+class OutputNorm(nn.Module):
+    """A norm of a mixer's output. `total` is a seam: the sum of squares along the last dimension, over all ranks."""
+
+    total: Callable[[Tensor], Tensor] = staticmethod(sum_squares)
 
 
 class UnitConvolution(nn.Module):

@@ -39,6 +39,18 @@ def sigmoid(x: Tensor) -> Tensor:
     return by_whole_vectors(torch.sigmoid, x)
 
 
+def exp(x: Tensor) -> Tensor:
+    return by_whole_vectors(torch.exp, x)
+
+
+def silu(x: Tensor) -> Tensor:
+    return by_whole_vectors(torch.nn.functional.silu, x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    return by_whole_vectors(torch.nn.functional.softplus, x)
+
+
 def sum_by_halves(x: Tensor) -> Tensor:
     """Return the sum over the last dimension, [...], added in an order that depends only on its size."""
     while x.shape[-1] > 1:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megalith.ops import kernels
-from megalith.ops.batch_invariant.elementwise import sum_by_halves
+from megalith.ops.batch_invariant.elementwise import sum_by_halves, sum_by_pairs
+from megalith.ops.batch_invariant.matmul import local_parts
 
 if kernels.AVAILABLE:
     from megalith.ops.kernels.batch_invariant_kernels import row_norm
@@ -28,6 +29,16 @@ def normalized(x: Tensor, epsilon: float, centred: bool) -> Tensor:
     if centred:
         x = x - (sum_by_halves(x) / width)[..., None]
     return x * torch.rsqrt(sum_by_halves(x.square()) / width + epsilon)[..., None]
+
+
+def sum_squares(x: Tensor, ranks: int = 1) -> Tensor:
+    """Return the sum of the squares along the last dimension, [..., 1], as a sum of the sums of equal parts.
+
+    The parts' sums are added by a binary tree of neighbours. If `ranks` ranks share the dimension, this rank's sum is a
+    subtree of the sum of one device (parallel/tensor/ordered_reduce.py adds the rest).
+    """
+    parts = x.square().unflatten(-1, (local_parts(x.shape[-1], ranks), -1))
+    return sum_by_pairs(sum_by_halves(parts).movedim(-1, 0))[..., None]
 
 
 class _Norm(torch.autograd.Function):

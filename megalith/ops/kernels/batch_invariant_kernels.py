@@ -14,6 +14,7 @@ from torch import Tensor
 
 ROWS, COLUMNS, INNER = 128, 128, 64  # tile of a matmul
 NARROW = 32  # of the inner dimension in fp32
+SQUARE = 64  # rows and columns of a tile in a batch of small matrices
 QUERIES, KEYS = 64, 64  # tile of attention; query heads of a group are rows of a tile
 ENTRIES = 4096  # vocabulary entries per step of a softmax
 NO_WINDOW = 2**30
@@ -149,6 +150,42 @@ def matmul_in_parts(
             columns, inner, parts, groups, ends is not None, "ieee" if wide else "tf32",
             ROWS, COLUMNS // 2, NARROW if wide else INNER, num_warps=8, num_stages=3,
         )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _batched_matmul(
+    x, y, out,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, INNER)
+    left = x + number * (M * K) + row[:, None] * K + inner[None, :]
+    right = y + number * (K * N) + inner[:, None] * N + column[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, K, INNER):
+        near = inner < K - start
+        a = tl.load(left + start, mask=(row < M)[:, None] & near[None, :], other=0.0)
+        b = tl.load(right + start * N, mask=near[:, None] & (column < N)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    target = out + number * (M * N) + row[:, None] * N + column[None, :]
+    tl.store(target, total, mask=(row < M)[:, None] & (column < N)[None, :])
+
+
+def tiled_batched_matmul(x: Tensor, y: Tensor) -> Tensor:
+    """Return x @ y, float32 [matrices, rows, columns], for float32 x [matrices, rows, inner] and y [matrices, inner,
+    columns].
+    """
+    x, y = x.contiguous(), y.contiguous()
+    (matrices, rows, inner), columns = x.shape, y.shape[2]
+    out = torch.empty(matrices, rows, columns, dtype=torch.float32, device=x.device)
+    if out.numel():
+        _batched_matmul[(matrices, triton.cdiv(rows, SQUARE), triton.cdiv(columns, SQUARE))](
+            x, y, out, rows, columns, inner, SQUARE, SQUARE, NARROW, num_warps=4, num_stages=3
+        )
     return out
 
 

@@ -35,6 +35,7 @@ from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.attention_core import attention
 from megalith.ops.delta_rule import gated_delta_rule
 from megalith.ops.state_space import state_space
+from megalith.parallel.context.full_sequences import ShardedOrFull
 from megalith.parallel.context.recurrent_states import (
     context_convolution,
     context_delta_rule,
@@ -84,7 +85,7 @@ def apply_context(
             f"cp_comm_type {cp_comm_type} supports only self-attention, but the model has CrossAttention; set "
             "cp_comm_type to a2a"
         )
-    core = context_core(axis, cp_comm_type, hierarchical_sizes)
+    core = ShardedOrFull(context_core(axis, cp_comm_type, hierarchical_sizes), attention)
     for mixer in mixers:
         if isinstance(mixer, Attention):
             plug(mixer, "core", core)
@@ -107,9 +108,10 @@ def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_com
     cores = {
         size: attention if size == 1 else context_core(axis, cp_comm_type) for size, axis in groups.items()
     }
+    core = ShardedOrFull(_pass_core, attention)
     for layer in layers_of(model).values():
         for mixer in layer.mixers:
-            plug(mixer, "core", _pass_core)
+            plug(mixer, "core", core)
     for stack in stacks_of(model):
         plug(stack, "pass_layout", partial(_dynamic_layout, stack.pass_layout, cores))
 
@@ -144,10 +146,11 @@ RECURRENCES = {gated_delta_rule: context_delta_rule, state_space: context_state_
 
 def _pass_states(mixer: Recurrent, axis: Axis) -> None:
     """Let a mixer with a state compute this rank's chunks of a sequence."""
-    plug(mixer, "convolution", partial(context_convolution, axis))
+    plug(mixer, "convolution", ShardedOrFull(partial(context_convolution, axis), mixer.convolution))
     plug(mixer, "document_numbers", partial(local_document_ids, axis))
     if mixer.recurrence is not None:
-        plug(mixer, "recurrence", partial(RECURRENCES[mixer.recurrence], axis))
+        sharded = partial(RECURRENCES[mixer.recurrence], axis)
+        plug(mixer, "recurrence", ShardedOrFull(sharded, mixer.recurrence))
 
 
 def _scores_of_heads(

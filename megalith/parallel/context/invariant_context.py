@@ -18,7 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megalith.comm.collectives import Axis, all_gather_no_grad
+from megalith.ops.batch_invariant import recurrences
 from megalith.ops.batch_invariant.invariant_attention import MULTIPLE, attend, attention, first_keys
+from megalith.parallel.context.full_sequences import ShardedOrFull
+from megalith.parallel.context.recurrent_states import context_convolution
 from megalith.parallel.context.ring import ring_attention_backward
 from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
 from megalith.parallel.context.zigzag import from_zigzag, spans
@@ -28,7 +31,8 @@ def invariant_core(axis: Axis, cp_comm_type: str) -> Callable[..., Tensor]:
     """Return the core of attention for sequences that are sharded over `axis`."""
     if axis.size == 1:
         return attention
-    return partial(_by_heads if cp_comm_type == "a2a" else _by_queries, axis=axis)
+    sharded = partial(_by_heads if cp_comm_type == "a2a" else _by_queries, axis=axis)
+    return ShardedOrFull(sharded, attention)
 
 
 def _by_heads(query: Tensor, key: Tensor, value: Tensor, *, axis: Axis, **settings) -> Tensor:
@@ -52,6 +56,31 @@ def _by_queries(
     assert mask is None, "all_gather supports documents, but no mask"
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return _Gathered.apply(query, key, value, documents, window, scale, axis)
+
+
+def invariant_convolution(
+    axis: Axis, x: Tensor, taps: Tensor, documents: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Compute batch_invariant.recurrences.convolution of this rank's two chunks. Returns [batch, seq, units]."""
+    return context_convolution(axis, x, taps, documents, bias, recurrences.convolution)
+
+
+@torch.no_grad()
+def invariant_recurrence(axis: Axis, recurrence: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """Return a recurrence's outputs [batch, seq, ...] for this rank's tokens, computed over full sequences.
+
+    Args:
+        axis: the context axis.
+        recurrence: a recurrence over full sequences, of its inputs and document numbers.
+        inputs: tensors [batch, seq, ...] of this rank's tokens, or one number per head [heads], or None.
+    """
+    seq = inputs[0].shape[1]
+    gathered = [
+        x if x is None or x.dim() == 1 else from_zigzag(all_gather_no_grad(x[None].contiguous(), axis), 1)
+        for x in inputs
+    ]
+    out = recurrence(*gathered)
+    return torch.cat([out[:, span.start : span.stop] for span in spans(axis.rank, axis.size, seq)], 1)
 
 
 class _Gathered(torch.autograd.Function):

@@ -36,12 +36,20 @@ def local_document_ids(axis: Axis, ends: Tensor, seq: int) -> Tensor:
 
 
 def context_convolution(
-    axis: Axis, x: Tensor, taps: Tensor, documents: Tensor | None = None, bias: Tensor | None = None
+    axis: Axis,
+    x: Tensor,
+    taps: Tensor,
+    documents: Tensor | None = None,
+    bias: Tensor | None = None,
+    convolution: Callable[..., Tensor] = causal_conv,
 ) -> Tensor:
-    """Compute ops.causal_conv.causal_conv of this rank's two chunks. Returns [batch, seq, units]."""
+    """Compute ops.causal_conv.causal_conv of this rank's two chunks. Returns [batch, seq, units].
+
+    `convolution` computes it for full sequences.
+    """
     count = taps.shape[-1] - 1
     if not count:
-        return causal_conv(x, taps, documents, bias)
+        return convolution(x, taps, documents, bias)
     chunks = _chunks(x)  # [2 · batch, chunk, units]
     before = _before(axis, all_gather(chunks[None, :, -count:], axis), 0)
     token_documents = None
@@ -49,7 +57,7 @@ def context_convolution(
         token_documents = _chunks(documents)
         last = _before(axis, _gathered(axis, token_documents[:, -count:]), OTHER)
         token_documents = torch.cat([last, token_documents], dim=1)
-    out = causal_conv(torch.cat([before, chunks], dim=1), taps, token_documents, bias)[:, count:]
+    out = convolution(torch.cat([before, chunks], dim=1), taps, token_documents, bias)[:, count:]
     return _joined(out)
 
 

@@ -56,6 +56,13 @@ class _OrderedSum(torch.autograd.Function):
         return grad, None, None, None
 
 
+@torch.no_grad()
+def sum_over_neighbours(axis: Axis, count: int, x: Tensor) -> Tensor:
+    """Return the sum of x over this rank's group of `count` consecutive ranks, without a gradient."""
+    first = axis.rank // count * count
+    return sum_by_pairs(all_gather_no_grad(x[None].contiguous(), axis)[first : first + count])
+
+
 def ordered_columns(y: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
     """Return this rank's columns of the ranks' sum in `dtype`, and zeros in the others: [rows, h]. Without a gradient.
 

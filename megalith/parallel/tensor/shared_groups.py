@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from megalith.comm.collectives import Axis
 from megalith.models.mixers.attention import CrossAttention, SelfAttention
 from megalith.models.mixers.mamba2 import Mamba2
+from megalith.models.mixers.recurrent import sum_squares
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
@@ -68,7 +69,8 @@ class SharedMambaGroup:
         """Return the units of conv_xbc's taps or bias."""
         return torch.cat([parameter.narrow(0, *span) for span in self._units])
 
-    def total(self, tensor: TensorParallel, squares: Tensor) -> Tensor:
-        """Return the sum of `squares` [..., 1, 1] over the ranks that hold heads of the same Mamba-2 group."""
+    def total(self, tensor: TensorParallel, x: Tensor) -> Tensor:
+        """Return the sum of squares [..., 1, 1] of x [..., 1, elements] over the ranks that share the Mamba-2 group."""
+        squares = sum_squares(x)
         before, after = self.group, self.groups - self.group - 1
         return tensor.sum_over_ranks(F.pad(squares, (0, 0, before, after))).narrow(-2, before, 1)
