@@ -196,7 +196,7 @@ def _check_shapes(source: SourceFolder, expected: Mapping[str, tuple[int, ...]])
     if types:
         raise CheckpointError(
             f"{source.path} has weights of a type that is not one of {', '.join(WEIGHT_CODES)}: {shorten(types)}; "
-            "quantized models cannot be read, so use the original weights"
+            "if they are quantized, the format is not supported: use the original weights"
         )
 
 

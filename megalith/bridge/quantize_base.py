@@ -152,8 +152,8 @@ def load_coded_base(
 ) -> None:
     """Fill the quantized weights of this rank's chunks from `model.init_from`. Every rank of `world` calls it.
 
-    With LoftQ, the adapters must have their values. Each rank reads a matrix at a time and keeps its shard's codes: the
-    rows of its shard if they can be coded without the others, otherwise the whole matrix.
+    With LoftQ, the adapters must be initialized first. Each rank reads one matrix at a time, encodes it and keeps the
+    codes of its shard. If rows can be encoded independently, it reads only the rows of its shard.
     """
     chunks = model if isinstance(model, list) else [model]
     weights = {name: each for chunk in chunks for name, each in coded_weights(chunk).items()}

@@ -82,8 +82,8 @@ class ParallelConfig(Section):
         ShardsSequences("context_parallel_size", greater_than=1),
     ] = "auto"
     """Communication of context parallelism: p2p (ring), all_gather, a2a (Ulysses), or a2a+p2p on two levels. auto: a2a
-    within a host where the heads are divisible, p2p otherwise and between hosts; a2a for encoder-decoders. With
-    rl.exact or train.batch_invariant: a2a where the heads are divisible, all_gather otherwise."""
+    over as many ranks of a host as divide the heads, p2p over the others; a2a for encoder-decoders. With rl.exact or
+    train.batch_invariant: a2a if the CP size divides the heads, all_gather otherwise."""
 
     hierarchical_context_parallel_sizes: Annotated[
         Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None,

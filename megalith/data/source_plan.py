@@ -68,7 +68,7 @@ def source_notes(plan: dict[str, Any]) -> list[str]:
 
 
 def plan_text(plan: dict[str, Any], steps: int) -> str:
-    """Return a plan as text: a line per source, and the tokens per phase of weights that change."""
+    """Return a plan as text: a line per source and, if weights change during the run, the tokens per phase."""
     lines = [f"{steps:,} steps, {plan['samples']:,} samples, {plan['tokens']:,} tokens", ""]
     table = [("source", "weight", "samples", "tokens", "epochs")]
     for source in plan["sources"]:

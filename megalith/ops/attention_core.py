@@ -102,7 +102,7 @@ def attention(
 
 
 class Visibility(NamedTuple):
-    """The keys that each query sees; the fields are those of `attention`."""
+    """The arguments of `attention` that determine which keys each query sees."""
 
     causal: bool
     mask: Tensor | None = None

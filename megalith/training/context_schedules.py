@@ -71,20 +71,20 @@ class ContextSchedules:
         return self._kept[key]
 
     def describe(self, schedules: Sequence[StepSchedule]) -> str:
-        """Return a note on the passes of some steps: the size of groups, padding and balance."""
+        """Return a note on some steps: the number of passes, the group sizes and the balance."""
         groups = [group for each in schedules for groups in each.passes for group in groups]
         ranks, degrees = self.limits.ranks, sorted({group.degree for group in groups if group.sequences})
         busy = sum(group.degree for group in groups if group.sequences)
         shares = (
-            f"{100 * sum(g.degree for g in groups if g.sequences and g.degree == degree) / busy:.0f} % on {degree}"
+            f"{degree} ({100 * sum(g.degree for g in groups if g.sequences and g.degree == degree) / busy:.0f} %)"
             for degree in degrees
         )
         ideal = sum(each.work for each in schedules) / ranks
         return (
             f"parallel.dynamic_context_parallel: {self.limits.room:,} tokens per rank and pass; the first "
             f"{len(schedules)} steps have {sum(len(each.passes) for each in schedules) / len(schedules):.1f} passes on "
-            f"average, with rows {', '.join(shares)} ranks; a step costs "
-            f"{sum(each.cost for each in schedules) / ideal:.3f} × its sequences spread evenly over {ranks} ranks"
+            f"average; ranks per group: {', '.join(shares)}; cost of a step: "
+            f"{sum(each.cost for each in schedules) / ideal:.3f} × that of a perfectly even split over {ranks} ranks"
         )
 
     def rows_of_rank(self, rows: ChatDataset, order: SampleOrder, batch: range) -> Sequence[ContextGroup]:

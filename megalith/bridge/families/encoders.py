@@ -113,7 +113,7 @@ class Tokentypes:
 
     def write(self, model: ModelConfig) -> Tree:
         if not model.tokentypes:
-            raise ConfigError("its tokens have no types (num_tokentypes 0)")
+            raise ConfigError("it has no token types (num_tokentypes 0)")
         return {"type_vocab_size": model.tokentypes}
 
 

@@ -1,7 +1,8 @@
 """Llama with experts: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, DeepSeek-MoE, V2 and V3.
 
-OLMoE has norms over all queries and all keys. The Qwen families are as without experts; Qwen2-MoE has a shared expert
-with a sigmoid gate. DeepSeek has dense first layers and shared experts, and since V2 latent attention.
+OLMoE normalizes all query heads together, and all key heads together. Attention in the Qwen families is that of the
+dense models; Qwen2-MoE also has a shared expert with a sigmoid gate. The DeepSeek families have dense first layers and
+shared experts; V2 and V3 also have latent attention.
 """
 
 from __future__ import annotations
@@ -284,7 +285,7 @@ class LatentHeads:
         if hf_config.get("num_key_value_heads") not in (None, heads):
             raise ConfigError(
                 f"config.json has num_key_value_heads {hf_config['num_key_value_heads']} and num_attention_heads "
-                f"{heads}; latent attention has keys and values for every head"
+                f"{heads}; latent attention has keys and values for every head, so set num_key_value_heads to {heads}"
             )
         return {}
 

@@ -141,7 +141,13 @@ class ChatDataset:
 
 
 def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
-    """Collate rows, int64 [batch, 4 or 5, seq], at stream positions `sample_numbers`, int64 [batch]."""
+    """Collate rows into a batch.
+
+    Args:
+        rows: int64 [batch, 4 or 5, seq]: tokens, labels, loss mask, document index (complemented at
+            padding) and, if samples have values, the bits of the float64 value.
+        sample_numbers: int64 [batch], positions in the stream of samples.
+    """
     tokens, labels, learned = (torch.from_numpy(rows[:, k].copy()) for k in range(3))  # [batch, seq]
     positions = np.broadcast_to(np.arange(rows.shape[2]), tokens.shape)
     documents, padding = documents_and_padding(rows[:, 3])

@@ -132,9 +132,9 @@ def preprocess(
     text_documents: TextDocuments = "file",
     show_progress: bool = True,
 ) -> PreprocessSummary:
-    """Encode text into the indexed datasets `{output_prefix}_{key}_document.{bin,idx}`, with records of the tokenizer.
+    """Encode text into the indexed datasets `{output_prefix}_{key}_document.{bin,idx}`, and record the tokenizer.
 
-    Nothing gets its final name before everything is written. Worker processes import the main script, which must
+    Files are renamed to their final names after all are written. Worker processes import the main script, which must
     guard its start with `if __name__ == "__main__"`.
 
     Args:
@@ -148,7 +148,7 @@ def preprocess(
         on_error: stop at an unusable line, or skip and count it.
         overwrite: replace existing outputs.
         max_line_bytes: maximum length of a line or document.
-        text_documents: the documents of a .txt file.
+        text_documents: "file" makes a .txt file one document, "block" each of its blocks between blank lines.
         show_progress: show a progress bar.
 
     Raises:

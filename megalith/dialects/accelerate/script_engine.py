@@ -184,8 +184,8 @@ class MegatronEngine(nn.Module):
                 raise
             raise PreparedModelError(
                 f"the prepared model has no {name}: its {type(module).__name__} is sharded over the ranks; use "
-                f"accelerator.unwrap_model(model).{name}, on every rank, or call it before prepare "
-                "(recomputation: MegatronLMPlugin(recompute_granularity=…))"
+                f"accelerator.unwrap_model(model).{name}, on every rank, or use {name} before prepare; for "
+                "recomputation set MegatronLMPlugin(recompute_granularity=…)"
             ) from None
 
     state_dict = unsupported_method("state_dict", "use accelerator.get_state_dict(model), on every rank")

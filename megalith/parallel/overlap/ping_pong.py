@@ -114,7 +114,7 @@ Split = Callable[[Tensor, int], Sequence[Tensor]]
 
 
 def _split_stream(x: Tensor, count: int) -> list[Tensor]:
-    """Split a stream [1, tokens, ...] by tokens, into parts with the strides of such tensors."""
+    """Split a contiguous residual stream [1, tokens, ...] by tokens into contiguous parts [1, tokens / count, ...]."""
     return [part[None] for part in x[0].chunk(count)]
 
 

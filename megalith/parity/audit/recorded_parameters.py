@@ -69,7 +69,7 @@ class TensorShards:
     shards: tuple[tuple[int, int, int, int], ...] = ()
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return a view of the shard."""
+        """Return this shard of a tensor, as a view."""
         # FSDP over tensor parallelism shards the tensor-parallel shard again: a split factor above 1.
         for size, at, dim, _ in sorted(self.shards, key=lambda shard: shard[3] > 1):
             chunks = whole.chunk(size, dim)
@@ -86,7 +86,7 @@ class MegatronShard:
     ranks: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return a copy of the shard."""
+        """Return this shard of a tensor, as a copy."""
         return shard_of(whole, self.kind, self.rank, self.ranks)
 
 
