@@ -49,10 +49,14 @@ def decode_at_use(
 ) -> Tensor:
     """Return `decode` of the same arguments, as one kernel on a GPU.
 
-    Without `after`, the compiler would see that forward and backward decode the same codes, and save the result.
+    Without `after`, the compiler would see that forward and backward decode the same codes, and save the result. The
+    factors, which are as large as the weight with fp8, are computed from the other two parts.
     """
     if after is not None and torch.compiler.is_compiling():
-        weight = weight._replace(codes=depend_on(weight.codes, after))
+        parts = {name: getattr(weight, name) for name in ("codes", "scales", "block_index")}
+        weight = weight._replace(
+            **{name: depend_on(part, after) for name, part in parts.items() if part.numel()}
+        )
     return as_one_kernel(_decode, *weight, form, dtype, first_column, sizes_vary=True)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from default_cases import in_full
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.config import LoraConfig, ModelConfig
@@ -71,8 +72,7 @@ def test_gradients_are_those_on_the_decoded_base_and_no_decoded_weight_is_saved(
     assert not weights & set(saved)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("form", ["nf4", "fp8"])
+@pytest.mark.parametrize("form", [in_full("nf4"), "fp8"])
 def test_a_compiled_layer_is_one_graph_and_saves_no_decoded_weight(form: str) -> None:
     ours, theirs = build(form)
     for model in (ours, theirs):
