@@ -171,7 +171,10 @@ class Family:
     """Further values of `model_type` that transformers reads as this family."""
 
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a multi-token prediction layer that repeat tensors of the model → these. An export writes them."""
+    """Tensors of a multi-token prediction layer that repeat tensors of the model → the repeated tensors.
+
+    An export writes them.
+    """
 
     constants: Mapping[str, float] = field(default_factory=dict)
     """Scalars of each layer that transformers stores and that are constants here. An import checks them, an export
@@ -260,7 +263,7 @@ class Family:
         return False
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
-        """Return the tensors of the model's multi-token prediction layers that repeat others → these."""
+        """Return the tensors of the model's multi-token prediction layers that repeat others → the repeated tensors."""
         return {
             copy.format(layer=layer): original
             for layer in model.mtp_layers
@@ -321,7 +324,8 @@ class Group:
         return self.shape[0] if "{expert}" in self.rule.names[0] else None
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield offset and shape of the boxes that are whole Hugging Face tensors: everything, or one expert each."""
+        """Yield offset and shape of each box that is stored as complete Hugging Face tensors: the whole tensor, or one
+        expert."""
         rows = self.shape[0] if self.experts is None else 1
         for first in range(0, self.shape[0], rows):
             yield (first, *(0,) * (len(self.shape) - 1)), (rows, *self.shape[1:])

@@ -50,7 +50,7 @@ class SourceFolder:
     settings_name = CONFIG
 
     def __init__(self, path: str | Path):
-        """Open a folder. Of a multimodal model only the language model is listed.
+        """Open a folder. For a multimodal model, only the tensors of the language model are listed.
 
         Args:
             path: a folder, a URL of one, or a hub name.

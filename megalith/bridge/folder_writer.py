@@ -25,7 +25,10 @@ SHARD_BYTES = 5 * 10**9  # as in transformers
 
 
 class FolderWriter:
-    """Context manager that writes a Hugging Face folder. It appears at `path` at the end, if there was no error."""
+    """Context manager that writes a Hugging Face folder.
+
+    The folder appears at `path` at the end, if there was no error.
+    """
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class ExpertMatrix:
 
     @property
     def dtype(self) -> str:
-        """Dtype code of the file."""
+        """Dtype code in the file."""
         return self.stored.dtype
 
     @property

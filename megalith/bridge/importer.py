@@ -109,7 +109,7 @@ def write_run(
 
 @contextmanager
 def new_run(out: Path | StorePath) -> Iterator[Path | StorePath]:
-    """Create a run, locked by this process, and return its checkpoints folder. On an error it is removed.
+    """Create a run, locked by this process, and return its checkpoints folder. On an error the run is removed.
 
     Raises:
         CheckpointError: `out` exists.

@@ -1,9 +1,10 @@
 """First values of adapters that are factors of the adapted matrix: PiSSA, OLoRA and LoftQ.
 
 PiSSA (Meng et al. 2024) takes the largest singular values and their vectors, OLoRA (Büyükakyüz 2024) the first columns
-of a QR decomposition. B · A times the scale is, for PiSSA, the best approximation of W of this rank. LoftQ (Li et al.
+of a QR decomposition. For PiSSA, the scale times B · A is the best approximation of W of this rank. LoftQ (Li et al.
 2024) repeats two steps: Q is W − B · A, quantized, and B · A is the best approximation of W − Q. Each matrix is
-decomposed by one rank, so that all have the same bits, and different matrices by different ranks.
+decomposed by one process, so that all processes get the same bits; different matrices are decomposed by different
+processes.
 """
 
 from __future__ import annotations
@@ -88,10 +89,11 @@ def loftq(
         name: name of the linear in the model.
         adapter: the unsharded adapter, on any device.
         weight: the linear's full weight, float32.
-        quantized: returns the quantized weight, dequantized, after a matrix is subtracted from it; None: 0.
+        quantized: function that subtracts a matrix (None: nothing) from the weight, quantizes the difference, and
+            returns it dequantized.
 
     Raises:
-        ConfigError: quantizing loses nothing.
+        ConfigError: quantizing loses nothing, because the weight was quantized before.
     """
     iterations: list[dict[str, tuple[Tensor, Tensor]]] = []
     taken, product = None, deepcopy(adapter).to_empty(device=weight.device)
@@ -144,8 +146,8 @@ def initialize_factors(
         world: the ranks that share the work.
         device: device that decomposes the matrices.
         trained: also set A and B, to the same values.
-        quantized: with LoftQ, returns a weight by its name, after its values and a matrix to subtract, quantized and
-            dequantized again.
+        quantized: with LoftQ, function of a weight's name, its values and a matrix to subtract (None: nothing). It
+            returns the difference, quantized and dequantized again.
     """
     for name, adapter in full.items():
         _check_ranks(lora, name, adapter)
@@ -195,7 +197,7 @@ def _share(
     shards: Mapping[str, LocalShard],
     prefixes: Sequence[str],
 ) -> None:
-    """Send the factors of an adapter from the rank that has them to all, and set this rank's shards of them."""
+    """Send an adapter's factors from rank `owner` to all ranks, and set this rank's shards of these factors."""
     for part in adapter.ranks:
         pair = pairs.get(part) or tuple(
             torch.empty(each[part].weight.shape, device=device) for each in (adapter.lora_A, adapter.lora_B)

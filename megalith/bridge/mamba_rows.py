@@ -59,7 +59,7 @@ def mamba_tensors(theirs: str, ours: str = "layers.{layer}.self_attention.") -> 
 
 
 def _number(value: Any) -> float | None:
-    """Return a number of config.json, which is an object if it is infinite; None if the value is not a number."""
+    """Return a number from config.json, where an infinite number is an object. None if the value is not a number."""
     if isinstance(value, dict):
         return math.inf if value.get("__float__") == "Infinity" else None
     return value if type(value) in (int, float) else None
@@ -156,7 +156,7 @@ class MixerLayers:
 
     Args:
         kind: the other mixer's name in the list.
-        variant: its name in experimental_attention_variant.
+        variant: the other mixer's name in experimental_attention_variant.
         older: names that older files have → current ones.
         default: kind of all layers if config.json omits the list.
     """

@@ -69,8 +69,8 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
 
     Args:
         source: the folder.
-        family: its family.
-        model: the model that its config.json describes.
+        family: the folder's family.
+        model: the model that config.json describes.
         allow: accept missing and extra tensors and other dtypes.
 
     Raises:

@@ -37,7 +37,7 @@ from megalith.progress import Progress
 
 
 class CodedBase:
-    """The weights that `model.init_from` names, in the codes of `lora.quantize_base`."""
+    """The weights that `model.init_from` names, quantized as `lora.quantize_base` says."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class CodedBase:
         device: torch.device | str = "cpu",
         taken: Callable[[str], Tensor | None] = lambda name: None,
     ):
-        """Open the weights. They are coded on `device`.
+        """Open the weights. They are quantized on `device`.
 
         `taken` returns, by a parameter's name and in its shape, the matrix that LoftQ subtracts before quantizing.
         """
@@ -93,7 +93,7 @@ class CodedBase:
         )
 
     def codes_without(self, name: str, dense: Tensor, taken: Tensor) -> WeightCodes:
-        """Subtract `taken` from a matrix, quantize the difference and return it. Codes in the folder are not used."""
+        """Subtract `taken` from a matrix and return the difference, quantized. Codes in the folder are not used."""
         group, rest = self._groups[name], dense - taken.to(dense)
         matrices = (
             encode(self.form, rest[rows.to(rest.device)], rows) for rows in rows_of_sources(group).values()
@@ -101,14 +101,15 @@ class CodedBase:
         return assemble(self.form, rest.shape, matrices)
 
     def codes_rows_alone(self, name: str) -> bool:
-        """Return whether rows of a matrix are coded without the others, and the folder has no codes to take."""
+        """Return whether rows of a matrix can be quantized without the others in this form, if the folder has no codes
+        for them and LoftQ subtracts nothing."""
         group = self._groups[name]
         has_codes = any(self._stored(group, source) is not None for source in group.sources)
         is_whole = self._taken(name) is None
         return self.form in ("int8", "mxfp4") and len(group.shape) == 2 and not has_codes and is_whole
 
     def codes_of_rows(self, dense: Tensor) -> WeightCodes:
-        """Return rows of a matrix in codes, for which `codes_rows_alone` holds."""
+        """Quantize rows of a matrix for which `codes_rows_alone` is True."""
         rows = torch.arange(len(dense), device=self._device)
         return assemble(self.form, dense.shape, [encode(self.form, dense.to(self._device), rows)])
 
@@ -117,7 +118,7 @@ class CodedBase:
         return decode(self.form, self.codes(name, dense), torch.float32)
 
     def full(self, name: str) -> Tensor:
-        """Return `decoded` of a parameter as the source has it."""
+        """Return the result of `decoded` for the values that the source has for a parameter."""
         return self.decoded(name, self.read(name, 0, self._groups[name].shape[0]))
 
     def _matrices(self, group: Group, dense: Tensor, expert: int | None) -> Iterator[CodedMatrix]:
@@ -129,7 +130,7 @@ class CodedBase:
                 yield encode(self.form, dense[rows.to(dense.device)], rows)
 
     def _stored(self, group: Group, name: str) -> QuantizedMatrix | None:
-        """Return a matrix of the folder that is already in the run's form."""
+        """Return a matrix of the folder that is already in the run's form, or None."""
         stored = None if self._match is None else self._match.source.tensors.get(name)
         same = getattr(stored, "form", None) == self.form
         return stored if same and not group.rule.transposed else None

@@ -52,7 +52,7 @@ def certify(
         The path of the certificate.
 
     Raises:
-        CheckpointError: they are not the same model. The certificate lists the differences.
+        CheckpointError: checkpoint and folder are not the same model. The certificate lists the differences.
     """
     opened = open_checkpoint(checkpoint, parts=("model",))
     if averaged:

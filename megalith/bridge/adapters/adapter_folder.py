@@ -145,10 +145,10 @@ def load_adapter_pairs(
         source: a run with adapters, a step of one, or a folder in PEFT's format.
         base: weights of the base.
         model: configuration of the base.
-        fingerprint: `fingerprint_of` the base.
+        fingerprint: result of `fingerprint_of` for the base.
 
     Raises:
-        ConfigError, CheckpointError: `source` has no adapters, not those of this base, or more than LoRA.
+        ConfigError, CheckpointError: `source` has no adapters, adapters of another base, or more than LoRA.
     """
     adapted, config = open_adapters_of(source, base, model, fingerprint)
     if config is not None and config.lora.has_quantized_base:
@@ -178,6 +178,6 @@ def load_adapter_pairs(
 
 
 def slot_ranks(model: ModelConfig, rank: int) -> dict[str, int]:
-    """Return the total rank of a matrix's adapters if each of its parts has one of rank `rank`, by matrix name."""
+    """Return, by matrix name, the total rank of a matrix's adapters if each of its parts has one of rank `rank`."""
     lora = LoraConfig(rank=rank, targets=[*model_sites(model)])
     return {name: sum(adapter.ranks.values()) for name, adapter in adapters(build_on_meta(model, lora))}

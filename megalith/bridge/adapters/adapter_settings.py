@@ -32,7 +32,7 @@ def with_saved_modules(config: RunConfig) -> RunConfig:
     """Return `config` with Megalith's names of the modules in `lora.modules_to_save` and of the matrices in
     `lora.trainable_token_indices`.
 
-    Raises ConfigError for a module that the model lacks or that cannot be trained, and for one in both.
+    Raises ConfigError for a module that the model lacks or that cannot be trained, and for a module in both settings.
     """
     names, tokens, model = config.lora.modules_to_save, config.lora.trainable_token_indices, config.model
     if names is None and tokens is None:

@@ -1,4 +1,5 @@
-"""CodeGen of Salesforce: GPT-J with one matrix for QKV, stored in the four parts of its training's tensor parallelism.
+"""CodeGen of Salesforce: GPT-J with one matrix for QKV, stored in four parts, one per tensor-parallel rank of its
+training.
 
 Each part has its queries, then its values, then its keys.
 """

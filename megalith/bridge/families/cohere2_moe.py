@@ -138,7 +138,7 @@ class Scores:
 
 
 class Norms:
-    """Maps RMSNorm with `rms_norm_eps`, or LayerNorm without biases with `layer_norm_eps` if that is null."""
+    """Maps RMSNorm with `rms_norm_eps`, or, if that key is null, LayerNorm without biases with `layer_norm_eps`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if (epsilon := hf_config.get("rms_norm_eps")) is not None:

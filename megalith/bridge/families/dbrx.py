@@ -41,7 +41,7 @@ class Nested:
 
 
 class ExpertWeights:
-    """Maps `moe_normalize_expert_weights`: 1 divides a token's weights by their sum, null keeps its softmax."""
+    """Maps `moe_normalize_expert_weights`: 1 divides a token's weights by their sum, null keeps the softmax."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("uniform_expert_assignment"):

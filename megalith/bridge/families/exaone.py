@@ -1,7 +1,7 @@
-"""EXAONE 4 and K-EXAONE (exaone_moe) of LG: QK norms, windows in three of four layers, and RoPE in those alone.
+"""EXAONE 4 and K-EXAONE (exaone_moe) of LG: QK norms, windows in three of four layers, and RoPE only in these.
 
-An EXAONE 4 without windows has RoPE in every layer. Its norms are after attention and MLP. K-EXAONE has them before,
-and DeepSeek-V3's experts.
+An EXAONE 4 without windows has RoPE in every layer. EXAONE 4 has its norms after attention and MLP; K-EXAONE has them
+before, and has DeepSeek-V3's experts.
 """
 
 from __future__ import annotations

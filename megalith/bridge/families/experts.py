@@ -257,7 +257,7 @@ class RouterGroups:
 class SigmoidScores:
     """Maps sigmoid scores that are divided by their sum over a token's experts.
 
-    With one expert per token, transformers gives it the weight 1 and Megalith its score, so that is rejected.
+    A single expert per token is rejected: transformers gives it the weight 1, Megalith its score.
     """
 
     def __init__(self, bias: bool = True):
@@ -294,7 +294,8 @@ class LatentHeads:
 
 
 class RotaryHeads:
-    """Checks `head_dim`, which transformers reads as the rotary dimensions of a head; `default`: their number."""
+    """Checks `head_dim`, which transformers reads as the number of rotary dimensions of a head; `default` is that
+    number if config.json omits qk_rope_head_dim."""
 
     def __init__(self, default: int = 64):
         self._default = default

@@ -146,7 +146,7 @@ class AttentionMultiplier:
 
 
 class PostNorm:
-    """Maps `use_post_norm`, norms after attention and MLP in addition to those before."""
+    """Maps `use_post_norm`, norms after attention and MLP in addition to the norms before them."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"norm_placement": "sandwich" if hf_config.get("use_post_norm", True) else "pre"}

@@ -1,4 +1,4 @@
-"""GLM of Zhipu, and MoE families of the same layers.
+"""GLM of Zhipu, and MoE families with the same layers.
 
 GLM-4 (glm): partial interleaved RoPE, QKV biases, one matrix for gate and up. GLM-4-0414 (glm4) also has norms after
 attention and MLP.

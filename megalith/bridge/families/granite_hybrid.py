@@ -27,7 +27,7 @@ WIDTH = Field("ffn_hidden_size", "intermediate_size")
 
 
 class GraniteWidths:
-    """Maps experts with a shared expert, or for an MLP of the shared expert's width without experts."""
+    """Maps experts with a shared expert, or, if there are no experts, an MLP of the shared expert's width."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         experts, shared = (

@@ -19,7 +19,7 @@ from megalith.errors import ConfigError
 
 
 class StretchedRope(Rope):
-    """Row for RoPE, whose base `alpha` of "dynamic" scaling multiplies by alpha^(d / (d − 2)) for heads of size d."""
+    """Row for RoPE. In "dynamic" scaling, `alpha` multiplies the base by alpha^(d / (d − 2)) for heads of size d."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)

@@ -141,7 +141,10 @@ QWEN3_NEXT = QwenHybrid(
 
 
 def _by_key_head_with_gates(model: ModelConfig, rows: int) -> list[RowRun]:
-    """Order rows by key head: query, key, values, gates z. Hugging Face has a tensor as in `_by_key_head`, and z."""
+    """Order rows by key head: query, key, values, gates z.
+
+    Hugging Face has a tensor ordered as in `_by_key_head`, and one for z.
+    """
     heads, runs, ours = model.linear_num_key_heads, [], 0
     values = model.linear_num_value_heads // heads * model.linear_value_head_dim
     by_head = _by_key_head(model, rows)
@@ -154,7 +157,7 @@ def _by_key_head_with_gates(model: ModelConfig, rows: int) -> list[RowRun]:
 
 
 def _gates_by_key_head(model: ModelConfig, rows: int) -> list[RowRun]:
-    """Order rows by key head: b, a. Hugging Face has a tensor of each."""
+    """Order rows by key head: b, a. Hugging Face has one tensor for b and one for a."""
     sharing = model.linear_num_value_heads // model.linear_num_key_heads
     return [
         RowRun(source, head * sharing, (2 * head + source) * sharing, sharing)

@@ -48,7 +48,7 @@ class KimiExperts(MlpLayerTypes):
 class KimiLayers:
     """Maps the layers and sizes of Kimi Delta Attention.
 
-    The published config.json has them in `linear_attn_config`, transformers' at the top.
+    The published config.json has them in `linear_attn_config`, that of transformers at the top level.
     """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
@@ -101,7 +101,7 @@ def _linear_layers(hf_config: Mapping[str, Any], nested: Mapping[str, Any], laye
 
 
 def _by_head(count: int) -> Callable[[ModelConfig, int], list[RowRun]]:
-    """Return an order by head: its rows of each of `count` sources."""
+    """Return a row order by head: for each head, its rows of each of `count` sources."""
 
     def order(model: ModelConfig, rows: int) -> list[RowRun]:
         heads, runs = model.linear_num_key_heads, []
@@ -171,7 +171,7 @@ class KimiFamily(Family):
         return super().read_config(hf_config)
 
     def write_config(self, model: ModelConfig) -> Tree:
-        """Return the config.json of a model. Raises ConfigError if it cannot express it."""
+        """Return the config.json of a model. Raises ConfigError if this family cannot express the model."""
         kimi = {key: alias for alias, key in SPELLINGS.items()}
         return {kimi.get(key, key): value for key, value in super().write_config(model).items()}
 

@@ -57,8 +57,8 @@ def biases(key: str, default: bool) -> tuple[Field, ...]:
     """Return the table rows that map one config.json key to add_qkv_bias, add_proj_bias and add_mlp_bias.
 
     Args:
-        key: the key.
-        default: its value if config.json omits it.
+        key: key in config.json.
+        default: the value if config.json omits the key.
     """
     names = ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
     return tuple(Field(name, key, default=default) for name in names)

@@ -1,6 +1,6 @@
 """MiniCPM3: latent attention with RoPE in halves, and factors on the embedding, the residual branches and the logits.
 
-The factor on residual branches is `scale_depth` / √layers, the divisor of the logits hidden_size / `dim_model_base`.
+The factor on residual branches is `scale_depth` / √layers; the logits are divided by hidden_size / `dim_model_base`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ModernBERT: a pre-LN encoder with RoPE, gated MLPs and windows on both sides in most layers.
 
-The embedding has a norm, and the first layer none before its attention. The head before the output matrix has a dense
-layer without a bias. Layers with a window have their own base of RoPE.
+The embedding has a norm, and the first layer has none before its attention. The head before the output matrix has a
+dense layer without a bias. Layers with a window have their own base of RoPE.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LocalAttention:
 
 
 class GlobalAndLocalRope:
-    """Maps the two bases of RoPE, of which older files have `global_rope_theta` and `local_rope_theta`."""
+    """Maps the two bases of RoPE, which older files store as `global_rope_theta` and `local_rope_theta`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("rope_scaling"):

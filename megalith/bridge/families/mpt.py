@@ -37,7 +37,7 @@ class AttentionConfig:
 
 
 class Length:
-    """Maps `max_seq_len`. transformers has no ALiBi at a length of 1, which is rejected."""
+    """Maps `max_seq_len`. A length of 1 is rejected, because transformers then has no ALiBi."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         length = hf_config.get("max_seq_len", 2048)

@@ -1,6 +1,6 @@
-"""The language model of Qwen3-VL with experts: Qwen3 with experts in one tensor for all.
+"""The language model of Qwen3-VL with experts: Qwen3 with the matrices of all experts in one tensor.
 
-The published files have each expert's matrices as [in, out], files that transformers 5 saves have them as [out, in].
+The published files have each expert's matrices as [in, out]; files that transformers 5 saves have them as [out, in].
 transformers has no class for this language model alone, so an export without the vision tower is Qwen3 with experts.
 """
 

@@ -79,6 +79,7 @@ FAMILIES = _families()
 
 
 def with_score(family: Family) -> Family:
-    """Return the reward-model family of a decoder family; the family itself if it is one already, or has none."""
+    """Return the reward-model family of a decoder family, or the family itself if it is a reward-model family or has
+    none."""
     name, _ = CLASSES.get(family.architecture, (None, None))
     return next((each for each in FAMILIES if each.architecture == name), family)

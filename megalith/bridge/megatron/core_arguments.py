@@ -203,7 +203,7 @@ class ExpertArguments:
 
 
 class HybridExpertArguments(ExpertArguments):
-    """Maps experts, whose layers are in the pattern."""
+    """Maps the experts of hybrid models, whose layers are given by the pattern."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         return {name: value for name, value in super().read(args).items() if name != "moe_layer_freq"}

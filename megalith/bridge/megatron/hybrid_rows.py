@@ -31,7 +31,7 @@ PARTS = {
     ".mixer.conv1d.weight": ("x", "B", "C"),
     ".mixer.conv1d.bias": ("x", "B", "C"),
 }
-"""Tensors of a rank file that have parts, by the end of their names, and the parts in order."""
+"""Ends of the names of a rank file's tensors that have parts → the parts, in order."""
 PART = re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.(\w+)$")
 DELTA_NORM = ".self_attention.out_norm.weight"
 DELTA_SIZES = (
@@ -64,7 +64,7 @@ def _by_group(
 
 
 def _delta_rows(model: ModelConfig) -> tuple[int, int]:
-    """Return the rows of all keys and of all values."""
+    """Return the number of rows of all keys, and of all values."""
     return (
         model.linear_num_key_heads * model.linear_key_head_dim,
         model.linear_num_value_heads * model.linear_value_head_dim,
@@ -82,7 +82,7 @@ def _delta_inputs(model: ModelConfig) -> list[int]:
 
 
 def _mamba_rows(model: ModelConfig) -> tuple[int, int]:
-    """Return the rows of x and of B."""
+    """Return the number of rows of x, and of B."""
     return model.mamba_heads * model.mamba_head_dim, model.mamba_num_groups * model.mamba_state_dim
 
 
@@ -124,7 +124,7 @@ MAMBA_TENSORS = {
 
 
 def split_parts(state: Mapping[str, Any], args: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return a rank file's tensors with the parts of mixers' matrices as tensors.
+    """Return a rank file's tensors, with each part of a mixer's matrix as a tensor of its own.
 
     Args:
         state: tensors by name.
@@ -132,7 +132,7 @@ def split_parts(state: Mapping[str, Any], args: Mapping[str, Any], ranks: int) -
         ranks: tensor-parallel ranks.
 
     Raises:
-        ValueError: the rows of a tensor are not those of the arguments.
+        ValueError: a tensor's number of rows does not match the arguments.
     """
     result: dict[str, Any] = {}
     for name, value in state.items():

@@ -74,7 +74,7 @@ def export_megatron(
         tp: Megatron's tensor-parallel size. `torch` has a file per rank; `torch_dist` is loaded in any layout.
         pp: Megatron's pipeline-parallel size.
         dtype: float32, bfloat16 or float16; default: the run's compute dtype.
-        transformer_impl: that of the job that will load the checkpoint.
+        transformer_impl: Megatron's setting in the job that will load the checkpoint.
         make_vocab_size_divisible_by: as in Megatron, for each TP rank.
         with_optimizer: include AdamW's state and the schedule; only from a Megalith run and in `torch_dist`.
         trust: as in `import_megatron`.
@@ -327,14 +327,14 @@ def convert(
         source: expected format of `path`; `megatron` also accepts a Megalith run. Default: detected.
         sizes: expected TP and PP sizes of a Megatron source.
         trust: as in `import_megatron`.
-        options: for `export_megatron`.
+        options: further arguments of `export_megatron`.
 
     Returns:
         The folder written.
 
     Raises:
         ConfigError: `path` is not what `source` and `sizes` say.
-        CheckpointError: as the functions that read and write these formats.
+        CheckpointError: as in the functions that read and write these formats.
     """
     kind = "hf"
     if is_megatron_folder(path):

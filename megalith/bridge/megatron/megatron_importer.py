@@ -57,7 +57,7 @@ class MegatronSource:
         """Do nothing: the names are complete."""
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor by name. The last one is cached, because it is read in blocks."""
+        """Return a tensor by name. The last tensor is cached, because tensors are read in blocks."""
         if self._last is None or self._last[0] != name:
             self._last = (name, self.tensors[name].read())
         return self._last[1]
@@ -78,7 +78,8 @@ def import_megatron(
         source: Megatron's save folder, whose newest iteration is used, or the folder of an iteration.
         out: folder or URL of the run; must not exist.
         trust: read pickles that name Megatron's classes. The classes are never loaded (unpickle.py).
-        vocab_size: the tokenizer's; default: that in the checkpoint's arguments, else the padded size.
+        vocab_size: the tokenizer's vocabulary size; default: the size in the checkpoint's arguments, else the padded
+            size.
         allow: initialize missing tensors and ignore extra ones.
         show_progress: draw a progress bar.
 
@@ -163,7 +164,7 @@ def _plus_one(tensor: Any) -> LazyTensor:
 
 
 def _family(names: Collection[str]) -> Family:
-    """Return the family by the tensors' names; the arguments do not contain it."""
+    """Return the family that the tensors' names indicate; the arguments do not contain it."""
     stacks = {match[1] for name in names if (match := LAYER.match(name))}
     if stacks == {"decoder", "encoder"}:
         raise ConfigError(

@@ -242,7 +242,7 @@ class _Writer(dcp.FileSystemWriter):
         return StorageMeta()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Add the second of STATE_NAMES for the bytes stored under the first."""
+        """Add the metadata that gives the bytes stored under the first of STATE_NAMES the second name too."""
         one, other = STATE_NAMES
         stored = metadata.state_dict_metadata
         stored |= {

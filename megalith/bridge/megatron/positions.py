@@ -144,7 +144,7 @@ def _check_fixed_for_latents(scaling: RopeScaling) -> None:
 
 
 def _yarn_arguments(scaling: RopeScaling, latent: bool) -> Tree:
-    """The arguments of YaRN. With latents mscale_all_dim scales the attention scores too."""
+    """Return the arguments of YaRN. With latent attention, mscale_all_dim scales the attention scores too."""
     mscale, of_all = scaling.mscale or 1.0, scaling.mscale_all_dim or 0.0
     if latent:
         _check_fixed_for_latents(scaling)

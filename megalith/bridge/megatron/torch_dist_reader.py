@@ -59,7 +59,7 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class DistributedTensor:
-    """A tensor in shards, or one layer or expert of a stack: `at` is its index there."""
+    """A tensor in shards, or one layer or expert of a stack: `at` is its index in the stack."""
 
     stored_shape: tuple[int, ...]
     dtype: str

@@ -36,12 +36,12 @@ class AdapterTarget:
 
     @property
     def of_experts(self) -> bool:
-        """True if the matrix is one per expert, and a parameter in transformers instead of a module."""
+        """True if there is one matrix per expert, stored in transformers as a parameter instead of a module."""
         return self.site.startswith(EXPERTS)
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Parts of the matrix → names of the Hugging Face modules, or of experts' parameter."""
+        """Parts of the matrix → names of the Hugging Face modules, or of the experts' parameter."""
         if self.of_experts:
             return {WHOLE: self._parameter()}
         names = [name.removesuffix(".weight") for name in self.group.names()]
@@ -95,7 +95,8 @@ class AdapterTarget:
         return rows.view(model.query_groups, queries + 2, model.head_dim)[:, heads[part]].flatten()
 
     def rows_of_module(self, module: str, part: str) -> Tensor:
-        """Return the row of the module for each row of the part's B, int64; the module must have them all."""
+        """Return the row of the module for each row of the part's B, int64; the module must contain all rows of the
+        part."""
         position = torch.empty(self.rows, dtype=torch.int64)
         ours = self.rows_of_modules()[module]
         position[ours] = torch.arange(len(ours))

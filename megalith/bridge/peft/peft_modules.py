@@ -37,8 +37,8 @@ EMBEDDING = WORD_EMBEDDINGS
 def resolve_saved_modules(names: Iterable[str], family: Family, model: ModelConfig) -> list[str] | None:
     """Return the paths, as in models/saved_modules.py, of the modules that `lora.modules_to_save` names.
 
-    A name is first compared with transformers' modules, then with Megalith's. None: only the score of a reward model,
-    which is trained anyway.
+    A name is first compared with transformers' modules, then with Megalith's. Returns None if the names mean no module
+    other than the score of a reward model, which is trained anyway.
 
     Raises:
         ConfigError: a module is missing, or cannot be trained in full.
@@ -70,7 +70,8 @@ def resolve_saved_modules(names: Iterable[str], family: Family, model: ModelConf
 
 
 def _modules_by_path(family: Family, groups: Iterable[Group]) -> dict[str, set[str]]:
-    """Return the Hugging Face modules, and those that contain them, that have parameters of the module at each path."""
+    """Return, by path, the Hugging Face modules that hold the parameters of that path's module, and all modules that
+    contain these."""
     by_path: dict[str, set[str]] = {}
     for group in groups:
         modules = by_path.setdefault(path_of(group.name), set())
@@ -83,7 +84,8 @@ def _modules_by_path(family: Family, groups: Iterable[Group]) -> dict[str, set[s
 
 
 def transformers_names(family: Family, group: Group) -> list[str]:
-    """Return the names that transformers' model has for the tensors of a group; a tied output matrix is one of them."""
+    """Return the names that transformers' model has for the tensors of a group, including the name of a tied output
+    matrix."""
     names = group.names(0 if group.experts is not None else None)
     if path_of(group.name) == EMBEDDING and is_tied(group.model):
         names = [*names, family.tied]

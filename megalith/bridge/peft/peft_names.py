@@ -44,13 +44,16 @@ def is_peft(path: str | Path) -> bool:
 
 
 def nested_parameters(parameters: Iterable[str]) -> set[str]:
-    """Return the parameters that are not the last adapted one of their module: PEFT wraps the module once for each."""
+    """Return the parameters that another adapted parameter of their module follows.
+
+    PEFT wraps a module once per adapted parameter.
+    """
     last = {name.rpartition(".")[0]: name for name in parameters}
     return {name for name in parameters if last[name.rpartition(".")[0]] != name}
 
 
 def wrapper_name(target: AdapterTarget, module: str, nested: bool) -> str:
-    """Return the name of PEFT's wrapper of a module, or of the module with experts' parameter."""
+    """Return the name of PEFT's wrapper of a module, or of the module that has the experts' parameter."""
     if not target.of_experts:
         return f"{PREFIX}{module}"
     return f"{PREFIX}{module.rpartition('.')[0]}{'.base_layer' if nested else ''}"

@@ -207,7 +207,7 @@ class PeftFolder:
         return b[:, target.rows_of_module(target.modules[WHOLE], WHOLE)]
 
     def _find_adapters(self) -> dict[tuple[str, str], _Stored]:
-        """Return the stored adapters by the name of the matrix and the part that the module is."""
+        """Return the stored adapters by the name of the matrix and the part of it that the Hugging Face module is."""
         patterns = {key: self._config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
         stored_adapters = {}
         for target in self._targets.values():
@@ -302,7 +302,7 @@ class PeftFolder:
         }
 
     def _parts_of_blocks(self, stored: _Stored, rank: int) -> tuple[str, ...]:
-        """Return the part of each block of `rank` columns of a fused module's B; empty if they are not parts."""
+        """Return the part of each block of `rank` columns of a fused module's B; empty if the blocks are not parts."""
         target, b = stored.target, self._tensors[f"{stored.prefix}.lora_B.weight"].read()
         all_parts, module = SITES[target.site], target.modules[WHOLE]
         if rank < 1 or b.shape[1] % rank or b.shape[1] > rank * len(all_parts):

@@ -19,7 +19,7 @@ def resolve_tokens(
     """Return the tokens by Megalith's names of the matrices.
 
     Raises:
-        ConfigError: a name is that of another module, or the tokens of tied matrices differ.
+        ConfigError: a name belongs to another module, or the tokens of tied matrices differ.
     """
     if not isinstance(tokens, Mapping):
         tokens = {EMBEDDING: tokens}
@@ -52,7 +52,7 @@ def resolve_tokens(
 
 
 def _paths(name: str, family: Family, model: ModelConfig) -> list[str]:
-    """Return the paths that a transformers name means, without that of an output bias."""
+    """Return the paths that a name in transformers means, without the path of an output bias."""
     paths = resolve_saved_modules([name], family, model) or []
     return [path for path in paths if path != "vocabulary"]
 

@@ -265,7 +265,8 @@ def _peft_config(
 def _their_tokens(
     family: Family, model: ModelConfig, lora: LoraConfig
 ) -> list[int] | dict[str, list[int]] | None:
-    """Return PEFT's `trainable_token_indices`: tokens of the embedding, or by the last part of the module's name."""
+    """Return PEFT's `trainable_token_indices`: the embedding's tokens, or tokens by the last part of each module's
+    name."""
     tokens = lora.tokens_by_matrix()
     if tokens.keys() <= {EMBEDDING}:
         return tokens.get(EMBEDDING)
