@@ -16,14 +16,14 @@ class Adapter(nn.Module):
     lora_B: nn.ModuleDict
 
     def __init__(self, lora: LoraConfig, layer: str, site: str, parts: Mapping[str, int]):
-        """Read rank and scale of each part; the layer and the site are named as in `LoraConfig.rank_of`."""
+        """Read the rank and scale of each part from `lora`; `layer` and `site` are names as in `LoraConfig.rank_of`."""
         super().__init__()
         self.site = site
         self.ranks = {part: lora.rank_of(layer, site, part) for part in parts}
         scalings = {part: lora.scaling_of(layer, site, part) for part in parts}
         self.scaling = next(iter(scalings.values()))
         self.factors = {part: each / self.scaling for part, each in scalings.items() if each != self.scaling}
-        """Scale of a part relative to `scaling`, if it differs."""
+        """Scales relative to `scaling`, of the parts whose scale differs from it."""
 
     def delta(self) -> Tensor:
         """Return the update that merging adds to the weight, in the weight's shape (its shard under tensor
@@ -33,7 +33,7 @@ class Adapter(nn.Module):
     def pair(self) -> tuple[Tensor, Tensor]:
         """Return one A [rank, in] and B [out, rank] with B · A = `delta()`; the adapter must be unsharded.
 
-        The rank is the sum of the parts' ranks. Experts have one more dimension before these.
+        The rank is the sum of the parts' ranks. For experts, A and B have a leading dimension of experts.
         """
         raise NotImplementedError(f"{type(self).__name__} has no pair")
 
@@ -47,7 +47,7 @@ class Adapter(nn.Module):
         return False
 
     def scaled(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parts' outputs, each multiplied by its factor relative to `scaling`."""
+        """Return the parts' outputs, each multiplied by the part's scale relative to `scaling`."""
         if not self.factors:
             return parts
         return {part: x * self.factors[part] if part in self.factors else x for part, x in parts.items()}

@@ -3,9 +3,9 @@
     y = x · Wᵀ + bias + x · Aᵢᵀ · Bᵢᵀ        i: number of the sequence's adapter, 0 for none
 
 The matmul with W is computed once for the whole batch, and A and B are gathered per sequence (Chen et al. 2023, Sheng
-et al. 2023). A site, a matrix with adapters, holds those of all slots in two tensors, whose storage stays in place, so
-CUDA graphs remain valid when a slot is filled. B contains the adapter's scale and has the rows of the matrix in their
-order. Smaller ranks are filled up with zeros, and slot 0 is zero.
+et al. 2023). A site is a matrix with adapters. It holds the adapters of all slots in two tensors whose storage stays in
+place, so CUDA graphs remain valid when a slot is filled. B is already multiplied by the adapter's scale, and its rows
+are ordered like those of the matrix. Adapters of a smaller rank are padded with zeros, and slot 0 is all zeros.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class AdapterSlots(nn.Module):
             slots: number of adapters.
             rank: largest rank of an adapter.
             weight: this rank's shard of the matrix.
-            rows: number of its rows that this rank uses.
+            rows: number of the shard's rows that this rank uses.
             dtype: dtype of A and B.
-            reduce: sums x · Aᵀ over the tensor-parallel ranks, if these have different columns.
+            reduce: sums x · Aᵀ over the tensor-parallel ranks, if they have different columns of A.
         """
         super().__init__()
         experts, columns, device = weight.shape[:-2], weight.shape[-1], weight.device
@@ -54,7 +54,7 @@ class AdapterSlots(nn.Module):
 
     @torch.no_grad()
     def fill(self, slot: int, a: Tensor | None, b: Tensor | None) -> None:
-        """Set a slot to this rank's shards of an adapter's A and B; None: no adapter."""
+        """Fill a slot with this rank's shards of an adapter's A and B, or clear the slot if both are None."""
         self.lora_A[slot].zero_()
         self.lora_B[slot].zero_()
         if a is not None:
@@ -102,7 +102,7 @@ def add_adapter_slots(
         slots: number of adapters.
         ranks: largest rank by the name of the matrix.
         dtype: dtype of A and B.
-        reduces: `reduce` of the row-parallel matrices, by name.
+        reduces: the `reduce` function of each row-parallel matrix, by the matrix's name.
 
     Returns:
         The slots by the name of the matrix.

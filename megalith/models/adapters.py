@@ -16,8 +16,8 @@ DoRA (Liu et al. 2024) also trains a length m for each row of the adapted matrix
     y = (x · Wᵀ + x · ΔWᵀ) · m / ‖W + ΔW‖ + bias        no gradient flows through the norms of the rows
 
 PiSSA and OLoRA begin with factors A₀, B₀ of W and train on W − B₀ · A₀. Here W stays as it is, A₀ and B₀ are kept,
-frozen, and ΔW is the scale times B · A − B₀ · A₀. LoftQ with several iterations keeps A₀ and B₀ for the quantized base,
-which is that of W minus the scale times B₀ · A₀.
+frozen, and ΔW is the scale times B · A − B₀ · A₀. LoftQ with several iterations keeps A₀ and B₀ because the base is W −
+scale · B₀ · A₀, quantized.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class LinearAdapter(Adapter):
             lora: ranks, scales and dropout.
             layer: name of the layer in the model.
             site: path of the linear in the layer, such as self_attention.linear_qkv.
-            inputs: columns of every A.
-            rows: rows of each part's B, by the part's name.
+            inputs: number of columns of every A.
+            rows: number of rows of each part's B, by the part's name.
         """
         super().__init__(lora, layer, site, rows)
         self.dropout, self.dropout_site = lora.dropout, ADAPTER_INPUTS[site]
@@ -112,14 +112,14 @@ class LinearAdapter(Adapter):
         return self.lora_magnitude is not None and self.scaling != 0
 
     def row_factors(self, weight: Tensor) -> Tensor:
-        """Return the factors of the linear's outputs, float32 [out]; `weight` [out, in] are the rows of this rank."""
+        """Return the factor of each output of the linear, float32 [out]; `weight` [out, in] holds this rank's rows."""
         with torch.no_grad():
             squares = (weight.float() + self.delta().float()).square().sum(1)
             norms = self.sum_columns(squares).sqrt()
         return self.factors_of(norms)
 
     def factors_of(self, norms: Tensor, first_row: int = 0) -> Tensor:
-        """Return the trained lengths of rows from `first_row` on, divided by their norms; 1 without an adapter."""
+        """Return trained length / norm for each row from `first_row` on; 1 for rows without an adapter."""
         lengths = {part: each.rows(local(each.weight)).float() for part, each in self.lora_magnitude.items()}
         adapted = self.join({part: torch.ones_like(each) for part, each in lengths.items()})
         lengths, adapted = (x.narrow(0, first_row, len(norms)) for x in (self.join(lengths), adapted))
@@ -131,7 +131,7 @@ class LinearAdapter(Adapter):
         return total if not self.rescales else total * self.row_factors(weight)[:, None]
 
     def part_rows(self, part: str) -> Tensor:
-        """Return the linear's row of each row of a part's B, int64; the adapter must be unsharded."""
+        """Return the index of the linear's row for each row of a part's B, int64; the adapter must be unsharded."""
         rows = {
             other: torch.arange(1, b.weight.shape[0] + 1)
             if other == part
@@ -166,7 +166,8 @@ class LinearAdapter(Adapter):
         return self.join(self.scaled(high)) * self.scaling
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
-        """Return the parts [..., rows of the part] in the order of the linear's rows: [..., out]; absent ones are 0."""
+        """Join the parts [..., rows of the part] into [..., out], in the order of the linear's rows; absent parts are
+        0."""
         return parts[WHOLE]
 
     def delta(self) -> Tensor:
@@ -207,7 +208,7 @@ class QKVAdapter(LinearAdapter):
     gated = False  # the queries of a group are followed by their gates, which are rows of the part q
 
     def heads_of_parts(self) -> dict[str, int]:
-        """Return the number of heads of each part in a group."""
+        """Return how many heads of each part a group has."""
         return {"q": self.heads.in_group * (1 + self.gated), "k": 1, "v": 1}
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:

@@ -30,12 +30,12 @@ class Cache(Protocol):
         """
 
     def convolve(self, x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return ops.causal_conv.causal_conv of x after the layer's last tokens, and store x's last tokens."""
+        """Apply ops.causal_conv.causal_conv to x, preceded by the layer's last tokens, and store x's last tokens."""
 
     def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
-        """Return ops.delta_rule.gated_delta_rule starting from the layer's state, and store the new state."""
+        """Apply ops.delta_rule.gated_delta_rule, starting from the layer's state, and store the new state."""
 
     def state_space(
         self, x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor
     ) -> Tensor:
-        """Return ops.state_space.state_space starting from the layer's state, and store the new state."""
+        """Apply ops.state_space.state_space, starting from the layer's state, and store the new state."""

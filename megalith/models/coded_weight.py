@@ -1,4 +1,4 @@
-"""A quantized frozen weight (ops/weight_codes.py). Each matmul decodes it again (ops/coded_gemm.py)."""
+"""A quantized frozen weight (ops/weight_codes.py), which each matmul decodes again (ops/coded_gemm.py)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class CodedWeight(nn.Module):
 
     Args:
         form: int8, fp8, nf4 or mxfp4.
-        shape: of the full weight, [out, in] or [experts, out, in].
-        local_shape: of this rank's shard.
-        offset: of the shard in the full weight.
-        dtype: of the matmuls.
+        shape: shape of the full weight, [out, in] or [experts, out, in].
+        local_shape: shape of this rank's shard.
+        offset: offset of the shard in the full weight.
+        dtype: dtype of the matmuls.
     """
 
     def __init__(
@@ -35,9 +35,12 @@ class CodedWeight(nn.Module):
         self.form, self.dtype = form, dtype
         self.shape, self.local_shape, self.offset = tuple(shape), tuple(local_shape), tuple(offset)
         self.rows: Callable[[Tensor], Tensor] = identity
-        """Selects the rows that this rank uses, as Linear's."""
+        """Function that selects the rows that this rank uses, like `Linear.rows`."""
         self.base_sample: dict[int, str] = {}
-        """Values of the weight before it was coded, which identify the base (checkpoint/fingerprint.py)."""
+        """Sampled values of the weight before it was quantized, by sample number.
+
+        They identify the base (checkpoint/fingerprint.py).
+        """
 
     def fill(self, codes: WeightCodes) -> None:
         """Set the codes, which must be on the device that computes the matmuls."""
@@ -49,9 +52,12 @@ class CodedWeight(nn.Module):
         return WeightCodes(self.codes, self.scales, self.block_index, self.table, self.levels)
 
     def decoded(self, after: Tensor | None = None) -> Tensor:
-        """Return the rows that this rank uses in the dtype of the matmuls, as `ops.coded_gemm.Coded` says."""
+        """Return the decoded rows that this rank uses, in the dtype of the matmuls.
+
+        For `after`, see `ops.coded_gemm.Coded`.
+        """
         return self.rows(self.all_rows(after))
 
     def all_rows(self, after: Tensor | None = None) -> Tensor:
-        """Return the decoded shard, with rows that this rank may not use."""
+        """Return the decoded shard, including any rows that this rank does not use."""
         return decode_at_use(self.form, self.parts, self.dtype, self.offset[-1], after)

@@ -34,13 +34,13 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int, show_progress: 
     Matrices are N(0, init_method_std). If their output is added to the residual stream, the standard deviation is
     divided by the root of the model's number of branches (2 per layer, or 1 with hybrid_layer_pattern). Norms are 1,
     or 0 if zero-centered. Biases, buffers and the rows of the padded vocabulary are 0. In adapters B is 0, as are
-    PiSSA's and OLoRA's first factors, and A is N(0, 1 / (3 · in)), which is PEFT's variance; a convolution's taps
-    have it too. In a gated delta net e^weight of the decays is uniform between 0 and 16, and their bias is 1. In
-    Mamba-2 e^weight is uniform between 1 and 16, softplus of the bias is log-uniform between 0.001 and 0.1, and the
-    skip connection's weight is 1, as in Megatron-LM. Both slopes of xIELU are 0.8.
+    PiSSA's and OLoRA's first factors, and A is normal with PEFT's variance, 1 / (3 · in). The taps of a convolution
+    have this variance too. In a gated delta net e^weight of the decays is uniform between 0 and 16, and their bias is
+    1. In Mamba-2 e^weight is uniform between 1 and 16, softplus of the bias is log-uniform between 0.001 and 0.1, and
+    the skip connection's weight is 1, as in Megatron-LM. Both slopes of xIELU are 0.8.
 
-    With µP, the standard deviation of the layers' matrices is also divided by the root of the width ratio, and the
-    branches of the base model are counted if mup_base_num_layers is set.
+    With µP, the standard deviation of the layers' matrices is also divided by the root of the width ratio. If
+    mup_base_num_layers is set, the branches of the base model are counted instead.
 
     Args:
         model: on a device with storage. A DTensor's local shard gets its slice of the global tensor.

@@ -31,7 +31,7 @@ class TokenInputs:
     cp_size: int | None = None  # number of ranks that share the rows; None: the same in all passes
 
     def real_tokens(self, token_index: Tensor) -> Tensor | None:
-        """Return a mask of the real tokens, bool [batch, seq]; None: there is no padding.
+        """Return a mask of the real tokens, bool [batch, seq], or None if there is no padding.
 
         `token_index`: int64 [seq], each token's index in the full sequence.
         """

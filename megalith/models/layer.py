@@ -306,7 +306,7 @@ BRANCHES = {"mlp": MLPLayer, "experts": ExpertsLayer}
 
 @cache
 def mtp_layer(topology: type[TransformerLayer]) -> type[TransformerLayer]:
-    """Return the class of MTP layers (mtp.py) of a residual topology: norm(layer(join(x, embedding)))."""
+    """Return the class of MTP layers (mtp.py) with a residual topology: norm(layer(join(x, embedding)))."""
     formula = without_runner(topology.forward)
 
     class MTPLayer(topology):
@@ -320,7 +320,7 @@ def mtp_layer(topology: type[TransformerLayer]) -> type[TransformerLayer]:
 
 
 def layer_class(config: ModelConfig, number: int, cross: bool = False) -> type[TransformerLayer]:
-    """Return the class of layer `number`; `cross`: with cross-attention.
+    """Return the class of layer `number`; `cross`: the layer has cross-attention.
 
     Raises ConfigError for cross-attention with a topology that has none.
     """

@@ -1,4 +1,4 @@
-"""A linear layer, and the MLP that two of them make.
+"""A linear layer, and the MLP that consists of two linear layers.
 
 A linear's seams are `gemm` (its matmuls), `style` (the collectives around them) and `rows` (which rows it uses). An
 adapter's output (adapters.py) is added to the linear's. An MLP's activation is GELU as in GPT-2, or gated (Shazeer

@@ -7,16 +7,17 @@ expert e by their scores, without the expert bias:
     seq aux   the same per sequence, averaged over the sequences
     z         1 / T · Σ_t (log Σ_e exp logit_te)²          (Zoph et al. 2022)
 
-Padding counts neither among the tokens nor in any sum, as in Megatron core from 0.16 on. In `seq aux` each sequence has
-its own T there, and those without tokens are left out; Megatron divides by the mean T of the sequences instead.
+Padding counts neither among the tokens nor in any sum, as in Megatron core from 0.16 on. With padding, `seq aux` uses
+each sequence's own T, and sequences without tokens are left out; Megatron divides by the mean T of the sequences
+instead.
 
 The gradient of coefficient · loss, averaged over the micro-batches of the global batch, is added to the gradient of the
 tokens' mean loss. The losses are defined per micro-batch: ranks that share one add the terms of their own tokens, with
 counts over all tokens. They therefore depend on micro_batch_size, and on no other part of the layout.
 
-The losses are attached to the weights of the chosen experts: in the backward pass that node passes on the weights'
-gradient and starts the losses'. The tally is counted there too, because each forward pass that counts has exactly one
-backward pass, even with recomputation.
+An autograd node attaches the losses to the weights of the chosen experts. In the backward pass, the node passes on the
+gradient of the weights and starts the gradient of the losses. It also updates the tally, because each forward pass that
+counts has exactly one backward pass, even with recomputation.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def auxiliary_losses(
     real: Tensor | None,  # bool [tokens], False for padding; None: all are real
     local_tokens: LocalTokens,
 ) -> tuple[Tensor, Tensor]:
-    """Return these tokens' terms of the micro-batch's losses: float32 [aux, z], and their sum with coefficients."""
+    """Return these tokens' terms of the micro-batch's losses aux and z, float32 [2], and their sum weighted by the
+    coefficients."""
     tokens, topk, experts = len(logits) * local_tokens.shards, config.moe_router_topk, config.num_experts
     counts = None if real is None else real.float()  # [tokens], 1 for tokens that count
     kind = config.moe_router_load_balancing_type
@@ -102,8 +104,9 @@ def sinkhorn_factors(shares: Tensor) -> Tensor:
     """Return a factor per expert, float32 [experts], by Sinkhorn's iteration (Sinkhorn and Knopp 1967).
 
     Args:
-        shares: float32 [tokens, experts], the softmax of the logits of a full micro-batch. Multiplied by the expert's
-            factor and by a factor per token, each token's sum is 1 / tokens and each expert's is 1 / experts.
+        shares: float32 [tokens, experts], the softmax of the logits of a full micro-batch. After multiplication by the
+            experts' factors and by a factor per token, each token's shares sum to 1 / tokens and each expert's to 1 /
+            experts.
     """
     tokens, experts = shares.shape
     factors = shares.new_ones(experts)
@@ -126,7 +129,7 @@ def tallied(
     kept: Tensor | None,  # bool [tokens, topk]
     real: Tensor | None,  # bool [tokens], False for padding; None: all are real
 ) -> Tensor:
-    """Return `weights`; the backward pass starts the losses' gradient with `scale` and adds to the tally."""
+    """Return `weights`. The backward pass starts the losses' gradient with `scale` and adds these tokens to `tally`."""
     count = len(tally) - 3
     if real is not None:  # padding counts for one expert more, which is left out
         experts, kept = (

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 
 FusedHeadLoss = Callable[..., tuple[Tensor, Tensor | None, Tensor]]
-"""(hidden [..., hidden], weight [local rows, hidden], labels [...], tokens, vocab_size, softcap, scale, **shard) → the
-arguments of `observe`, float32 [...] or None, and the sum of losses with its gradient times scale."""
+"""Function (hidden [..., hidden], weight [local rows, hidden], labels [...], tokens, vocab_size, softcap, scale,
+**shard) → the log-probabilities and entropies for `observe`, float32 [...] or None, and the sum of losses, whose
+gradient is multiplied by scale."""
 
 
 class Loss:
@@ -52,7 +53,7 @@ class Loss:
     def denominator(self, batch: Batch) -> Tensor | float:
         """Return the micro-batch's term of the step's divisor, a scalar: by default its number of valid tokens.
 
-        It is called before any pass. If a step's divisor is 0, it is replaced by 1.
+        This method is called before any pass of the step. If the divisor of the step is 0, it is replaced by 1.
         """
         return batch.loss_mask.sum(dtype=torch.float64)
 
@@ -79,17 +80,18 @@ class Loss:
         return None
 
     def tokens(self, batch: Batch) -> dict[str, Tensor] | None:
-        """Return the inputs of `token_losses`, [batch, seq] each, if the loss is a sum over tokens; None if it is not.
+        """Return the inputs of `token_losses`, tensors [batch, seq] by name, if the loss is a sum over tokens, else
+        None.
 
-        Such a loss takes one pass too, and `token_losses` and `observe` are called instead of `__call__`. `batch` is on
-        the model's device.
+        Such a loss also takes one pass over the output matrix, and `token_losses` and `observe` are called instead of
+        `__call__`. `batch` is on the model's device.
         """
         return None
 
     def token_losses(self, logprobs: Tensor, entropy: Tensor | None, tokens: Mapping[str, Tensor]) -> Tensor:
         """Return each token's loss, float32 of the arguments' shape.
 
-        The arguments are of some of the micro-batch's tokens, in any order; a token's loss depends only on its own
+        The arguments hold some of the micro-batch's tokens, in any order; a token's loss must depend only on its own
         entries.
         """
         raise NotImplementedError(f"{type(self).__name__} has tokens but no token_losses")
@@ -100,8 +102,8 @@ class Loss:
     def fused_head_loss(self, batch: Batch) -> FusedHeadLoss | None:
         """Return a function that computes the loss from the output matrix's input, or None.
 
-        Define it for a loss that needs more than the log-probabilities of `targets`. The function gets `tokens`, and
-        its outputs go to `observe`.
+        Define it for a loss that needs more than the log-probabilities of `targets`. The function gets the result of
+        `tokens`, and its first two outputs go to `observe`.
         """
         return None
 
@@ -115,7 +117,7 @@ class Loss:
         Args:
             logprobs: float32, of the shape of `targets`, with a gradient.
             entropy: float32 [batch, seq], of each token's distribution, with a gradient; None unless `needs_entropy`.
-            batch: on the same device.
+            batch: the micro-batch, on the same device.
         """
         weights = self.weights(batch)
         if weights is None:
@@ -151,7 +153,10 @@ class Objective:
     """A loss bound to its micro-batch, for one pass through the model."""
 
     of: Callable[[Tensor, Tensor | None], Tensor | None]
-    """(logprobs, entropy) of this rank's tokens → float32 scalar; with `tokens`, it only computes metrics."""
+    """Function (logprobs, entropy) of this rank's tokens → float32 scalar.
+
+    It only computes metrics if `token_losses` or `fused_head_loss` computes the loss.
+    """
     temperature: float = 1.0
     needs_entropy: bool = False
     vocab_size: int | None = None
@@ -159,7 +164,7 @@ class Objective:
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     """Inputs of `token_losses` for this rank's tokens, shaped like its labels."""
     fused_head_loss: FusedHeadLoss | None = None
-    """Computes the loss instead of the functions above."""
+    """Function that computes the loss instead of the functions above."""
 
     def loss(
         self, logprobs: Tensor, entropy: Tensor | None, loss: Tensor | None, scale: Tensor | None

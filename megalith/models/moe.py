@@ -74,7 +74,7 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None,
         bias: bool | None = None,
     ):
-        """Create the linears of all experts. `bias` None: as in the configuration's MLPs."""
+        """Create the linears of all experts. If `bias` is None, they have biases if the configuration's MLPs have."""
         super().__init__()
         experts = config.num_experts
         self.gemm, self.fusion = GroupedGemm(config.moe_grouped_gemm), config.moe_permute_fusion
@@ -106,7 +106,10 @@ class GroupedLinear(nn.Module):
         return weight if self.coded is None else GroupedWeight(cast[0], self.coded.codes), bias
 
     def forward(self, x: Tensor, matrix: Matrix, groups: RowGroups, factors: Tensor | None = None) -> Tensor:
-        """Return [rows, out] for x [rows, in]; `factors` [rows, 1], if any, multiply each row's bias."""
+        """Return [rows, out] for x [rows, in].
+
+        If there are `factors` [rows, 1], each row's bias is multiplied by its factor.
+        """
         weight, bias = matrix
         y = grouped_linear(x, weight, groups, self.gemm)
         if self.adapter is not None:
@@ -153,7 +156,7 @@ class Experts(nn.Module):
 
         Args:
             x: [rows, hidden], sorted by expert.
-            weights: float32 [rows, 1], multiply the output, or the input with moe_apply_probs_on_input.
+            weights: float32 [rows, 1], factors of the output, or of the input with moe_apply_probs_on_input.
             groups: number of rows per expert.
             matrices: result of `prepare_weights`; None: call it here.
         """
@@ -236,7 +239,7 @@ class Dispatch:
     """Dispatch on one device: sorts rows by expert and sums the outputs of each token's rows."""
 
     adds_in_order = False
-    """Add a token's outputs one by one, in the order of its experts."""
+    """True if a token's outputs are added one by one, in the order of its experts."""
 
     def __init__(self, config: ModelConfig):
         self.experts = self.local_experts = config.num_experts
@@ -245,7 +248,7 @@ class Dispatch:
         self.fusion = config.moe_permute_fusion
 
     def adding_in_order(self) -> Dispatch:
-        """Return the same dispatch with `adds_in_order`."""
+        """Return a copy of this dispatch with `adds_in_order` set."""
         dispatch = copy.copy(self)
         dispatch.adds_in_order = True
         return dispatch

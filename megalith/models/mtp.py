@@ -4,10 +4,11 @@ MTP layer k (1, 2, …) predicts token t_{i+k+1} from the head's previous input 
 
     h_k = norm(layer(linear_join([norm(embedding(t_{i+k})), norm(h_{k-1})])))        h_0: the input of the model's head
 
-It shares the model's embedding and output matrix. Each layer's loss is the mean over the tokens that it predicts, as in
-Megatron-LM; there are fewer for larger k. The mean of these losses, times mtp_loss_scaling_factor, contributes to the
-gradient but not to the logged loss. Evaluation and generation skip the MTP layers. Their numbers follow the model's
-layers, and parallelism treats them as layers. The last pipeline stage has them, with a copy of the embedding.
+MTP layers share the model's embedding and output matrix. Each layer's loss is the mean over the tokens that it
+predicts, as in Megatron-LM; a larger k has fewer such tokens. The mean of these losses, times mtp_loss_scaling_factor,
+contributes to the gradient but not to the logged loss. Evaluation and generation skip the MTP layers. They are numbered
+after the model's layers, and parallelism treats them as layers. The last pipeline stage has them, with a copy of the
+embedding.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class MTPTargets:
         return MTPTargets(*(part[..., token_index] for part in parts), self.weights, self.sums)
 
     def to(self, device: torch.device) -> MTPTargets:
-        """Return a copy on a device; weights and sums are already there."""
+        """Return a copy on a device, on which `weights` and `sums` must already be."""
         parts = (self.tokens, self.labels, self.loss_mask)
         return MTPTargets(*(to_device(part, device) for part in parts), self.weights, self.sums)
 

@@ -40,7 +40,7 @@ class Norm(Runnable):
 
     @runnable
     def add_norm(self, x: Tensor, y: Tensor | None, dropout: Mask | None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream x + dropout(y) [..., width], and its norm."""
+        """Return the residual stream x + dropout(y) [..., width], and the norm of that sum."""
         if self.function is not fused_norm.norm:
             x = fused_norm.residual_add(x, y, dropout)
             return x, self.function(x, *self._formula())
@@ -71,7 +71,7 @@ def norm_or_identity(norm: Norm | None, x: Tensor) -> Tensor:
 def add_norm(
     norm: Norm | None, x: Tensor, y: Tensor | None = None, dropout: Mask | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual stream x + dropout(y), and its norm: the stream again if there is no norm."""
+    """Return the residual stream x + dropout(y), and the norm of that sum, or the sum again if there is no norm."""
     if norm is not None:
         return norm.add_norm(x, y, dropout)
     x = fused_norm.residual_add(x, y, dropout)

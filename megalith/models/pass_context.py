@@ -94,7 +94,7 @@ class Context:
     output_z_loss_sum: Tensor | None = None  # float32 scalar: its sum over the local tokens is added here
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass
     adapters: Tensor | None = None
-    """int64 [batch], the adapter of each sequence among those of adapter_slots.py, 0 for none. None: no slots."""
+    """Slot (adapter_slots.py) of each sequence's adapter, int64 [batch], 0 for none. None: there are no slots."""
     encoded: Encoded | None = None  # the sequence that cross-attention attends to
 
     def without_padding(self, value: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def set_chunks(context: Context, size: int, length: int) -> None:
 def set_window_mask(context: Context, before: int, after: int, length: int) -> None:
     """Set the mask of attention to `before` earlier and `after` later tokens, for full sequences of `length` tokens.
 
-    It also has the pass's mask or documents.
+    The mask also excludes what the pass's own mask or documents exclude.
     """
     if length <= min(before, after) + 1:
         return

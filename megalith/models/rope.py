@@ -77,7 +77,8 @@ def _scaled(config: ModelConfig, length: int, device: torch.device) -> tuple[Ten
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide slow pairs by factor, keep fast ones, and blend between them; Llama 4 has no pairs between them."""
+    """Divide the frequencies of slow pairs by factor, keep those of fast pairs, and blend in between; Llama 4 has no
+    pairs in between."""
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     fast = ((rotations - low) / (high - low)).clamp(0.0, 1.0) if low < high else (rotations >= low).float()
@@ -85,7 +86,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, size: int, base: float, scaling: RopeScaling) -> Tensor:
-    """Scale as for llama3, but blend linearly over pair numbers, between beta_fast and beta_slow rotations."""
+    """Scale like `_llama3`, but blend linearly over pair numbers, between beta_fast and beta_slow rotations."""
 
     def pair_with(rotations: float) -> float:
         period = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)

@@ -178,7 +178,10 @@ class Router(nn.Module):
     def _keep(
         self, experts: Tensor, weights: Tensor, token_ids: Tensor, real: Tensor | None
     ) -> tuple[Tensor | None, int | None]:
-        """Return which pairs [tokens, topk] are within the capacity, and the capacity."""
+        """Return a mask [tokens, topk] of the pairs within the capacity, and the capacity.
+
+        Both are None without a capacity.
+        """
         config = self.config
         if config.moe_expert_capacity_factor is None:
             return None, None
@@ -206,7 +209,7 @@ def sparsemixer_weights(logits: Tensor, experts: Tensor, jitter_eps: float) -> T
         logits: float32 [tokens, experts].
         experts: int64 [tokens, topk], the chosen experts, in the order of choice.
         jitter_eps: an expert is compared if its logit is below the best by at most 2 · jitter_eps times the larger of
-            its absolute value and the best logit.
+            the best logit and the absolute value of its own.
 
     Returns:
         Float32 [tokens, topk]. Each weight is a softmax over the compared experts, without those chosen before.

@@ -73,7 +73,8 @@ def paths_named(module: str, paths: Collection[str]) -> set[str]:
 
 
 def check_can_be_saved(module: str, paths: Iterable[str]) -> None:
-    """Raise ConfigError if a path cannot be trained in full; `module` in `lora.modules_to_save` selects the paths."""
+    """Raise ConfigError if one of the paths that `module`, an entry of `lora.modules_to_save`, selects cannot be
+    trained in full."""
     if refused := sorted(path for path in set(paths) if not can_be_saved(path)):
         raise ConfigError(
             f"lora.modules_to_save names {module}, which selects {refused[0]}, but only embeddings, the output matrix, "

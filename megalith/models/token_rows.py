@@ -1,8 +1,9 @@
 """Rows of an embedding or an output matrix that are trained with adapters: PEFT's `trainable_token_indices`.
 
 The rows of some tokens are parameters of their own, which replace those of the frozen matrix wherever it is used. They
-begin with the matrix's values. A tied embedding and output matrix have the same trained rows. Under tensor
-parallelism every rank holds all of them and uses those of its shard of the vocabulary, so their gradients are partial.
+are initialized with the matrix's values. A tied embedding and output matrix have the same trained rows. Under tensor
+parallelism every rank holds all of them and uses those of its shard of the vocabulary, so each rank's gradient of them
+is partial.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megalith.models.adapter import Adapter
 
 
 class TokenRows(Adapter):
-    """Trained rows of one matrix [vocabulary, hidden]. With a `scaling` of 0 the matrix has its own rows."""
+    """Trained rows of one matrix [vocabulary, hidden]. With a `scaling` of 0, the matrix's own rows are used."""
 
     def __init__(self, tokens: Sequence[int], hidden: int):
         """Create the rows of these tokens on the meta device."""
@@ -35,7 +36,7 @@ class TokenRows(Adapter):
         return self.put_into(local(parameter), first)
 
     def put_into(self, rows: Tensor, first: int) -> Tensor:
-        """Return a copy of `rows`, the matrix's rows from row `first` on, in which the trained rows are replaced."""
+        """Return a copy of `rows`, the matrix's rows from row `first` on, with the trained rows put in."""
         index, number = self._find(first, len(rows), rows.device)
         return rows.index_copy(0, index, local(self.weight)[number].to(rows.dtype))
 
@@ -43,7 +44,10 @@ class TokenRows(Adapter):
         return self.put_into(weight.float(), 0)
 
     def _find(self, first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the trained tokens among `count` tokens from `first` on, as rows of these and of `weight`, int64."""
+        """Find the trained tokens among the `count` tokens from `first` on.
+
+        Return their indices from `first` on and their rows in `weight`, both int64.
+        """
         key = first, count, device
         if self._cached is None or self._cached[0] != key:
             tokens = torch.tensor(self.tokens) - first

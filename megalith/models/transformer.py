@@ -76,7 +76,7 @@ class Stack(nn.Module):
         causal: if False, every token attends to all tokens of its document.
         cross: every layer also attends to `context.encoded`.
         mixer: makes a layer's mixer.
-        embedding: embedding of a model that reads tokens; None without.
+        embedding: embedding of a model that reads tokens; None for other models.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Transformer(Stack):
     """
 
     streams: ClassVar[Mapping[str, str]] = {"hidden": "input_ids"}
-    """Residual streams that a pipeline stage sends to the next, each with the batch tensor that has its tokens."""
+    """Residual streams that a pipeline stage sends to the next → name of the batch tensor with the stream's tokens."""
     reads: ClassVar[Sequence[str]] = ()
     """Further tensors of the batch that `forward` takes by name."""
     heads: ClassVar[Sequence[str]] = ("output_layer", "vocabulary")

@@ -23,7 +23,7 @@ VOCABULARY = (
 
 
 class WordEmbedding(nn.Embedding):
-    """The word embedding's weight [padded vocab, hidden], of which some rows may be trained with adapters."""
+    """The word embedding's weight [padded vocab, hidden]. Some of its rows may be trained with adapters."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -101,7 +101,7 @@ class VocabularyBias(nn.Module):
 def _table(
     rows: int, width: int, device: torch.device | str | None, kind: type[nn.Embedding] = nn.Embedding
 ) -> nn.Embedding:
-    """Return an embedding without values; nn.Embedding would draw some from the global random state."""
+    """Return an embedding without values; nn.Embedding would draw values from the global random state."""
     return kind.from_pretrained(torch.empty(rows, width, device=device), freeze=False)
 
 

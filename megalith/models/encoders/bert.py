@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class LMHead(nn.Module):
-    """Layers before the output matrix, and the bias of the logits."""
+    """The layers between the stack and the output matrix, and the bias of the logits."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -90,13 +90,14 @@ class Bert(Transformer):
         Args:
             input_ids: int64 [batch, seq].
             tokentype_ids: int64 [batch, seq], each token's segment; None: all 0.
-            padding_mask: bool [batch, seq], False for padding; None: that of `token_inputs`.
+            padding_mask: bool [batch, seq], False for padding; None: the padding of `token_inputs`.
             token_inputs, labels, loss_mask, loss_inputs, streams: see Transformer.forward.
             sentence_order: int64 [batch], 0 in order, 1 swapped, NO_LABEL for neither; None: no such loss.
-            order_weights: float32 [batch], weights of the samples' order losses; None: their mean.
+            order_weights: float32 [batch], weight of each sample's order loss; None: the losses are averaged.
 
         Returns:
-            Logits [batch, seq, vocab], without an LM head hidden states [batch, seq, hidden], or the loss.
+            Logits [batch, seq, vocab], or the loss if there are labels. Without an LM head, hidden states [batch, seq,
+            hidden] in both cases.
         """
         token_inputs = (token_inputs or TokenInputs()).with_padding_mask(padding_mask)
         loss_inputs = loss_inputs or LossInputs()
@@ -143,7 +144,7 @@ class Bert(Transformer):
         return self.embed(input_ids, context, tokentype_ids)
 
     def _pooled(self, x: Tensor, context: Context, token_index: Tensor | None) -> Tensor:
-        """Pool each sequence's first token in the residual stream x: [batch, hidden].
+        """Return the pooled first token of each sequence, [batch, hidden], from the residual stream x.
 
         With context parallelism, ranks without the first tokens pool zeros.
         """

@@ -4,8 +4,9 @@
     logits  = decoder(embedding of the output sequence, encoded) · output matrixᵀ
 
 Both share the word embedding. Layer numbers run through both, so that a pipeline can be split anywhere. Both residual
-streams are sent from stage to stage: the decoder's embedded tokens while the encoder runs, then the encoder's output.
-Before T5 1.1 the output matrix is the embedding, and its input is the stream / √hidden.
+streams are sent from stage to stage. While the encoder runs, the decoder's stream holds its embedded tokens; while the
+decoder runs, the encoder's stream holds the encoder's output. Before T5 1.1 the output matrix is the embedding, and the
+stream is divided by √hidden before it is multiplied by that matrix.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class T5(Transformer):
         """Return the decoder's logits, or its loss if there are labels.
 
         Args:
-            input_ids: int64 [batch, seq], the decoder's.
-            encoder_input_ids: int64 [batch, encoder seq]; None: the decoder's.
+            input_ids: int64 [batch, seq], the decoder's tokens.
+            encoder_input_ids: int64 [batch, encoder seq], the encoder's tokens; None: the same as the decoder's.
             encoder_padding_mask: bool [batch, encoder seq] of full sequences, False for padding.
             encoder_document_ends: int32 [batch, 2], instead of the mask: the end of the real tokens, and of all.
-            encoder_token_index: int64 [encoder seq], as `TokenInputs.token_index` of the decoder's.
-            token_inputs, labels, streams, rest: see Transformer.forward; of the decoder's tokens.
+            encoder_token_index: int64 [encoder seq], `TokenInputs.token_index` of the encoder's tokens.
+            token_inputs, labels, streams, rest: see Transformer.forward; they describe the decoder's tokens.
 
         Returns:
             Logits [batch, seq, vocab], or the loss, a float32 scalar.
@@ -93,7 +94,7 @@ class T5(Transformer):
         """Return the output of this stage's encoder layers, for the decoder to attend to.
 
         Args:
-            input_ids: int64 [batch, seq], the encoder's.
+            input_ids: int64 [batch, seq], the encoder's tokens.
             token_inputs: padding and positions of these tokens.
             trains: True if a loss follows.
             stream: the encoder's residual stream from the previous pipeline stage; None: this is the first stage.

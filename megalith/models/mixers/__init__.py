@@ -34,7 +34,7 @@ RECURRENT: dict[str, MakeMixer] = {
 
 
 def make_mixer(config: ModelConfig, number: int, device: torch.device | None = None) -> nn.Module:
-    """Return the mixer that the configuration has for layer `number`: attention if the layer has it."""
+    """Return the mixer that the configuration specifies for layer `number`: attention or one of RECURRENT."""
     mixer = LatentAttention if config.multi_latent_attention else SelfAttention
     if number not in config.attention_layers:
         mixer = RECURRENT[config.recurrent_mixer(number)]

@@ -47,8 +47,10 @@ def split_heads(x: Tensor, batch: int, size: int) -> Tensor:
 
 
 class Attention(Runnable):
-    """Base class of attention. `core` is a seam of context parallelism, `heads` of tensor parallelism. `record_logits`
-    is one of qk-clip."""
+    """Base class of attention.
+
+    `core` is a seam of context parallelism, `heads` one of tensor parallelism, and `record_logits` one of qk-clip.
+    """
 
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
@@ -70,7 +72,7 @@ class Attention(Runnable):
 
         Args:
             query: [batch, seq, heads, head_dim].
-            key, value: [batch, seq, groups, head_dim]; the cache's are added.
+            key, value: [batch, seq, groups, head_dim] of the same tokens; those in the cache are added.
             context: mask, documents, dropout keys, cache.
         """
         uses_dropout = self.dropout > 0 and context.dropout is not None
@@ -196,7 +198,7 @@ class QueryScaling(NamedTuple):
 
     @classmethod
     def of_layer(cls, config: ModelConfig, number: int) -> QueryScaling | None:
-        """Return the scaling of layer `number`; None without one."""
+        """Return the scaling of layer `number`, or None if it has none."""
         if not config.scales_queries(number):
             return None
         offset = int(config.query_scaling_layers == "no_rope")
@@ -210,7 +212,7 @@ class QueryScaling(NamedTuple):
 
 
 class CrossAttention(Attention):
-    """linear_q of the residual stream, linear_kv of `context.encoded`, attention, linear_proj."""
+    """Cross-attention: linear_q on the residual stream, linear_kv on `context.encoded`, attention, linear_proj."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
@@ -249,8 +251,8 @@ class CrossAttention(Attention):
 class SoftmaxOffset(nn.Module):
     """An attention sink: an additional score per head, without a key.
 
-    It is learned, with a weight float32 [heads] (gpt-oss), or 0, which adds 1 to the softmax's denominator (Miller
-    2023).
+    The score is learned, with a weight float32 [heads] (gpt-oss), or is 0, which adds 1 to the softmax's denominator
+    (Miller 2023).
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
@@ -285,7 +287,7 @@ class RelativeBias(nn.Module):
         self.scores = all_scores
 
     def forward(self, token_index: Tensor, layout: PassLayout) -> Tensor:
-        """Return float32 [1, local heads, seq, seq] for the tokens at these indices, int64 [seq]."""
+        """Return the biases, float32 [1, local heads, seq, seq], for the tokens at these indices, int64 [seq]."""
         weight, token_index = self.scores(local(self.weight), token_index, layout)
         distances = token_index[None] - token_index[:, None]  # [queries, keys]
         buckets = distance_buckets(distances, self.causal, self.buckets, self.max_distance)

@@ -40,7 +40,7 @@ class DeltaNet(Recurrent):
 
 
 class GatedDeltaNet(DeltaNet):
-    """linear_in and linear_gates, convolution, delta rule, gated norm, linear_out."""
+    """Gated delta net: linear_in and linear_gates, convolution, delta rule, gated norm, linear_out."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__()

@@ -2,8 +2,8 @@
 
 The input projection gives each head a gate z, an input x and a step size, and each group of heads the vectors B and C
 (ops/state_space.py). x, B and C go through a short causal convolution and SiLU. A token's step size is Δ =
-softplus(dt + bias), within limits if there are any, and its decay log α = −e^A Δ. The output, with D x added, is
-multiplied by SiLU of z and normalized per group (RMSNorm), in this order or the other, before the output projection.
+softplus(dt + bias), clamped to limits if there are any, and its decay is log α = −e^A Δ. The output, with D x added, is
+multiplied by SiLU of z and normalized per group (RMSNorm), in this or the reverse order, before the output projection.
 
 Rows of linear_zxbcdt are ordered by group: z and x of its heads, its B and C, and dt of its heads; the units of
 conv_xbc likewise, without z and dt. A slice of rows is therefore a slice of groups. With fewer groups than
@@ -26,7 +26,7 @@ from megalith.ops.state_space import state_space
 
 
 class Mamba2(Recurrent):
-    """linear_zxbcdt, conv_xbc, state space model, gated norm, linear_out. `heads_in_group` is a seam."""
+    """Mamba-2: linear_zxbcdt, conv_xbc, state space model, gated norm, linear_out. `heads_in_group` is a seam."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(state_space)
@@ -107,7 +107,7 @@ class TimeStep(nn.Module):
 
 
 class Skip(nn.Module):
-    """Weight of the connection from a head's input to its output: D."""
+    """D, the weight of the connection from a head's input to its output."""
 
     def __init__(self, heads: int, device: torch.device | None = None):
         super().__init__()
@@ -128,7 +128,8 @@ class GatedGroupNorm(OutputNorm):
         self.weight = nn.Parameter(torch.empty(width, device=device))
 
     def forward(self, x: Tensor, gate: Tensor, groups: int) -> Tensor:
-        """Return [batch, seq, width] in x's dtype for x and gate [batch, seq, heads, head_dim] of these groups."""
+        """Return [batch, seq, width] in x's dtype, for x and gate [batch, seq, heads, head_dim] with `groups` groups of
+        heads."""
         wide, gate = x.flatten(2).float(), silu(gate.flatten(2).float())
         if not self.norm_first:
             wide = wide * gate

@@ -62,7 +62,10 @@ class Recurrent(Runnable):
         documents: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """Return ops.causal_conv of x [batch, seq, units]. In generation, the cache has the tokens before x."""
+        """Return ops.causal_conv applied to x [batch, seq, units].
+
+        In generation, the cache holds the tokens before x.
+        """
         if context.padding is not None:
             x = x.masked_fill(context.padding[..., None], 0.0)
         if context.cache is not None:
@@ -73,7 +76,7 @@ class Recurrent(Runnable):
         return convolution(x, taps, documents, bias)
 
     def recurrence_of(self, context: Context) -> Callable[..., Tensor]:
-        """Return the recurrence of a pass without a cache."""
+        """Return the recurrence function for a pass without a cache."""
         if context.layout.full_sequence:
             return partial(self.recurrence, full_sequence=True)
         return self.recurrence
@@ -91,7 +94,7 @@ class OutputNorm(nn.Module):
 
 
 class UnitConvolution(nn.Module):
-    """Taps of a causal convolution per unit. `rows` is a seam, as in Linear."""
+    """The taps of a causal convolution, separate for each unit. `rows` is a seam, as in Linear."""
 
     def __init__(self, units: int, taps: int, bias: bool, device: torch.device | None = None):
         super().__init__()
@@ -104,5 +107,5 @@ class UnitConvolution(nn.Module):
         return self.rows(local(self.weight))
 
     def local_bias(self) -> Tensor | None:
-        """Return the bias of this rank's units [units], None without one."""
+        """Return the bias of this rank's units [units], or None if there is none."""
         return None if self.bias is None else self.rows(local(self.bias))

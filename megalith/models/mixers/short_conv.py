@@ -18,7 +18,7 @@ from megalith.models.runnable import runnable
 
 
 class ShortConvolution(Recurrent):
-    """linear_bcx, gate, convolution, gate, linear_out."""
+    """Short convolution: linear_bcx, gate, convolution, gate, linear_out."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__()
