@@ -2,7 +2,7 @@
 computes.
 
 GELU's tanh approximation (Hendrycks and Gimpel 2016) is computed as a sigmoid: (1 + tanh u) / 2 = sigmoid(2u). On an
-H200 this takes four fifths of the time, because the kernel becomes memory-bound. It needs a compiled layer.
+H200 this takes four fifths of the time, because the kernel becomes memory-bound. This needs a compiled layer.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def weighted_activation(
     offset: float = 0.0,
     end: Tensor | None = None,
 ) -> Tensor:
-    """Apply the experts' activation to the rows of fc1, times the rows' weights.
+    """Apply the experts' activation to the output rows of fc1, and multiply each row by its weight.
 
     Args:
         x: [rows, expert size], or [rows, 2 · expert size] with gates and ups alternating.
-        weights: float32 [rows, 1].
+        weights: weight of each row, float32 [rows, 1].
         activation: activation function.
         gated: x contains gates.
         fusion: use one kernel on a GPU, also outside of compiled layers.

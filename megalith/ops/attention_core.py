@@ -256,7 +256,7 @@ def _flex(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row of bool [·, ·, rows, columns] the number of set columns, and the columns, set ones first."""
+    """Return the number of set columns in each row of bool [·, ·, rows, columns], and all columns, set ones first."""
     blocks = blocks.int()
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
 

@@ -14,13 +14,14 @@ from megalith.ops.block_attention import block_attention, block_attention_backwa
 
 
 def merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge o [batch, heads, queries, head_dim] and l with sinks, float32 [heads] or [heads, queries]."""
+    """Merge the output o [batch, heads, queries, head_dim] and the log-sum-exp l of attention with sinks, float32
+    [heads] or [heads, queries]."""
     sink = sink[:, None] if sink.dim() == 1 else sink
     return out * torch.sigmoid(lse - sink)[..., None].to(out.dtype), torch.logaddexp(lse, sink)
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the gradient of the sink, float32 [heads]. `grad`, `out` and `lse` are merged ones."""
+    """Return the gradient of the sink, float32 [heads]. `grad`, `out` and `lse` are those of the merged attention."""
     share = (sink[:, None] - lse).exp()  # [batch, heads, queries]
     return -(share * (grad.float() * out.float()).sum(-1)).sum((0, 2))
 

@@ -14,9 +14,9 @@ def causal_conv(
 
     Args:
         x: [batch, seq, units].
-        taps: [units, 1, tokens], that of the current token last.
+        taps: [units, 1, tokens]; the tap of the current token is last.
         documents: int [batch, seq], document number of each token; None: a single one.
-        bias: [units], added to the result; None: nothing.
+        bias: [units], added to the result; None: no bias.
 
     Returns:
         [batch, seq, units] in x's dtype.
@@ -29,7 +29,7 @@ def causal_conv(
 
 
 def by_shifts(x: Tensor, taps: Tensor, documents: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """Compute `causal_conv` by adding the products of x and each tap, that of the current token first, in x's dtype."""
+    """Compute `causal_conv` in x's dtype by adding the products of x and each tap, the current token's first."""
     count = taps.shape[-1]
     total = torch.zeros_like(x)
     for back in range(count):

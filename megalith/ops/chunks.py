@@ -25,7 +25,7 @@ def _solve(system: Tensor, y: Tensor) -> Tensor:
 
 
 class ChunkMath(NamedTuple):
-    """The functions of a recurrence that round: PyTorch's, or batch-invariant ones
+    """The functions of a recurrence whose results are rounded: PyTorch's, or batch-invariant ones
     (batch_invariant/recurrences.py)."""
 
     matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul
@@ -33,7 +33,8 @@ class ChunkMath(NamedTuple):
     cumsum: Callable[[Tensor, int], Tensor] = torch.cumsum
     sum: Callable[[Tensor], Tensor] = _sum  # over the last dimension
     solve: Callable[[Tensor, Tensor], Tensor] = _solve
-    """Solution of (I + the strict lower triangle of system [..., n, n]) · solution = y [..., n, columns]."""
+    """Function that returns the solution of (I + the strict lower triangle of system [..., n, n]) · solution = y [...,
+    n, columns]."""
 
 
 ORDINARY = ChunkMath()
@@ -82,13 +83,13 @@ def document_masks(
     Args:
         documents: int [batch, seq], document number of each token.
         chunks: number of chunks.
-        state_documents: int [batch], document that the initial state belongs to; None: that of the first token.
+        state_documents: int [batch], document that the initial state belongs to; None: the first token's document.
 
     Returns:
         Pairs of tokens of the same document, bool [batch, 1, chunks, C, C].
-        Tokens of the document of the state before the chunk, float32 [batch, 1, chunks, C, 1].
-        Tokens of the document of the state after the chunk, float32 [batch, 1, chunks, C, 1].
-        Chunks where both documents are the same, float32 [batch, 1, chunks, 1, 1].
+        1 for tokens in the document of the state before the chunk, else 0, float32 [batch, 1, chunks, C, 1].
+        1 for tokens in the document of the state after the chunk, else 0, float32 [batch, 1, chunks, C, 1].
+        1 for chunks where both documents are the same, else 0, float32 [batch, 1, chunks, 1, 1].
     """
     missing = chunks * CHUNK - documents.shape[1]
     chunk_documents = pad(documents[:, None], (0, missing), mode="replicate")[:, 0] if missing else documents

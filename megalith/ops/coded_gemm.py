@@ -17,7 +17,7 @@ class Coded(Protocol):
     """A quantized weight."""
 
     def decoded(self, after: Tensor | None = None) -> Tensor:
-        """Return the weight as matmuls take it. Compiled code decodes it after `after` exists."""
+        """Return the weight as matmuls take it. Compiled code decodes the weight only after `after` exists."""
 
 
 class CodedGemm(Gemm):

@@ -59,8 +59,8 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
 def run_with_breaks(method: partial, *args, dynamic: bool | None = None):
     """Run a Runnable's method whose graph has breaks.
 
-    Compiled as a module, its graph would break in the code shared by all Runnables, which the compiler would then skip,
-    and with it every other layer.
+    If the method were compiled as part of its module, the graph would break in the code that all Runnables share. The
+    compiler would then skip that code, and with it every other layer.
     """
     return _in_pieces(method.func, dynamic)(*method.args, *args)
 
@@ -71,7 +71,7 @@ def _in_pieces(function: Callable, dynamic: bool | None) -> Callable:
 
 
 def compiled_recompute() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return torch's contexts of a pass and its recomputation in compiled code in which nothing is saved.
+    """Return torch's contexts for a pass in compiled code that saves nothing, and for its recomputation.
 
     Without them, torch 2.11 saves the results of autograd functions, such as matmuls and norms on a GPU.
     """
@@ -79,7 +79,7 @@ def compiled_recompute() -> tuple[AbstractContextManager, AbstractContextManager
 
 
 def compiled_save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return contexts as `compiled_recompute` does, in which only the output of attention is saved."""
+    """Return contexts like those of `compiled_recompute`, for a pass that saves only the output of attention."""
     return create_selective_checkpoint_contexts(_saves)
 
 
@@ -93,7 +93,7 @@ def _saves(context: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:
 
 
 def depend_on(x: Tensor, grad: Tensor) -> Tensor:
-    """Return x as the result of a computation with `grad`, so that torch compiles its uses into the backward pass."""
+    """Return x as if it were computed from `grad`, so that torch compiles the uses of x into the backward pass."""
     zero = grad.flatten()[0].view(INT_DTYPES[grad.itemsize]) & 0
     return (x.view(INT_DTYPES[x.itemsize]) + zero.to(INT_DTYPES[x.itemsize])).view(x.dtype)
 

@@ -48,9 +48,10 @@ def linear_cross_entropy(
 
     Softmax and sums are in fp32. Rows of `weight` from vocab_size on are padding and ignored. With `softcap` c, logits
     become c · tanh(logits / c) (Gemma 2). Over an `axis`, `weight` is this rank's shard of rows, starting at `first`; a
-    full rank has `rows` rows. The result is the same on every rank, and the gradient of hidden must be summed over
-    ranks. The gradient is multiplied by `scale` before it is first rounded, so that an fp16 loss scale preserves small
-    probabilities; the result is not. If `max_label_tokens` is small, logits of the other tokens are not computed.
+    rank with a full shard has `rows` rows. The result is the same on every rank, and the gradient of hidden must be
+    summed over ranks. The gradient is multiplied by `scale` before it is first rounded, so that an fp16 loss scale
+    preserves small probabilities; the result is not. If `max_label_tokens` is small, logits of the other tokens are not
+    computed.
 
     The gradient includes that of the z-loss z_loss_coeff · Σ loss_mask · (log Σ exp logits)² (Chowdhery et al. 2022,
     section 5); the result does not. With a coefficient, Σ loss_mask · (log Σ exp logits)² is added to `z_loss_sum`.
@@ -113,12 +114,13 @@ def linear_token_losses(
     bias: Tensor | None = None,  # float32, one entry per row of weight
     math: HeadMath = ORDINARY,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the sum of `of` over tokens, a float32 scalar, and the log-probabilities and entropies of the targets.
+    """Return the sum of the token losses that `of` returns, a float32 scalar, and the log-probabilities and entropies
+    of the targets.
 
     Log-probabilities and entropies are those of `linear_logprobs`, without gradient. Without `entropy`, entropies are
     None and `of` gets None.
 
-    It needs one pass with three matmuls, like `linear_cross_entropy`; `linear_logprobs` and its backward need four.
+    This needs one pass with three matmuls, like `linear_cross_entropy`; `linear_logprobs` and its backward need four.
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()

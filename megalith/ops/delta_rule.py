@@ -87,7 +87,7 @@ def with_states(
 
     Args:
         state: the initial state, perhaps with columns beyond the value size, which are not written to; None: zeros.
-        state_documents: int [batch], document that the initial state belongs to; None: that of the first token.
+        state_documents: int [batch], document that the initial state belongs to; None: the first token's document.
         math: functions to compute with.
     """
     seq, heads, size = value.shape[1:]
@@ -133,8 +133,8 @@ def decayed_products(
 ) -> Tensor:
     """Return Σ_d x_id k_jd exp(G_id − G_jd) of the pairs of tokens j ≤ i in each chunk, 0 for the others.
 
-    No exponent is above 0. Tokens of earlier blocks meet at the decay of the block's start: x e^{G − G_start} times
-    k e^{G_start − G}. Within a block every pair has its own decays.
+    No exponent is above 0. If k is in an earlier block than x, the exponent is split at the start of the block of x: x
+    e^{G−G_start} times k e^{G_start−G}. Within a block the decay of every pair is computed separately.
 
     Args:
         x, k: float32 [batch, heads, chunks, C, size].
@@ -170,7 +170,7 @@ def decayed_products(
 
 
 def _sums_after(decay: Tensor, math: ChunkMath) -> Tensor:
-    """Return the sum of the decays of the tokens after each, along dimension 3."""
+    """Return, for each token along dimension 3, the sum of the decays of the tokens after it."""
     return math.cumsum(pad(decay[:, :, :, 1:], (0, 0, 0, 1)).flip(3), 3).flip(3)
 
 
@@ -180,8 +180,9 @@ def transition(
     """Return the linear map from the state before these tokens to the state after them.
 
     Returns:
-        float32 [batch, value heads, key size, value size + key size]: the state after these tokens if the state before
-        them is 0, and the matrix that multiplies a state before them, if that belongs to the first token's document.
+        float32 [batch, value heads, key size, value size + key size]: two matrices side by side. The first is the state
+        after these tokens if the state before them is 0. The second multiplies a state before them that belongs to the
+        first token's document.
     """
     size, width = value.shape[-1], key.shape[-1]
     state = pad(torch.eye(width, device=key.device), (size, 0))

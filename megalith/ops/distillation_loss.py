@@ -159,7 +159,7 @@ def linear_distillation(
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, one entry per row of weight
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sum of the tokens' weights · loss, and the log-probabilities and divergences of the tokens.
+    """Return the weighted sum of the tokens' losses, and the log-probabilities and divergences of the tokens.
 
     Padding, softcap, `scale` and `axis` are as in `linear_cross_entropy`. The teacher gets no gradient.
 
@@ -279,8 +279,7 @@ def _divergences(
     kind: Divergence,
     mixture: float,
 ) -> Tensor:
-    """Return the contributions of these entries to the divergence and to Σ q · its derivative by q, float32 [2,
-    tokens]."""
+    """Return the contributions of these entries to the divergence D and to Σ q · ∂D/∂q, float32 [2, tokens]."""
     log_q = logits.float() / temperature - log_sum_q[:, None]
     log_p = expected.float() / temperature - log_sum_p[:, None]
     p, q = log_p.exp(), log_q.exp()

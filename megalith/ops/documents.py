@@ -1,8 +1,8 @@
 """Documents packed in a sequence: masks and lengths for attention within documents, and ALiBi biases.
 
 Documents are described by their ends: int32 [batch, documents], ascending; `ends[b, d]` is the exclusive end of
-document d in sequence b, the last one the sequence length. Rows are padded by repeating it, which adds empty documents:
-their number varies between batches, and compiled code would otherwise be compiled again.
+document d in sequence b, the last one the sequence length. Rows are padded by repeating the sequence length, which adds
+empty documents. Otherwise code would be compiled again whenever the number of documents changes.
 
 Attention computes everything from the ends on their device without waiting: cumulative lengths for variable-length
 kernels, or document numbers and a mask for others. `ends_in_spans` gives the ends for a rank of context parallelism.
@@ -144,12 +144,13 @@ def visible_blocks(
 
 
 def ends_in_spans(ends: Tensor, spans: Sequence[range]) -> Tensor:
-    """Return the ends within the concatenation of these spans of tokens, int32 [batch, documents]."""
+    """Return the documents' ends relative to the concatenation of these spans of tokens, int32 [batch, documents]."""
     return sum((ends - span.start).clamp(0, len(span)) for span in spans)
 
 
 def cumulative_lengths(ends: Tensor, seq: int) -> Tensor:
-    """Return the start of each document within the flattened batch, and the end: int32 [batch · documents + 1]."""
+    """Return the start of each document within the flattened batch, and the end of the last: int32 [batch · documents +
+    1]."""
     rows = torch.arange(ends.shape[0], dtype=ends.dtype, device=ends.device)[:, None] * seq
     return torch.nn.functional.pad((ends + rows).flatten(), (1, 0))
 

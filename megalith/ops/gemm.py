@@ -60,7 +60,7 @@ class Gemm:
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
         """Return x [tokens, in] in two forms: for `forward` and an all-gather, and saved for `wgrad`.
 
-        The saved part is empty unless `saves`. `sharded`: it will be gathered too.
+        The saved part is empty unless `saves`. `sharded`: the saved part will be gathered too.
         """
         return (x,), (x,) if saves else ()
 
@@ -80,7 +80,7 @@ class Gemm:
         return grad[0] @ weight[0]  # [tokens, in]
 
     def wgrad(self, grad: Operand, x: Operand) -> Tensor:
-        """Return [out, in] from grad as returned by `gradients` and x as saved by `inputs`."""
+        """Return the weight's gradient [out, in], from grad as returned by `gradients` and x as saved by `inputs`."""
         (grad,), (x,) = grad, x
         return wgrad_in_parts(grad, x, wgrad_parts(x, (grad.shape[-1], x.shape[-1])))
 
@@ -133,7 +133,7 @@ def add_bias_gradient(y: Tensor, bias: Tensor | None) -> Tensor:
 def wgrad_in_parts(grad: Tensor, x: Tensor, parts: int = 1) -> Tensor:
     """Return gradᵀ · x, [out, in], for grad [tokens, out] and x [tokens, in], all of one dtype.
 
-    The result is summed over `parts` of the tokens.
+    The tokens are split into `parts` parts, whose products are added.
     """
     if parts == 1:
         return grad.T @ x

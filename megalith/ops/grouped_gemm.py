@@ -86,7 +86,7 @@ class GroupedWeight:
     value: Tensor  # [groups, out, in] in the matmul's dtype, or [groups, out]
     saved: Tensor  # for the backward pass: the parameter, which is cast again, or the cast
     pending_wgrads: list[Callable[[torch.dtype], Tensor]] = field(default_factory=list)
-    """After the matmul's backward pass, a function that computes the weight's gradient in a given dtype."""
+    """Filled after the matmul's backward pass with a function that computes the weight's gradient in a given dtype."""
 
 
 def prepare_weight(weight: Tensor, cast: Tensor, stays: bool = False) -> GroupedWeight:
@@ -122,7 +122,7 @@ class GroupedGemm:
         return self._by_rows(grad, weight, groups)  # [rows, in]
 
     def wgrad(self, grad: Tensor, x: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
-        """Return [groups, out, in] in this dtype, zero for a group without rows."""
+        """Return the weight's gradient [groups, out, in] in this dtype, zero for a group without rows."""
         if groups.even and len(x):
             grad, x = (t.view(len(groups.counts), -1, t.shape[1]) for t in (grad, x))
             if grad.is_cuda and grad.dtype != dtype:
@@ -135,7 +135,7 @@ class GroupedGemm:
         return torch.stack([g.T @ rows for g, rows in pairs]).to(dtype)
 
     def _by_rows(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
-        """Multiply each group's rows by its matrix, [groups, columns of the rows, ·]."""
+        """Multiply each group's rows by its matrix; matrices are [groups, columns of the rows, ·]."""
         if groups.even and len(rows):
             y = torch.bmm(rows.view(len(matrices), -1, rows.shape[1]), matrices)
             # Not a plain view, because FSDP2 warns if a module's output is a view.
@@ -278,14 +278,17 @@ def _biased(y: Tensor, bias: Tensor, factors: Tensor | None, group: Tensor, firs
 
 
 def _factor_gradient(grad: Tensor, bias: Tensor, group: Tensor) -> Tensor:
-    """Return float32 [rows, 1] from grad [rows, columns]."""
+    """Return the gradient of the factors, float32 [rows, 1], from grad [rows, columns]."""
     return (grad * bias.to(grad.dtype)[group]).sum(1, keepdim=True, dtype=torch.float32)
 
 
 def _bias_gradient(
     grad: Tensor, factors: Tensor | None, groups: RowGroups, kernel: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return [groups, columns] from grad [rows, columns] and the rows' factors [rows, 1], or None for ones."""
+    """Return the bias's gradient [groups, columns] from grad [rows, columns] and the rows' factors [rows, 1].
+
+    None: all factors are 1.
+    """
     x = grad.new_ones(len(grad), 1) if factors is None else factors.to(grad.dtype)
     width = ALIGNMENT // x.element_size()  # minimum number of columns for the kernel
     if kernel and not groups.even and has_kernel(grad, width):

@@ -129,8 +129,10 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _first_kept(tokens: int, chunk: int, rows: int, device_type: str) -> int:
-    """Return the number of the first chunk of `tokens` whose logits are kept: always the last one, and those before it
-    that fit KEPT_ELEMENTS."""
+    """Return the number of the first chunk of `tokens` whose logits are kept.
+
+    The last chunk is always kept, and so are those before it that fit KEPT_ELEMENTS.
+    """
     count = -(-tokens // chunk)
     fit = KEPT_ELEMENTS // rows // chunk if device_type == "cpu" else 0
     return count - max(1, fit)

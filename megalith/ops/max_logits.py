@@ -1,8 +1,8 @@
 """Largest attention logit of each head: the maximum of scale · query · key over the pairs that attention sees.
 
 Fused attention kernels do not return it. It is computed in tiles of scores, so that no score matrix is in memory, and
-tiles that causality or a window hides are skipped. That is one of the two matmuls of attention's forward pass, and each
-score is written to memory and read once.
+tiles that causality or a window hides are skipped. The cost is that of one of the two matmuls of attention's forward
+pass, and of writing and reading each score once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def max_logits(
 def _tiles(
     spans: Sequence[range], keys: int, heads: int, causal: bool, window: int | None
 ) -> Iterator[tuple[int, range, range]]:
-    """Yield for each tile the index of its first query, its queries' positions, and those of its keys."""
+    """Yield, for each tile, the index of its first query, the positions of its queries, and those of its keys."""
     size, first = max(TILE // (heads * min(KEYS, keys)), 1), 0
     for span in spans:
         for start in range(span.start, span.stop, size):
@@ -91,7 +91,10 @@ def _visible(
     window: int | None,
     device: torch.device,
 ) -> Tensor | None:
-    """Return which pairs of a tile are visible, bool [batch or 1, 1, rows, columns]. None: all."""
+    """Return a mask of the visible pairs of a tile, bool [batch or 1, 1, rows, columns].
+
+    None: all pairs are visible.
+    """
     inside = [slice(positions.start, positions.stop) for positions in (rows, columns)]
     parts = [] if mask is None else [mask[:, :, *inside]]
     if ids is not None:

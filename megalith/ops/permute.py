@@ -45,7 +45,7 @@ def transpose_blocks(sizes: Tensor, rows: int) -> Permutation:
 
 
 def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return `token` and `row` of the Permutation: each row moves as far as its block."""
+    """Return `token` and `row` of the Permutation that moves each row as far as its block."""
     across = sizes.T
     begin = group_starts(sizes.flatten()).view_as(sizes)
     end = group_starts(across.flatten()).view_as(across).T

@@ -14,8 +14,8 @@ def split_qkv(
 ) -> tuple[Tensor, ...]:
     """Return query [batch, seq, heads, head_dim], and key and value [batch, seq, groups, head_dim].
 
-    All are views of qkv, except that queries of several groups with several heads are a copy. Without `flat` they are
-    a view too, [batch, seq, groups, heads_in_group, head_dim].
+    All are views of qkv, except that queries of several groups with several heads are a copy. Without `flat` the
+    queries are a view too, [batch, seq, groups, heads_in_group, head_dim].
 
     qkv is [..., groups · (heads_in_group + 2) · head_dim]. Each group has its queries, then its key, then its value.
 

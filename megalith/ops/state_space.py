@@ -83,7 +83,7 @@ def with_states(
 
     Args:
         state: the initial state; None: zeros.
-        state_documents: int [batch], document that the initial state belongs to; None: that of the first token.
+        state_documents: int [batch], document that the initial state belongs to; None: the first token's document.
         math: functions to compute with.
     """
     seq, groups = x.shape[1], b.shape[2]

@@ -47,7 +47,8 @@ def vocabulary_statistics(
         axis: the ranks among which the vocabulary is sharded.
 
     Returns:
-        [tokens], [tokens, k] and [tokens], the same on every rank. The entropy is None without `entropy`.
+        log Σ exp [tokens], the targets' logits [tokens, k] and the entropy [tokens], the same on every rank. The
+        entropy is None without `entropy`.
     """
     log_sum, targets, entropies = as_one_kernel(_logit_statistics, logits, row, temperature, entropy)
     return _reduce_vocab(log_sum, targets, is_local, entropies, axis)

@@ -1,8 +1,8 @@
 """Elementwise functions and sums that do not depend on an element's position in its tensor.
 
 PyTorch computes most of a tensor on a CPU with vector instructions and the last elements, fewer than two vectors, one
-by one, with another implementation of SiLU, the sigmoid and GELU. Threads split a tensor anywhere, so that such ends
-are in the middle too. Additions, products, divisions and square roots are correctly rounded, and equal everywhere.
+by one, with another implementation of SiLU, the sigmoid and GELU. Threads split a tensor anywhere, so such ends also
+occur in its middle. Additions, products, divisions and square roots are correctly rounded, and equal everywhere.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def sum_by_halves(x: Tensor) -> Tensor:
 def sum_by_pairs(x: Tensor) -> Tensor:
     """Return the sum over dimension 0, added by a binary tree of neighbours: ((0 + 1) + (2 + 3)) + …
 
-    Sums of 2^k consecutive entries that begin at a multiple of 2^k are the tree's, so ranks can add their own first.
+    The sum of 2^k consecutive entries from a multiple of 2^k on is a node of the tree, so each rank can add its own
+    entries first.
     """
     while len(x) > 1:
         pairs = x[: len(x) // 2 * 2].unflatten(0, (-1, 2))

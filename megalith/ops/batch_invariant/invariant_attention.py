@@ -1,8 +1,8 @@
 """Attention whose sums over keys have one order: for prefill and decode, padded and packed rows.
 
 A query takes the keys of its document in blocks of KEYS, counted from the document's first key, with an online softmax
-(Milakov and Gimelshein 2018; Dao et al. 2022). A block that it does not see multiplies the running sums by 1 and adds
-0, so it changes no bit: how far a row is padded, and how much of a cache is filled, does not matter.
+(Milakov and Gimelshein 2018; Dao et al. 2022). A block that the query does not see multiplies the running sums by 1 and
+adds 0, so it changes no bit: how far a row is padded, and how much of a cache is filled, does not matter.
 
 The backward pass is that of ops/block_attention.py, from the output and its log-sum-exp.
 """
@@ -41,7 +41,7 @@ def attention(
 ) -> Tensor:
     """Return causal attention as ops.attention_core.attention does, [batch, seq, heads, head_dim].
 
-    A mask has to be that of documents or of padding: each query sees the keys from a first one up to itself. The
+    A mask must be a mask of documents or of padding: each query sees the keys from some first key up to its own. The
     configuration's rules exclude every other argument of that function.
     """
     refused = [name for name, value in unsupported.items() if name not in _IGNORED and value]
@@ -60,7 +60,7 @@ _IGNORED = {"causal", "first_head", "dropout_rows", "saved"}  # always causal; t
 
 
 def first_keys(seq: int, mask: Tensor | None, documents: Tensor | None) -> Tensor | None:
-    """Return the first key of each query's document, int64 [batch, seq]; None: the first of the row.
+    """Return the first key of each query's document, int64 [batch, seq]; None if that is the row's first key.
 
     `mask` is bool [batch, 1, seq, seq], `documents` int32 [batch, documents] as in ops/documents.py.
     """

@@ -6,8 +6,8 @@ matter (tests/ops/test_batch_invariant.py); on an AMD CPU it would with fewer th
 Lower precisions are multiplied in fp32 and rounded once. On a GPU a Triton kernel has tiles of a fixed size and adds
 along the inner dimension in one order.
 
-Row-parallel linears, and the second ones of experts, add parts of the inner dimension by a binary tree, so that tensor
-parallelism does not change it.
+Row-parallel linears, and the second linears of experts, add parts of the inner dimension by a binary tree, so that
+tensor parallelism does not change the result.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ PARTS = 8  # of the inner dimension of a row-parallel linear
 
 
 def local_parts(size: int, ranks: int, parts: int = PARTS) -> int:
-    """Return into how many of `parts` equal parts a rank's shard of `size` elements is divided.
+    """Return the number of equal parts that a rank's shard of `size` elements is divided into.
 
-    All ranks together have `parts`, or fewer if the global size is no multiple; with more ranks, each has one.
+    All ranks together have `parts` parts, or fewer if the global size is not a multiple of `parts`. If there are more
+    ranks than parts, each rank has one.
     """
     count = gcd(size * ranks, parts)
     return count // ranks if count % ranks == 0 else 1
@@ -129,7 +130,8 @@ class BatchInvariantGroupedRowGemm(GroupedGemm):
     Args:
         inner: this rank's inner size.
         ranks: number of expert-tensor-parallel ranks.
-        reduce: sums the ranks' partial outputs, float32 [rows, out], in a dtype. None: there is one rank.
+        reduce: sums the ranks' partial outputs, float32 [rows, out], and returns the sum in a given dtype. None: there
+            is one rank.
         kernel: as in GroupedGemm.
     """
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with statistics of a fixed order of additions."""
+"""LayerNorm and RMSNorm whose statistics are summed in a fixed order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Recurrences and short convolutions whose result for a token does not depend on the other sequences of the batch, nor
-on how many tokens follow.
+"""Recurrences and short convolutions whose result for a token does not depend on the other sequences of the batch or on
+how many tokens follow.
 
 A recurrence is always computed in chunks of CHUNK tokens that are counted from the document's first token, with the
 formulas of delta_rule.py and state_space.py and the functions of INVARIANT. In a chunk, row i of each product depends
@@ -7,8 +7,8 @@ on the tokens up to i: later ones have a factor of 0, whether they are present o
 products of the current chunk for every token, from the state before the chunk. Packed documents are first moved so that
 each of them begins a chunk.
 
-Products have one shape for every batch: on a CPU those of a library for matrices of this shape, on a GPU those of a
-Triton kernel. Only the forward pass is batch invariant. The backward pass is that of the ordinary operator.
+Products have one shape for every batch. A library for matrices of this shape computes them on a CPU, a Triton kernel on
+a GPU. Only the forward pass is batch invariant. The backward pass is that of the ordinary operator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BLOCK = 16  # rows of a triangular system that are eliminated one by one; a divi
 def batched_matmul(x: Tensor, y: Tensor) -> Tensor:
     """Return x @ y, float32 [..., rows, columns], for x [..., rows, inner] and y [..., inner, columns].
 
-    Leading dimensions are broadcast. A product has the same bits whatever their sizes.
+    Leading dimensions are broadcast. A product has the same bits for any size of these dimensions.
     """
     leading, columns = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), y.shape[-1]
     x, y = (z.expand(*leading, *z.shape[-2:]).reshape(-1, *z.shape[-2:]).contiguous() for z in (x, y))
@@ -47,7 +47,7 @@ def batched_matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def running_sums(x: Tensor, dim: int) -> Tensor:
-    """Return the cumulative sums along a dimension, by log₂ of its size elementwise additions."""
+    """Return the cumulative sums along a dimension, computed in log₂(size) elementwise additions."""
     size, shift = x.shape[dim], 1
     while shift < size:
         rest = size - shift
@@ -85,7 +85,7 @@ def convolution(
 ) -> Tensor:
     """Compute ops.causal_conv.causal_conv in fp32, adding the taps in one order, and round once.
 
-    Taps and bias are those in x's dtype, because an engine stores them in it.
+    Taps and bias are rounded to x's dtype first, because an engine stores them in that dtype.
     """
     taps, bias = (None if each is None else each.to(x.dtype).float() for each in (taps, bias))
     return by_shifts(x.float(), taps, documents, bias).to(x.dtype)
@@ -111,7 +111,7 @@ def state_space_of_documents(*inputs: Any) -> Tensor:
 
 
 def _of_documents(compute: Callable[..., Tensor], tokens: list[Tensor], documents: Tensor | None) -> Tensor:
-    """Return compute(*tokens, documents) [batch, seq, ...], with documents that begin at a chunk each.
+    """Return compute(*tokens, documents) [batch, seq, ...], with each document moved to the start of a chunk.
 
     Args:
         compute: the recurrence.

@@ -29,7 +29,7 @@ def statistics(
     """Return log Σ exp, the targets' logits and the entropy as ops.vocab_softmax.vocabulary_statistics does.
 
     The vocabulary has up to PARTS parts of equal size, whose sums are added by a binary tree. If the axis has 2, 4 or 8
-    ranks that divide the vocabulary, each has some of the parts, and the bits are those of one rank.
+    ranks that divide the vocabulary, each has some of the parts, and the bits equal those of a single rank.
 
     A temperature may be float32 [tokens, 1].
     """
@@ -50,7 +50,8 @@ def statistics(
 
 
 def _softmax_sums(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z) of float32 z [..., entries], [...] each."""
+    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z), three tensors [...], for float32 z [...,
+    entries]."""
     if z.is_cuda:
         return softmax_sums(z)
     largest = z.amax(-1)
@@ -60,7 +61,7 @@ def _softmax_sums(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _add_parts(sums: Tensor) -> Tensor:
-    """Add the parts of [3, parts, tokens] as `_softmax_sums` returns them by a tree of neighbours: [3, tokens]."""
+    """Add the parts' sums, [3, parts, tokens] from `_softmax_sums`, by a tree of neighbours. Returns [3, tokens]."""
     while sums.shape[1] > 1:
         pairs = sums[:, : sums.shape[1] // 2 * 2].unflatten(1, (-1, 2))
         highest = pairs[0].amax(1)
@@ -74,7 +75,10 @@ def _add_parts(sums: Tensor) -> Tensor:
 
 
 BATCH_INVARIANT = HeadMath(invariant_linear, statistics, torch.float64)
-"""Losses of tokens are added in fp64, in which the order, and so the context-parallel size, does not matter."""
+"""Batch-invariant HeadMath.
+
+Losses of tokens are added in fp64, in which the order, and so the context-parallel size, does not matter.
+"""
 
 
 def token_logprobs(
@@ -88,7 +92,7 @@ def token_logprobs(
     """Return the log-probabilities of sampled ids, float32 [rows], under softmax(logits / temperature).
 
     Args:
-        logits: [rows, entries], of `invariant_linear`. Entries from vocab_size on are overwritten.
+        logits: [rows, entries], results of `invariant_linear`. Entries from vocab_size on are overwritten.
         ids: int64 [rows].
         temperature: temperature of the softmax, a number or float32 [rows, 1].
         vocab_size: number of entries that are normalized over.

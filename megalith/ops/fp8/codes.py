@@ -28,7 +28,8 @@ EXPONENT_BITS = 0x7F800000  # of a float32
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
-    """Return largest / amax / 2^margin in fp32, rounded once; 1 for an amax of 0, NaN for one that is not finite."""
+    """Return largest / amax / 2^margin in fp32, rounded once, where largest is the dtype's largest number. 1 for an
+    amax of 0, NaN for an amax that is not finite."""
     scale = (LARGEST[dtype] / amax.double() / 2**margin).clamp(max=LARGEST_SCALE).float()
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 
@@ -70,7 +71,7 @@ def scaled_matmul(
 
 
 def transposed(operand: Operand) -> Operand:
-    """Transpose FP8 data [m, n] to contiguous [n, m]. No copy if they were written by column."""
+    """Transpose FP8 data [m, n] to contiguous [n, m]. Makes no copy if the data was written by column."""
     codes, *inverse = operand
     return codes.t() if codes.t().is_contiguous() else transpose(codes), *inverse
 

@@ -49,7 +49,7 @@ from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
 
 
 class AmaxTable:
-    """State of delayed scaling for all linear layers of the model: a row with three tensors each.
+    """State of delayed scaling for all linear layers of the model: a row per layer, for its three tensors.
 
     Every rank holds the complete table, bitwise identical.
     """

@@ -67,7 +67,7 @@ def tiled_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, ends: Tensor | N
     Args:
         x: [rows, in].
         weight: [out, in], or with `ends` one matrix per group, [groups, out, in].
-        dtype: of the result.
+        dtype: dtype of the result.
         ends: int32 [groups], end of each group's rows. Rows after the last group are undefined.
     """
     x, weight = x.contiguous(), weight.contiguous()
@@ -133,7 +133,7 @@ def matmul_in_parts(
     Args:
         x: [rows, in].
         weight: [out, in], or with `ends` one matrix per group, [groups, out, in].
-        dtype: of the result.
+        dtype: dtype of the result.
         parts: 1, 2, 4 or 8, a divisor of `in`.
         ends: int32 [groups], end of each group's rows. Rows after the last group are undefined.
     """
@@ -326,7 +326,8 @@ def _softmax_sums(z, highest_of, total_of, product_of, WIDTH: tl.constexpr, BLOC
 
 
 def softmax_sums(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z) of float32 z [..., entries], [...] each."""
+    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z), three tensors [...], for float32 z [...,
+    entries]."""
     z = z.contiguous()
     sums = [torch.empty(z.shape[:-1], dtype=torch.float32, device=z.device) for _ in range(3)]
     if sums[0].numel():

@@ -2,7 +2,8 @@
 
 A program handles complete blocks, so that their largest elements are known before anything is written. A code is
 computed from its number, assuming that `dynamic_code` were exact, then corrected by at most one using the table. The
-result is the code that a search in the table would find, with two reads of it and, at decade boundaries, two more.
+result is the code that a search in the table would find, with two reads of the table and, at decade boundaries, two
+more.
 """
 
 from __future__ import annotations
@@ -117,8 +118,10 @@ def _coded(x, random, code, SIGNED: tl.constexpr):
 
 @triton.jit
 def _bits(position, age, rows, columns, BLOCK: tl.constexpr):
-    """Return the random bits of optim.moments, uint32 [ROWS, COLUMNS]. Integers wrap where those are masked to 32
-    bits."""
+    """Return the random bits of optim.moments, uint32 [ROWS, COLUMNS].
+
+    Integers wrap here, where optim.moments masks them to 32 bits.
+    """
     key, first = tl.load(position).to(tl.uint32), tl.load(position + 1).to(tl.uint32)
     rows_here, rows_there = tl.load(position + 2).to(tl.int32), tl.load(position + 3).to(tl.uint32)
     in_a_row, column = tl.load(position + 4).to(tl.int32) // BLOCK, tl.load(position + 5).to(tl.uint32)
