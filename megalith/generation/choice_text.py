@@ -26,7 +26,7 @@ class ChoiceText:
             tokenizer: decodes ids.
             stop: texts that end the choice; the choice's text ends before them.
             stop_ids: ids that end the choice and have no text.
-            ends_with_eod: the engine ends with the tokenizer's end of document, which has no text either.
+            ends_with_eod: the engine ends the choice at the tokenizer's end-of-document id, which has no text either.
         """
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._silent = stop_ids | (frozenset({tokenizer.eod}) if ends_with_eod else frozenset())
@@ -42,10 +42,10 @@ class ChoiceText:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.reason: str | None = None
-        """stop or length once it has ended."""
+        """Reason of the end, "stop" or "length"; None before the end."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], reason: str | None) -> None:
-        """Append ids. Those after a stop are dropped; then `reason` is stop."""
+        """Append ids. Ids after a stop are dropped, and the reason is then "stop" instead of `reason`."""
         if self.reason is None and not self._stop and self._silent.isdisjoint(ids):
             self.ids += ids
             self.logprobs += logprobs
@@ -88,7 +88,7 @@ class ChoiceText:
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """The complete text so far."""
         return self._text
 
     def take(self) -> str:

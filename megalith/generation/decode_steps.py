@@ -40,14 +40,15 @@ class DecodeSteps:
         Args:
             sampling: settings of the samples.
             rows: rows that are in use, from the first. A GPU runs all rows.
-            longest: maximum length of their sequences.
+            longest: maximum length of the sequences in these rows.
             steps: number of steps, at most the engine's window. Default: the engine's window.
             used: parts of logits processing that the rows need.
 
         Returns:
-            Ids, int64 [tokens, rows], -1 where a row got none; log-probabilities, float32 [tokens, rows]; the experts
-            of the tokens before these, int16 [tokens, rows, layers with experts, topk], None if not recorded; the end
-            of the copy. A step has one token per row, and one more for each draft.
+            Ids, int64 [tokens, rows], -1 where a row got no token; log-probabilities, float32 [tokens, rows]; the
+            experts chosen for the tokens before these, int16 [tokens, rows, layers with experts, topk], or None if not
+            recorded; the CUDA event of the copy's end, None on a CPU. Each step contributes one token per row, and one
+            more per draft.
         """
         steps = self.window if steps is None else steps
         if self._graphed:
@@ -114,8 +115,8 @@ class DecodeSteps:
         """Return the logits after each token, [rows * tokens, this rank's entries].
 
         Args:
-            tokens: int64 [rows, tokens], of the first rows: the newest token and the ones after it.
-            positions: int64 [rows, tokens].
+            tokens: int64 [rows, tokens], for the first rows: each row's newest token and the drafts after it.
+            positions: positions of the tokens, int64 [rows, tokens].
             longest: maximum length of the sequences up to the newest token.
             routes: see `_hidden`.
             adapters: see `_hidden`.
@@ -139,7 +140,7 @@ class DecodeSteps:
         return linear_logits(self.model.head_input(hidden), *head, math=self._head_math)
 
     def sampling_keys(self, noise: Tensor, index: Tensor) -> Tensor:
-        """Return the keys of the noise, int32, of rows with key `noise` at these indices of their completions."""
+        """Return the noise keys, int32, of rows with key `noise` at these indices of their completions."""
         return mix(noise.to(torch.int32) ^ self._position_keys[index])
 
     def sample_logits(
@@ -219,7 +220,8 @@ class DecodeSteps:
 
     @staticmethod
     def _exact_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, **shard) -> Tensor:
-        """Return the log-probabilities that the trainer's loss has, float32 [rows]; greedy ones at temperature 1."""
+        """Return the log-probabilities that the trainer's loss computes, float32 [rows]; for greedy samples, at
+        temperature 1."""
         if isinstance(temperature, Tensor):
             temperature = torch.where(temperature == 0, 1.0, temperature)
         elif temperature == 0:

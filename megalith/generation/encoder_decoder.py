@@ -103,8 +103,10 @@ def generate_t5(
 
 
 def shard_t5(model: T5, tp: Axis, device: torch.device) -> T5:
-    """Return this tensor-parallel rank's part, on `device`, of a complete model held by every process. In evaluation
-    mode."""
+    """Return this tensor-parallel rank's part, on `device`, of a complete model held by every process.
+
+    The part is in evaluation mode.
+    """
     sharded = T5(model.config, compute_dtype=model.compute_dtype, device="meta")
     apply_tensor(sharded, tp, sequence_parallel=False)
     sharded.to_empty(device=device)

@@ -105,9 +105,10 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             model: run this model, unchanged, instead of building one.
             compile: compile the layers. Default: on a GPU.
             graphs: run steps as CUDA graphs. Default: on a GPU.
-            records_routes: return the experts that the routers choose with the completions.
+            records_routes: return, with each completion, the experts that the routers chose.
             batch_invariant: use the operators of a trainer with rl.exact or train.batch_invariant, uncompiled, so that
-                log-probabilities are bitwise the trainer's: those of all tokens, also under top-k, top-p and min-p.
+                log-probabilities are bitwise the trainer's. They are then normalized over all tokens, also under top-k,
+                top-p and min-p.
             prefix_reuse: begin sequences with the keys and values of known prefixes (prefix_reuse.py). With
                 batch_invariant, this changes no bit; otherwise it changes log-probabilities by rounding. Models with
                 recurrent layers, ALiBi or LongRoPE, and engines that record routes, prefill everything.
@@ -231,7 +232,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Load complete weights under our names: each is sharded, cast and copied in place, so CUDA graphs stay valid.
+        """Load complete weights under Megalith's names: each is sharded, cast and copied in place, so CUDA graphs stay
+        valid.
 
         Raises ConfigError if a tensor is missing, unexpected or has another shape.
         """
@@ -262,7 +264,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         """Put an adapter into a slot, in place, so CUDA graphs stay valid. Every tensor-parallel rank calls it.
 
         Args:
-            slot: number of the adapter, from 1. No sequence in progress uses it.
+            slot: number of the slot, from 1. No sequence in progress may use it.
             pairs: full A and B by the name of the matrix (`Adapter.pair`). Empty: no adapter.
 
         Raises:
@@ -366,7 +368,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         Args:
             prompts: token ids.
             sampling: sampling settings.
-            keys: number of each prompt, 0 to 2^47 - 1, that its samples depend on. Default: its index.
+            keys: number of each prompt, 0 to 2^47 - 1, that its samples depend on. Default: the prompt's index.
             num_generations: completions per prompt.
             on_token: called with (prompt, generation, id) soon after each token is sampled.
             max_new_tokens: maximum tokens of the completions of each prompt. Default: sampling.max_new_tokens.

@@ -50,7 +50,7 @@ class SiteSlots:
     offset: tuple[int, ...]
 
     def fill(self, slot: int, pair: tuple[Tensor, Tensor] | None) -> None:
-        """Set a slot to this rank's shards of an adapter's full A and B; None: no adapter."""
+        """Fill a slot with this rank's shards of an adapter's full A and B, or clear the slot if `pair` is None."""
         if pair is None:
             return self.slots.fill(slot, None, None)
         a, b = pair

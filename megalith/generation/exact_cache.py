@@ -1,8 +1,8 @@
 """Caches of batch-invariant engines, whose recurrences have the trainer's bits.
 
 A row keeps the state before the current chunk of CHUNK tokens, counted from the sequence's first one, and the inputs of
-the chunk's tokens. A decode step repeats the products of the chunk (ops/batch_invariant/recurrences.py), so it costs
-those of up to CHUNK tokens. After the chunk's last token the state moves to the next chunk.
+the chunk's tokens. A decode step repeats the products of the chunk (ops/batch_invariant/recurrences.py), so it costs as
+much as the products of up to CHUNK tokens. After the chunk's last token the state moves to the next chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from megalith.ops.batch_invariant.recurrences import INVARIANT, convolution
 from megalith.ops.chunks import CHUNK
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
-"""Recurrence over inputs [batch, seq, ...] from `state`: outputs, and states before each chunk and at the end."""
+"""Recurrence over inputs [batch, seq, ...], starting from `state`.
+
+Returns the outputs, and the states before each chunk and at the end.
+"""
 _DELTA_RULE = partial(delta_rule.with_states, math=INVARIANT)
 
 
@@ -87,5 +90,5 @@ class ExactDecode(Decode):
 
 
 def _flat(inputs: Sequence[Tensor]) -> Tensor:
-    """Return the inputs [batch, seq, ...] of each token in one row, float32 [batch, seq, inputs]."""
+    """Concatenate each token's inputs [batch, seq, ...] into one row, float32 [batch, seq, inputs]."""
     return torch.cat([x.flatten(2).float() for x in inputs], -1)

@@ -1,6 +1,6 @@
-"""Grammars of completions by llguidance, an optional dependency: JSON, and JSON of a schema.
+"""Grammars of completions: JSON, and JSON that follows a schema. They need llguidance, an optional dependency.
 
-A grammar is compiled once per tokenizer. Each completion has a matcher of its own, which tells the tokens that may
+A grammar is compiled once per tokenizer. Each completion has a matcher of its own, which determines the tokens that may
 follow and ends the completion when nothing can follow.
 """
 
@@ -38,7 +38,7 @@ def json_grammar(schema: dict[str, Any]) -> str:
 def call_grammar(before: str, schema: dict[str, Any], after: str) -> str:
     """Return the source of the grammar of a schema's instances between two texts, in llguidance's Lark syntax.
 
-    A text may be one token of its own, written `<name>`, or a quoted text, or several of these.
+    `before` and `after` are special tokens, written `<name>`, quoted texts, or sequences of these.
     """
     return _llguidance().LLMatcher.grammar_from_lark(
         f"start: {before} call {after}\ncall: %json {json.dumps(schema)}"
@@ -49,16 +49,16 @@ class GrammarCompiler:
     """Compiles grammars for a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer):
-        """Prepare to compile for a tokenizer, which is read at the first grammar."""
+        """Prepare to compile for a tokenizer, which is read when the first grammar is compiled."""
         self._tokenizer = tokenizer
         self._cached = lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def compile(self, source: str) -> CompiledGrammar:
-        """Return a grammar for its source, as `json_grammar` returns it.
+        """Compile a grammar from its source, such as a result of `json_grammar`.
 
         Raises:
-            ConfigError: if it is not valid or uses what llguidance does not support, if llguidance is not installed,
-                or if it does not support this kind of tokenizer.
+            ConfigError: if the source is not valid or uses a feature that llguidance does not support, if llguidance is
+                not installed, or if llguidance does not support this kind of tokenizer.
         """
         return self._cached(source)
 
@@ -81,12 +81,12 @@ class CompiledGrammar:
         self.source, self._matcher, self._vocab_size = source, matcher, vocab_size
 
     def matcher(self) -> GrammarMatcher:
-        """Return the mask of a new completion."""
+        """Return a matcher for a new completion."""
         return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
 
 
 class GrammarMatcher:
-    """Tokens that may follow in one completion."""
+    """Tracks the tokens that may follow in one completion."""
 
     def __init__(self, matcher: Any, vocab_size: int):
         self._matcher = matcher

@@ -31,9 +31,10 @@ from megalith.generation.running_batch import KvCache, RunningBatch
 HEARTBEAT = 20.0  # seconds after which idle ranks exchange a message, so that no collective times out
 
 LoadAdapter = Callable[[str], Mapping[str, tuple[Tensor, Tensor]]]
-"""Returns the A and B of the adapter in a folder, as `Engine.set_adapter` takes them."""
+"""Function that returns the A and B of the adapter in a folder, as `Engine.set_adapter` takes them."""
 OnTokens = Callable[[list[int], list[float], str | None], None]
-"""Takes new ids, their log-probabilities, and the reason of the end: stop, length, closed; None before it."""
+"""Callback that receives new ids, their log-probabilities, and the reason of the end (stop, length or closed), None
+before the end."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class LiveRequest:
 
     @property
     def settings(self) -> tuple[float, float, float, float]:
-        """Settings of its row."""
+        """Sampling settings of the request's row."""
         return float(self.temperature), float(self.top_k), float(self.top_p), float(self.min_p)
 
 
@@ -254,7 +255,8 @@ class LiveEngine:
     def _assigned(
         self, load: Counter[int], number: int, prompt: int, request: LiveRequest, on_tokens: OnTokens
     ) -> list[Any]:
-        """Assign a request to the replica with the fewest open ones by `load`, and return its JSON values."""
+        """Assign a request to the replica with the fewest open requests in `load`, and return the request's values as
+        JSON."""
         replica = min(range(self._replicas), key=lambda one: load[one])
         load[replica] += 1
         self._tickets[number] = _Ticket(on_tokens, replica, request.adapter)
@@ -328,7 +330,7 @@ class LiveEngine:
                 self._futures[number].set_result(next((one for one in errors if one is not None), None))
 
     def _update(self, batch: RunningBatch, version: int, kv_cache: KvCache) -> None:
-        """Load weights, and deliver the tokens that the earlier ones have sampled."""
+        """Load weights, and deliver the tokens that were sampled with the earlier weights."""
 
         def load() -> None:
             self._load_weights(version)
@@ -353,7 +355,7 @@ class LiveEngine:
         return [event for share in gather_json(mine, self._group, to_first=True) for event in share]
 
     def _deliver(self, events: list[list[Any]]) -> None:
-        """Call the callbacks. Other ranks have none."""
+        """Call the callbacks, which only the first rank has."""
         for number, ids, logprobs, reason, version in events:
             ticket = self._tickets.get(number)
             if ticket is not None:

@@ -39,7 +39,7 @@ class TokenMask(Protocol):
 
 
 class Grammar(Protocol):
-    """A language that completions must be in (grammar.py). `source` is its text."""
+    """A grammar that completions must follow (grammar.py). `source` is its text."""
 
     source: str
 
@@ -62,7 +62,7 @@ class LogitsProcessing:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that no completion contains."""
     grammar: Grammar | None = None
-    """Language of the completions."""
+    """Grammar that completions follow. None: any text."""
 
     @property
     def penalties(self) -> tuple[float, float, float]:
@@ -123,7 +123,7 @@ class LogitsProcessing:
     def from_json(
         cls, values: Sequence[Any], compile_grammar: Callable[[str], Grammar] | None
     ) -> LogitsProcessing:
-        """Return the settings of `to_json`. Values that change nothing give OFF."""
+        """Return the settings from the values of `to_json`, or OFF if they change nothing."""
         *penalties, biases, words, source = values
         grammar = None if source is None else compile_grammar(source)
         settings = cls(*penalties, tuple(map(tuple, biases)), tuple(map(tuple, words)), grammar)
@@ -131,7 +131,7 @@ class LogitsProcessing:
 
 
 class BadWords:
-    """Forbids the last token of a word whose other tokens are the last ones of the completion."""
+    """Forbids the last token of a bad word when the completion ends with the word's other tokens."""
 
     is_finished = has_failed = False
 
@@ -155,7 +155,8 @@ OFF = LogitsProcessing()
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of bad words as vLLM does: as they are, and after a space if that gives as many tokens."""
+    """Return the tokens of bad words as vLLM does: of each word as it is, and of the word after a space if those are as
+    many."""
     results: dict[tuple[int, ...], None] = {}
     for word in words:
         plain, spaced = (tuple(map(int, tokenizer.encode(prefix + word.lstrip()))) for prefix in ("", " "))

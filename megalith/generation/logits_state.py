@@ -120,7 +120,7 @@ class LogitsState:
                 self._biases.index_put_(self._index(biased), to_device(values, self._device))
 
     def _local(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the row and the local entry of each pair of a row and a token whose entry this rank has."""
+        """Return (row, local entry) for each pair (row, token) whose vocabulary entry is on this rank."""
         return [
             (row, token - self._first) for row, token in pairs if 0 <= token - self._first < self._entries
         ]
@@ -156,7 +156,7 @@ class LogitsState:
     def process_drafted(self, logits: Tensor, drafts: Tensor | None, used: UsedParts) -> Tensor:
         """Return the processed logits after the newest token and after each draft, which counts like a sample.
 
-        Masks apply to the first ones of a row only.
+        Masks apply only to a row's first logits, those after the newest token.
 
         Args:
             logits: [rows * tokens, local entries], of the rows' newest tokens and drafts.
@@ -175,7 +175,7 @@ class LogitsState:
         return torch.stack(results, 1).flatten(0, 1)
 
     def count(self, ids: Tensor, is_counted: Tensor, used: UsedParts, times: int = 1) -> None:
-        """Count ids, int64 [rows, tokens], where `is_counted`, bool [rows, tokens]."""
+        """Count ids, int64 [rows, tokens], at the places where `is_counted`, bool [rows, tokens], is True."""
         if used.penalties:
             entries = ids - self._first
             is_counted = is_counted & (entries >= 0) & (entries < self._entries)

@@ -2,11 +2,11 @@
 
 With the newest token t_p at position p, the head's inputs h are known up to p - 1. MTP layer 1 predicts t_{p+1} from
 h_{p-1} and the embedding of t_p, layer 2 predicts t_{p+2} from the first's output and the embedding of that draft, and
-so on. After the last layer, this one runs on with its own output, one position further for each draft.
+so on. After that, the last layer runs again on its own output, one position further for each draft.
 
-MTP layers have keys and values of their own. Verification computes h of the newest token and of the drafts. In the
-next step, the layers first read those that were accepted, one window per row with a place for each draft; what they
-compute for the other places is overwritten later.
+MTP layers have keys and values of their own. Verification computes h of the newest token and of the drafts. In the next
+step, the layers first read h of the tokens that were accepted, in one window per row with a place for each draft; what
+they compute for the other places is overwritten later.
 
 The projection's keys of layers after the first can contain drafts that were not accepted, and the last tokens of a
 prompt. This changes drafts, but not what the model samples.
@@ -59,7 +59,7 @@ class MTPDrafter:
         self._first.fill_(NO_DRAFT)
 
     def take_prompts(self, ids: Tensor, positions: Tensor, cache: Prefill, hidden: Tensor) -> None:
-        """Take the head's inputs of a prefill, [sequences, seq, hidden], which has all tokens but the newest."""
+        """Take the head's inputs of a prefill, [sequences, seq, hidden], which covers all tokens but the newest."""
         mtp_cache = replace(cache, keys_values=self._cache, attention_layers=self._layers, states=None)
         last = hidden[torch.arange(len(ids), device=ids.device), cache.lengths - 1]
         self._hidden[cache.rows, 0] = last[cache.prompts]
@@ -126,7 +126,7 @@ class MTPDrafter:
         return 0, sum(part.nbytes for part in parts)
 
     def _decode(self, positions: Tensor, longest: int) -> Decode:
-        """Return the cache of a pass over these positions of the first rows, int64 [rows, tokens]."""
+        """Return the cache for a pass over these positions of the first rows, int64 [rows, tokens]."""
         seen = [(at, visible_positions(at, longest + self._drafts)) for at in positions.unbind(1)]
         return Decode(self._cache[:, :, : len(positions)], self._layers, seen)
 

@@ -83,7 +83,7 @@ class PrefillPasses:
         """Fill rows with the keys and values of the tokens after a prefix that they hold.
 
         Args:
-            groups: tokens and rows, and the length of the prefix.
+            groups: for each group, its tokens and rows, and the length of the prefix.
         """
         self.reused_tokens += sum(begin for _, begin in groups)
         batch: list[tuple[_Prefix, int]] = []
@@ -161,14 +161,14 @@ class PrefillPasses:
         routes: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> Tensor:
-        """Return the last hidden states [batch, seq, hidden] of ids at positions, int64 [batch, seq].
+        """Return the last hidden states [batch, seq, hidden] of tokens.
 
         Args:
-            ids: token ids.
-            positions: positions.
-            cache: earlier tokens.
+            ids: token ids, int64 [batch, seq].
+            positions: position of each token in its sequence, int64 [batch, seq].
+            cache: cache of the earlier tokens.
             length: length of the sequences. None: each ends at its position.
-            routes: from `_route_memory`, for the experts that the routers choose. None: not recorded.
+            routes: memory from `_route_memory` for the experts that the routers choose. None: not recorded.
             adapters: slots of the sequences' adapters, int64 [batch]. None: they have none.
         """
         context = self.context_of(ids, positions, cache, length, adapters)

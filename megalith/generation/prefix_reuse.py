@@ -1,12 +1,14 @@
-"""Reuse of keys and values: a sequence begins with those of the longest known prefix of its tokens.
+"""Reuse of keys and values: a sequence begins with the keys and values of the longest known prefix of its tokens.
 
      rows in use and idle rows ─┐
      copies within a budget  ───┴─▶ longest common prefix ─▶ copied into the sequence's row; only the rest is prefilled
 
-An idle row keeps its keys and values until another sequence gets it; then they are copied if the budget allows. So a
-completion shares the prefill of its prompt with the group's others, and a turn begins with the earlier ones.
+An idle row keeps its keys and values until another sequence gets it; then they are copied if the budget allows. A
+completion thus shares the prefill of its prompt with the other completions of the group, and a turn of a conversation
+reuses the earlier turns.
 
-An idle row writes to its first position in each step (engine.py), so keys and values of first tokens are kept apart.
+An idle row writes to its first position in each step (engine.py), so the keys and values of first tokens are stored
+separately.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class PrefixMatch:
 class PrefixReuse:
     """Known prefixes of an engine's rows.
 
-    It depends only on the calls, so all ranks of a tensor-parallel axis reuse the same rows.
+    The state depends only on the calls, so all ranks of a tensor-parallel axis reuse the same rows.
     """
 
     def __init__(self, cache: Tensor, budget: int = 0):
@@ -152,7 +154,7 @@ class PrefixReuse:
     # Index
 
     def _refresh(self) -> None:
-        """Add the tokens that the rows' sequences have got since the last call."""
+        """Add the tokens that the rows' sequences have received since the last call."""
         for holder in self._rows:
             if holder.sequence is not None and holder.sequence.length - 1 > len(holder.tokens):
                 holder.tokens += _prefilled(holder.sequence, len(holder.tokens))
@@ -173,7 +175,7 @@ class PrefixReuse:
         holder.blocks.clear()
 
     def _match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the holder of the longest prefix of at least a block."""
+        """Return the holder with the longest common prefix, if that has at least one block."""
         blocks: list[int] = []
         holders: dict[Holder, None] = {}
         for block in _blocks(tokens, blocks):
@@ -224,19 +226,19 @@ def _prefilled(sequence: RowSequence, first: int = 0) -> list[int]:
 
 
 def tokens_of_adapter(tokens: list[int], adapter: int) -> list[int]:
-    """Return numbers for tokens, different per adapter because keys and values depend on the adapter."""
+    """Return tokens as numbers that differ between adapters, because keys and values depend on the adapter."""
     return tokens if adapter == 0 else [token + (adapter << TOKEN_BITS) for token in tokens]
 
 
 def _blocks(tokens: Sequence[int], hashes: list[int]) -> Iterator[int]:
-    """Yield the hashes of the blocks after those in `hashes`, and append them."""
+    """Yield the hash of each block that has no hash in `hashes` yet, and append it to `hashes`."""
     for begin in range(len(hashes) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
         hashes.append(hash((hashes[-1] if hashes else 0, *tokens[begin : begin + BLOCK])))
         yield hashes[-1]
 
 
 def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two token sequences."""
     longest = min(len(tokens), len(others))
     if tokens[:longest] == others[:longest]:
         return longest

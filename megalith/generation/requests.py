@@ -114,7 +114,7 @@ class RowSequence:
     is_cancelled: bool = False
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float]) -> int:
-        """Append sampled tokens up to the end of the completion, and return their number."""
+        """Append sampled tokens up to the end of the completion, and return how many were appended."""
         count = len(ids) if self.stop_watch is None else self.stop_watch.count(ids)
         for at, token in enumerate(ids[:count] if self.masks else ()):
             for mask in self.masks:
@@ -144,7 +144,7 @@ class RowSequence:
 
     @property
     def stopped(self) -> bool:
-        """True if a stop id, a stop string or the end of its grammar ended it."""
+        """True if a stop id, a stop string or the end of the grammar ended the completion."""
         if self.ends_with_stop_id or self.found_stop_string:
             return True
         return bool(self.masks) and any(mask.is_finished for mask in self.masks)
@@ -155,7 +155,7 @@ class RowSequence:
 
     @property
     def ended_on_host(self) -> bool:
-        """True if it has ended, but its row on the device would go on."""
+        """True if the completion has ended, but its row on the device would go on."""
         return self.ended and not self.ends_with_stop_id and len(self.ids) < self.limit
 
     @property

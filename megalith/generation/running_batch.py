@@ -1,4 +1,4 @@
-"""Continuous batching: sequences that wait for a row of the engine, those in rows, and windows of steps in flight.
+"""Continuous batching: sequences that wait for a row of the engine, sequences in rows, and windows of steps in flight.
 
      add ─▶ waiting ─▶ a row: prefill, then windows of steps ─▶ ended, cancelled, or paused (LongRoPE) ─▶ waiting
 
@@ -194,7 +194,7 @@ class RunningBatch:
 
 
 def _merged(added: list[tuple[RowSequence, list[int]]]) -> list[tuple[RowSequence, list[int]]]:
-    """Join the tokens of each sequence."""
+    """Join the entries of the same sequence."""
     merged: dict[int, tuple[RowSequence, list[int]]] = {}
     for sequence, ids in added:
         merged.setdefault(id(sequence), (sequence, []))[1].extend(ids)

@@ -104,7 +104,7 @@ class DraftMetrics:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The rates by the name of their metric."""
+        """Rates by the name of the metric."""
         return {"draft_acceptance": self.acceptance_rate, "tokens_per_step": self.tokens_per_step}
 
     def __str__(self) -> str:
@@ -143,15 +143,17 @@ class Drafter(Protocol):
         """Return drafts, int64 [rows, K]; NO_DRAFT for none."""
 
     def add(self, position: Tensor, ids: Tensor) -> None:
-        """Take the samples after the newest tokens, which are at `position`: int64 [rows, K + 1]. Those after the
-        accepted ones are replaced later."""
+        """Take the samples that follow the newest tokens at `position`, int64 [rows, K + 1].
+
+        Samples after the accepted ones are replaced later.
+        """
 
     def release(self) -> None:
         """Free the memory of the rows."""
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of weights, and of the memory of the rows."""
+        """Bytes of the weights, and bytes of the rows' memory."""
 
 
 class NgramDrafter:

@@ -126,7 +126,10 @@ class Prefill:
     """Cache of a pass over complete prompts, which may be padded at the end: no token attends to later ones."""
 
     keys_values: Tensor | None
-    """[attention layers, 2, rows, room, groups, head_dim]; within a layer without the first dimension, or None."""
+    """[attention layers, 2, rows, room, groups, head_dim].
+
+    In the cache of one layer the first dimension is absent; None if the layer has no keys and values.
+    """
     attention_layers: Sequence[int]  # numbers of the layers with keys and values
     rows: Tensor  # int64 [filled rows]
     prompts: Tensor  # int64 [filled rows]: sequence of the pass for each row; several rows may share one
@@ -164,7 +167,7 @@ class Prefill:
         return out
 
     def _is_token(self, x: Tensor) -> Tensor:
-        """Return False for padding at the end, bool [sequences, seq, 1], for x [sequences, seq, ...]."""
+        """Return a mask that is False for padding at the end, bool [sequences, seq, 1], for x [sequences, seq, ...]."""
         return (torch.arange(x.shape[1], device=x.device) < self.lengths[:, None])[..., None]
 
     def attend(

@@ -19,7 +19,7 @@ class StopStrings:
         self._tokenizer, self.texts = tokenizer, tuple(texts)
 
     def watch(self) -> StopWatch:
-        """Return the watch of a new completion."""
+        """Return a StopWatch for a new completion."""
         return StopWatch(ChoiceText(self._tokenizer, self.texts, frozenset(), False))
 
     def cut(self, text: str) -> str:
@@ -38,7 +38,7 @@ class StopWatch:
         return self._text.reason == "stop"
 
     def count(self, ids: Sequence[int]) -> int:
-        """Return the number of these new ids up to the end of a stop string."""
+        """Add new ids, and return how many of them come before or complete the first stop string."""
         before = len(self._text.ids)
         self._text.add(ids, [0.0] * len(ids), None)
         self._text.take()  # its search for stop strings begins there

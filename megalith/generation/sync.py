@@ -6,11 +6,11 @@ dtype and in buckets, and every rank copies what its engine needs. Engines can t
 tensor-parallel shards, whatever pipeline, expert and ZeRO layout the trainer uses.
 
 After the first sync, only the elements of a bucket whose bits have changed in the engine's dtype are broadcast, with
-their indices, if that is less. In bf16, an update with a small learning rate changes few of them. The rank that owns a
-part compares it with its own engine.
+their indices, if these are fewer bytes. In bf16, an update with a small learning rate changes few of them. The rank
+that owns a part compares it with its own engine.
 
 The base of adapters never changes, so after the first sync only the adapters and the modules of lora.modules_to_save
-are copied. The engine has a base in its own dtype: that of a run with lora.quantize_base is decoded once.
+are copied. The engine holds the base in its own dtype; a base quantized by lora.quantize_base is decoded once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SyncReport:
 
     bytes: int
     """Bytes of the engine's weights that were copied: after a model's first sync only its adapters, if it has some, and
-    the modules that are trained beside them."""
+    the modules that are trained with them."""
     seconds: float
     gathered: int
     """Number of tensors that came from other ranks."""
@@ -252,14 +252,14 @@ class _WeightSource:
             _copy_overlap(shards[part.name], piece, part.offset, mask)
 
     def _broadcast_changes(self, bucket: list[_Part], flat: Tensor) -> Tensor | None:
-        """Broadcast the values of a bucket, or those that have changed and their indices, if these are fewer bytes.
+        """Broadcast the values of a bucket, or only the changed values and their indices if these are fewer bytes.
 
         Args:
             bucket: parts of one rank.
-            flat: on that rank their values; on the others it is filled.
+            flat: on that rank, the values of the parts; on the others, a buffer that is filled with them.
 
         Returns:
-            Which elements of `flat` are valid, bool [elements]. None: all.
+            A mask of the valid elements of `flat`, bool [elements]. None: all are valid.
         """
         rank, group, index = bucket[0].rank, self.world.group, None
         count = torch.full((1,), -1, device=flat.device)
@@ -287,7 +287,7 @@ class _WeightSource:
         return changed
 
     def _engine_values(self, bucket: list[_Part]) -> Tensor | None:
-        """Return the values of these parts in this rank's engine, [elements]. None: it does not have all of them."""
+        """Return the values of these parts in the engine of this rank, [elements], or None if it lacks some of them."""
         values = []
         for part in bucket:
             shard = self.engine.shards[part.name]
