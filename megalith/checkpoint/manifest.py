@@ -72,7 +72,7 @@ class FileRecord(_Record):
 
 
 class TensorRecord(_Record):
-    """Dtype code of safetensors and shape of a tensor."""
+    """A tensor's shape, and its dtype as a code of safetensors."""
 
     dtype: str
     shape: Shape
@@ -139,7 +139,7 @@ class RunRecord(_Record):
     """Steps skipped for an fp16 overflow, which schedules do not count."""
 
     skipped_samples: Count = 0
-    """Samples of the skipped steps."""
+    """Number of samples in the skipped steps."""
 
     config: dict[str, Any]
     """Resolved configuration as plain values."""

@@ -46,7 +46,10 @@ class Placed(NamedTuple):
 
 
 def placed_tensors(shards: Shards) -> list[Placed]:
-    """Return the tensors of a state, those of the optimizer last. A moment with reduced precision has several."""
+    """Return the tensors of a state, the optimizer's tensors last.
+
+    A moment with reduced precision has several tensors.
+    """
     tensors = []
     for part in sorted(shards, key=lambda part: part == OPTIMIZER):
         for name, shard in shards[part].items():
@@ -81,7 +84,7 @@ class _Piece(NamedTuple):
     whole: Extent
     part: Extent
     needed: int
-    """Number of the tensor that needs it."""
+    """Index of the tensor that needs this piece."""
 
 
 def reshard(snapshots: Sequence[Stored], shards: Shards, world: Axis) -> list[Tensor] | None:
@@ -93,7 +96,7 @@ def reshard(snapshots: Sequence[Stored], shards: Shards, world: Axis) -> list[Te
         world: all ranks.
 
     Returns:
-        None on every rank if the snapshots have other tensors, or not all of their values.
+        The buffers. None on every rank if the snapshots have other tensors or lack some of the values.
     """
     tensors = placed_tensors(shards)
     entries = [[entries for entries, _ in snapshots], [placed.entry() for placed in tensors]]
@@ -171,7 +174,7 @@ def _transfer(
     sender: int,
     world: Axis,
 ) -> list[Tensor]:
-    """Send pieces to one rank and return those that another one sends."""
+    """Send pieces to one rank, and return the pieces that another rank sends."""
     received = [torch.empty(piece.part.shape, dtype=values[piece.needed].dtype) for piece in pieces]
     works = []
     for tensors, exchange, peer in ((sent, dist.isend, receiver), (received, dist.irecv, sender)):

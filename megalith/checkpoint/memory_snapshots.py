@@ -61,7 +61,7 @@ class SnapshotResult:
 
     step: int
     stalled: float
-    """Seconds that training waited: for the previous snapshot's thread, and for the copy as far as it is not
+    """Seconds that training waited: for the previous snapshot's thread, and for the part of the copy that is not
     asynchronous."""
     seconds: float
     """Seconds until the partner's copy was complete."""
@@ -354,7 +354,8 @@ Worlds = Mapping[str, Sequence[int]]  # serial -> number of ranks, and the rank 
 
 
 def _worlds(snapshots: Mapping[int, Snapshot]) -> Worlds:
-    """Return the origin of each complete snapshot, as JSON."""
+    """Return the origin of each complete snapshot by its serial, as JSON: the number of ranks, and the rank whose state
+    it is."""
     return {str(serial): snapshots[serial].description["world"] for serial in _complete(snapshots)}
 
 
@@ -366,7 +367,7 @@ def _is_complete(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int)
     """Return True if the state of every rank that took the snapshot is in some rank's memory.
 
     Args:
-        serial: the snapshot's.
+        serial: serial of the snapshot.
         everyone: origins of the local and the foreign snapshots of each rank.
         stride: distance of each rank from its partner.
     """
@@ -380,7 +381,8 @@ def _is_complete(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int)
 
 
 def _has_same_ranks(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int) -> bool:
-    """Return True if each rank that has the snapshot had the same number, partner and number of ranks."""
+    """Return True if every rank that holds the snapshot had the same number and partner, among as many ranks, when it
+    was taken."""
     size, key = len(everyone), str(serial)
     return all(
         local.get(key, [size, rank]) == [size, rank]

@@ -86,8 +86,8 @@ class Saver:
         Args:
             checkpoints: folder or URL of the steps.
             world: all ranks.
-            unpadded_rows: number of rows without padding of each padded parameter. The padding is not stored, also
-                not in optimizer state.
+            unpadded_rows: number of rows without padding of each padded parameter. The padding is not stored, neither
+                in weights nor in optimizer state.
             write_tokenizer: function that writes the tokenizer into the folder passed to it.
             keep_last: number of most recent steps to keep. None: all.
             keep_every: also keep steps divisible by this number.

@@ -5,7 +5,7 @@ Their content does not depend on ZeRO and expert parallelism: `pytorch_model_tp_
 T of pipeline stage P would hold without either. Experts that tensor parallelism does not shard are divided among the
 stage's files: file T has the T-th part of them. Within a stage, all ranks send their pieces to the first rank with
 tensor rank T, one tensor at a time. It assembles them in a mapped file and writes the result, so that no rank holds
-more than one of them in memory.
+more than one tensor in memory.
 
 The files are written by torch.save, contain only tensors, and can be read by torch.load with `weights_only`. A manifest
 is stored with them, so that any layout can load them.

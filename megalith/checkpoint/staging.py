@@ -2,8 +2,8 @@
 
 A background save writes the state as it was when the save began, so the state is copied first, and training waits only
 for that copy. Copies from a GPU go into page-locked memory at the full speed of the bus; all are queued and waited for
-once. The buffers are slabs whose size is a power of two, because torch's allocator of page-locked memory rounds up to
-one. A tensor may span several slabs.
+once. The buffers are slabs whose size is a power of two, because torch's allocator of page-locked memory rounds sizes
+up to powers of two. A tensor may span several slabs.
 """
 
 from __future__ import annotations

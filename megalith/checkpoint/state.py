@@ -38,9 +38,9 @@ from megalith.progress import Progress
 
 MODEL, OPTIMIZER, AMAXES = "model", "optimizer", "amaxes"
 STATE_WITH_ROWS = ("exp_avg", "exp_avg_slow", "exp_avg_sq", "momentum_buffer", "variance", "z", "ema")
-"""State that is shaped like its parameter."""
+"""Optimizer state with the shape of its parameter."""
 REDUCED_STATE = {"row_var": -1, "col_var": -2}
-"""State with one element along this dimension of its parameter."""
+"""Optimizer state with one element along this dimension of its parameter."""
 WHOLE_STATE = (
     "soap_exp_avg",
     "soap_exp_avg_sq",
@@ -51,7 +51,7 @@ WHOLE_STATE = (
     "soap_left_values",
     "soap_right_values",
 )
-"""State of whole matrices, on the ranks that own them. That of experts is sharded over the experts."""
+"""Optimizer state of whole matrices, held by the ranks that own them. For experts, it is sharded over the experts."""
 
 Model = nn.Module | Sequence[nn.Module]  # a model, or the chunks of a pipeline rank
 
@@ -219,7 +219,8 @@ def load_part(
     unpadded_rows: Mapping[str, int],
     world: Axis = ALONE,
 ) -> None:
-    """Load the weights of another model of the run, or with `optimizer` its optimizer's state, from its own part.
+    """Load the weights of another model of the run from that model's part; with `optimizer`, load its optimizer's
+    state.
 
     Every rank of `world` calls it. Raises CheckpointError as `load_model` and `load_optimizer`.
     """
@@ -305,7 +306,7 @@ def _fill_shards(
     stored: Mapping[str, LocalShard],
     progress: Progress,
 ) -> None:
-    """Fill `shards` with `stored`, their rows in the checkpoint. Other rows become zero."""
+    """Fill `stored`, the rows of `shards` that are in the checkpoint, and set the other rows to zero."""
     moments = {name: shard for name, shard in stored.items() if isinstance(shard.values, Moment)}
     checkpoint.fill(part, {name: shard for name, shard in stored.items() if name not in moments}, progress)
     for name, shard in moments.items():

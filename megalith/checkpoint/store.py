@@ -57,9 +57,9 @@ class StepFolder:
         self.final = checkpoints / f"step_{step:08d}"
         """Path of the completed step."""
         self.temporary = checkpoints / f"{self.final.name}.tmp"
-        """Path of its files until then."""
+        """Path of the step's files until the step is completed."""
         self.prefix = ""
-        """Prefix of their names in the manifest."""
+        """Prefix of the files' names in the manifest."""
 
     def begin(self) -> str:
         """Create the temporary folder and remove remains of killed saves. Return its name, for `use_folder`."""
