@@ -30,9 +30,9 @@ class ChatFormat:
 
         Args:
             tokenizer: the model's tokenizer.
-            template: its chat template.
-            calls: name of the format, or path.py:function; auto: detected from the template, without tool calls if it
-                shows no format.
+            template: the model's chat template.
+            calls: name of the format, or path.py:function; auto: the format is detected from the template; if the
+                template shows none, there are no tool calls.
 
         Raises:
             ConfigError: if a format that is named cannot be used.
@@ -57,7 +57,7 @@ class ChatFormat:
         return self._parse is not None
 
     def call_grammar(self, tools: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-        """Return the source of the grammar of a call of one of these tools.
+        """Return the source of a grammar for one call of one of the tools in `names`.
 
         Raises:
             ConfigError: if the format of calls is neither hermes nor llama3_json.
@@ -88,16 +88,16 @@ class ChatFormat:
         return call_grammar(f'{begin} "\\n"', schema, f'"\\n" {end}')
 
     def _marker(self, text: str) -> str:
-        """Return a marker in a grammar: as a token if it is a special one, otherwise as text."""
+        """Return a marker in the grammar's syntax: as a token if it is a special token, otherwise as quoted text."""
         return text if self._tokenizer.token_id(text) in self._tokenizer.special_ids else f'"{text}"'
 
     def parse(
         self, text: str, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]
     ) -> ParsedTurn:
-        """Return the message of a turn. A turn with a malformed call is text without calls.
+        """Return the message of a turn. A turn with a malformed call becomes text without calls.
 
         Args:
-            text: of the turn, without the token that ends it.
+            text: text of the turn, without the token that ends it.
             ids: tokens of the turn.
             prompt_ids: tokens before it.
             tools: JSON schemas of the tools.

@@ -28,7 +28,7 @@ class ChatSession:
 
         Args:
             model: a decoder on one device, as `megalith.load` returns it.
-            tokenizer: its tokenizer, with a chat template.
+            tokenizer: the model's tokenizer, with a chat template.
             sampling: how turns are sampled; the end of a turn and the vocabulary are the tokenizer's. Default: at most
                 256 tokens at temperature 0.7.
             system: system message.

@@ -1,7 +1,7 @@
 """Events from the engine's thread to the tasks of the server's event loop.
 
-Waking the loop costs a system call. So events are collected, and the loop is woken once for all that come before it
-runs; a task takes all of its events at a time.
+Waking the loop costs a system call. Events are therefore collected, and the loop is woken once for all events that
+arrive before it runs; a task takes all of its events at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 Event = tuple[int, list[int], list[float], str | None]
-"""Number of a choice, new ids, their log-probabilities, and the reason of its end."""
+"""Number of the choice, new ids, their log-probabilities, and the reason of the choice's end, None before the end."""
 
 
 class EventRelay:

@@ -23,7 +23,7 @@ MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 16, 1024, 1024
 MIN_TEMPERATURE = 1e-3  # below, sampling is greedy
 CONTAINERS = (dict, list)
 SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]|\x00")
-"""Bytes without which a body has no unpaired surrogate; UTF-16 and UTF-32 have zeros."""
+"""Bytes of which a body with an unpaired surrogate contains at least one. Zeros occur in UTF-16 and UTF-32."""
 
 Message = dict[str, Any]
 
@@ -57,10 +57,10 @@ class CompletionRequest:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[str, ...] = ()
     json_schema: dict[str, Any] | None = None
-    """Schema of the texts, from response_format or structured_outputs."""
+    """JSON schema that the texts must follow, from response_format or structured_outputs."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     required_tools: tuple[str, ...] = ()
-    """Names of tools of which one must be called, from tool_choice."""
+    """Names of tools, one of which must be called, from tool_choice."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -138,7 +138,7 @@ def _is_id_list(value: Any) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    """{"token id": bias}, as in OpenAI's API."""
+    """Return True for {"token id": bias}, as in OpenAI's API."""
     return (
         isinstance(value, dict)
         and len(value) <= MAX_BIASES

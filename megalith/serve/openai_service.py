@@ -118,7 +118,7 @@ class Access:
     hosts: tuple[str, ...] | None = LOOPBACK
     """Accepted names in the header Host, which keeps web pages from this machine's server; None: all."""
     max_requests: int = 256
-    """Maximum number of completions that are sampled or wait; more are refused with 429."""
+    """Maximum number of completions in progress or waiting; further requests are refused with 429."""
 
 
 class OpenAiService:
@@ -138,14 +138,14 @@ class OpenAiService:
         """Prepare to answer.
 
         Args:
-            live: samples.
+            live: the engine that samples completions.
             tokenizer: the model's tokenizer.
             chat: the chat template; None: there are no chat completions.
-            name: of the model.
+            name: name of the served model.
             access: clients that are admitted.
-            conversation: returns the conversation of a path's first part, `/PART/v1/…`; None if there is none.
-                Default: requests are on their own and have no such part.
-            grammars: compiles the grammars of requests, as the engine's. Default: a new one.
+            conversation: function of a path's first part, `/PART/v1/…`, that returns its conversation, or None if there
+                is none. Default: requests are independent of each other, and paths have no such part.
+            grammars: compiles the grammars of requests, as the engine's compiler does. Default: a new one.
             adapters: adapters that requests can name as their model. Default: none.
         """
         self._live, self._tokenizer, self._chat, self._name, self._access = (
@@ -260,7 +260,7 @@ class OpenAiService:
             )
 
     def _model(self, request: CompletionRequest, conversation: Any) -> tuple[int, str]:
-        """Return the slot and the name of a request's model. Raise HttpError if there is none of its name."""
+        """Return the slot and the name of a request's model. Raise HttpError if no model has this name."""
         if conversation is not self._plain:
             return 0, self._name
         slot = self._adapters.slot(request.model)

@@ -1,7 +1,7 @@
 """The adapters of a server: their names in the API, and the slots of the engine that hold them.
 
-Loading and unloading follow vLLM's server: the same paths, fields and rules. An unloaded adapter finishes the requests
-that it has. Its slot is free for another adapter afterwards.
+Loading and unloading follow vLLM's server: the same paths, fields and rules. Open requests of an unloaded adapter are
+completed. Its slot is then free for another adapter.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ class ServedAdapters:
 
 
 def _fields(body: dict[str, Any], kinds: dict[str, type]) -> dict[str, Any]:
-    """Return the fields of a request."""
+    """Return the fields of a request that `kinds` names.
+
+    Raise HttpError for other fields and for values of another type.
+    """
     for name, value in body.items():
         if value is None or name in NO_EFFECT:
             continue
