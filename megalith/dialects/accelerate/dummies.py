@@ -126,7 +126,7 @@ class MegatronLMDummyDataLoader:
 class IndexedBatches:
     """Iterator over this replica's part of each global batch: `input_ids` and `shift_labels`, int64 [batch, seq].
 
-    `shift_labels` holds the next token of each token.
+    `shift_labels` holds, for each token, the token that follows it.
     """
 
     def __init__(

@@ -313,7 +313,7 @@ class MegatronEngine(nn.Module):
         return converted
 
     def _positions(self, mask: Tensor | None) -> Tensor | None:
-        """Return the positions that transformers derives from a mask (OPT); None if it counts all tokens."""
+        """Return the positions that transformers derives from a mask (OPT); None if transformers counts all tokens."""
         if mask is None or self.config.model_type != "opt":
             return None
         # Padding has position −1: row 1 of OPT's table, which is the last row of Megalith's.

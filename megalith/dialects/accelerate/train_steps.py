@@ -115,9 +115,9 @@ class BertTrainStep(AbstractTrainStep):
         self.forward_step = self.get_forward_step_func()
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
-        """Return a function from an iterator of micro-batches to tokens, token types, order, loss mask, labels, mask.
+        """Return a function that takes an iterator of micro-batches and returns the fields of the next one.
 
-        Parts that a micro-batch lacks are None.
+        These are tokens, token types, order, loss mask, labels and mask; fields that the micro-batch lacks are None.
         """
         plugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_get_batch_function is not None:
@@ -143,7 +143,7 @@ class BertTrainStep(AbstractTrainStep):
         return forward_step
 
     def get_loss_func(self, accelerator: Any) -> Callable:
-        """Return a function of the loss mask, the order [batch] and the model's outputs.
+        """Return a function that takes the loss mask, the order [batch] and the model's outputs.
 
         The outputs are losses [batch, seq] and order logits [batch, 2] or None.
         """

@@ -201,8 +201,8 @@ def run_script(script: str, arguments: list[str], override: str = "") -> int:
 
     Args:
         script: path of the shell script.
-        arguments: its arguments.
-        override: flags to append to those of a `pretrain_….py`; the last one counts.
+        arguments: arguments of the script.
+        override: flags to append to the flags of a `pretrain_….py`; if a flag occurs twice, the last occurrence counts.
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}; give the path of a shell script")

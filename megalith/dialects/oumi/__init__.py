@@ -1,1 +1,1 @@
-"""Oumi's configurations: YAML of GRPO, SFT and DPO, its commands, its Python names."""
+"""Oumi's interface: its YAML configurations of GRPO, SFT and DPO, its commands and its Python names."""

@@ -52,7 +52,10 @@ def _schedules_by_samples(flags: ParsedFlags, size: int) -> None:
 
 
 def _batch_steps(flags: ParsedFlags, text: str) -> list[list[int]]:
-    """Parse TOKENS:SIZE pairs such as `0:768 250B:1536`. Return [samples, size] pairs: samples = tokens / length."""
+    """Parse TOKENS:SIZE pairs such as `0:768 250B:1536` to [first sample, batch size] pairs.
+
+    A threshold in tokens becomes one in samples when it is divided by the sequence length.
+    """
     length = flags["--seq-length"] or flags["--encoder-seq-length"] or 1
     try:
         pairs = [step.split(":") for step in text.replace(",", " ").split()]
