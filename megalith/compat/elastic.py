@@ -46,7 +46,8 @@ class HookedAgent(LocalElasticAgent):
         return dict(self._pcontext.envs[local_rank])
 
     def start_process(self, local_rank: int, environment: Mapping[str, str]) -> SubprocessHandler:
-        """Start another process with a worker's command and variables, and these additional ones."""
+        """Start another process with a worker's command and variables, and with the additional variables in
+        `environment`."""
         context = self._pcontext
         return get_subprocess_handler(
             entrypoint=context.entrypoint,

@@ -76,7 +76,8 @@ def release_groups() -> None:
 
 
 def _tables_of_groups() -> list[dict]:
-    """Return the dictionaries, also those of objects' attributes, with a process group among their values."""
+    """Return the dictionaries that have a process group among their values, including the dictionaries of objects'
+    attributes."""
     tables = []
     for holder in gc.get_objects():
         for part in gc.get_referents(holder):

@@ -66,7 +66,7 @@ class RecipeTask:
 
     Attributes:
         title: first line of the recipe's file; `{model}` is replaced with the model's name.
-        command: command of megalith.
+        command: megalith command that runs the recipe.
         data: one line that explains which data to put where.
         tree: builds the run file's settings, without a layout, from a preset and a hub name.
     """
