@@ -90,7 +90,7 @@ def certificate_line(path: Path) -> str:
 
 
 def compare_tensors(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
-    """Return the number and bytes of compared tensors, and the names of different ones."""
+    """Return the number and bytes of compared tensors, and the names of those that differ."""
     dtypes, different, count, size = matched.dtypes, [], 0, 0
     compared = [group for group in matched.groups if not set(group.sources) & set(matched.missing)]
     with Progress("verify", sum(map(matched.bytes, compared))) as progress:

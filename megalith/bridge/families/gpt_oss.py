@@ -1,7 +1,7 @@
 """gpt-oss: experts in every layer, one attention sink per head, a window in every second layer.
 
-Gates and ups of experts alternate as in Megalith, in one tensor [experts, in, out] of all experts, in MXFP4 in the
-published files (quantized.py). All linears except the head have biases, and so does the router.
+One tensor [experts, in, out] has the gates and ups of all experts, which alternate as in Megalith. The published files
+store it in MXFP4 (quantized.py). All linears except the head have biases, and so does the router.
 """
 
 from __future__ import annotations

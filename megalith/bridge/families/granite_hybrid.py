@@ -1,4 +1,4 @@
-"""Granite 4 (granitemoehybrid): Mamba-2 or attention, with experts and a shared expert, or with MLPs alone.
+"""Granite 4 (granitemoehybrid): Mamba-2 or attention, with experts and a shared expert, or with MLPs only.
 
 Attention has RoPE or no positions. Granite's factors are applied.
 """

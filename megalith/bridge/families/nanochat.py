@@ -1,4 +1,5 @@
-"""nanochat: Llama with squared ReLU and norms without weights, also after the embedding and on queries and keys.
+"""nanochat: Llama with squared ReLU and norms without weights, including one after the embedding and norms of queries
+and keys.
 
 RoPE rotates in the opposite direction, which is the usual direction with the halves of each query and key swapped. The
 norm of queries and keys follows RoPE, which does not change their length.

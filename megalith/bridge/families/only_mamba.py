@@ -1,4 +1,4 @@
-"""Mamba-2: layers with Mamba-2 alone."""
+"""Mamba-2: models whose layers have only Mamba-2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalith.config import ModelConfig
 
 
 class OnlyMamba:
-    """Maps layers that have Mamba-2 alone."""
+    """Maps layers that have only Mamba-2."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"hybrid_layer_pattern": "M" * hf_config["num_hidden_layers"]}

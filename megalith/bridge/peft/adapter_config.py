@@ -1,4 +1,4 @@
-"""Checks of PEFT's adapter_config.json: LoRA alone, and values that PEFT writes."""
+"""Checks of PEFT's adapter_config.json: only LoRA, and only values that PEFT writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalith.errors import CheckpointError
 
 
 def check_adapter_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless adapter_config.json at `path` is of LoRA, with values that PEFT writes."""
+    """Raise CheckpointError unless adapter_config.json at `path` describes LoRA, with values that PEFT writes."""
     for key, only in ONLY.items():
         value = config.get(key, only)
         if value != only and value not in (None, {}, []):
