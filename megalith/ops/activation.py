@@ -94,7 +94,7 @@ def weighted_activation(
         weights: weight of each row, float32 [rows, 1].
         activation: activation function.
         gated: x contains gates.
-        fusion: use one kernel on a GPU, also outside of compiled layers.
+        fusion: use one kernel on a GPU, even outside of compiled layers.
         clamp: see `gated_activation`.
         offset: see `gated_activation`.
         end: int32 [1]; rows from here on are undefined in inputs, outputs and gradients.

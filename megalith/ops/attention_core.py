@@ -2,9 +2,10 @@
 
 On a GPU, causal attention uses cuDNN's kernel if possible, about twice as fast as torch's flash kernel on training
 shapes. Documents and windows in fp16 and bf16 use flash's kernel, which skips what they mask. Other masks, and fp32,
-use the memory-efficient kernel with a dense mask, because cuDNN's has given NaN gradients with one; block_attention.py
-repeats keys and values for it inside an operator. Attention dropout on a GPU uses the fused kernel's random numbers and
-so depends on the layout, unlike all other dropout; on a CPU it uses the plain path with masks keyed by position.
+use the memory-efficient kernel with a dense mask, because cuDNN's kernel has given NaN gradients with such a mask;
+block_attention.py repeats keys and values for it inside an operator. Attention dropout on a GPU uses the fused kernel's
+random numbers and so depends on the layout, unlike all other dropout; on a CPU it uses the plain path with masks keyed
+by position.
 
 Soft-capped scores and ALiBi use the plain path or, in compiled code on a GPU, flex_attention, which skips masked
 blocks. A trained bias goes with the mask to the memory-efficient kernel.

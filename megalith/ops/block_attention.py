@@ -1,8 +1,8 @@
 """Attention as a single block, as operators that torch.compile traces.
 
-They give the kernels of attention_kernels.py features for which torch's function uses its slowest kernel. Between
-forward and backward they save neither repeated heads nor a bias, nor masks of windows and documents. Recomputation can
-reuse the results of the first pass.
+They make the kernels of attention_kernels.py usable for features for which torch's function uses its slowest kernel.
+Between forward and backward they save neither repeated heads nor a bias, nor masks of windows and documents.
+Recomputation can reuse the results of the first pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _recomputation = _Recomputation()
 def saved_attention_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the contexts of a pass and its recomputation, for torch.utils.checkpoint.
 
-    In the recomputation, block_attention returns the results of the first pass instead of computing them again, also
+    In the recomputation, block_attention returns the results of the first pass instead of computing them again, even
     inside compiled code.
     """
     results: deque[tuple[Tensor, Tensor]] = deque()

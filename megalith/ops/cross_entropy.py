@@ -3,7 +3,7 @@
 The logits of a batch are by far the largest tensor of training (32 × 1024 tokens over 50,304 entries are 6.6 GB in
 fp32). Here only one chunk's logits exist at a time. The gradient is computed in the forward pass, together with the
 softmax; the backward pass scales it. This is possible for every sum over tokens (`linear_token_losses`), because its
-derivatives by a token's log-probability and entropy are known at once.
+derivatives with respect to a token's log-probability and entropy are known at once.
 """
 
 from __future__ import annotations
@@ -231,7 +231,8 @@ def _loss_and_slopes(
     wants_gradient: bool,
     sum_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the sum of the tokens' losses, and its derivatives by log-probabilities and by entropies.
+    """Return the sum of the tokens' losses, and its derivatives with respect to the log-probabilities and the
+    entropies.
 
     Derivatives that are not needed are None.
     """

@@ -86,7 +86,7 @@ def with_states(
     Tokens with decay and share 0 leave the state unchanged.
 
     Args:
-        state: the initial state, perhaps with columns beyond the value size, which are not written to; None: zeros.
+        state: the initial state. It may have columns beyond the value size, which are not written to. None: zeros.
         state_documents: int [batch], document that the initial state belongs to; None: the first token's document.
         math: functions to compute with.
     """

@@ -8,9 +8,9 @@ and that of all other entries together, the tail. Then distributions over k + 1 
      D = Σ_K p · log(p / q) + p_tail · log(p_tail / q_tail)        q_tail = 1 − Σ_K q
 
 which is the loss with a "ghost token" of Anshumann et al. 2025 (Sparse Logit Sampling). It equals the divergence over
-the full vocabulary from a p̃ whose tail has the shape of q's, p̃_j = p_tail · q_j / q_tail, and so does its gradient by
-the logits, q − p̃. So only p̃ is computed here. The same holds for the other divergences, which are sums of homogeneous
-functions of p and q.
+the full vocabulary from a p̃ whose tail has the shape of q's, p̃_j = p_tail · q_j / q_tail, and the gradients with
+respect to the logits, q − p̃, are equal too. So only p̃ is computed here. The same holds for the other divergences,
+which are sums of homogeneous functions of p and q.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def _loss_of_logits(
     targets: TeacherTargets,
     axis: Axis,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities and divergences, float32 [tokens], and the loss's gradient by logits, float32 [tokens,
-    local rows]."""
+    """Return log-probabilities and divergences, float32 [tokens], and the loss's gradient with respect to the logits,
+    float32 [tokens, local rows]."""
     share, temperature, kind = targets.share, targets.temperature, (targets.divergence, targets.mixture)
     log_sums = as_one_kernel(_log_sums, logits, expected, temperature)
     if axis.size > 1:
@@ -299,7 +299,8 @@ def _divergences(
 
 
 def _derivative(log_p: Tensor, log_q: Tensor, kind: Divergence, mixture: float) -> Tensor:
-    """Return the derivative of the divergence by q, without a constant; 0 for forward_kl, whose slope is q − p."""
+    """Return the derivative of the divergence with respect to q, up to a constant; 0 for forward_kl, whose slope is q −
+    p."""
     match kind:
         case "forward_kl":
             return torch.zeros_like(log_q)
@@ -331,9 +332,9 @@ def _slopes(
     kind: Divergence,
     mixture: float,
 ) -> Tensor:
-    """Return (1 − α) · q₁ + α · T · the derivative of the divergence by logits / T, where q₁ is q at temperature 1.
+    """Return (1 − α) · q₁ + α · T · ∂D/∂(logits / T), where D is the divergence and q₁ is q at temperature 1.
 
-    With g the divergence's derivative by q, the one by logits / T is q · (g − Σ q · g); the sum is `mean_slope`.
+    With g = ∂D/∂q, ∂D/∂(logits / T) is q · (g − Σ q · g); the sum is `mean_slope`.
     """
     log_q = logits.float() / temperature - log_sum_q[:, None]
     log_p = expected.float() / temperature - log_sum_p[:, None]

@@ -1,16 +1,16 @@
 """Codes of frozen weights in 4 or 8 bits, and their conversion to the numbers that matmuls take.
 
 nf4    4-bit NormalFloat (QLoRA, Dettmers et al. 2023) with double quantization, in bitsandbytes' tables and blocks: 64
-       values share an absmax, 256 of these are 8-bit codes of their differences from the matrix's mean, with one fp32
-       scale
+       values share an absmax. Absmaxes are stored as 8-bit codes of their differences from the matrix's mean; 256 of
+       them share an fp32 scale
 mxfp4  e2m1, one power of two per 32 values (OCP Microscaling Formats 1.0)
 fp8    e4m3, one scale per block of 128 × 128
 int8   one scale per row
 
 All are plain PyTorch, on any device, and element by element, so a compiled layer decodes in one kernel. A weight may be
 several matrices of a Hugging Face model (queries, keys and values), each coded by itself, with its rows in any order.
-Codes and scales of a row stay together; `block_index` leads from a row to what it shares with other rows. So any rows,
-and any whole blocks of columns, can be taken without the rest.
+Codes and scales of a row stay together; `block_index` gives, for each row, the index of the scales that it shares with
+other rows. So any rows, and any whole blocks of columns, can be taken without the rest.
 """
 
 from __future__ import annotations

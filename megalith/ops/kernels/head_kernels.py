@@ -90,8 +90,8 @@ def share_heads(xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads
     """Copy the shares of one or three tensors: this rank's into `out`, those that other ranks fetch into `slot`.
 
     Both are contiguous. `slot` has a part per other rank, in order: [ranks - 1, batch, seq, share of all heads, size].
-    A share contains its heads of the first, second and third tensor; without `to_heads`, in that order within each
-    group, with as many groups as the third tensor has heads.
+    A share contains its heads of the first tensor, then of the second, then of the third. Without `to_heads` this order
+    applies within each group, and there are as many groups as the third tensor has heads.
 
     Args:
         xs: with `to_heads` this rank's tokens [batch, seq, heads, size], otherwise [batch, ranks · seq, share of the
