@@ -7,9 +7,9 @@ chosen, and their scores are the weights of their outputs. Variants:
                        the chosen experts' part of the softmax over all (OLMoE, DeepSeek-V2)
     sigmoid            weights are the chosen experts' sigmoids divided by their sum (DeepSeek-V3), or without
                        moe_router_norm_topk_prob the sigmoids (Llama 4)
-    sparsemixer        weights are one softmax per chosen expert, over the experts that were not chosen before it and
-                       whose logits are about as high as the best of them (Phi-MoE; Liu et al. 2024, arXiv:2409.12136).
-                       The choice is the same in training: the best experts, without sampling
+    sparsemixer        each chosen expert's weight is a softmax over the experts that were not chosen before it and
+                       whose logits are close to the highest of these (Phi-MoE; Liu et al. 2024, arXiv:2409.12136).
+                       Training also chooses the best experts, without sampling
     groups             only experts of the best groups are chosen. A group's score is its best expert's (softmax,
                        DeepSeek-V2), or the sum of its best topk / group_topk (sigmoid, DeepSeek-V3)
     expert bias        added to the scores for choosing only; load_balance.py updates it after each step
