@@ -107,7 +107,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             graphs: run steps as CUDA graphs. Default: on a GPU.
             records_routes: return, with each completion, the experts that the routers chose.
             batch_invariant: use the operators of a trainer with rl.exact or train.batch_invariant, uncompiled, so that
-                log-probabilities are bitwise the trainer's. They are then normalized over all tokens, also under top-k,
+                log-probabilities are bitwise the trainer's. They are then normalized over all tokens, even under top-k,
                 top-p and min-p.
             prefix_reuse: begin sequences with the keys and values of known prefixes (prefix_reuse.py). With
                 batch_invariant, this changes no bit; otherwise it changes log-probabilities by rounding. Models with

@@ -160,7 +160,7 @@ class LogitsState:
 
         Args:
             logits: [rows * tokens, local entries], of the rows' newest tokens and drafts.
-            drafts: int64 [rows, tokens - 1], -1 for none. None: there are none.
+            drafts: int64 [rows, tokens - 1], -1 for no draft. None: no row has drafts.
             used: parts to run.
         """
         if drafts is None:

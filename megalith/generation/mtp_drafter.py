@@ -8,8 +8,8 @@ MTP layers have keys and values of their own. Verification computes h of the new
 step, the layers first read h of the tokens that were accepted, in one window per row with a place for each draft; what
 they compute for the other places is overwritten later.
 
-The projection's keys of layers after the first can contain drafts that were not accepted, and the last tokens of a
-prompt. This changes drafts, but not what the model samples.
+Cached keys and values of layers after the first can come from drafts that were not accepted or, at the end of a prompt,
+from tokens that were not known yet. This changes drafts, but not what the model samples.
 """
 
 from __future__ import annotations
