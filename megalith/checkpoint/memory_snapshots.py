@@ -42,7 +42,8 @@ class Snapshot:
     """State of one rank after one step."""
 
     serial: int
-    """Number of this snapshot in the order of all; the same on every rank. Steps may repeat after a loss spike."""
+    """Position of this snapshot in the order of all snapshots; the same on every rank. Steps may repeat after a loss
+    spike."""
     description: dict[str, Any]
     """JSON: `tensors`, the entries of `Placed`; `world`, the number of ranks and this rank; the run's other state."""
     buffers: list[Tensor]

@@ -87,7 +87,7 @@ class ServedAdapters:
         return f"Success: LoRA adapter '{printable(name)}' added successfully."
 
     async def unload(self, body: dict[str, Any]) -> str:
-        """Forget an adapter (POST /v1/unload_lora_adapter). Raise HttpError if there is none of this name."""
+        """Forget an adapter (POST /v1/unload_lora_adapter). Raise HttpError if no adapter has this name."""
         name = _fields(body, UNLOAD_FIELDS).get("lora_name")
         if not name:
             raise HttpError(400, "lora_name must be given")
