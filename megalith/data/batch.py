@@ -20,7 +20,7 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class BoundaryRules:
-    """Effects of the end-of-document token `eod`. The token belongs to the document before it."""
+    """Treatment of the end-of-document token `eod`. The token counts as part of the document that it ends."""
 
     eod: int | None = None
     reset_position_ids: bool = False  # positions restart at 0 after it
@@ -65,16 +65,16 @@ class Batch:
     document_ends they are documents of their own; without, they attend to the tokens before them. None: no padding.
     """
     all_padding: Tensor | None = field(default=None, kw_only=True)
-    """bool [batch, seq], True for every padding token, also where attention needs no mask, as at the end of a row.
-    They do not count in the balance of experts. None: only `padding`.
+    """bool [batch, seq], True for every padding token, including those at the end of a row, for which attention needs
+    no mask. The load balance of experts ignores these tokens. None: the tokens of `padding` alone.
     """
     routes: Tensor | None = field(default=None, kw_only=True)
-    """int16 [batch, seq, layers with experts, topk], the experts that routers replay (rl/rollouts/routes.py); negative
-    where routers choose. None: routers choose everywhere.
+    """int16 [batch, seq, layers with experts, topk], the experts that routers replay (rl/rollouts/routes.py). Where an
+    entry is negative, the router chooses. None: routers choose everywhere.
     """
 
     cp_size: int | None = field(default=None, kw_only=True)
-    """Dynamic context parallelism: number of ranks that share the rows. None: the same for all batches."""
+    """Number of ranks that share the rows under dynamic context parallelism. None: the run's context-parallel size."""
 
     def __getitem__(self, name: str) -> Tensor | None:
         return getattr(self, name)
@@ -84,9 +84,10 @@ class Batch:
         return self._each(lambda tensor: to_device(tensor, device))
 
     def rows(self) -> list[Batch]:
-        """Return one batch per row, which does not depend on the other rows. A subclass is not split.
+        """Return one batch per row, without anything that depends on the other rows. An instance of a subclass is
+        returned whole.
 
-        A row of one document has no `document_ends`, and one without padding has none of the masks.
+        For a row with one document, `document_ends` is None; for a row without padding, the padding masks are None.
         """
         if type(self) is not Batch:
             return [self]

@@ -8,15 +8,15 @@ import numpy as np
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Return the row of each piece by best-fit decreasing, and the number of rows.
 
-    Pieces of equal length are placed together: a row with room for k of them takes k. The result is that of placing
-    them one by one.
+    Pieces of equal length are placed together: a row with room for k of them takes k. The result is the same as if they
+    were placed one by one.
 
     Args:
         lengths: tokens of each piece, in descending order, from 1 to `capacity`.
         capacity: tokens of a row.
 
     Returns:
-        int32 [pieces], and the number of rows.
+        The row of each piece, int32 [pieces], and the number of rows.
     """
     rows = np.empty(len(lengths), dtype=np.int32)
     by_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # rows by their free tokens
@@ -52,7 +52,8 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 def best_fit_decreasing(lengths: np.ndarray, room: int, seed: int) -> list[list[int]]:
-    """Return the samples of each row of `room` tokens; rows and their samples are in sample order.
+    """Return the indices of the samples in each row of `room` tokens. Rows, and the samples in a row, are in ascending
+    order.
 
     Samples of equal length are placed in an order that depends on the seed.
     """

@@ -49,7 +49,7 @@ class BlendEntry(NamedTuple):
 
 
 def parse_data_path(data_path: DataPath) -> tuple[list[str], list[float] | None]:
-    """Return the dataset prefixes, and their weights or None without weights. Raise ConfigError for any other form."""
+    """Return the dataset prefixes and their weights (None if it sets none). Raise ConfigError for any other form."""
     entries = parse_entries(data_path)
     weights = [entry.weight for entry in entries if entry.weight is not None]
     return [entry.path for entry in entries], weights or None
@@ -104,7 +104,7 @@ def build_datasets(
         seq_length: tokens per sample.
         num_samples: numbers of samples of train, validation and test.
         seed: seed of the shuffles.
-        train_data_path: dataset or blend for training only, used completely, instead of `data_path`.
+        train_data_path: dataset or blend for training, used whole instead of a part of `data_path`.
         valid_data_path: the same for validation.
         test_data_path: the same for test.
         make: function that builds the samples of one split's part of an indexed dataset. Default: GPT samples.

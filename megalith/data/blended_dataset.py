@@ -15,7 +15,7 @@ from megalith.errors import ConfigError
 class BlendedDataset:
     """`num_samples` samples from several datasets by weight (any positive numbers, or a Mixture).
 
-    It uses one byte of memory per sample, or two from 257 datasets on.
+    The order takes one byte of memory per sample, or two with more than 256 datasets.
     """
 
     def __init__(

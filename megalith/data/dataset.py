@@ -138,7 +138,7 @@ class GPTDataset:
         return epoch_plan(self._tokens, self.seq_length, num_samples) == self._plan
 
     def _cumulative_sums(self, on_progress: Callable[[int], None]) -> np.ndarray:
-        """Return the tokens before every BLOCK-th entry of the shuffled documents, int64 [blocks]."""
+        """Return the number of tokens before every BLOCK-th entry of the shuffled documents, int64 [blocks]."""
         sums = [np.zeros(1, dtype=np.int64)]
         for rows in chunks(len(self._documents)):
             lengths = self.indexed.sequence_lengths[self._documents[rows]]

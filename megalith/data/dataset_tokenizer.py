@@ -1,7 +1,7 @@
 """The tokenizer that made an indexed dataset, recorded in `PREFIX.tokenizer.json` and compared with that of a run.
 
-Token ids do not show which of two tokenizers of the same size made them. Datasets that Megatron-LM made have no record
-and are not compared, and neither are those of NullTokenizer, which has no text.
+Token ids do not show which of two tokenizers of the same size made them. Datasets written by Megatron-LM have no record
+and are not checked. Neither are datasets made with NullTokenizer, which has no text.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class DatasetTokenizer:
     sample_sha256: str
     """Hash of the ids of SAMPLE."""
     vocabulary_sha256: str
-    """Hash of the entries that are not special, by id; "" for tokenizers without entries as text."""
+    """Hash of the vocabulary's entries, by id, except special tokens; "" if the tokenizer cannot spell its entries."""
     end_of_document: int | None
     """Id at the end of each document; None: documents have none."""
     bin_bytes: int = 0
-    """Size of the `.bin`. A record of files with other sizes is ignored."""
+    """Size of the `.bin`. If the files have other sizes, the record is ignored."""
     idx_bytes: int = 0
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class DatasetTokenizer:
     def gives_same_ids(self, other: DatasetTokenizer) -> bool:
         """Return True if two tokenizers give the same ids to text, as far as the records show.
 
-        Other special tokens, which occur in no text, make no difference, and neither does the kind of file.
+        Differences in special tokens, which occur in no text, or in the kind of file do not count.
         """
         if self.fingerprint == other.fingerprint:
             return True
@@ -101,7 +101,7 @@ def record_path(prefix: str | Path) -> Path | StorePath:
 
 
 def read_record(prefix: str | Path) -> DatasetTokenizer | None:
-    """Return the record of a dataset; None if it has none, or one of other files.
+    """Return the record of a dataset; None if there is none or it belongs to files of other sizes.
 
     Raises:
         DataError: the record is damaged.
@@ -130,13 +130,13 @@ def check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer, data: DataCon
     """Compare a tokenizer with those that made datasets.
 
     Args:
-        prefixes: the datasets. Entries of other kinds, such as text, are passed over.
+        prefixes: prefixes of the datasets. Other entries, such as text files, are skipped.
         tokenizer: the run's tokenizer.
         data: the run's settings; None: the tokenizer only decodes.
 
     Raises:
         ConfigError: a dataset was made by a tokenizer that gives other ids to text, or its documents end with another
-            token and a setting depends on it.
+            token than the run's `eod` and a setting depends on that token.
         DataError: a record is damaged.
     """
     if tokenizer.tokenizer_type == NO_TEXT:
@@ -164,7 +164,7 @@ def check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer, data: DataCon
 
 
 def merged_record(prefixes: Sequence[str | Path]) -> DatasetTokenizer | None:
-    """Return the record of several datasets' tokenizer for their merge; None if one of them has no record.
+    """Return the tokenizer record for the merge of several datasets; None if one of them has no record.
 
     Raises:
         DataError: two of them were made with different tokenizers.

@@ -1,4 +1,4 @@
-"""Schedule of a step under dynamic context parallelism: the ranks that compute each sequence, and in which pass.
+"""Schedule of a step under dynamic context parallelism: which ranks compute each sequence, and in which pass.
 
 The data × context ranks of a step run the same number of passes. In each pass they are divided into groups of adjacent
 ranks; the size of a group, its degree, is a power of two. A group computes a row of whole sequences, each sharded over
@@ -30,9 +30,9 @@ LEVELS = 16
 """Number of lengths that rows are padded to, as fractions of the longest. Few lengths mean few compiled shapes."""
 WORST = np.iinfo(np.int64).max
 SHORTER = 1.05
-"""Ratio by which a larger group must shorten a pass."""
+"""Factor by which a larger group must shorten a pass."""
 LIMITS = (4, 2, 1)
-"""Limits that are tried on a rank's time per sequence, in mean times of a pass."""
+"""Limits to try on a rank's time per sequence, in multiples of the mean time of a pass."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class RankLimits:
     max_tokens: int
     """Tokens per rank and pass."""
     multiple: int = 2
-    """Divisor of the tokens of a rank: two chunks, each a multiple of the sequence-parallel ranks."""
+    """Number that must divide the tokens of a rank: a rank has two chunks, each a multiple of the sequence-parallel
+    size.
+    """
     min_degree: int = 1
 
     @property
@@ -144,7 +146,7 @@ def schedule_step(lengths: Sequence[int], limits: RankLimits, costs: PassCosts) 
 
 
 def with_padding(schedule: StepSchedule, passes: int, limits: RankLimits) -> StepSchedule:
-    """Return a schedule with passes of padding at its end, up to a number of passes."""
+    """Return the schedule extended to `passes` passes; the added passes, at its end, are padding."""
     more = passes - len(schedule.passes)
     empty = _groups({}, np.zeros(0, np.int64), limits)
     return replace(schedule, passes=schedule.passes + (empty,) * more) if more else schedule

@@ -5,8 +5,8 @@ suffix, and encoded again as `<prefix> P <suffix> S <middle> M` (PSM) or `<prefi
 sample keeps its length: it is cut or padded at the end.
 
 Megatron draws from one generator in the order of reads, so its samples depend on the number of ranks and on resumes.
-Here sample i draws from a generator seeded by seed + i. The draws of a sample, and so the sample for a given state of
-the generator, are Megatron's.
+Here sample i draws from a generator seeded by seed + i. Within a sample the draws are the same as Megatron's, so a
+given state of the generator gives the same sample.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ WARM_UP = 8  # steps per dataset that a block starts early, so that its guess co
 
 
 def scheduled_order(weights: BlendWeights, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of `greedy_order` for weights that change during the run."""
+    """Return what `greedy_order` returns, for weights that change during the run."""
     if weights.is_constant:
         return greedy_order(weights.first[0], num_samples)
     datasets, parts = weights.first.shape[1], []
@@ -75,7 +75,7 @@ def _choice_dtype(datasets: int) -> type[np.unsignedinteger]:
 
 
 def _fair_counts(weights: np.ndarray | BlendWeights, n: np.ndarray) -> np.ndarray:
-    """Return integers near the shares of n samples that sum to n, for each n, by largest remainders."""
+    """Round the datasets' shares of n samples to integers that sum to n, by largest remainders, for each n."""
     shares = weights * n[:, None] if isinstance(weights, np.ndarray) else weights.due(n.astype(np.float64))
     counts = np.floor(shares)
     rank = np.argsort(np.argsort(counts - shares, axis=1), axis=1)

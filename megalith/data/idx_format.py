@@ -121,8 +121,8 @@ def require_files(prefix: str) -> tuple[Path | StorePath, Path | StorePath]:
 def map_index(path: Path | StorePath) -> mmap.mmap | bytes:
     """Return a memory-mapped `.idx`. An empty file, which cannot be mapped, is b"".
 
-    One in an object store is first downloaded to an unlinked temporary file, after checking its size against its
-    header.
+    An `.idx` in an object store is first downloaded to an unlinked temporary file, after its size has been checked
+    against its header.
     """
     with _read_errors(path):
         if isinstance(path, Path):

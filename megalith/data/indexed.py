@@ -1,9 +1,9 @@
 """Megatron's indexed dataset: a `.bin` with raw tokens and an `.idx` with the position of each sequence.
 
-Opening reads and checks only the `.idx` (idx_format.py), memory-mapped. Tokens are read from the `.bin` on demand
-with `pread`, which lets other threads run meanwhile and reports a truncated file as an error; with a memory map it
-would be a SIGBUS. The writer uses temporary names and renames at the end, the `.idx` last, so that a pair of files is
-always complete. In an object store the `.bin` is uploaded while it is written, and the `.idx` after it.
+Opening reads and checks only the `.idx` (idx_format.py), memory-mapped. Tokens are read from the `.bin` on demand with
+`pread`, which lets other threads run meanwhile and reports a truncated file as an error, where a memory map would raise
+SIGBUS. The writer uses temporary names and renames at the end, the `.idx` last, so that a pair of files is always
+complete. In an object store the `.bin` is uploaded while it is written, and the `.idx` after it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def document_lengths(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Return the tokens of the documents `[first, last)`, int64; without `last` up to the end."""
+        """Return the number of tokens of each document in `[first, last)`, int64; without `last`, up to the end."""
         bounds = self.document_indices[first : self.num_documents + 1 if last is None else last + 1]
         sums = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
         return np.diff(sums[bounds])
@@ -331,7 +331,7 @@ class IndexedWriter:
 
 
 class _PrefixLock:
-    """Lock file `PREFIX.lock`, because two writers could leave the .bin of one and the .idx of the other.
+    """Lock file `PREFIX.lock`. Without it, two writers could leave the .bin of one and the .idx of the other.
 
     The kernel releases the lock when its holder ends.
     """
@@ -380,7 +380,9 @@ def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrit
 
 
 def _packed_offsets(lengths: np.ndarray, dtype: np.dtype, start: int) -> tuple[np.ndarray, int]:
-    """Return the byte offset of each sequence, int64, if they are contiguous from `start`, and the end."""
+    """Return the byte offset of each sequence, int64, for sequences stored without gaps from `start` on,
+    and the end.
+    """
     sizes = _sizes(lengths, dtype)
     ends = np.cumsum(sizes) + start
     return ends - sizes, int(ends[-1])

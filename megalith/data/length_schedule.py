@@ -18,8 +18,8 @@ class LengthSchedule:
     """Tokens per sequence as a function of the position of a sample in the run.
 
     Args:
-        points: mappings `{samples: N, seq_length: L}` or `{tokens: N, seq_length: L}`, ascending, from 0 on. L holds
-            from sample N on, and divides `seq_length`.
+        points: mappings `{samples: N, seq_length: L}` or `{tokens: N, seq_length: L}`, in ascending order, the first at
+            0. Length L applies from sample N (or token N) on and must divide `seq_length`.
         seq_length: tokens per sample.
 
     Raises:

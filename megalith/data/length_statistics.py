@@ -17,8 +17,8 @@ def length_statistics(lengths: np.ndarray) -> dict[str, Any]:
         lengths: tokens per document or sample, int [n].
 
     Returns:
-        The statistics by name. `histogram` is a list of [first, last, count] of classes that double in width: 0, 1,
-        2–3, 4–7, …, from the first to the last that is not empty.
+        The statistics by name. `histogram` is a list of bins [first, last, count] that double in width (0, 1, 2–3, 4–7,
+        …), from the first to the last bin that is not empty.
     """
     if not len(lengths):
         return {"count": 0, "tokens": 0, "histogram": []}

@@ -30,7 +30,7 @@ Collate = Callable[[np.ndarray, np.ndarray], Batch]  # (samples, positions in th
 Request = tuple[Sequence[int], list[int]]  # positions in the stream, and the indices of their samples
 GroupRequest = tuple[range, ContextGroup]  # positions of the global batch, and a row of it
 Passes = Callable[[range], Sequence[ContextGroup]]
-"""A rank's rows of a global batch at these positions, one per pass."""
+"""Function from the stream positions of a global batch to one rank's rows, one per pass."""
 
 
 class Loader:
@@ -41,7 +41,7 @@ class Loader:
         dataset: samples by index.
         order: maps positions in the stream to sample indices; None: the dataset's order, repeated.
         micro_batch_size: samples per micro-batch.
-        batch_sizes: global batch size of each step; the loader ends with it.
+        batch_sizes: global batch size of each step; the loader ends after the last one.
         vocab_size: upper bound of token ids.
         data_parallel_rank: this rank.
         data_parallel_size: number of data-parallel ranks.
@@ -165,7 +165,7 @@ def micro_batch_positions(
 ) -> Iterator[range]:
     """Yield the stream positions of each micro-batch of data-parallel `rank` of `size`.
 
-    `interleaved`: the samples of a batch go to the ranks one by one, so that a rank's do not depend on
+    `interleaved`: the samples of a batch are dealt to the ranks one by one, so that a rank's samples do not depend on
     micro_batch_size. Otherwise consecutive samples make a micro-batch.
     """
     for batch in batches:

@@ -3,9 +3,9 @@
     [CLS] a a a [SEP] b b [SEP] [PAD] …      tokentypes 0 0 0 0 0 1 1 1 0 …
 
 A sample's sentences are divided at a random point into two segments, which are swapped half of the time; the binary
-head predicts whether they were. Excess tokens are removed from either end of the longer segment. Then 15 % of the
-tokens are chosen, in spans of one to three whole words, and replaced by [MASK] (80 %), a random token (10 %) or kept
-(10 %). All random numbers of sample i come from seed + i.
+head predicts whether they were swapped. Excess tokens are removed from either end of the longer segment. Then 15 % of
+the tokens are chosen, in spans of one to three whole words, and replaced by [MASK] (80 %), a random token (10 %) or
+kept (10 %). All random numbers of sample i come from seed + i.
 """
 
 from __future__ import annotations
@@ -268,8 +268,8 @@ def mask_words(
 ) -> tuple[list[int], list[list[int]]]:
     """Return the tokens with some of them masked, and the positions of the chosen ones, span by span.
 
-    Words are tried in random order, each with up to max_ngram - 1 following ones. A span with too many tokens is
-    shortened; a span that overlaps a chosen one is skipped.
+    Words are tried in random order, each as the start of a span of up to max_ngram words. A span with too many tokens
+    is shortened; a span that overlaps a chosen one is skipped.
     """
     positions, bounds = _word_bounds(tokens, words, masking.masking_do_full_word)
     max_tokens = min(masking.mask_prob * target, max(1, round(len(tokens) * masking.mask_prob)))
@@ -297,7 +297,8 @@ def mask_words(
 def _word_bounds(tokens: list[int], words: WordPieces, whole_words: bool) -> tuple[list[int], list[int]]:
     """Return the positions of all tokens except [CLS] and [SEP], and the bounds of words among them.
 
-    The bounds are the indices, in these positions, where words (or pieces) start, followed by their number.
+    The bounds are the indices into these positions at which words (or pieces) start, followed by the number of
+    positions.
     """
     ids = np.array(tokens)
     positions = np.flatnonzero((ids != words.cls) & (ids != words.sep))
@@ -310,7 +311,7 @@ def _word_bounds(tokens: list[int], words: WordPieces, whole_words: bool) -> tup
 def _cumulative_span_probabilities(max_words: int) -> list[float]:
     """Return the cumulative probabilities of spans of 1, 2, … words, proportional to 1 / n.
 
-    Normalized three times for bitwise equal results, because Megatron and numpy do so together.
+    They are normalized three times, as Megatron and numpy do between them, so that the results are bitwise equal.
     """
     probabilities = 1.0 / np.arange(1, max_words + 1)
     probabilities = probabilities / probabilities.sum(keepdims=True)

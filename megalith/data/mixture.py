@@ -1,8 +1,9 @@
 """Weights of a blend over a run: constant, in phases, or changing linearly, with caps on the epochs of a source.
 
-A schedule is a list of points `{samples: N, weights: [...]}` or `{tokens: N, weights: [...]}`. From a point on, its
-weights hold; with `interpolation: linear`, the weights move to them in a straight line from the previous point. The
-weights before the first point are those of the data path. Points in tokens are rounded up to samples.
+A schedule is a list of points `{samples: N, weights: [...]}` or `{tokens: N, weights: [...]}`. A point's weights apply
+from its position on; with `interpolation: linear`, the weights change linearly from those of the previous point and
+reach them there. The weights before the first point are those of the data path. Points in tokens are rounded up to
+samples.
 """
 
 from __future__ import annotations
@@ -71,13 +72,14 @@ class BlendWeights:
         return len(self.starts) == 1
 
     def due(self, n: np.ndarray) -> np.ndarray:
-        """Return the samples due from each source before each sample of `n`: the integral of the weights.
+        """Return the number of samples due from each source before each sample number in `n`: the integral of the
+        weights.
 
         Args:
-            n: float64 [numbers].
+            n: sample numbers, float64 [numbers].
 
         Returns:
-            float64 [numbers, sources].
+        Samples due, float64 [numbers, sources].
         """
         segment = np.searchsorted(self.starts, n, "right") - 1
         elapsed = (n - self.starts[segment])[:, None]
@@ -141,8 +143,8 @@ class Mixture:
     def weights(self, num_samples: int) -> BlendWeights:
         """Return the weights for a run of `num_samples`.
 
-        Each source that would exceed its capacity gets one factor below 1 for the whole run; the weights of a schedule
-        keep their shape. The other sources take over in proportion to their weights.
+        The weight of each source that would exceed its capacity is multiplied by one factor below 1 for the whole run,
+        so that a schedule keeps its shape. The other sources take over in proportion to their weights.
 
         Raises:
             ConfigError: the sources together cannot provide the samples.

@@ -106,7 +106,7 @@ class MockPairDataset(_MockSamples):
     """Mock samples for T5: the encoder's tokens count up from a random one in steps of 1, 2 or 3, and the decoder
     continues.
 
-    Each fills half of its length to all of it.
+    Each sequence fills between half of its length and all of it.
     """
 
     def __init__(

@@ -55,7 +55,8 @@ class CyclicOrder:
 
 
 def stream_position(consumed: int, skipped: Sequence[Sequence[int]]) -> int:
-    """Return the stream position of the next sample after `consumed` ones, counting skipped ranges.
+    """Return the stream position of the next sample after `consumed` samples. Skipped positions count as positions, not
+    as consumed samples.
 
     `skipped` has the ranges [first, end) of skipped positions, sorted and disjoint.
     """

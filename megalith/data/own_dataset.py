@@ -35,7 +35,7 @@ class DatasetRequest:
     split: str
     """`train`, `valid` or `test`."""
     num_samples: int
-    """Samples that the run reads from the split. A dataset may have more, or fewer (it is then repeated)."""
+    """Number of samples that the run reads from the split. A dataset may have more; one with fewer is repeated."""
     seq_length: int
     """Tokens per sequence, data.seq_length."""
     vocab_size: int
@@ -262,7 +262,7 @@ def open_own_dataset(name: str, request: DatasetRequest) -> OwnDataset | None:
     """Return the dataset of `data.dataset` for one split; None if there is no data for the split.
 
     Raises:
-        ConfigError: there is no such function, or it returns something else than a dataset.
+        ConfigError: there is no such function, or it does not return a dataset.
         DataError: the dataset is empty.
     """
     dataset = load_dataset_function(name)(request)
@@ -281,7 +281,7 @@ def open_own_dataset(name: str, request: DatasetRequest) -> OwnDataset | None:
 
 
 class OwnCollate:
-    """Collate function of a dataset with a method `collate`, which checks its batches."""
+    """Collate function of a dataset with a method `collate`. Checks the batches that the method returns."""
 
     takes_list = True  # samples are passed on unchanged
 
@@ -292,7 +292,8 @@ class OwnCollate:
         """Return the batch of samples at stream positions `sample_numbers`, int64 [batch].
 
         Raises:
-            DataError: it is not a Batch, or a field has another shape or dtype than [batch, seq_length].
+            DataError: the dataset's `collate` does not return a Batch, or a field does not have the shape [batch,
+                seq_length] or has the wrong dtype.
         """
         batch = self._dataset.dataset.collate(samples, torch.from_numpy(sample_numbers))
         source = f"collate of data.dataset {self._dataset.name} returns"

@@ -26,7 +26,8 @@ class PackedDataset:
     """The rows of sequences `[first_sequence, last_sequence)` of an indexed dataset.
 
     Sample i is int64 [seq_length + 1], filled up with PADDING. An epoch has `samples_per_epoch` samples; the dataset
-    has the complete epochs that `num_samples` needs. Memory holds 4 bytes per piece and epoch, and 8 bytes per piece.
+    has as many complete epochs as `num_samples` requires. Memory holds 4 bytes per piece and epoch, and 8 bytes per
+    piece.
 
     Raises:
         DataError: if the range has no tokens.

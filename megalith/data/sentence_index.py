@@ -46,8 +46,8 @@ def sentence_index(
         progress: counts the samples.
 
     Returns:
-        int64 [samples, 3] with first sentence, end and target length; and the number of samples at the end of each
-        epoch. The last epoch is complete.
+        The first sentence, end and target length of each sample, int64 [samples, 3], and the number of samples up to
+        the end of each epoch. The last epoch is complete.
 
     Raises:
         DataError: if the documents have no sample.
@@ -82,7 +82,7 @@ def sentence_index(
 
 
 def _usable(documents: np.ndarray, lengths: np.ndarray, min_sentences: int) -> list[tuple[int, int]]:
-    """Return the usable documents as (first sentence, end), counted from the first sentence of all."""
+    """Return the usable documents as (first sentence, end), counted from the first sentence of the first document."""
     first, ends = documents[:-1], documents[1:]
     counts = ends - first
     too_long = np.concatenate([[0], np.cumsum(lengths[documents[0] : documents[-1]] > LONG_SENTENCE)])
@@ -129,7 +129,9 @@ def mersenne_twister_64(seed: int, count: int) -> np.ndarray:
 
 
 def _twist(state: np.ndarray) -> None:
-    """Compute the next block of 312 words in place. Each needs the next word and the one half a block later."""
+    """Compute the next block of 312 words in place. Each word depends on the next word and on the word half a block
+    later.
+    """
     for part in (slice(0, MIDDLE), slice(MIDDLE, WORDS - 1), slice(WORDS - 1, WORDS)):
         at = np.arange(part.start, part.stop)
         mixed = (state[at] & UPPER) | (state[(at + 1) % WORDS] & LOWER)

@@ -29,8 +29,8 @@ def show_samples(
             evaluation data from the beginning.
 
     Returns:
-        `{"index": i, "tokens": [seq_length + 1 ids]}` for each index, then for each position, which is added as
-        "position".
+        A dict `{"index": i, "tokens": [seq_length + 1 ids]}` for each index, then one for each position, with the key
+        "position" added.
     """
     if which not in SPLITS:
         raise ConfigError(f"split {which!r} is not known; choose {', '.join(SPLITS)}")

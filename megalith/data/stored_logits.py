@@ -3,7 +3,7 @@
     FOLDER/logits.json                       teacher and settings
     FOLDER/samples_000000000000.safetensors  samples from this number on:
         indices   int32 [samples, seq, k]        top-k entries after each token
-        logprobs  float32 [samples, seq, k + 1]  their log-probabilities, descending, and that of all others together
+        logprobs  float32 [samples, seq, k + 1]  their log-probabilities, descending, then that of all other entries
         digests   int64 [samples]                checksums of the samples' tokens
 
 Files are complete or absent and are written in sample order, so an interrupted job resumes after the last one. A
@@ -59,7 +59,7 @@ class StoredLogits:
         matches = [match for path in self.folder.iterdir() if (match := FILE_NAME.fullmatch(path.name))]
         self._firsts = sorted(int(match[1]) for match in matches)
         self.samples = 0
-        """Number of samples, from the start of the stream."""
+        """Number of samples stored, counted from the start of the stream."""
         for first in self._firsts:
             if first != self.samples:
                 raise DataError(
@@ -88,7 +88,9 @@ class StoredLogits:
         return stored
 
     def append(self, indices: Tensor, logprobs: Tensor, digests: Tensor) -> None:
-        """Write the next samples: [samples, seq, k], [samples, seq, k + 1] and [samples], on any device."""
+        """Write the predictions of the next samples, on any device: `indices` int32 [samples, seq, k], `logprobs`
+        float32 [samples, seq, k + 1] and `digests` int64 [samples].
+        """
         tensors = {"indices": indices.int(), "logprobs": logprobs.float(), "digests": digests}
         with atomic_file(self.folder / _name(self.samples)) as file:
             file.write(save({name: each.cpu().contiguous() for name, each in tensors.items()}))
@@ -96,7 +98,8 @@ class StoredLogits:
         self.samples += len(digests)
 
     def read(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the predictions for a batch: int32 [batch, seq, k] and float32 [batch, seq, k + 1].
+        """Return the predictions for a batch: the indices, int32 [batch, seq, k], and the log-probabilities, float32
+        [batch, seq, k + 1].
 
         Raises:
             DataError: if a sample has no predictions, or differs from the one that was stored.

@@ -192,7 +192,7 @@ class _TextCache:
         )
 
     def open(self, entry: str) -> tuple[str, list[str]]:
-        """Return the prefix of the tokenized entry and notes about it, tokenized if the cache does not have it."""
+        """Return the prefix of the tokenized entry and notes about it. Tokenize the entry if it is not in the cache."""
         unread: list[str] = []
         sources = expand_inputs([entry], unread)
         try:
@@ -284,7 +284,7 @@ class _TextCache:
 
 
 def _read_about(path: Path, versions: Sequence[Version], prefix: str) -> list[str] | None:
-    """Return the notes of a cached dataset; None if it is missing, damaged or of other text."""
+    """Return the notes of a cached dataset; None if the dataset is missing, damaged or made from other text."""
     try:
         about = json.loads(read_small_file(path, path.parent))
         is_same = [tuple(version) for version in about["versions"]] == list(versions)

@@ -18,7 +18,7 @@ from megalith.errors import DataError
 
 
 class TokenIds:
-    """Rejects token ids outside [0, vocab_size), naming sample, position and id of the first one.
+    """Rejects token ids outside [0, vocab_size), with an error that names sample, position and id of the first one.
 
     Ids on the host are checked at once. Ids on a device are checked there, and a later call raises the error, so that
     the host does not synchronize.

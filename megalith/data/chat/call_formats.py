@@ -6,7 +6,7 @@
 | llama3_json | `{"name": …, "parameters": {…}}` as the whole turn, several separated by `;` (Llama 3) |
 | qwen3_coder, glm45 | a tag per argument (tagged_calls.py) |
 | harmony | messages in channels (harmony.py; gpt-oss) |
-| response_template | what the tokenizer's response template says, parsed by transformers |
+| response_template | as defined by the tokenizer's response template, parsed by transformers |
 
 A format is a function (text, context) → ParsedTurn; `rl.tool_call_format` takes a user's own as `path.py:function`. A
 malformed call becomes an error message that the policy gets as the call's answer.
@@ -50,7 +50,9 @@ class ParsedTurn:
 
     @classmethod
     def of(cls, content: str, calls: list[ToolCall], others: Message | None = None) -> ParsedTurn:
-        """Return the assistant's turn with this content; its message has the calls that are valid, and `others`."""
+        """Return the assistant's turn with this content and these calls. Its message also has the valid calls and the
+        keys of `others`.
+        """
         message: Message = {"role": "assistant", "content": content, **(others or {})}
         valid = [call for call in calls if call.error is None]
         if valid:
@@ -70,7 +72,7 @@ class ParseContext:
     tools: Sequence[dict[str, Any]] = ()
     """JSON schemas of the tools."""
     eos: str = ""
-    """Text of the token that ends the turn, which the turn's text lacks."""
+    """Text of the token that ends the turn. The text of the turn does not include it."""
     response_template: Any = None
     """The tokenizer's response template."""
 
@@ -152,7 +154,7 @@ def _json_call(text: str, keys: Sequence[str]) -> ToolCall:
 
 
 def _object_call(value: Any, keys: Sequence[str]) -> ToolCall:
-    """Return the call of a JSON object, whose arguments are under one of `keys`."""
+    """Return the call that a JSON object describes. Its arguments are under one of `keys`."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _malformed("it has no name", keys[0])
     arguments = next((value[key] for key in keys if key in value), {})

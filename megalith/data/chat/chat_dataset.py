@@ -32,9 +32,9 @@ class ChatDataset:
     """Rows of `seq_length` tokens from samples [first, last) of `samples`.
 
     Row i is int64 [4, seq_length]: tokens, labels, 1 where the label is learned, and the index n of the sample within
-    the row. In padding, the index is ~n of the last sample. `make_chat_batch` collates rows. If the samples have
-    values, a fifth line has them as the bits of float64. For pairs row i is [2, 4, seq_length]: the chosen answers,
-    and the rejected ones.
+    the row. For padding, it is ~n, the complement of the last sample's index. `make_chat_batch` collates rows. If the
+    samples have values, a fifth line has them as the bits of float64. For pairs row i is [2, 4, seq_length]: the chosen
+    answers, and the rejected ones.
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class ChatDataset:
         return self._attention_costs[indices]
 
     def packed_row(self, sequences: Sequence[int], length: int) -> np.ndarray:
-        """Return a row of these sequences with padding, int64 [4 or 5, length]."""
+        """Return a row of these sequences with padding, int64 [lines, length]. The lines are those of a row of
+        ChatDataset: 5 if samples have values, otherwise 4.
+        """
         row = np.zeros((self.shape[-2], length), dtype=np.int64)
         row[:2], at = self.padding, 0
         for number, sequence in enumerate(sequences):
@@ -144,8 +146,8 @@ def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
     """Collate rows into a batch.
 
     Args:
-        rows: int64 [batch, 4 or 5, seq]: tokens, labels, loss mask, document index (complemented at
-            padding) and, if samples have values, the bits of the float64 value.
+        rows: int64 [batch, lines, seq]. The lines are tokens, labels, loss mask, document index (bitwise complement at
+            padding) and, only if samples have values, the bits of the float64 value.
         sample_numbers: int64 [batch], positions in the stream of samples.
     """
     tokens, labels, learned = (torch.from_numpy(rows[:, k].copy()) for k in range(3))  # [batch, seq]
@@ -165,7 +167,7 @@ def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
 
 
 def documents_and_padding(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the document index of each token (for padding, that of the last document) and a mask of padding.
+    """Return the document index of each token (for padding, the index of the last document) and a mask of padding.
 
     `line`: the fourth line of rows, int64 [..., seq].
     """
@@ -174,7 +176,9 @@ def documents_and_padding(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def row_values(rows: np.ndarray) -> torch.Tensor | None:
-    """Return the value of each token's sample, float32 [..., seq], from rows [..., 4 or 5, seq]; None without any."""
+    """Return the value of each token's sample, float32 [..., seq], from rows [..., lines, seq]; None if the rows have
+    no line of values.
+    """
     if rows.shape[-2] == 4:
         return None
     return torch.from_numpy(np.ascontiguousarray(rows[..., 4, :]).view(np.float64).astype(np.float32))

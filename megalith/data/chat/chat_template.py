@@ -2,10 +2,10 @@
 
 The template is Jinja, run in a sandbox (template_renderer.py) with the names that transformers provides, so templates
 for transformers render the same text. Learned spans are determined in one of three ways. A template may mark the
-assistant's text with `{% generation %}` and `{% endgeneration %}`. Otherwise prefixes of the conversation are
-rendered: the turn of message k is what messages 0…k add to messages 0…k−1 with a generation prompt. If these texts
-are no prefixes of the full text, as with templates that drop the reasoning of earlier turns, the turns are located in
-the full text (turns.py). A template that drops part of an answer, or whose turns cannot be located, is rejected.
+assistant's text with `{% generation %}` and `{% endgeneration %}`. Otherwise prefixes of the conversation are rendered:
+the turn of message k is what messages 0…k add to messages 0…k−1 with a generation prompt. Templates that drop the
+reasoning of earlier turns render texts that are not prefixes of the full text; then the turns are located in the full
+text (turns.py). A template that drops part of an answer, or whose turns cannot be located, is rejected.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ class ChatTemplate:
         return {**turns, last: (turns[last][0], len(text))}
 
     def _turns_of_full_text(self, chat: Chat, learned: list[int], text: str) -> list[Span]:
-        """Locate the turns in the full text, in which a message may be rendered differently than at the end."""
+        """Locate the turns in the full text, where a message may be rendered differently than at the end of a
+        conversation.
+        """
         turns, spans = self._turns(chat, text), []
         for k in learned:
             if k not in turns or answer_of(chat.messages[k]) not in text[slice(*turns[k])]:

@@ -11,8 +11,8 @@
 | preference: full answers | `chosen`, `rejected`: two texts or conversations; the prompt is their common prefix |
 | preference: tokens | `prompt_ids`, `chosen_ids`, `rejected_ids` |
 
-A record that has none of these forms or is malformed raises ValueError; the reader (samples.py) adds file, line and
-sample.
+A record that has none of these forms or is malformed raises ValueError. The reader (samples.py) adds the file, line and
+sample to the message.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _alpaca(record: Record) -> Chat:
 
 
 def _history(record: Record) -> Sequence[Sequence[str]]:
-    """Return LLaMA-Factory's earlier questions and answers, which are learned as well."""
+    """Return the earlier questions and answers in LLaMA-Factory's `history`. These answers are learned too."""
     pairs = record.get("history") or []
     if not isinstance(pairs, Sequence) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
@@ -307,7 +307,7 @@ def _require_messages(**lists: Any) -> None:
 
 
 def template_arguments(record: Record) -> dict[str, Any]:
-    """Return the record's further arguments of the chat template."""
+    """Return the record's additional arguments for the chat template."""
     arguments, tools = record.get("chat_template_kwargs") or {}, record.get("tools")
     if not isinstance(arguments, Mapping):
         raise ValueError(f"its chat_template_kwargs is {arguments!r:.60}, not an object")
@@ -322,8 +322,9 @@ def template_arguments(record: Record) -> dict[str, Any]:
 
 
 def prompt_messages(turns: Any) -> list[Message]:
-    """Return the messages of a prompt, the last of which is not the assistant's. Raise ValueError with the reason
-    otherwise."""
+    """Return the messages of a prompt. Raise ValueError with the reason if they are malformed or the assistant wrote
+    the last one.
+    """
     messages = _check_messages(turns, "role", "content", needs_answer=False)
     if messages[-1]["role"] == "assistant":
         raise ValueError("its last message is the assistant's, so there is nothing to answer")

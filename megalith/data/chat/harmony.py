@@ -3,8 +3,8 @@
      <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.add
      <|constrain|>json<|message|>{"a": 1}<|call|>
 
-The recipient is named in the channel or after the role. The format is that of OpenAI's description, read as text;
-openai-harmony reads it as tokens of a vocabulary that it downloads.
+The recipient is named in the channel or after the role. This parser follows OpenAI's description of the format and
+reads text; openai-harmony reads token ids and downloads their vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ FUNCTIONS = "functions."  # namespace of the tools in a request
 
 
 def harmony(text: str, context: ParseContext) -> ParsedTurn:
-    """Parse a turn: reasoning of the channel analysis, content of the others, and calls of messages to a tool."""
+    """Parse a turn: the channel analysis is the reasoning, other channels are content, and messages to a tool are
+    calls.
+    """
     thinking: list[str] = []
     content: list[str] = []
     calls: list[ToolCall] = []

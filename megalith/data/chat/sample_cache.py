@@ -1,4 +1,6 @@
-"""Cache of tokenized chat data, so that later runs with the same files and template read arrays."""
+"""Cache of tokenized chat data, so that later runs with the same files and template read token arrays
+instead of text.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def cached_samples(
     vocab_size: int,
     may_write: bool = True,
 ) -> Samples:
-    """Return `read_samples`, tokenized by the first process of a machine and memory-mapped by the others, which wait.
+    """Return the result of `read_samples`. The first process of a machine tokenizes; the others wait and memory-map the
+    cache.
 
     The cache key covers the files' names, sizes and times, the tokenizer, the template and the settings. Without a
     cache (data from an object store, or a `folder` that cannot be written), each process tokenizes by itself.

@@ -58,15 +58,16 @@ class SampleForm:
     parse: Callable[[Record, ChatConfig], list[ParsedSample]]
     """Returns the samples of a record. Raises ValueError with the reason if it is unusable."""
     names: tuple[str, ...] = ("it",)
-    """Names of a sample's sequences that a record has, in errors."""
+    """Names, in error messages, of the sequences that a record provides for a sample."""
     is_preference: bool = False
     """The sequences are two answers to compare, which start at the same token."""
     completion_only: bool = True
-    """The loss covers everything after the prompt and nothing else. False: the section decides."""
+    """The loss covers everything after the prompt and nothing else. False: the settings of the section `chat` decide.
+    """
     default: float = 0.0
     """Value of a sample without one."""
     adds_mismatched: bool = False
-    """Each sample gets a second sequence: its prompt with the answer of an earlier record."""
+    """Each sample gets a second sequence: its prompt with the answer of the preceding record."""
 
 
 def _conversations(record: Record, chat: ChatConfig) -> list[ParsedSample]:

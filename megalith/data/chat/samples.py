@@ -148,7 +148,9 @@ class _Reader:
             progress.add(len(batch))
 
     def _text_or_tokens(self, sequence: ParsedSequence | MarkedText) -> Tokens | tuple[str, list[Span], bool]:
-        """Return tokens, or text, its learned spans, and True if the text does not come from a template."""
+        """Return tokens; or a tuple of the text, its learned spans, and True if the text does not come
+        from a template.
+        """
         if isinstance(sequence, Tokens):
             return sequence
         if self.tokenizer is None:
@@ -204,9 +206,9 @@ class _Reader:
     def _with_special_tokens(
         self, encoding: tuple[list[int], list[bool]] | str, is_plain: bool
     ) -> Tokens | str:
-        """Return the tokens of a text. Plain text gets the tokenizer's special tokens and a learned end of document.
+        """Return the tokens of a text. Add the tokenizer's special tokens and a learned end of document to plain text.
 
-        A template writes its own special tokens.
+        Text from a template stays as it is, because templates write their own special tokens.
         """
         if isinstance(encoding, str) or not is_plain:
             return encoding if isinstance(encoding, str) else Tokens(*encoding)
@@ -258,7 +260,7 @@ class _Reader:
         self.sources += [source] * bool(sequences)
 
     def _kept(self, values: np.ndarray) -> np.ndarray:
-        """Return the values of the tokens that `_truncated` keeps."""
+        """Return those of a sequence's values whose tokens `_truncated` keeps."""
         return (
             values[-self.max_tokens :]
             if self.chat.truncation_mode == "keep_end"

@@ -23,7 +23,7 @@ PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
 KEY_VALUE = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 Reader = Callable[[str], tuple[str, list[tuple[str, str]]] | None]
-"""Return a call's name and arguments; None if it is malformed."""
+"""Function from the text of a call to its name and arguments; None if the call is malformed."""
 
 
 def qwen3_coder(text: str, context: ParseContext) -> ParsedTurn:

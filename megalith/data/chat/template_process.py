@@ -1,5 +1,5 @@
-"""A separate process for rendering a chat template, so that a template that never ends or fills the memory only causes
-an error.
+"""A separate process for rendering a chat template, so that a template that loops forever or exhausts the memory causes
+only an error.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TemplateProcess:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process; children forked since hold its pipes open and must not touch it."""
+    """Kill the process. Children forked since its start also hold its pipes open and must not kill it."""
     process.kill()
     _end(process)
 

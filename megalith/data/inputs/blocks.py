@@ -1,4 +1,4 @@
-"""Blocks of documents, which one process reads and another parses, and the results of parsing."""
+"""Blocks of documents and their parsed contents. One process reads the blocks; another may parse them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DOCUMENT_BYTES = 32 << 20
 class TextRecord:
     """The texts of one record, in the order of the requested keys.
 
-    `line` is the number of its first line, or of its row; `offset` is its first byte, 0 for rows.
+    `line` is the number of the record's first line, or of its row; `offset` is its first byte, 0 for rows.
     """
 
     line: int
@@ -39,7 +39,7 @@ class BadLine:
     unit: str = "line"
 
     def way_out(self, setting: str) -> str:
-        """Return a clause that begins the way out, if the record has another key than `setting` names; else ""."""
+        """Return the start of a clause that suggests another key for `setting`, if the record has one; else ""."""
         return f"set {setting} if the text has another key, " if self.reason.startswith(NO_KEY) else ""
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ NO_KEY = "it has no key "
 
 
 def no_key(key: str, keys: Iterable[str]) -> str:
-    """Return the reason for a record without a key. `keys`: those that it has."""
+    """Return an error's reason that a record lacks `key`. `keys` are the record's keys."""
     return f"{NO_KEY}{key!r} (its keys: {', '.join(map(repr, keys)) or 'none'})"
 
 
@@ -119,9 +119,9 @@ SAMPLE = 64  # bytes that show the encoding
 
 
 def utf16_hint(content: bytes) -> str:
-    """Return a clause that names UTF-16 and the way out, if a text starts like it; else "".
+    """Return a clause that names UTF-16 and how to convert it, if the content starts like UTF-16; else "".
 
-    Without a byte-order mark, every second byte of the first ones is 0, and not all are.
+    Content without a byte-order mark counts as UTF-16 if every second one of its first bytes is 0, but not all of them.
     """
     start = content[:SAMPLE]
     name = "utf-16" if start[:2] in UTF16_MARKS else None

@@ -42,14 +42,14 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow's stream format
 
 @dataclass(frozen=True)
 class NoValue:
-    """Stands for the value of a key that an entry lacks. `keys`: those that it has."""
+    """Placeholder for the value of a key that an entry lacks. `keys` are the keys that the entry has."""
 
     keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of a table: the values of each requested key as bytes, or as they are if they are not strings."""
+    """Rows of a table: the values of each requested key. Strings are UTF-8 bytes; other values are unchanged."""
 
     path: Source
     unit: str
@@ -98,8 +98,8 @@ def read_arrow_blocks(path: Source, suffix: str, json_keys: Sequence[str]) -> It
     """Yield the columns `json_keys` of a Parquet or Arrow file, a saved dataset or a dataset of the hub.
 
     Raises:
-        DataError: it cannot be read, lacks a column, or a column is not of strings.
-        ConfigError: a package is missing.
+        DataError: the source cannot be read, lacks a column, or has a column that does not hold strings.
+    ConfigError: a package is missing.
     """
     keys = list(json_keys)
     yield from _blocks(path, _arrow_tables(path, suffix, keys), keys)
@@ -109,7 +109,7 @@ def read_dataset_blocks(name: Any, dataset: Any, json_keys: Sequence[str]) -> It
     """Yield the columns `json_keys` of an open Dataset or IterableDataset, with `name` as the path of the blocks.
 
     Raises:
-        DataError: it cannot be read, lacks a column, or a column is not of strings.
+        DataError: the dataset cannot be read, lacks a column, or has a column that does not hold strings.
     """
     keys = list(json_keys)
     yield from _blocks(name, _dataset_tables(name, dataset, keys), keys)

@@ -7,8 +7,8 @@
 | `.parquet`, `.arrow`, a folder saved by `datasets` | one per row, in a column |
 | `hf://NAME` | one per row of a dataset of the hub, also as a stream |
 
-Files may end in `.gz` or `.zst` (not tables), and be in an object store. A folder means all files below it with one of
-these endings, a glob means its matches; both are sorted by name.
+Files may end in `.gz` or `.zst` (not tables), and be in an object store. A folder stands for all files below it with
+one of these endings, and a glob for its matches, sorted by name.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read_document_blocks(
 
     Args:
         source: an element of `expand_inputs`.
-        json_keys: keys or columns of the texts. A `.txt` file takes one, of any name.
+        json_keys: keys or columns of the texts. A `.txt` file needs exactly one, whose name is ignored.
         text_documents: the documents of a `.txt` file.
         max_document_bytes: maximum length of a document, or of a line of JSON Lines.
 
@@ -167,7 +167,7 @@ def _suffix(source: Source) -> str:
 
 
 def _matches(pattern: str) -> dict[Source, bool]:
-    """Return what matches the name of an input, with False for folders of several files."""
+    """Return the sources that match an input's name, mapped to False for folders of several files, else True."""
     if pattern.startswith(SCHEME):
         return {HubDataset(pattern): True}
     path = open_location(pattern)

@@ -9,7 +9,7 @@ from megalith.errors import ConfigError
 
 
 class OwnKind(DatasetKind):
-    """The datasets that the function in `data.dataset` returns."""
+    """Kind for the datasets that the function in `data.dataset` returns."""
 
     def mock(self, num_samples: int, seed: int) -> SampleDataset:
         raise ConfigError("data.dataset and data.mock are both set; leave one of the two out")

@@ -35,7 +35,8 @@ class CorpusSummary:
 def write_dataset(
     source: str, output_jsonl: str | Path, keys: Sequence[str] = ("text",), *, overwrite: bool = False
 ) -> Path:
-    """Write columns of a dataset as JSON Lines and return the file to read, which is `source` if it is one already.
+    """Write columns of a dataset as JSON Lines and return the path of the file. A `source` in JSON Lines is returned as
+    it is.
 
     Args:
         source: a `.parquet` or `.jsonl` file, or NAME[:SPLIT] of a Hugging Face dataset (default: split `train`),

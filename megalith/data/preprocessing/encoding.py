@@ -19,7 +19,7 @@ from megalith.errors import DataError
 
 @dataclass(frozen=True)
 class Column:
-    """The documents of one JSON key, without empty documents and sentences.
+    """The encoded documents of one JSON key. Empty documents and empty sentences are omitted.
 
     `tokens` [n] in the dataset's dtype; `sequence_lengths` int64 [sequences]; `sequences` int64 [documents], the
     number of sequences per document (1 unless sentences are split).
@@ -98,7 +98,7 @@ class BlockEncoder:
     def _split_bad_records(
         self, block: DocumentBlock, records: list[TextRecord]
     ) -> tuple[list[TextRecord], list[BadLine]]:
-        """Return the records that the tokenizer accepts, and a BadLine for each other one."""
+        """Return the records that the tokenizer accepts, and a BadLine for each record that it rejects."""
         good, bad = [], []
         for record in records:
             try:

@@ -4,10 +4,10 @@ The main process reads blocks of documents and writes tokens. Workers parse and 
 (encoding.py) in any order. Results are written in input order, so the output does not depend on the number of
 workers.
 
-If a tokenizer encodes without holding Python's lock, workers are threads, which share its word cache: two cores take
-a third less processor time than with two processes. Each thread encodes its block alone, because with the library's
-threads memory would be freed by other threads than those that allocated it. Parsing and passing ids to Python hold
-the lock, about 3 % of a worker's time, so for many cores, and for other tokenizers, workers are processes.
+If a tokenizer encodes without holding Python's lock, workers are threads, which share its word cache: two cores take a
+third less processor time than with two processes. Each thread encodes its block without the library's own threads,
+which would free memory that other threads allocated. Parsing and passing ids to Python hold the lock for about 3 % of a
+worker's time. On many cores, and for all other tokenizers, workers are therefore processes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ BAD_LINES_KEPT = 20
 
 @dataclass
 class PreprocessSummary:
-    """Totals of a run. `prefixes` has the dataset path of each JSON key, and `documents` the number of documents of
-    each."""
+    """Totals of a run. `prefixes` maps each JSON key to the path of its dataset, and `documents` maps it to the number
+    of documents.
+    """
 
     prefixes: list[str]
     documents: list[int]
@@ -265,7 +266,7 @@ def _write(writer: IndexedWriter, column: Column) -> None:
 
 
 def _file_offsets(paths: Sequence[Source]) -> tuple[dict[Source, int], int]:
-    """Return the bytes of input before each file, and the total."""
+    """Return the number of input bytes before each file, and the total."""
     sizes = [source_size(path) for path in paths]
     return dict(zip(paths, itertools.accumulate(sizes, initial=0))), sum(sizes)
 

@@ -61,10 +61,10 @@ class LanePosition:
     """Position of a lane before a document or sample. It is stored in checkpoints."""
 
     samples: int = 0
-    """Samples before it."""
+    """Number of the lane's samples before this position."""
     pass_number: int = 0
     shard: int = 0
-    """Index among the lane's shards of the pass; with `block` the start of the window."""
+    """Index among the lane's shards of the pass. Together with `block`, it gives the start of the window."""
     block: int = 0
     document: int = 0
     """Documents of the window before this position."""
@@ -75,7 +75,7 @@ class LanePosition:
     empty: int = 0
     """Documents without tokens before this position, including those that the tokenizer refuses."""
     skipped: int = 0
-    """Unusable documents before the end of the window."""
+    """Number of unusable documents before the end of the window."""
 
     def to_list(self) -> list[int]:
         return [getattr(self, name) for name in self.__dataclass_fields__]
@@ -93,10 +93,10 @@ class Lane:
         self._reader = ShardReader(settings.text_key, settings.text_documents)
         self.position = position or LanePosition()
         self.skipped = self.position.skipped
-        """Unusable documents so far, with those of the current window."""
+        """Number of unusable documents so far, including those of the whole current window."""
         self._is_counted = self.position.samples > 0  # the window of the first document has been read before
         self.bad_lines: list[str] = []
-        """The first unusable documents since the last call that cleared the list."""
+        """Descriptions of the first unusable documents since the list was last cleared."""
         self._bad_lines_left = BAD_LINES_KEPT
         self._pending: deque[tuple[LanePosition, np.ndarray]] = deque()  # documents, from the next token on
         self._num_tokens = 0  # in _pending
@@ -187,8 +187,9 @@ class Lane:
             yield [records[i] for i in order[first : first + CHUNK]]
 
     def _encode(self, documents: list[Document]) -> list[np.ndarray]:
-        """Return the ids of documents, int32; none for documents without tokens and for those that cannot be
-        encoded."""
+        """Return the ids of each document, int32. The array is empty if the document has no tokens or cannot be
+        encoded.
+        """
         tokenizer = self._settings.tokenizer
         try:
             batches = tokenizer.encode_batch([record.texts[0] for _, record in documents])

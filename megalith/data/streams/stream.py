@@ -18,11 +18,12 @@ class SampleStream(ABC):
 
     @abstractmethod
     def restart(self, position: int = 0, stride: int = 1, kept_states: int = 1) -> None:
-        """Prepare to read from `position`, starting at the state of `load_state` if that is not after `position`.
+        """Prepare to read from `position`, continuing from the state that `load_state` set unless that state is after
+        `position`.
 
         Args:
             position: the next sample to be read.
-            stride: states are needed at multiples of it, counted from `position`.
+            stride: number of samples between the positions whose states are needed, counted from `position`.
             kept_states: number of latest states to keep.
         """
 
@@ -44,7 +45,7 @@ class SampleStream(ABC):
         return self
 
     def notes(self, state: State | None) -> list[str]:
-        """Return notes on the data up to a merged state: numbers of documents, and of those that were left out."""
+        """Return notes on the data up to a merged state: the numbers of documents read and of documents left out."""
         return []
 
     def close(self) -> None:  # noqa: B027

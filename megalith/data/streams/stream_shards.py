@@ -38,7 +38,7 @@ class Shard:
         return isinstance(self.source, StorePath | HubDataset)
 
     def identity(self) -> list[Any]:
-        """Return the name, the size and the stamp, as JSON; None where a dataset of the hub has none.
+        """Return the name, the size and the stamp as JSON values. Size and stamp are None for a dataset of the hub.
 
         The stamp is the last modification time (ns) of local files, and the store's version of an object. A resumed
         run needs the same name and size, and the same version of an object.
@@ -75,12 +75,12 @@ def list_shards(entry: str, notes: list[str] | None = None) -> list[Shard]:
 
 
 class ShardReader:
-    """Reads the blocks of shards, and compares their versions with those at the start of the run.
+    """Reads the blocks of shards, and compares the versions of their files with those at the start of the run.
 
     Args:
         text_key: key or column of the text.
         text_documents: documents of a .txt file.
-        pause: sleeps for a number of seconds, between retries.
+        pause: function that sleeps for a number of seconds, called between retries.
     """
 
     def __init__(

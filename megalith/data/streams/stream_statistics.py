@@ -25,8 +25,8 @@ def stream_statistics(settings: StreamSettings) -> dict[str, Any]:
     Returns:
         `shards`, `lanes`, and `bytes` of all shards (None for a dataset of the hub); of the sample: `sampled_shards`,
         `documents` (see `length_statistics`), `empty` and `unusable` documents, `first_unusable` (a sentence, or None),
-        `cut_documents` and `longer_documents`; and `estimated_documents` and `estimated_tokens` of the whole stream,
-        in proportion to the bytes, None without them.
+        `cut_documents` and `longer_documents`; and `estimated_documents` and `estimated_tokens` of the whole stream, in
+        proportion to the bytes; None if those are unknown.
 
     Raises:
         DataError: a shard cannot be read.
@@ -59,8 +59,9 @@ def stream_statistics(settings: StreamSettings) -> dict[str, Any]:
 
 
 def estimated_epochs(statistics: dict[str, Any], tokens: int) -> float | None:
-    """Return the number of passes over a stream that `tokens` of its tokens take, from its statistics; None if
-    unknown."""
+    """Return the estimated number of passes over a stream that provide `tokens` tokens, from its statistics; None if
+    unknown.
+    """
     return tokens / statistics["estimated_tokens"] if statistics["estimated_tokens"] else None
 
 

@@ -58,7 +58,7 @@ class TextStream(SampleStream):
         return True
 
     def restart(self, position: int = 0, stride: int = 1, kept_states: int = 1) -> None:
-        """See SampleStream. Raise DataError if the saved state is of other shards or lanes."""
+        """See SampleStream. Raise DataError if the saved state belongs to other shards or lanes."""
         self.close()
         with self._lock:
             lanes = self.settings.lanes
@@ -92,7 +92,9 @@ class TextStream(SampleStream):
                     return sample.tokens.astype(np.int64)
 
     def state_at(self, position: int) -> State | None:
-        """See SampleStream. Lanes that this rank does not read keep their position of the last `restart`."""
+        """See SampleStream. A lane that this rank does not read keeps the position that it had at the last
+        `restart`.
+        """
         with self._lock:
             lanes = []
             for lane, positions in enumerate(self._positions):
@@ -195,7 +197,7 @@ class TextStream(SampleStream):
 def _differ(was: Sequence[Any], now: Sequence[Any]) -> bool:
     """Return True if two identities of a shard have another name, size or version in a store.
 
-    Checkpoints of earlier commits have no size of objects and saved datasets.
+    Checkpoints written by earlier commits do not have the sizes of objects and saved datasets.
     """
     name, size, stamp = [*was, None][:3]
     other_version = isinstance(stamp, str) and stamp != now[2]

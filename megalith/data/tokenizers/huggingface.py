@@ -27,7 +27,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 SIDE_FILES = (CONFIG, SPECIAL_TOKENS, GENERATION, MODEL_CONFIG, CHAT_TEMPLATE)
 
 EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
-"""Tried in this order if no file next to the tokenizer names its end of sequence."""
+"""End-of-text tokens to try, in order, if no file next to the tokenizer names its end of sequence."""
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 PIECES, UNKNOWN = "vocab.txt", "[UNK]"
@@ -85,7 +85,7 @@ class RustTokenizer(Tokenizer):
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """Special tokens that the post-processor adds before and after a text."""
+        """Ids of the special tokens that the post-processor adds before a text, and of those that it adds after."""
         pieces = chain("a", self._tokenizer.get_vocab(with_added_tokens=False))
         texts = (self._tokenizer.encode(piece, add_special_tokens=False) for piece in pieces)
         with _no_panic():
@@ -183,7 +183,8 @@ class HuggingFaceTokenizer(RustTokenizer):
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """`eod`, then the other eos_token_id of generation_config.json, as in vLLM; without that file, of config.json.
+        """`eod`, then the other values of eos_token_id in generation_config.json or, without that file, in config.json.
+        vLLM does the same.
 
         gpt-oss ends with <|return|>, <|endoftext|> or <|call|>, for example, and Llama 3.1 with <|eot_id|>, <|eom_id|>
         or <|end_of_text|>.

@@ -60,7 +60,7 @@ class Llama2Tokenizer(SentencePieceTokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the SentencePieceTokenizer, because ids mean the same."""
+        """The fingerprint of the SentencePieceTokenizer with the same model, because ids mean the same."""
         return SentencePieceTokenizer(self.files).fingerprint
 
     def encode(self, text: str) -> list[int]:

@@ -84,8 +84,8 @@ MEGATRON_MAX_VOCAB_SIZE = 2**17
 class TikTokenizer(Tokenizer):
     """tiktoken's byte-pair encoding, offline. Special tokens in the text are encoded as plain text.
 
-    `vocab_size` (Megatron's JSON list only) is the total number of entries including special tokens. The maximum is
-    the full list plus 1,000; the default is the maximum, but at most 131,072, as in Megatron.
+    `vocab_size` (Megatron's JSON list only) is the total number of entries including special tokens. Its maximum is the
+    length of the list plus 1,000; its default is the maximum, but at most 131,072, as in Megatron.
     """
 
     required_files = (RANKS,)

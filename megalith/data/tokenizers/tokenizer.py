@@ -76,8 +76,9 @@ class Tokenizer(ABC):
         return []
 
     def special_tokens(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the parts of `prefix` and `suffix` that are not yet around these ids; transformers adds both to a
-        text."""
+        """Return the parts of `prefix` and `suffix` that `ids` do not already have around them. transformers adds both
+        to a text.
+        """
         prefix, suffix, ids = self.prefix, self.suffix, list(ids)
         return (
             [] if ids[: len(prefix)] == prefix else prefix,
@@ -104,7 +105,7 @@ class Tokenizer(ABC):
             spans: spans of characters of each text, sorted and disjoint.
 
         Returns:
-            (ids, marks) per text, or the reason as a string if a token crosses the bounds of a span.
+            For each text (ids, marks), or a string with the reason if a token crosses the bounds of a span.
         """
         return [self._encode_between(text, text_spans) for text, text_spans in zip(texts, spans)]
 
@@ -200,8 +201,8 @@ class Tokenizer(ABC):
 def read_file(path: str | Path, description: str, folder: Path | None = None) -> bytes:
     """Return the content of a tokenizer file; `description` names it in errors.
 
-    Without `folder`, the file may be a link to anywhere, because the user chose its path; with it, only within the
-    folder.
+    Without `folder`, the file may be a link to anywhere, because the user chose its path. With `folder`, a link must
+    stay within that folder.
     """
     try:
         return read_bounded(Path(path)) if folder is None else read_small_file(Path(path), folder)
