@@ -1,8 +1,8 @@
 """Distillation (`megalith distill`): training on the predictions of a larger model, or of several.
 
-The data are those of `megalith train` or `megalith sft`. In a fraction of the samples the student's own answers replace
-those of the data (on_policy.py). Before each step, the teacher runs over the step's micro-batches (teachers/); the
-student's pass then computes the divergence chunk by chunk (ops/distillation_loss.py).
+The data are the same as for `megalith train` or `megalith sft`. In a fraction of the samples, answers sampled from the
+student replace the answers in the data (on_policy.py). Before each step, the teacher runs over the step's micro-batches
+(teachers/); the student's pass then computes the divergence chunk by chunk (ops/distillation_loss.py).
 
 `megalith teacher-logits` stores the predictions of a teacher for every sample (data/stored_logits.py). The student then
 reads them in any layout, without a second model.
@@ -144,8 +144,7 @@ def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, dev
 
 @dataclass
 class DistillationBatch(Batch):
-    """A micro-batch with the teacher's hidden states or its stored predictions, which only the last pipeline stage
-    has."""
+    """A micro-batch with the teacher's hidden states or stored predictions. Only the last pipeline stage has these."""
 
     teacher_hidden: Tensor | None = None  # float [..., hidden], the input of the teacher's output matrix
     indices: Tensor | None = None  # int32 [batch, seq, k]
@@ -269,5 +268,5 @@ class DistillationData(StepData):
         return super().work(consumed_samples, batch_size)
 
     def sampling_metrics(self) -> dict[str, float]:
-        """Return the metrics of the student's answers in the current step; none without any."""
+        """Return the metrics of the student's answers in the current step; empty if the student samples none."""
         return {} if self._samples is None else dict(self._samples.metrics)

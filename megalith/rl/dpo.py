@@ -1,8 +1,8 @@
 """Training on preferences with DPO (`megalith dpo`).
 
-Data are chat data whose samples are pairs. One unit of the batch sizes is a pair of rows, the chosen and the rejected
-answers, which are never split across micro-batches or ranks. Log-probabilities of the reference model are computed for
-all micro-batches of a step at once.
+Data are chat data whose samples are pairs. Batch sizes count pairs of rows. A pair has a row of chosen and a row of
+rejected answers and is never split across micro-batches or ranks. Log-probabilities of the reference model are computed
+for all micro-batches of a step at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megalith.training.trainer import TrainingResult
 from megalith.training.training_job import train
 
 LIKELIHOOD = ("cpo", "orpo", "sft")
-"""Losses with the likelihood of the chosen answers, averaged over the tokens of the step."""
+"""Losses that include the likelihood of the chosen answers, averaged over the tokens of the step."""
 
 
 def train_dpo(config: RunConfig) -> TrainingResult:
@@ -73,7 +73,7 @@ class PreferenceTask(SummedLossTask, ReferenceTask):
 
 
 def make_preference_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> PreferenceBatch:
-    """Collate pairs, int64 [batch, 2, 4 or 5, seq] from ChatDataset, into 2 · batch rows (`answer_fields`)."""
+    """Collate pairs from ChatDataset, int64 [batch, 2, lines, seq], into 2 · batch rows (`answer_fields`)."""
     return PreferenceBatch(**answer_fields(rows, sample_numbers))
 
 
@@ -108,7 +108,9 @@ class PreferenceData(StepData):
         return self._with_partners(batches) if self._run.config.dpo.sorts_pairs else batches
 
     def _with_partners(self, batches: Sequence[PreferenceBatch]) -> list[PreferenceBatch]:
-        """Return the micro-batches with the values of the same rank in the step, by a forward pass of the policy."""
+        """Return the micro-batches with the values that have the same ranks in the step (`match_ranks`). This takes a
+        forward pass of the policy.
+        """
         if any(batch.values is not None for batch in batches):
             raise DataError(
                 f"dpo.loss_type {self._run.config.dpo.loss_type} compares pairs by rank, so pairs have no weights; "
@@ -139,7 +141,9 @@ class PreferenceData(StepData):
         return results
 
     def _pairs_per_token(self, batches: Sequence[PreferenceBatch]) -> Tensor:
-        """Return a step's number of pairs divided by its number of tokens in chosen answers, a float32 scalar."""
+        """Return the number of pairs in a step divided by the number of tokens in their chosen answers, a float32
+        scalar.
+        """
         counts = torch.stack([chosen_counts(batch) for batch in batches]).sum(0)
         pairs, tokens = all_reduce_no_grad(counts.to(self._device), self._dp)
         return (pairs / tokens.clamp(min=1)).float()

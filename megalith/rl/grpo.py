@@ -1,7 +1,7 @@
 """GRPO (`megalith grpo`): train a policy on completions that it samples, or on rollouts from files.
 
-Loop, optimizer, checkpoints and report are those of pre-training. This file has the task: data, loss, metrics and
-evaluation. Rollouts come from files (rollout_data.py) or are sampled (sampling/).
+Loop, optimizer, checkpoints and report are the same as for pre-training. This file defines the task: data, loss,
+metrics and evaluation. Rollouts come from files (rollout_data.py) or are sampled (sampling/).
 """
 
 from __future__ import annotations
@@ -133,8 +133,9 @@ def open_agent(
     environment: Callable[..., Any] | None = None,
     agent: Callable[..., Any] | None = None,
 ) -> PolicyAgent | EndpointAgent | None:
-    """Return the run's agent, or its tools and environment, or None without them. Raise ConfigError if they are
-    unusable."""
+    """Return the run's agent: its own, or the policy with its tools and environment; None if the run has none of these.
+    Raise ConfigError if they are unusable.
+    """
     if rl.agent:
         return EndpointAgent(rl, tokenizer, agent)
     return PolicyAgent(rl, tokenizer, tools, environment) if rl.uses_turns else None
@@ -284,7 +285,9 @@ class PolicyTask(ReferenceTask):
         return read
 
     def _adapt_entropy(self, run: Run, sums: Tensor) -> dict[str, float]:
-        """Set the entropy coefficient of the next step; return that of this step, or None if it is not adaptive."""
+        """Set the entropy coefficient of the next step and return the metric with that of this step; empty if it is not
+        adaptive.
+        """
         if not run.config.rl.use_adaptive_entropy:
             return {}
         controller, used = EntropyController(run.config.rl, run.totals), self.loss.entropy_coef
@@ -295,7 +298,7 @@ class PolicyTask(ReferenceTask):
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
     ) -> dict[str, float] | None:
-        """Evaluate the held-out prompts. Evaluation time does not count toward a step's."""
+        """Evaluate the held-out prompts. The evaluation does not count toward the time of a step."""
         if self._live is None:
             return None
         self._live.settle()
@@ -325,8 +328,9 @@ class PolicyTask(ReferenceTask):
     def _with_reward_metrics(
         self, run: Run, metrics: dict[str, Any], logged: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Return a step's metrics and those logged by rewards. The latter are renamed if the run has a metric of that
-        name."""
+        """Return a step's metrics and the metrics logged by rewards. A reward's metric is renamed if the run has one of
+        that name.
+        """
         self._metric_names |= metrics.keys()
         names = {name: prefixed(name, self._metric_names) for name in logged}
         for name, other in names.items():

@@ -8,8 +8,8 @@ An answer's log-ratio to the reference, r, is compared with a baseline z:
 With kto, z estimates the KL divergence from the reference: the mean log-ratio of mismatched answers, each prompt with
 an answer of another record, over the whole step, and at least 0. It has no gradient. With apo_zero_unpaired, z is 0.
 
-With bco (Jung et al. 2024) the loss is −log σ(±β · (r − z)), and z the mean of r over all answers of the run so far,
-those of the step included, without gradient.
+With bco (Jung et al. 2024) the loss is −log σ(±β · (r − z)), and z is the mean of r over all answers of the run so far,
+including the current step, without gradient.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class KtoTask(SummedLossTask, ReferenceTask):
 
 
 def make_kto_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> KtoBatch:
-    """Collate answers (`answer_fields`). With mismatched answers, these are every second row and sequence."""
+    """Collate answers (`answer_fields`). If the samples have mismatched answers, every second row and
+    sequence is one.
+    """
     return KtoBatch(**answer_fields(rows, sample_numbers))
 
 
@@ -152,7 +154,7 @@ class KtoData(StepData):
         return self._augment(batches, is_training=True)
 
     def augment_evaluation(self, batches: Sequence[KtoBatch]) -> list[KtoBatch]:
-        """Return micro-batches for evaluation. They do not count in the shift of bco."""
+        """Return micro-batches for evaluation. They do not change the shift of bco."""
         return self._augment(batches, is_training=False)
 
     def _augment(self, batches: Sequence[KtoBatch], is_training: bool) -> list[KtoBatch]:
@@ -188,7 +190,7 @@ class KtoData(StepData):
         return all_reduce_no_grad(sums, self._dp)
 
     def _count(self, sums: Tensor) -> None:
-        """Add a step's sums to those of the run, which are among the counters of its checkpoints."""
+        """Add a step's sums to the run's sums, which checkpoints store among the counters."""
         totals = self._run.totals
         for name, value in zip((SHIFT_SUM, SHIFT_COUNT), sums.tolist()):
             totals[name] = totals.get(name, 0) + value

@@ -1,7 +1,7 @@
 """Training of a reward model (`megalith reward`).
 
-Data are chat data whose samples are pairs of answers, or answers or steps with a label. The model is a ScoreModel, and
-the loss reads the score of each answer's last token.
+Data are chat data. A sample is a pair of answers, a labelled answer, or an answer with labelled steps. The model is a
+ScoreModel, and the loss reads the score of each answer's last token.
 """
 
 from __future__ import annotations

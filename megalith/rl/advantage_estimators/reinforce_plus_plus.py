@@ -3,8 +3,8 @@
 r'         r_i, or r_i − mean of the group (the baseline variant)
 advantage  A_i = (r'_i − mean of r') / √(variance of r' + 1e-8)
 
-Mean and variance are over tokens, each of which has the r' of its completion. The discount is 1. verl's estimators of
-these names compute the same.
+Mean and variance are over tokens; each token has the r' of its completion. The discount is 1. verl's estimators of the
+same names compute the same values.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def reinforce_plus_plus_baseline(rl: RlConfig, rewards: np.ndarray, *, lengths: 
 
 
 def _standardized(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return `values` minus their mean, divided by their standard deviation (n − 1). Each value counts `tokens` times;
-    the result is 0 where it has no tokens."""
+    """Return `values` minus their mean, divided by their standard deviation (n − 1). Each value is weighted by its
+    number of tokens. The result is 0 for values without tokens.
+    """
     count = max(tokens.sum(), 1)
     centered = np.where(tokens > 0, values - (tokens * values).sum() / count, 0.0)
     variance = (tokens * centered**2).sum() / max(count - 1, 1)

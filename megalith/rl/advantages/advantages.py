@@ -34,7 +34,8 @@ class Advantages:
 
 
 def total_rewards(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the weighted sum of each completion's rewards, within rl.reward_clip_range, minus the overlong penalty.
+    """Return the weighted sum of each completion's rewards, clipped to rl.reward_clip_range, minus the overlong
+    penalty.
 
     Args:
         rl: section `rl` of the configuration.
@@ -78,9 +79,10 @@ def weighted_sum(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
 
 
 def overlong_penalty(rl: RlConfig, lengths: np.ndarray) -> np.ndarray:
-    """Return DAPO's length penalty [groups, completions].
+    """Return DAPO's length penalty, float64 [groups, completions].
 
-    It is 0 up to max_completion_length − overlong_buffer_len tokens and grows linearly to overlong_penalty_factor.
+    It is 0 up to max_completion_length − overlong_buffer_len tokens, then grows linearly and reaches
+    overlong_penalty_factor at max_completion_length tokens.
     """
     if not rl.overlong_buffer_len:
         return np.zeros(lengths.shape)

@@ -1,7 +1,8 @@
 """Generalized advantage estimation (Schulman et al. 2016) over the tokens of completions, and the critic's loss.
 
 Formulas are verl's (`compute_gae_advantage_return`, `compute_value_loss`). The value of a token is the critic's
-estimate before it: the score at the token that precedes it. Only the last token of a completion has a reward.
+estimate before the token is sampled: the score at the preceding token. Only the last token of a completion has a
+reward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megalith.rl.objectives.summed_loss import SummedLoss
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns, float [rows, tokens] each, 0 outside of `mask`.
+    """Return two tensors, the advantages and the returns, float [rows, tokens] each, 0 outside of `mask`.
 
     δ_t = r_t + γ · V_{t+1} − V_t,  A_t = δ_t + γ · λ · A_{t+1},  return_t = A_t + V_t
 
@@ -47,7 +48,7 @@ def with_gae(
     Args:
         batches: this data-parallel rank's micro-batches; `advantages` are the rewards of their sequences.
         values: the critic's scores, float32 [batch, seq] each.
-        gamma, lam: see `gae`.
+        gamma, lam: discount γ and λ, as in `gae`.
         dp: the data-parallel axis, over which advantages are whitened.
     """
     estimates = []

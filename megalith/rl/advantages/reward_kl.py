@@ -34,7 +34,8 @@ def with_reward_kl(
     owners_by_batch: Sequence[Sequence[int]],
     rewards: BatchRewards,
 ) -> tuple[list[RolloutBatch], float]:
-    """Return the micro-batches of a rollout batch with advantages of the rewards minus the KL. Every rank calls it.
+    """Return the micro-batches of a rollout batch with advantages computed from the rewards minus the KL. Every rank
+    calls it.
 
     Args:
         run: the run.

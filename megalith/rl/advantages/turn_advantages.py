@@ -3,9 +3,9 @@
     G_it = Σ_{k ≥ t} γ^(k − t) · w · s_ik + γ^(T_i − 1 − t) · e_i
 
 s_ik is the environment's reward for step k of completion i, w its weight, γ `rl.step_discount`, T_i the number of
-turns, and e_i the completion's further rewards, which come with its last turn. The advantages of turn t are those of
-`rl.advantage_estimator` over the G_it of a group's completions that have such a turn. A completion that is the only
-one with turn t has advantage 0 there.
+turns, and e_i the sum of the completion's other rewards, which count at its last turn. For the advantages of turn t,
+`rl.advantage_estimator` is applied to the G_it of those completions of a group that have a turn t. If only one
+completion has a turn t, its advantage there is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def turn_returns(rl: RlConfig, completion: RatedCompletion, total: float) -> np.
     Args:
         rl: section `rl` of the configuration.
         completion: a completion with `turn_rewards`.
-        total: its weighted reward, which includes the discounted sum of its turns' rewards.
+        total: weighted reward of the completion, which includes the discounted sum of its turns' rewards.
     """
     weight = 1.0
     if rl.reward_weights is not None and len(rl.reward_weights) == len(completion.rewards):
@@ -80,7 +80,8 @@ def token_advantages(completion: RatedCompletion, turns: np.ndarray) -> np.ndarr
 
     Args:
         completion: a completion.
-        turns: advantages of its turns. Segments after the last one have its advantage.
+        turns: advantages of its turns, float64 [turns]. Sampled segments after the last turn get the last turn's
+            advantage.
     """
     segments = completion.segments or (len(completion.ids),)
     at = np.minimum(np.arange(len(segments)) // 2, len(turns) - 1)

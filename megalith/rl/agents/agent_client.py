@@ -76,7 +76,7 @@ class AgentAnswer(SimpleNamespace):
         return None
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """Return its JSON value."""
+        """Return the object as a JSON value."""
         return json.loads(json.dumps(self, default=_plain))
 
 

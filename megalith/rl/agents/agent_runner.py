@@ -1,4 +1,4 @@
-"""Runs agent functions, each call in a process of its own or as an asynchronous task of this one."""
+"""Runs agent functions, each call in a process of its own or as an asynchronous task of this process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class AgentRunner:
         self._workers: list[RewardWorker] = []
 
     def prepare(self, jobs: int) -> None:
-        """Start the processes for that many jobs. Call it in the main thread: forks in other threads may crash.
+        """Start the processes for this number of jobs. Call it in the main thread, because forks in other threads may
+        crash.
 
         For the same reason, a process that has ended is replaced here, before the next batch.
         """
@@ -63,7 +64,7 @@ class AgentRunner:
         """Run an agent for each job, in the processes that `prepare` has started.
 
         Args:
-            jobs: index of the prompt, and address of the session's endpoint.
+            jobs: prompt index and address of the session's endpoint, for each job.
             on_end: called with each job's number and result, in the order in which they end.
         """
         if not self._size:

@@ -2,8 +2,8 @@
 
 A request continues a branch if its conversation begins with the branch's conversation, compared as messages or as token
 ids. Sampled ids are kept, and the chat template's tokens are added between turns (turn_template.py). A request that
-continues no branch starts a new one, such as a conversation with a rewritten history or the first message of a
-sub-agent. Turns in a new branch that the policy did not sample belong to its prompt, which has no loss.
+continues no branch starts a new one, for example a conversation with a rewritten history or the first message of a
+sub-agent. The conversation that a new branch begins with is its prompt, which has no loss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SessionRules:
     tokenizer: Tokenizer
     template: TurnTemplate
     sampling: Sampling
-    """Sampling of every request. `max_new_tokens` is the limit of a branch's turns and added tokens together."""
+    """Sampling parameters of every request. `max_new_tokens` limits the turns and added tokens of a branch together."""
     max_prompt_tokens: int
     version: int
     """Version of the weights."""
@@ -70,7 +70,7 @@ class AgentSession:
             prompt_index,
         )
         self.branches: list[Trajectory] = []
-        """In the order in which they were last extended."""
+        """The branches, in the order in which they were last extended."""
         self.turns, self.refused, self.overridden = 0, 0, 0
         self.reward: float | None = None
         self.failure: str | None = None
@@ -83,7 +83,7 @@ class AgentSession:
     # The conversation of serve/openai_service.py
 
     def open_prompts(self, request: CompletionRequest) -> list[SessionPrompt]:
-        """Return the tokens of the prompts. Raise ValueError if the session does not admit the request."""
+        """Return the prompts of a request as tokens. Raise ValueError if the session does not admit the request."""
         with self._lock:
             try:
                 if self.is_closed:
@@ -209,7 +209,7 @@ class AgentSession:
         return SessionPrompt(ids, branch, length, added, messages, arguments, self._seen[digest] - 1)
 
     def _remaining_tokens(self, prompt: SessionPrompt) -> int:
-        """Return the number of tokens that may follow."""
+        """Return the number of tokens that may follow this prompt."""
         used = 0 if prompt.branch is None else prompt.length + len(prompt.added)
         return self._rules.sampling.max_new_tokens - used
 

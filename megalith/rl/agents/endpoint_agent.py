@@ -1,4 +1,5 @@
-"""Agents that need no code of Megalith (`rl.agent`): they send requests to an OpenAI-compatible endpoint in training.
+"""Agents that need no code of Megalith (`rl.agent`): they send requests to an OpenAI-compatible endpoint during
+training.
 
     agent processes ─▶ http://127.0.0.1:PORT/SESSION/v1 ─▶ live engine of the replica
                                      │
@@ -94,7 +95,7 @@ class EndpointAgent:
         self._runner = AgentRunner(self._agent, rows, self._rl.agent_workers, self._rl.agent_timeout)
 
     def prepare(self, trajectories: int) -> None:
-        """Start the processes for that many trajectories, before `sample` is called in another thread."""
+        """Start the processes for this number of trajectories, before `sample` is called in another thread."""
         self._runner.prepare(trajectories)
 
     def close(self) -> None:
@@ -115,7 +116,7 @@ class EndpointAgent:
         request_key: RequestKey,
         timed: Callable[[str], AbstractContextManager],
     ) -> tuple[list[Trajectory], LoggedMetrics]:
-        """Run an agent per trajectory; arguments and results are PolicyAgent.sample's.
+        """Run an agent per trajectory. Arguments and results are those of PolicyAgent.sample.
 
         Raises:
             DataError: if all agents failed before anything was sampled.

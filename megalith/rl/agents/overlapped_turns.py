@@ -1,6 +1,6 @@
 """Turns of trajectories while the tools of others run.
 
-     live engine ─▶ ended turns ─▶ tools of all that have ended meanwhile ─▶ next turns ─▶ live engine
+     live engine ─▶ ended turns ─▶ tools of all turns that have ended meanwhile ─▶ next turns ─▶ live engine
 
 A trajectory that waits for its tools has no row of the engine. Its next turn reuses its keys and values
 (generation/prefix_reuse.py).
@@ -18,7 +18,7 @@ from megalith.generation.requests import Completion, Sampling
 from megalith.rl.agents.trajectory import Trajectory
 
 Ended = tuple[Trajectory, list[int], list[float], str]
-"""A trajectory, the ids of its turn, their log-probabilities, and the reason of the end."""
+"""A trajectory, the ids of its turn, their log-probabilities, and the reason why the turn ended."""
 
 
 def sample_overlapped(
@@ -34,10 +34,10 @@ def sample_overlapped(
     Args:
         live: a LiveEngine, or the requests of servers.
         trajectories: trajectories with their prompts.
-        sampling: sampling parameters; `max_new_tokens` is the limit of all turns and answers together.
+        sampling: sampling parameters; `max_new_tokens` limits all turns and answers of a trajectory together.
         version: version of the weights.
         key: returns the key of a trajectory's next turn.
-        advance: runs the tools of trajectories whose turn has ended, and appends or ends them.
+        advance: runs the tools of trajectories whose turn has ended, and appends the answers or ends the trajectories.
     """
     ended: SimpleQueue[Ended] = SimpleQueue()
     errors: list[BaseException] = []

@@ -6,8 +6,8 @@
 
 A turn depends only on the weights and on (seed, position of the prompt, number in the group, tokens so far), and
 answers are appended in the order of the calls. Neither the batch nor the order in which tools answer changes a
-trajectory.
-Ranks that generate together sample alike; the first one runs the tools and sends the added tokens to the others.
+trajectory. Ranks that generate together sample the same tokens; the first one runs the tools and sends the added tokens
+to the others.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PolicyAgent(TurnSteps):
 
     @property
     def reward_name(self) -> str | None:
-        """Name of the environment's own reward; None without one."""
+        """Name of the environment's own reward; None if there is no such reward."""
         has_reward = self.environment is not None and self.environment.has_reward
         return self.environment.name if has_reward else None
 
@@ -126,7 +126,7 @@ class PolicyAgent(TurnSteps):
         )
 
     def prepare(self, trajectories: int) -> None:
-        """Start the processes for that many trajectories, before `sample` is called in another thread."""
+        """Start the processes for this number of trajectories, before `sample` is called in another thread."""
         self._pool.prepare(trajectories)
 
     def close(self) -> None:
@@ -152,11 +152,11 @@ class PolicyAgent(TurnSteps):
         Args:
             engine: the sampler.
             requests: position and prompt index of each group.
-            sampling: sampling parameters. `max_new_tokens` is the limit of all turns and answers together.
+            sampling: sampling parameters. `max_new_tokens` limits all turns and answers of a trajectory together.
             num_generations: trajectories per prompt.
             max_prompt_tokens: maximum tokens of a prompt that an environment has extended.
             is_first: run tools on this rank; the other ranks of its replica only sample.
-            share: sends the first rank's values to the others.
+            share: function that sends the first rank's values to the others.
             request_key: sampling keys.
             timed: context manager that times a phase.
 
@@ -207,7 +207,7 @@ class PolicyAgent(TurnSteps):
         logged: LoggedMetrics,
         is_first: bool,
     ) -> None:
-        """Sample all turns by a live engine, while tools run. The keys are those of `_generate`."""
+        """Sample all turns with a live engine while tools run. The sampling keys are the same as in `_generate`."""
         live = engine.live_engine(sampling)
         if not is_first:
             live.follow()
@@ -304,7 +304,7 @@ class PolicyAgent(TurnSteps):
         return arguments | ({"tools": self.schemas} if self.schemas else {})
 
     def _read_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Get the rewards of the environments that have not been lost."""
+        """Get the rewards from the environments whose processes are still running."""
         if self.environment is None or self.environment.steps or not self.environment.has_reward:
             return
         results = self._pool.run_environments(
@@ -345,7 +345,7 @@ class PolicyAgent(TurnSteps):
     def _next_ids(
         self, waiting: Sequence[Trajectory], max_tokens: int, logged: LoggedMetrics
     ) -> list[list[int] | bool]:
-        """Run the calls of the sampled turns and return what follows each, as `_added_ids` does."""
+        """Run the calls of the sampled turns and return, for each turn, the result of `_added_ids`."""
         turns = [self._parsed(one) for one in waiting]
         uses_steps = self.environment is not None and self.environment.steps
         added = self._step(waiting) if uses_steps else self._answer(waiting, turns, logged)

@@ -8,10 +8,10 @@ difference of two renderings:
 
 `after` must start with `before` up to its last <eos>; the rest is added as tokens of its own. Sampled tokens are never
 rendered and tokenized again, so they cannot change. A template that renders earlier turns differently once others
-follow (one that drops their reasoning) fails this check. The added messages are then rendered after a short
-conversation of one question and one turn, and their text begins after as many <eos> as that conversation has, or after
-the token that follows the turn's text (gpt-oss ends an earlier turn with <|end|>). The policy keeps its turns as
-sampled, and the trajectory is counted.
+follow, for example without their reasoning, fails this check. Then the added messages are rendered after a short
+conversation of one question and one turn. Their text begins after as many <eos> as that conversation has, or after the
+token that follows the turn's text (gpt-oss ends an earlier turn with <|end|>). The policy keeps its turns as sampled,
+and a metric counts the trajectory.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class TurnTemplate:
     """Renders prompts, and the tokens between turns."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
-        """Check that the template ends a turn with a token that ends a sampled one.
+        """Check that the template ends a turn with one of the tokens that end a sampled turn.
 
         Raises:
-            ConfigError: if it does not.
+            ConfigError: if the template ends turns with another token.
         """
         self._tokenizer, self._template = tokenizer, template
         texts = {tokenizer.decode([one]): one for one in tokenizer.stop_ids}
@@ -72,9 +72,9 @@ class TurnTemplate:
 
         Args:
             messages: conversation up to the turn that the policy has sampled.
-            added: messages after it: tool answers, or an environment's observation.
-            arguments: further arguments of the template, such as tools.
-            sampled_end: last id of that turn. Default: the one that the template ends it with.
+            added: messages after that turn: tool answers, or an environment's observation.
+            arguments: additional arguments for the template, such as tools.
+            sampled_end: last id of that turn. Default: the id that the template ends it with.
 
         Returns:
             The tokens, and True if the template would render the earlier conversation differently.
@@ -107,9 +107,9 @@ class TurnTemplate:
         arguments: Mapping[str, Any],
         is_alone: bool = False,
     ) -> tuple[int, list[int]]:
-        """Return the token that ends `messages`, and those of the text that follows it.
+        """Return the token that ends `messages`, and the tokens of the text that follows it.
 
-        With `is_alone`, the text before it may differ between the two renderings.
+        With `is_alone`, the text before that token may differ between the two renderings.
         """
         before = self._template.render(list(messages), **arguments)
         after = self._template.render([*messages, *added], add_generation_prompt=True, **arguments)
@@ -128,8 +128,9 @@ class TurnTemplate:
         return end_id, ids[1:]
 
     def _after_turns(self, text: str, turns: int) -> tuple[int, str, str]:
-        """Return the token that ends the first `turns` turns of a conversation, as id and text, and the text after
-        it."""
+        """Return the token that ends the last of the first `turns` turns of a conversation, as id and as text, and the
+        text after that token.
+        """
         ends = [*self._end.finditer(text)]
         if len(ends) >= turns:
             end = ends[turns - 1]

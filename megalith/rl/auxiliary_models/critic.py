@@ -1,7 +1,8 @@
 """PPO's critic: a second trained model with a score per token, in the policy's layout.
 
 For a rollout batch, its values give the advantages (gae.py). In each step it is trained on the step's tokens, with its
-own optimizer, before the policy's update. A checkpoint has its weights and optimizer state as further parts.
+own optimizer, before the policy's update. A checkpoint has the critic's weights and optimizer state as additional
+parts.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ PARTS = {"model": "critic", "optimizer": "critic_optimizer"}  # of a checkpoint,
 
 
 def critic_config(config: RunConfig) -> RunConfig:
-    """Return the configuration of the critic: that of the model in rl.critic, or by default of the policy's initial
-    weights."""
+    """Return the configuration of the critic: the one of the model in rl.critic, by default of the policy's initial
+    weights.
+    """
     path = config.rl.critic or config.model.init_from
     if path is not None:
         return frozen_config(config, path, "rl.critic", is_critic=True)

@@ -26,7 +26,7 @@ def frozen_config(config: RunConfig, path: str, setting: str, is_critic: bool = 
         config: the run.
         path: a run, a Hugging Face folder or a Megatron-LM checkpoint.
         setting: the setting that names `path`, for errors.
-        is_critic: the model gets a score and is trained.
+        is_critic: the model gets an output layer that scores tokens, and it is trained.
 
     Raises:
         ConfigError: the model cannot be built.

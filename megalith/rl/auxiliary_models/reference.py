@@ -28,7 +28,9 @@ from megalith.training.run_datasets import Data
 from megalith.training.run_state import Run
 
 LogProbs = Callable[[Sequence[Batch]], list[Tensor]]
-"""Computes log-probabilities of the labels of micro-batches, float32 [batch, seq] each. Every rank calls it."""
+"""Function that computes the log-probabilities of the labels of micro-batches, float32 [batch, seq] each. Every rank
+calls it.
+"""
 
 
 def reference_logprobs(run: Run, temperature: float = 1.0, vocab_size: int | None = None) -> LogProbs:
@@ -77,8 +79,8 @@ def load_initial_model(run: Run) -> ParallelModel:
 def without_adapters(run: Run) -> Iterator[ParallelModel]:
     """Switch the adapters of the run's model off within the context. Every rank enters it.
 
-    The modules in `lora.modules_to_save` have the base's values then. Each rank keeps a copy of its shards of these,
-    read at the first use.
+    Meanwhile the modules in `lora.modules_to_save` have the base model's values. Each rank reads its shards of these
+    values at the first use and keeps a copy.
     """
     model = run.model
     lora_adapters = [adapter for chunk in model.chunks for _, adapter in adapters(chunk)]
@@ -95,7 +97,9 @@ def without_adapters(run: Run) -> Iterator[ParallelModel]:
 
 
 def _swap_in_base_values(run: Run) -> dict[str, Tensor]:
-    """Give the modules in `lora.modules_to_save` the base's values. Return copies of this rank's shards before that."""
+    """Give the modules in `lora.modules_to_save` the base model's values. Return copies of this rank's
+    previous shards.
+    """
     model, config = run.model, run.config
     saved = saved_names_of(model.chunks)
     if not saved:
@@ -133,7 +137,7 @@ def _swap_in_values(model: ParallelModel, values: Mapping[str, Tensor]) -> None:
 class StepData(Data):
     """Data whose micro-batches get outputs of another model.
 
-    They are computed for all micro-batches of a step at once, to reduce pipeline bubbles.
+    The outputs are computed for all micro-batches of a step at once, to reduce pipeline bubbles.
     """
 
     def augment(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -141,7 +145,7 @@ class StepData(Data):
         raise NotImplementedError(f"{type(self).__name__} does not implement augment")
 
     def augment_evaluation(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return micro-batches for evaluation with the other model's outputs: by default as for training."""
+        """Return micro-batches for evaluation with the other model's outputs. By default the same as `augment`."""
         return self.augment(batches)
 
     def train_loader(

@@ -206,7 +206,7 @@ class ColocatedVllm:
         return None
 
     def memory(self) -> int:
-        """Return its fraction of the device's memory."""
+        """Return the bytes that vLLM may use: its fraction of the device's memory."""
         if self._run.device.type != "cuda":
             return 0
         total = torch.cuda.get_device_properties(self._run.device).total_memory

@@ -1,6 +1,7 @@
 """Time limits: deadlines, and threads for calls that have no time-out.
 
-A broadcast waits forever if a worker has died, and a socket's time-out restarts with each received byte.
+Both are needed because a broadcast waits forever if a worker has died, and a socket's time-out restarts with each
+received byte.
 """
 
 from __future__ import annotations

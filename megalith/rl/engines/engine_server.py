@@ -22,7 +22,7 @@ class EngineServer(ABC):
     name: str
     health_path = "/health"
     route_bytes = 0
-    """Bytes of a token's routes in a response, at most. 0: routes are not requested."""
+    """Maximum bytes of a token's routes in a response. 0: routes are not requested."""
 
     def __init__(self, url: str):
         self.http = JsonServer(url, self.name)
@@ -34,10 +34,11 @@ class EngineServer(ABC):
     @abstractmethod
     def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
         """Inspect a running server and return its properties as JSON values: `workers`, and those that other methods
-        need. `workers`, and what other methods need.
+        need.
 
         Raises:
-            TrainingError: if its log-probabilities are not processed, or it does not support rl.weight_sync_method.
+            TrainingError: if the server returns log-probabilities from before the temperature is applied, or does not
+                support rl.weight_sync_method.
         """
 
     @abstractmethod
@@ -53,7 +54,7 @@ class EngineServer(ABC):
 
     @abstractmethod
     def weight_version(self, deadline: Deadline) -> str | None:
-        """Return the server's name for its current weights; None if it has none."""
+        """Return the server's name for its current weights; None if they have no name."""
 
     @abstractmethod
     def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
@@ -93,7 +94,7 @@ class EngineServer(ABC):
 
     @abstractmethod
     def load_adapter(self, path: Path, name: str, deadline: Deadline) -> None:
-        """Have the server load the adapter of a folder under a new name, and forget `adapter`.
+        """Have the server load the adapter in a folder under a new name, and unload `adapter`.
 
         Each version has its own name, because servers refuse to load a name twice and key cached prefixes by adapter.
         """

@@ -34,7 +34,7 @@ class RolloutEngine(Protocol):
     """Samples the completions of a run. Every rank has one."""
 
     version: int
-    """Step of its weights."""
+    """Step of the engine's weights."""
     shared: bool
     """True if all ranks use the same servers."""
 
@@ -65,7 +65,7 @@ class RolloutEngine(Protocol):
         """Return the engine's tensors and those of a newly built engine; None if they are not accessible."""
 
     def memory(self) -> int:
-        """Return the bytes it uses on this rank's device."""
+        """Return the bytes that the engine uses on this rank's device."""
 
     def take_prefill_tokens(self) -> tuple[int, int] | None:
         """Return how many prompt tokens were prefilled and how many were reused since the last call. None: unknown."""
@@ -141,8 +141,9 @@ def request_seed(seed: int, key: int) -> int:
 def request_samplings(
     sampling: Sampling, prompts: int, max_new_tokens: Sequence[int] | None
 ) -> list[Sampling]:
-    """Return the sampling parameters of each prompt's request, with the prompt's own limit if `max_new_tokens` has
-    one."""
+    """Return the sampling parameters of each prompt's request, with the prompt's own limit if `max_new_tokens` is
+    given.
+    """
     if max_new_tokens is None:
         return [sampling] * prompts
     return [replace(sampling, max_new_tokens=limit) for limit in max_new_tokens]

@@ -1,8 +1,9 @@
 """A copy of the servers' weights, so that only changed ones are sent (rl.weight_sync_delta).
 
-Rank 0 keeps a copy of all sent tensors in the host's memory and compares bits. The unit is a part of a layer, such as
-layers.3.mlp, because servers fuse matrices of a part and need all of them: if one of its tensors has changed, all are
-sent. If nothing has changed, the smallest unit is sent, because servers get the version with it.
+Rank 0 keeps a copy of all sent tensors in the host's memory and compares bits. Weights are sent in units. A unit is a
+part of a layer, such as layers.3.mlp, because servers fuse the matrices of a part and need all of them. If one of its
+tensors has changed, the whole unit is sent. If nothing has changed, the smallest unit is sent, because the version
+travels with the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class SentWeights:
         self._copies.clear()
 
     def changed(self, bucket: WeightBucket) -> WeightBucket:
-        """Return the units of a bucket that servers do not have, and take note of them as sent."""
+        """Return the units of a bucket that have changed since they were last sent, and record them as sent."""
         groups: list[Group] = []
         kept: list[Tensor] = []
         tensors = iter(bucket.tensors)

@@ -1,5 +1,5 @@
-"""Engine behind one or several servers: completions by request, weights by a broadcast group, a folder or memory
-handles.
+"""Engine that runs on one or several servers. Requests return completions; weights are sent by a broadcast group, a
+folder or memory handles.
 
 Each rank that scores completions sends its share of the prompts, one request per prompt, to the servers in turn. Rank
 0 sends the weights (weight_transfers.py), and every rank raises its errors. An update is
@@ -252,7 +252,7 @@ class ServerEngine:
         return sent
 
     def _sends_adapters(self) -> bool:
-        """Return whether the servers can load the adapters. Logs once why not, if they cannot."""
+        """Return True if the servers can load the adapters; otherwise log the reason once and return False."""
         obstacle = self._stream.lora_obstacle
         if obstacle is not None and not self._has_logged_obstacle:
             self._run.log(

@@ -58,7 +58,7 @@ class ServerRequests:
         """Queue requests and return their numbers; see LiveEngine.submit.
 
         Raises:
-            ConfigError: if a request does not fit, or the engine is closed.
+            ConfigError: if a request is longer than `max_tokens`, or the engine is closed.
         """
         for request in requests:
             self._sampling_of(request).check()

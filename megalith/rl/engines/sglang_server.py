@@ -1,7 +1,7 @@
 """SGLang's server: its /generate endpoint with token ids, and its endpoints for weights.
 
-Its log-probabilities are after the temperature and before top-p, unless it was started with
-SGLANG_RETURN_ORIGINAL_LOGPROB, which the canary detects. Each completion carries the version of the weights that
+The server computes log-probabilities after the temperature and before top-p, unless it was started with
+SGLANG_RETURN_ORIGINAL_LOGPROB. The canary detects that case. Each completion carries the version of the weights that
 sampled it.
 """
 

@@ -26,7 +26,7 @@ from megalith.rl.engines.deadline import Deadline, InThread
 
 
 class BroadcastGroup(Protocol):
-    """Sends from rank 0."""
+    """Interface of a group in which rank 0 broadcasts tensors."""
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast the tensors in order and return when the workers have them."""
@@ -128,9 +128,9 @@ def memory_handles(tensors: Sequence[Tensor]) -> str:
     """Return handles that let one other process on the same GPU open the tensors' memory.
 
     They are the GPU's UUID and the arguments of torch's `rebuild_cuda_tensor` for each tensor, pickled, in base64,
-    which is the format that vLLM takes over HTTP. The memory is reused once that process has released it: vLLM keeps
-    tensors of a layer until the layer is complete, across buckets. Each process needs its own handles, because they
-    count references.
+    which is the format that vLLM takes over HTTP. The memory is reused only after that process has released it: vLLM
+    keeps the tensors of a layer until the layer is complete, which may take several buckets. Each process needs its own
+    handles, because handles count references.
     """
     device = torch.cuda.get_device_properties(tensors[0].device)
     opened = [{str(device.uuid): reduce_tensor(tensor)[1]} for tensor in tensors]

@@ -1,9 +1,9 @@
 """vLLM's server: OpenAI's completions with token ids, and vLLM's weight transfer (vLLM 0.21 and newer).
 
-Start it as in docs/engines.md: VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, and
---weight-transfer-config for a group. The flag for packed tensors is a field of the update request up to 0.27, and of
-the group request from 0.28 on (`ipc`: from 0.27 on); each version rejects the other field. The default is unpacked, so
-neither is sent. The server names the version of its weights from 0.27 on.
+Start it as in docs/engines.md: VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, and --weight-transfer-config
+for a group. The flag for packed tensors is a field of the update request up to 0.27, and of the group request from 0.28
+on (`ipc`: from 0.27 on); each version rejects the other field. The default is unpacked, so this client sends neither.
+From 0.27 on, the server reports the version of its weights.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class VllmServer(EngineServer):
         """Raise TrainingError if the weight transfer backend in the server settings `info` is not `method`.
 
         Any backend supports `checkpoint` and `lora`. Settings without a backend are accepted for nccl and ipc, which
-        vLLM has itself; plugins register others.
+        are part of vLLM; plugins register other backends.
         """
         configs = _values(info, "weight_transfer_config")
         backends = {backend for one in configs if isinstance(backend := at_path(one, "backend"), str)}

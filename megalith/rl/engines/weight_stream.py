@@ -175,8 +175,9 @@ class WeightStream:
         return [tensors[name].contiguous() for name in group.sources]
 
     def folder(self, path: str | Path) -> FolderWriter:
-        """Return a writer of the weights as a folder that an engine loads; it replaces an existing folder. For rank
-        0."""
+        """Return a writer of a folder with the weights for an engine to load. It replaces an existing folder. For rank
+        0.
+        """
         sources = ((name, shape) for group in self._groups for name, shape in group.sources.items())
         return FolderWriter(path, {name: (self.dtype, shape) for name, shape in sources}, replace=True)
 

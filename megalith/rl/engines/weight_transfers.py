@@ -27,7 +27,7 @@ CLEANUP_SECONDS = 5.0  # per request after a failure
 
 
 class GroupTransfer:
-    """An update by broadcast, as rank 0 performs it. `device` is that of the sent tensors."""
+    """An update by broadcast, as rank 0 performs it. `device` is the device of the sent tensors."""
 
     def __init__(self, engine: ServerEngine, version: int, deadline: Deadline):
         self._engine, self._version, self._deadline = engine, version, deadline

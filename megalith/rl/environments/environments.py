@@ -35,7 +35,7 @@ class EnvironmentKind:
         """Load `path.py:Class` or `NAME:ID` of a library, or take a factory.
 
         Raises:
-            ConfigError: if it does not exist or has none of the protocols.
+            ConfigError: if the environment does not exist or has none of the protocols.
         """
         if isinstance(environment, str):
             library, _, identity = environment.partition(":")
@@ -79,7 +79,7 @@ class EnvironmentKind:
     """True if the environment rewards its completion."""
 
     def schemas(self) -> list[Schema]:
-        """Return the JSON schemas of its tools."""
+        """Return the JSON schemas of the environment's tools."""
         return [tool_schema(method, SETTING) for method in self.methods.values()]
 
 

@@ -1,7 +1,7 @@
 """Tasks of reasoning-gym by name: `rl.environment: reasoning_gym:basic_arithmetic`.
 
 A prompt's record has the `seed` of its task, and optionally settings of the dataset. The question is appended to the
-prompt. The answer is the text in <answer> tags, or the whole turn without them.
+prompt. The answer is the text in <answer> tags, or the whole turn if it has no such tags.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Games of TextArena for one player by name: `rl.environment: textarena:GuessTheNumber-v0`.
 
-The game's first message is appended to the prompt. Each turn is a move, and the reward is the game's at its end. A
-prompt's record may have a `seed`.
+The game's first message is appended to the prompt. Each turn is a move, and the reward is the one that the game gives
+at its end. A prompt's record may have a `seed`.
 """
 
 from __future__ import annotations

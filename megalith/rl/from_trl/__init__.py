@@ -1,1 +1,1 @@
-"""TRL's and PEFT's arguments as settings of ours."""
+"""Translation of TRL's and PEFT's arguments to Megalith's settings."""

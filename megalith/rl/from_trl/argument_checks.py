@@ -52,7 +52,7 @@ def reject_unsupported(
         trainer: name of TRL's class.
         arguments: the arguments.
         supported: names of arguments that set something or have no effect.
-        only_values: defaults of the others, which a dict may spell out.
+        only_values: the only accepted value of other arguments, by name: their default, which a dict may spell out.
         remedies: what to do instead, by name.
     """
     defaults = {**only_values, **arguments.defaults}

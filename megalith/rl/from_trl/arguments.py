@@ -20,7 +20,7 @@ class Arguments:
     changed: dict[str, Any]
     """For a dict all entries; for an object, the values that differ from the class's defaults."""
     defaults: dict[str, Any]
-    """Empty for a dict."""
+    """Defaults of the object's class; empty for a dict."""
 
 
 def read_arguments(args: Mapping[str, Any] | object | None) -> Arguments:

@@ -87,10 +87,10 @@ class GRPOTrainer:
             tools: functions that the policy may call (docs/agents.md).
             environment_factory: class or function that makes environments, one per completion.
             settings: Megalith settings, such as {"parallel.tensor_model_parallel_size": 2}.
-            others: further arguments of TRL's GRPOTrainer.
+            others: any other arguments of TRL's GRPOTrainer, which raise an error unless they are None.
 
         Raises:
-            ConfigError: for `others` and unsupported values of the arguments.
+            ConfigError: if one of `others` is not None, or an argument has an unsupported value.
         """
         name = type(self).__name__
         unsupported = [key for key, value in others.items() if value not in (None, (None, None))]

@@ -125,7 +125,9 @@ def other_settings(values: dict[str, Any], arguments: Arguments) -> Settings:
 
 
 def check_model_argument(name: str, key: str, value: Any) -> None:
-    """Raise ConfigError for an entry of the argument `name`, a dict for from_pretrained, that would change results."""
+    """Raise ConfigError for entry `key` of the argument `name`, a dict for from_pretrained, if it would
+    change results.
+    """
     if key not in MODEL_KWARGS and not (key in ("dtype", "torch_dtype") and str(value) in FP32):
         reject(f"{name}[{key!r}]", value, "weights are fp32, and the folder determines the model; omit it")
 

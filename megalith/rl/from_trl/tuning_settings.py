@@ -127,7 +127,9 @@ def _objective(section: str, values: dict[str, Any]) -> Settings:
 
 
 def _distillation(values: dict[str, Any]) -> Settings:
-    """Return the settings of GKD's divergence. Its loss is at temperature 1: `temperature` is that of sampling."""
+    """Return the settings of GKD's divergence. Its loss has temperature 1; the argument `temperature` applies to
+    sampling.
+    """
     beta = values["beta"]
     divergence = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "generalized_jsd")
     settings: Settings = {"distill.kd_ratio": 1.0, "distill.divergence": divergence}

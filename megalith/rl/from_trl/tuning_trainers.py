@@ -57,10 +57,10 @@ class _TuningTrainer:
             eval_dataset: records for evaluation, at the end and by `eval_strategy`.
             peft_config: PEFT's LoraConfig or a dict of its fields.
             settings: Megalith settings, such as {"parallel.tensor_model_parallel_size": 2}.
-            others: further arguments of TRL's class.
+            others: any other arguments of TRL's class, which raise an error unless they are None.
 
         Raises:
-            ConfigError: for `others` and unsupported values of the arguments.
+            ConfigError: if one of `others` is not None, or an argument has an unsupported value.
         """
         name = type(self).__name__
         unsupported = [key for key, value in others.items() if value not in (None, (None, None))]
@@ -120,7 +120,7 @@ class DPOTrainer(_TuningTrainer):
 class ORPOTrainer(_TuningTrainer):
     """Trains on pairs without a reference model (`megalith dpo` with `dpo.loss_type: orpo`).
 
-    The likelihood is that of the answer, as in the paper. TRL's class includes the prompt.
+    As in the paper, the likelihood covers the answer only. TRL's class includes the prompt.
     """
 
     section, run = "orpo", staticmethod(train_dpo)
@@ -188,7 +188,7 @@ class GKDTrainer(_TuningTrainer):
 
 
 def _write_records(records: Iterable[Mapping[str, Any]], output: Path) -> Path:
-    """Write records to a file that is named by its content, and return it. Every process may call it."""
+    """Write records to a file named after the hash of its content, and return its path. Every process may call it."""
     text = "".join(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in records)
     folder = output / "records"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-"""Clip-Cov (Cui et al. 2025): PPO's clip without some tokens whose covariance of advantage and log-probability is high,
-averaged over tokens."""
+"""Clip-Cov (Cui et al. 2025): PPO's clip, averaged over tokens. Some tokens whose covariance of advantage and
+log-probability is high have the loss 0.
+"""
 
 from __future__ import annotations
 

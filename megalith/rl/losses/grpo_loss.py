@@ -23,7 +23,9 @@ class GrpoLoss:
     """
 
     weighs_policy = False
-    """The mismatch weight compares the policy that trains with the rollout's, instead of the old policy."""
+    """The mismatch weight compares the trained policy, instead of the old policy, with the one that sampled the
+    rollout.
+    """
 
     def token_losses(self, rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         """Return the policy term of each token's loss, [batch, seq]: PPO's clipped ratio.
@@ -78,10 +80,10 @@ def count_sequences(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
 
 @functools.cache
 def load_loss(loss_type: str) -> GrpoLoss:
-    """Return the loss of a value of `rl.loss_type`: a built-in name, or `path.py:` with a subclass or a function.
+    """Return the loss that `loss_type` names: a built-in one, or `path.py:NAME` of a subclass or a function.
 
     Raises:
-        ConfigError: if it does not exist, or is a class that does not derive from GrpoLoss.
+        ConfigError: if the loss does not exist, or is a class that does not derive from GrpoLoss.
     """
     loss = load_extension(loss_type, LOSSES, "rl.loss_type")
     if not isinstance(loss, type):

@@ -20,7 +20,7 @@ from megalith.rl.objectives.sequences import Sequences
 
 
 class PairLoss(GrpoLoss):
-    """A loss of pairs of completions, averaged over the pairs. It takes two passes over the output matrix."""
+    """A loss of pairs of completions, averaged over the pairs. Computing it takes two passes over the output matrix."""
 
     def losses_of_margins(self, rl: RlConfig, margins: Tensor) -> Tensor:
         """Return the losses of pairs with these margins h, of any shape."""
@@ -37,7 +37,8 @@ class PairLoss(GrpoLoss):
     ) -> Tensor:
         """Return each sequence's part of its pair's loss at its first token in the loss, [batch, seq].
 
-        The value of a pair belongs to the preferred completion. The other one has a part of value 0 with its gradient.
+        The preferred completion's part has the value of the pair's loss. The other completion's part has the value 0,
+        but its own gradient.
 
         Args:
             rl: section `rl` of the configuration.

@@ -14,7 +14,7 @@ from megalith.rl.objectives.sequences import Sequences
 class RlooLoss(SequenceLoss, Grpo):
     """−min(R·A, clip(R, 1 − rl.epsilon, 1 + rl.epsilon_high)·A) per sequence, with R the product of its tokens' ratios.
 
-    Mismatch weights are factors of each token's part.
+    Each token's part of the loss is multiplied by the token's mismatch weight.
     """
 
     def sequence_losses(

@@ -1,4 +1,4 @@
-"""The interface of losses that treat a few tokens of a step differently, chosen over all of its tokens."""
+"""The interface of losses that choose a few tokens among all tokens of a step and treat them differently."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class StepTokens:
 
 
 class SelectiveLoss(GrpoLoss):
-    """A loss with other terms for selected tokens. Before each step a forward pass computes the log-probabilities that
-    `select` needs."""
+    """A loss whose selected tokens have a different term. Before each step a forward pass computes the
+    log-probabilities that `select` needs.
+    """
 
     def select(self, rl: RlConfig, tokens: StepTokens) -> Tensor:
         """Return the indices of the selected tokens, int64 [selected]."""

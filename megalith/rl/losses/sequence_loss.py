@@ -10,7 +10,9 @@ from megalith.rl.objectives.sequences import Sequences
 
 
 class SequenceLoss(GrpoLoss):
-    """A loss with `sequence_losses` in place of `token_losses`. It takes two passes over the output matrix."""
+    """A loss with `sequence_losses` in place of `token_losses`. Computing it takes two passes over the
+    output matrix.
+    """
 
     def sequence_losses(
         self,

@@ -22,14 +22,17 @@ class AnswerBatch(Batch):
     sequence_ids: Tensor  # int64 [batch, seq], the token's sequence within the micro-batch
     sequence_tokens: Tensor  # float32 [sequences], tokens in the loss; 0 for padding
     values: Tensor | None = field(default=None, kw_only=True)
-    """float32 [batch, seq]: the samples' values at their tokens (data/chat/sample_forms.py). None: the default."""
+    """Value of each token's sample (data/chat/sample_forms.py), float32 [batch, seq]. None: all samples have the
+    default value.
+    """
 
 
 def answer_fields(rows: np.ndarray, sample_numbers: np.ndarray) -> dict[str, Tensor | None]:
-    """Return the fields of an AnswerBatch of samples · sequences rows.
+    """Return the fields of an AnswerBatch with one row per sample and sequence: samples · sequences rows.
 
     Args:
-        rows: int64 [samples, 4 or 5, seq] or [samples, sequences, 4 or 5, seq] from ChatDataset.
+        rows: rows of ChatDataset, int64 [samples, lines, seq] or [samples, sequences, lines, seq]. There are 5 lines if
+            samples have values, otherwise 4.
         sample_numbers: int64 [samples], positions in the sample stream.
 
     Returns:

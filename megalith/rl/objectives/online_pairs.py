@@ -26,7 +26,8 @@ def completion_sums(
     values_by_batch: Sequence[Tensor],
     completions: int,
 ) -> Tensor:
-    """Return the sum of values over the tokens in the loss of each completion, float64 [completions]. Collective.
+    """Return, for each completion, the sum of values over its tokens in the loss, float64 [completions]. Every rank
+    calls it.
 
     Args:
         run: the run.
@@ -47,7 +48,7 @@ def completion_sums(
 def preferred(rewards: np.ndarray) -> np.ndarray:
     """Return 1 for the completion with the larger reward of each pair and −1 for the other, float64 [groups, 2].
 
-    The first one is preferred if both rewards are equal. An absent reward is the smallest.
+    If both rewards are equal, the first completion is preferred. An absent reward counts as smaller than any other.
     """
     first, second = np.nan_to_num(rewards, nan=-np.inf).T
     signs = np.where(first >= second, 1.0, -1.0)

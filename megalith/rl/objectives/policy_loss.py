@@ -72,7 +72,7 @@ def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences 
 
 
 def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
-    """Return the estimate of KL(π ‖ π_ref) per token, [batch, seq]. `ratio` is the policy loss's, as in TRL.
+    """Return the estimate of KL(π ‖ π_ref) per token, [batch, seq]. `ratio` is the ratio in the policy loss, as in TRL.
 
     The clamps are those of verl's k3 and of NeMo-RL. A token beyond a clamp has no gradient.
     """
@@ -99,8 +99,9 @@ def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequ
     """Return the bounded weight exp(log π_old − log π_rollout), [batch, seq], without gradient.
 
     It corrects for numerical differences between engine and trainer. At level `sequence` the differences of
-    log-probabilities are summed over the sequence before the exponential. At level `geometric` it is each token's
-    weight, or 0 if the sequence's geometric mean is out of bounds. Where a log-probability is NaN, both count as equal.
+    log-probabilities are summed over the sequence before the exponential. At level `geometric` each token has its own
+    weight, or 0 if the geometric mean over its sequence is out of bounds. Where either log-probability is NaN, the two
+    count as equal.
     """
     level, _, beyond = rl.mismatch_mode.partition("_")
     gap = (old - rollout).detach().nan_to_num(nan=0.0)
@@ -143,7 +144,7 @@ def off_policy_mask(
     """Return 0 for tokens of sequences that rl.off_policy_mask_threshold excludes, otherwise 1, [batch, seq].
 
     A sequence is excluded if A < 0 and its mean of log π_sampling − log π is above the threshold (DeepSeek-V3.2).
-    `sampling` are the log-probabilities of the engine; where one is NaN, the difference counts as 0.
+    `sampling` has the engine's log-probabilities. Where one is NaN, the difference counts as 0.
     """
     gap = sequences.means((sampling - logprobs.detach()).nan_to_num(nan=0.0))
     keeps = (advantages >= 0) | (sequences.per_token(gap) <= rl.off_policy_mask_threshold)
@@ -163,7 +164,8 @@ def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
 def entropy_weight(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
     """Return the weight of a token's entropy in the numerator of a step's loss, a float64 scalar.
 
-    Divided by the step's divisor, the weighted sum is the mean over the tokens. A divisor of 0 counts as 1.
+    With this weight, the sum of the entropies divided by the step's divisor is their mean over the tokens. A divisor of
+    0 counts as 1.
     """
     total = divisor(rl, sequence_tokens)
     return torch.where(total > 0, total, 1.0) / sequence_tokens.sum(dtype=torch.float64).clamp(min=1)
@@ -173,7 +175,7 @@ class PolicyLoss(SummedLoss):
     """GRPO's loss with the settings of section `rl`, for `ParallelModel.backward` on micro-batches of RolloutBatch."""
 
     DRIFT = ("drift", "mismatch", "drift_k3", "drift_above_1")
-    """Means over the tokens that have log-probabilities from both engine and trainer."""
+    """Names of the metrics that are means over the tokens with log-probabilities from both engine and trainer."""
     METRICS = ("tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "compared", *DRIFT)
 
     def __init__(self, rl: RlConfig, vocab_size: int | None = None):
@@ -193,8 +195,8 @@ class PolicyLoss(SummedLoss):
     def tokens(self, batch: RolloutBatch) -> dict[str, Tensor] | None:
         """Return the per-token inputs of `token_losses`, or None if the loss needs sums over sequences first.
 
-        Such sums are needed for GSPO's ratio, losses over sequences, off-policy masks, and sequence-level rejection and
-        mismatch weights that compare the trained policy.
+        Such sums are needed for GSPO's ratio, for losses over sequences, for off-policy masks, and for sequence-level
+        rejection and mismatch weights if these compare the trained policy with the engine's.
         """
         rl, terms, sequences = self.rl, self._terms(batch), Sequences.from_batch(batch)
         needs_sums = isinstance(self._loss, SequenceLoss | PairLoss)
@@ -334,7 +336,9 @@ class PolicyLoss(SummedLoss):
         self.add_metrics([masked(x) for x in each])
 
     def means(self, sums: Tensor) -> dict[str, float | None]:
-        """Return the mean metrics: over the tokens, and for DRIFT over the compared tokens, None if there are none."""
+        """Return the means of the metrics over all tokens. Those in DRIFT are means over the compared tokens; None if
+        there are none.
+        """
         means: dict[str, float | None] = dict(super().means(sums))
         compared = means.pop("compared")
         return means | {name: means[name] / compared if compared else None for name in self.DRIFT}
@@ -346,16 +350,19 @@ class PolicyLoss(SummedLoss):
         self._largest_drifts.append(torch.stack([index.double(), *values]))
 
     def take_largest_drifts(self) -> Tensor | None:
-        """Return and clear the largest drifts: float64 [micro-batches, 3]; None as in `take_sums`.
+        """Return and clear the largest drift of each micro-batch, float64 [micro-batches, 3]; None if this rank has
+        computed no loss since the last call.
 
-        The columns are the index into the flattened [batch, seq] and the log-probabilities of trainer and rollout.
+        The columns are the token's index into the flattened [batch, seq], the trainer's log-probability and the
+        rollout's.
         """
         largest, self._largest_drifts = self._largest_drifts, []
         return torch.stack(largest) if largest else None
 
 
 def _old_logprobs(logprobs: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
-    """Return the old policy's log-probabilities [batch, seq], without gradient; the policy's own if there are none.
+    """Return the old policy's log-probabilities, float32 [batch, seq], without gradient; the trained policy's if there
+    are none.
 
     With proximal weight α they are log π_rollout + α (log π − log π_rollout), AReaL's log-linear proximal policy.
     """

@@ -25,7 +25,7 @@ from megalith.rl.preference_losses.ranked_losses import match_ranks
 from megalith.rl.preference_losses.shared_length import within_shorter
 
 SHARP = 0.5
-"""Temperature of the log-probabilities that give Σ p² (`policy_weights`)."""
+"""Temperature of the log-probabilities from which `policy_weights` computes Σ p²."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class PreferenceLoss(SummedLoss):
 
 
 def answer_pairs(batch: PreferenceBatch, logprobs: Tensor, dpo: DpoConfig | None = None) -> AnswerPairs:
-    """Return the sums over the answers of a micro-batch's pairs.
+    """Return the AnswerPairs of a micro-batch: log-probabilities and log ratios, summed over each answer.
 
     Args:
         batch: the micro-batch.
@@ -134,8 +134,8 @@ def pair_weights(batch: PreferenceBatch) -> Tensor | None:
 def policy_weights(batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
     """Return the weights of pairs by how likely the policy would sample them (WPO, Zhou et al. 2024), float32 [pairs].
 
-    The weight of an answer is exp of the mean of log p_t − log Σ_v p_v² over its tokens, that of a pair the product of
-    its answers'. With p′ at temperature ½, log Σ_v p_v² = 2 · log p_t − log p′_t.
+    The weight of an answer is exp of the mean of log p_t − log Σ_v p_v² over its tokens. The weight of a pair is the
+    product of the weights of its two answers. With p′ at temperature ½, log Σ_v p_v² = 2 · log p_t − log p′_t.
 
     Args:
         batch: the micro-batch, with `sharp_logprobs`.

@@ -6,9 +6,9 @@ With d = log π_old − log π_rollout of each token:
                     (rl.rollout_rs)
     normalization   the bounded weights exp(d) are divided by their mean (rl.rollout_is_batch_normalize)
 
-Formulas are those of verl 0.9.1's rollout_corr_helper.py in its decoupled mode. In its bypass mode
-(rl.old_logprobs: rollout), the loss itself multiplies each token by `accepted_tokens` of the policy that trains, and
-divides as without rejection.
+Formulas are those of verl 0.9.1's rollout_corr_helper.py in its decoupled mode. In its bypass mode (rl.old_logprobs:
+rollout), the loss itself multiplies each token by `accepted_tokens` of the trained policy, and its divisor also counts
+the rejected tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def correct_batches(
 
 
 def _rollout_logprobs(batch: RolloutBatch) -> Tensor:
-    """Return the engine's log-probabilities, or the old policy's without them, as in a batch of empty rows."""
+    """Return the engine's log-probabilities. A batch without them, such as one of empty rows, gets the old policy's."""
     old, rollout = batch.old_logprobs, batch.rollout_logprobs
     return old if rollout is None else rollout.to(old.device)
 
@@ -74,7 +74,9 @@ def _without_rejected(rl: RlConfig, batch: RolloutBatch) -> RolloutBatch:
 def _normalized_weights(
     rl: RlConfig, batches: Sequence[RolloutBatch], dp: Axis, device: torch.device
 ) -> list[Tensor]:
-    """Return the bounded weights divided by their mean over the tokens, or over the sequences at their level."""
+    """Return the bounded weights divided by their mean over the tokens, or over the sequences for sequence-level
+    weights.
+    """
     by_sequence = rl.mismatch_mode.startswith("sequence")
     weights, sums = [], torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:

@@ -27,7 +27,7 @@ class Sequences:
 
     @classmethod
     def from_batch(cls, batch: SequenceBatch) -> Sequences:
-        """Return the sequences of a micro-batch. A batch without sequences gets one without tokens."""
+        """Return the sequences of a micro-batch. A batch without sequences gets one sequence without tokens."""
         tokens = batch.sequence_tokens
         return cls(batch.loss_mask > 0, batch.sequence_ids, tokens if len(tokens) else tokens.new_zeros(1))
 
@@ -41,8 +41,8 @@ class Sequences:
         return flat.new_zeros(len(self.tokens)).index_add(0, self.sequence_ids.flatten(), flat)
 
     def maxima(self, x: Tensor) -> Tensor:
-        """Return the maximum of x, which is at least 0, over the loss tokens of each sequence: [batch, seq] →
-        [sequences].
+        """Return the maximum over the loss tokens of each sequence: [batch, seq] → [sequences]. Elements of x must be
+        at least 0.
         """
         flat = self.masked(x).flatten()
         return flat.new_zeros(len(self.tokens)).scatter_reduce(0, self.sequence_ids.flatten(), flat, "amax")

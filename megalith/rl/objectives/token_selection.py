@@ -3,7 +3,7 @@
 Before a step, a forward pass computes the policy's log-probabilities and entropies of all its tokens. The choice is
 made on all of them at once, so it is the same in every layout:
 
-    high entropy   entropy ≥ the (1 − rl.top_entropy_quantile) quantile; the others leave the policy loss
+    high entropy   entropy ≥ the (1 − rl.top_entropy_quantile) quantile; the policy loss omits other tokens
     selected       the choice of a SelectiveLoss (KL-Cov, Clip-Cov)
 """
 
@@ -39,8 +39,8 @@ def select_tokens(
 
     Args:
         rl: section `rl` of the configuration.
-        batches: this rank's micro-batches, equal in number and shape on every rank. Ranks take turns: with n ranks, the
-            i-th one is number i · n + rank of the step.
+        batches: this rank's micro-batches, equal in number and shape on every rank. With n ranks, the i-th micro-batch
+            of a rank is micro-batch i · n + rank of the step.
         logprobs: the policy's log-probabilities, float32 [batch, seq] per micro-batch.
         entropies: the entropies of the policy's distributions, float32 [batch, seq] per micro-batch.
         seed: seed of random choices, the same on every rank.
@@ -84,7 +84,7 @@ def select_tokens(
 
 
 def _high_entropy(rl: RlConfig, entropies: Tensor) -> Tensor:
-    """Return the indices of the tokens whose entropy is not below the quantile."""
+    """Return the indices of the tokens whose entropy is at least the quantile."""
     return (entropies >= _quantile(entropies, 1 - rl.top_entropy_quantile)).nonzero().flatten()
 
 
@@ -99,8 +99,9 @@ def _old_logprobs(rl: RlConfig, batch: RolloutBatch, logprobs: Tensor) -> Tensor
 
 
 def _at(mask: Tensor, indices: Tensor) -> Tensor:
-    """Return a bool tensor of `mask`'s shape. It is True at the tokens with these indices, which count only the True
-    elements of `mask`."""
+    """Return a bool tensor of `mask`'s shape, True at the given tokens. `indices` number the True elements
+    of `mask`.
+    """
     flat = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
     flat[mask.flatten().nonzero().flatten()[indices]] = True
     return flat.view(mask.shape)

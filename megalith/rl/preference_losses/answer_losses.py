@@ -36,5 +36,5 @@ def apo_zero(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
 
 
 def apo_down(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
-    """Return σ(β·c) + 1 − σ(β·(c − r)), [pairs] (APO). It lowers both log ratios, the rejected one more."""
+    """Return σ(β·c) + 1 − σ(β·(c − r)), [pairs] (APO). It lowers both log ratios, the rejected answer's more."""
     return torch.sigmoid(dpo.beta * pairs.chosen_ratios) + 1 - torch.sigmoid(dpo.beta * pairs.margin)

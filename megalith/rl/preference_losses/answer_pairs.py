@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AnswerPairs:
-    """The pairs of a micro-batch, float32 [pairs] per field, with gradients of the log-probabilities."""
+    """The pairs of a micro-batch, float32 [pairs] per field. Gradients flow back to the log-probabilities."""
 
     chosen_logps: Tensor
     """Σ log π over the tokens of the chosen answer."""
@@ -21,7 +21,7 @@ class AnswerPairs:
     """Number of tokens of the chosen answer, at least 1."""
     rejected_tokens: Tensor
     pairs_per_token: Tensor
-    """Pairs of the step / tokens of its chosen answers, a scalar."""
+    """Number of pairs in the step divided by the number of tokens in their chosen answers, a scalar."""
     partners: Tensor | None = None
     """Values of other pairs of the step, without gradient, [3, pairs]: the reference's margin with the rank of
     this pair's margin, the rejected log ratio with the rank of its chosen one, and the chosen log ratio with the rank

@@ -26,7 +26,7 @@ def hinge(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
 
 
 def ipo(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
-    """Return (h̄ − 1 / 2β)², [pairs], with means over tokens in h̄ (Azar et al. 2023)."""
+    """Return (h̄ − 1 / 2β)², [pairs], where h̄ is the margin of means over tokens (Azar et al. 2023)."""
     return (pairs.mean_margin - 1 / (2 * dpo.beta)).square()
 
 
@@ -37,7 +37,7 @@ def robust(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
 
 
 def sigmoid_norm(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
-    """Return −log σ(β·h̄), [pairs], with means over tokens in h̄."""
+    """Return −log σ(β·h̄), [pairs], where h̄ is the margin of means over tokens."""
     return -logsigmoid(dpo.beta * pairs.mean_margin)
 
 

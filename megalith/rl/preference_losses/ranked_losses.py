@@ -2,7 +2,7 @@
 
 Both compare two sorted lists: aot the policy's margins with the reference's, and aot_unpaired the log ratios of the
 chosen answers with those of the rejected ones. Formulas are those of TRL's DPOTrainer, which sorts each micro-batch.
-Here the lists are those of the whole step, so the loss does not depend on the layout.
+Here the lists cover the whole step, so the loss does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from megalith.rl.preference_losses.margin_losses import smoothed
 def aot(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
     """Return −(1 − λ) · log σ(β·d) − λ · log σ(−β·d), [pairs].
 
-    d is the pair's log π(chosen) − log π(rejected), minus the reference's value of the same rank.
+    d is the pair's log π(chosen) − log π(rejected), minus the reference's difference that has the same rank in the
+    step.
     """
     return smoothed(dpo, pairs.chosen_logps - pairs.rejected_logps - pairs.partners[0])
 
 
 def aot_unpaired(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
-    """Return the same function of the chosen log ratio minus the rejected one of the same rank, [pairs].
+    """Return the function of `aot` with d = chosen log ratio minus the rejected log ratio of the same rank, [pairs].
 
-    A term of the sum over ranks belongs to the pair of its chosen answer. The pair of its rejected answer has a term of
-    value 0 with the gradient.
+    The value of a rank's term counts in the pair of its chosen answer. The pair of its rejected answer has a term of
+    value 0 that carries the rejected answer's gradient.
     """
     rejected = smoothed(dpo, pairs.partners[2] - pairs.rejected_ratios)
     return smoothed(dpo, pairs.chosen_ratios - pairs.partners[1]) + rejected - rejected.detach()

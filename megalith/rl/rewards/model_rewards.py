@@ -1,9 +1,9 @@
 """Rewards by reward models (`rl.reward_models`), in the layout of the run.
 
-A model with the policy's tokenizer reads the sampled tokens. A model with another tokenizer reads prompt and completion
-as text in its own tokens, with its end-of-document token if the completion has ended. If the prompt has messages,
-either kind reads the conversation as its own chat template renders it. The reward is the score of the last token. Every
-rank scores its data-parallel share of the completions, and all ranks get all scores.
+A model with the policy's tokenizer reads the sampled tokens. For a model with another tokenizer, prompt and completion
+are decoded to text and tokenized again, with that tokenizer's end-of-document token if the completion has ended. If the
+prompt has messages, both kinds read the conversation as rendered by their own chat template. The reward is the score of
+the last token. Every rank scores its data-parallel share of the completions, and all ranks get all scores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROW_MULTIPLE = 64  # tokens, so that compiled layers see few lengths
 
 
 def model_names(paths: Sequence[str]) -> list[str]:
-    """Return the names of reward models in metrics: the name of the folder, or the last part of the address."""
+    """Return the names of reward models for metrics: the name of the folder, or the last part of the address."""
     return [Path(path.rstrip("/")).name for path in paths]
 
 
@@ -110,7 +110,9 @@ class RewardModel:
         return ids
 
     def _batch(self, sequences: Sequence[list[int]], rows: int, tokens: int) -> Batch:
-        """Return a micro-batch of padded rows; a causal model's score does not depend on what follows."""
+        """Return a micro-batch of padded rows. Padding does not change the scores, because a causal model ignores later
+        tokens.
+        """
         multiple = math.lcm(ROW_MULTIPLE, 2 * self._run.mesh.cp.size * self._run.mesh.tp.size)
         length = -(-tokens // multiple) * multiple
         ids = torch.zeros(rows, length, dtype=torch.int64)

@@ -28,7 +28,7 @@ class RewardWorker:
 
     Args:
         work: called with each job.
-        is_replaced: start another process for one that has ended. Otherwise `has_ended` is then True.
+        is_replaced: start another process for one that has ended. If false, `has_ended` becomes True instead.
     """
 
     def __init__(self, work: Callable[[Job], dict[str, Any]], is_replaced: bool = True):
@@ -75,7 +75,7 @@ def run_jobs(
     """Distribute jobs over workers and yield each job's number and result, in the order in which they end.
 
     A job that takes longer than `timeout` seconds has the result None, and its worker is restarted. Closing the
-    iterator restarts the workers that are busy. Jobs that wait when the last worker has ended get an error.
+    iterator restarts the workers that are busy. Jobs that still wait when the last worker has ended get an error.
 
     Args:
         workers: the processes.
@@ -134,7 +134,9 @@ _masks = threading.local()  # the thread's mask before it forks
 
 
 def _block_signals() -> None:
-    """Hold back signals during a fork: one that came before `_reset_signals` would be recorded and lost."""
+    """Hold back signals during a fork. In the child, a signal that arrived before `_reset_signals` would be recorded
+    and lost.
+    """
     _masks.previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

@@ -9,8 +9,9 @@ layout. It has one of two signatures, distinguished by the parameter names. The 
 User functions run in worker processes with a time limit per call (reward_workers.py). After an exception, a
 time-out or an invalid result, the run stops with an error that names the completion. None and NaN are absent rewards.
 
-For a completion with several turns, a built-in reward reads the last turn and counts sampled tokens. As in TRL and
-verl, a function with TRL's signature gets all messages and all tokens, and one with verl's the text of all tokens.
+For a completion with several turns, a built-in reward reads the last turn and counts sampled tokens. As in TRL, a
+function with TRL's signature gets all messages and all tokens. As in verl, one with verl's signature gets the text of
+all tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CompletionGroup:
     turns: list[Turns] | None = None  # one per completion; None: each completion is one turn
 
     def part(self, number: int) -> CompletionGroup:
-        """Return the group with only this completion."""
+        """Return a group with only completion `number`."""
         cut = slice(number, number + 1)
         return CompletionGroup(
             self.prompt, self.texts[cut], self.ids[cut], None if self.turns is None else self.turns[cut]
@@ -242,11 +243,11 @@ class Rewards:
         Args:
             groups: prompt index, texts and token ids of each group.
             step: training step, passed to the functions.
-            turns: for completions of several turns, what they consist of, per group and completion. With an environment
-                they have its `environment_reward`, None if it is absent.
+            turns: the `Turns` of each group's completions, for completions of several turns. With an environment, each
+                has the key `environment_reward`, None if the reward is absent.
 
         Raises:
-            DataError: if a function fails; it names the function and the completion.
+            DataError: if a function fails. The message names the function and the completion.
         """
         all_turns = [None] * len(groups) if turns is None else turns
         jobs = [
@@ -279,8 +280,9 @@ class Rewards:
         return results
 
     def work(self, job: Sequence[Any]) -> dict[str, Any]:
-        """Run a job (reward index, prompt index, texts, ids, step, turns) in this process and return `_score_group`'s
-        outcome."""
+        """Run a job (reward index, prompt index, texts, ids, step, turns) in this process and return the result of
+        `_score_group`.
+        """
         kind, index, texts, ids, step, turns = job
         group = CompletionGroup(self.prompts[index], texts, ids, turns)
         return _score_group(self.functions[kind], group, step, self._longest)

@@ -1,9 +1,9 @@
 """Prompts of a GRPO run from JSONL, Parquet, a saved dataset or records in memory.
 
-The column rl.prompt_column of a record has the prompt: a text, or messages that are rendered by the tokenizer's chat
-template with a generation prompt. The other columns are passed to the rewards. Prompts are drawn in the same order as
-samples in pre-training: with shuffling, each epoch is a permutation derived from the seed. The next prompt therefore
-depends only on the seed and the number of consumed prompts.
+The column `rl.prompt_column` holds the prompt: a text, or messages, which the tokenizer's chat template renders with a
+generation prompt. The other columns are passed to the rewards. Prompts are drawn in the same order as samples in
+pre-training: with shuffling, each epoch is a permutation derived from the seed. The next prompt therefore depends only
+on the seed and the number of consumed prompts.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class Prompts:
 
 
 def max_sequence_tokens(config: RunConfig) -> int:
-    """Return the maximum tokens of a prompt with its completion: a trainer's row plus the last token, which is only a
-    label."""
+    """Return the maximum number of tokens of a prompt with its completion: one more than a trainer's row, because the
+    last token is only a label.
+    """
     return min(config.data.seq_length + 1, config.model.max_position_embeddings)
 
 
@@ -101,7 +102,7 @@ def run_prompts(
     show_progress: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Prompts:
-    """Return the run's prompts, which leave room for their completions.
+    """Return the run's prompts: those that leave room for their completions.
 
     Args:
         config: run configuration.

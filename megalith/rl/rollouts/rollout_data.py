@@ -1,11 +1,11 @@
 """Steps of a GRPO run: the micro-batches of each, made from its rollouts.
 
 Rollout batch b is the b-th range of `global_batch_size` × `mini_batches` completions in complete groups, either read
-from files in order (starting over at the end) or sampled on demand (sampling/). It is trained on for
-`steps_per_batch` steps; step s uses mini-batch s mod `mini_batches`. Every rank computes advantages from the full
-rollout batch. Log-probabilities of the old policy and of the reference come from forward passes before its first
-step. Rows (rollout_rows.py) are distributed over the data-parallel ranks and padded with empty rows to the same number
-on each.
+from files in order (starting over at the end) or sampled on demand (sampling/). It is trained on for `steps_per_batch`
+steps; step s uses mini-batch s mod `mini_batches`. Every rank computes advantages from the full rollout batch. Forward
+passes before the first step on a rollout batch compute log-probabilities of the old policy and the reference. Rows
+(rollout_rows.py) are distributed over the data-parallel ranks and padded with empty rows to the same number on each
+rank.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class RolloutData:
         reference: LogProbs | None,
         teacher: TeacherAdvantages | None = None,
     ):
-        """Prepare the stream. `reference` computes reference log-probabilities of micro-batches, and `teacher` adds to
-        their advantages; None: none are needed."""
+        """Prepare the stream. `reference` computes the reference's log-probabilities of micro-batches, and `teacher`
+        adds to their advantages. None: the run does not need them.
+        """
         config = run.config
         self._teacher = teacher
         self.reward_kl = 0.0  # mean over the tokens of the rollout batch
@@ -164,7 +165,9 @@ class RolloutData:
         return [RolloutStep(rows, metrics | packing_metrics(rows, row_length), rewards) for rows in packed]
 
     def _tokens_in_loss(self, one: RatedCompletion, first_step: int) -> bool | np.ndarray:
-        """Return which tokens of a completion are in the loss: bool [tokens], or a single bool for all of them."""
+        """Return a mask of the completion's tokens that are in the loss: bool [tokens], or a single bool for all
+        tokens.
+        """
         rl = self._rl
         if rl.mask_truncated_completions and one.truncated:
             return False
@@ -319,7 +322,7 @@ class RolloutData:
         self._restored = decode_row_logprobs(files[OLD_LOGPROBS]) if has_file else (-1, {})
 
     def _row_keys(self, number: int) -> list[list[RowKey]]:
-        """Return the rows of each of this rank's micro-batches of a rollout batch."""
+        """Return the row keys of each of this rank's micro-batches of a rollout batch."""
         first = number * self._rl.steps_per_batch
         return [
             [(mini, at + n, sum(sample.tokens for sample in row)) for n, row in enumerate(rows)]

@@ -40,7 +40,7 @@ def batch_token_advantages(
 
 
 def prefill_metrics(prefilled: int, reused: int) -> dict[str, list[float]]:
-    """Return the metrics of prompt tokens whose keys and values were computed or reused, by replica."""
+    """Return the numbers of prompt tokens whose keys and values were computed and reused, as metrics by replica."""
     fraction = reused / max(prefilled + reused, 1)
     return {"prefill_tokens_reused": [float(reused)], "prefill_reused": [fraction]}
 
@@ -60,7 +60,7 @@ def absent_message(name: str, groups: Sequence[PromptGroup], streak: str = "") -
 
 
 def stale_tokens(rl: RlConfig, one: RatedCompletion, first_step: int) -> np.ndarray:
-    """Return which tokens were sampled by weights older than rl.max_staleness allows, bool [tokens].
+    """Return a mask of the tokens that were sampled by weights older than rl.max_staleness allows, bool [tokens].
 
     These tokens are left out of the loss.
     """
@@ -71,7 +71,7 @@ def stale_tokens(rl: RlConfig, one: RatedCompletion, first_step: int) -> np.ndar
 
 
 def staleness_metrics(rl: RlConfig, groups: Sequence[PromptGroup], first_step: int) -> dict[str, float]:
-    """Return staleness in steps over all tokens; empty without rl.max_staleness."""
+    """Return statistics of the staleness, in steps, over all tokens; empty without rl.max_staleness."""
     if not rl.max_staleness:
         return {}
     completions = [one for group in groups for one in group.completions]

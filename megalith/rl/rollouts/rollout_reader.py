@@ -70,7 +70,7 @@ class RolloutFiles:
     """Rollout files whose tokens are read on demand.
 
     Each rank of `world` parses its share of the lines at the start and shares lengths and rewards, which suffice to
-    plan a step. Later a rank holds the lines of a rollout batch and parses only those in its rows.
+    plan a step. Later a rank holds the lines of a rollout batch and parses only the groups in its own rows.
     """
 
     def __init__(
@@ -99,9 +99,10 @@ class RolloutFiles:
             if reason:
                 raise error or DataError(reason)
         self.entries: list[list[Any]] = sorted(entry for share, _ in shares for entry in share)
-        """Entries of the groups, in order: file index, line number, prompt tokens, prompt id, and per completion the
-        number of tokens, rewards, whether it is truncated, whether it has log-probabilities, its segments, the tokens
-        of its own prompt, the same of its branches, its rewards by turn, and the tokens that have routes.
+        """Entries of the groups, in order. An entry has the file index, line number, number of prompt tokens and prompt
+        id, and for each completion: its number of tokens, its rewards, whether it is truncated, whether it has
+        log-probabilities, its segments, the number of tokens of its own prompt, the same fields of its branches, its
+        rewards by turn, and the number of tokens that have routes.
         """
         _require_groups(self.entries, paths)
         self.rewards: list[str] = header["rewards"]

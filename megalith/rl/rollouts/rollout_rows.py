@@ -1,7 +1,7 @@
 """Rows of completions with their prompts, and the micro-batches that are made of them.
 
-A row of data.seq_length tokens holds one prompt and completion, or with packing as many as fit, with separate
-attention.
+A row of data.seq_length tokens holds one prompt with its completion. With packing it holds as many as fit, and
+attention does not cross between them.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def packing_metrics(rows: Sequence[Sequence[Sample]], row_length: int) -> dict[s
 def proximal_weights(rows: Sequence[Sequence[Sample]], first: int, step: int, like: Tensor) -> Tensor:
     """Return α = (first − v) / (step − v) per token, where v is the version of the weights that sampled it.
 
-    α says how far the weights before the rollout batch's first step, `first`, lie between version v (0) and the current
-    weights (1). It is 1 outside completions. The result is float32, shaped like `like` [batch, seq].
+    α is the position, between version v (0) and the current weights (1), of the weights before `first`, the first step
+    of the rollout batch. It is 1 outside completions. The result is float32, shaped like `like` [batch, seq].
     """
     weights = np.ones(like.shape, dtype=np.float32)
     for index, row in enumerate(rows):
@@ -90,7 +90,7 @@ def proximal_weights(rows: Sequence[Sequence[Sample]], first: int, step: int, li
 
 
 def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: int) -> RolloutBatch:
-    """Pack `rows` into a micro-batch, each padded to data.seq_length tokens.
+    """Return a micro-batch of `rows`, each padded to data.seq_length tokens.
 
     Args:
         config: configuration of the run.

@@ -1,22 +1,22 @@
 """Rollout files: sampled completions with their rewards, to train on.
 
-JSONL, plain or compressed (.jsonl.zst, .jsonl.gz). The first line is a header; every other line is a group: a prompt
-with its completions.
+The format is JSONL, plain or compressed (.jsonl.zst, .jsonl.gz). The first line is a header; every other line is a
+group: a prompt with its completions.
 
     {"format": "megalith-rollouts", "version": 1, "tokenizer": fingerprint or null, "rewards": ["gsm8k", …]}
     {"prompt_ids": [5, 17], "samples": [{"completion_ids": [3, 2], "logprobs": [-0.1, -1.2], "rewards": [1.0],
                                          "version": 40, "truncated": false}, …]}
 
-`logprobs` (optional) are the engine's, at its temperature, one per token; null for a token without one. A missing
-reward is null. `version` (optional) is the step of the weights that sampled the completion: one number, or one per
-token. A group may have a `prompt_id`, a string or a number. Training reads token ids and no text, which could be
-tokenized differently.
+`logprobs` (optional) are the engine's log-probabilities at its temperature, one per token; null for a token without
+one. A missing reward is null. `version` (optional) is the step of the weights that sampled the completion: one number,
+or one per token. A group may have a `prompt_id`, a string or a number. Training reads token ids and no text, which
+could be tokenized differently.
 
 A sample of several turns also has `segments` (segments.py), `messages`, its transcript for readers, and `prompt_ids` if
 its prompt differs from the group's. Log-probabilities of tokens that the model did not sample are null. A session of an
-agent may have `branches`, further samples without rewards, which get the sample's advantage. `turn_rewards` are an
-environment's for each step, whose discounted sum is the last reward. `routes` are the experts of each token
-(routes.py).
+agent may have `branches`: other samples, without rewards of their own, which get the sample's advantage. `turn_rewards`
+are the environment's rewards for each step; their discounted sum is the last of the `rewards`. `routes` are the experts
+of each token (routes.py).
 """
 
 from __future__ import annotations

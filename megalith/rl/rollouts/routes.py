@@ -45,7 +45,7 @@ def decode_routes(where: str, value: Any) -> np.ndarray | None:
         value: JSON value.
 
     Raises:
-        DataError: if it is not a result of `encode_routes`.
+        DataError: if the value does not have the format of `encode_routes`.
     """
     if value is None:
         return None
@@ -81,7 +81,7 @@ def server_routes(where: str, pieces: Sequence[Any], tokens: int, model: ModelCo
     """Return the routes of a server's response, int16 [tokens, layers with experts, topk].
 
     SGLang returns int32 values of all layers in base64. vLLM returns lists for prompt and completion (0.21) or a .npy
-    file in base64, of the layers with experts; their last token may have a route, which is left out.
+    file in base64, of the layers with experts. The last token may have a route, which is left out.
 
     Args:
         where: server and completion, for errors.
@@ -90,7 +90,7 @@ def server_routes(where: str, pieces: Sequence[Any], tokens: int, model: ModelCo
         model: the policy.
 
     Raises:
-        DataError: if there are none, or not those of these tokens and this model.
+        DataError: if there are no routes, or their shape does not match the tokens and the model.
     """
     arrays = [_server_array(where, piece) for piece in pieces if piece is not None]
     if not arrays:

@@ -1,4 +1,4 @@
-"""Old-policy log-probabilities of a rollout batch as a checkpoint stores them, row by row.
+"""Log-probabilities of a rollout batch under the old policy, as a checkpoint stores them, row by row.
 
 A checkpoint inside a rollout batch needs them, because later weights cannot recompute them. Rows are the same in every
 layout, so a run can resume in another one.

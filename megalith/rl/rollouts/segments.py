@@ -23,7 +23,7 @@ Segments = tuple[int, ...]
 
 
 def sampled_mask(segments: Segments) -> np.ndarray:
-    """Return which tokens the model sampled, bool [tokens]."""
+    """Return a mask of the tokens that the model sampled, bool [tokens]."""
     return np.repeat(np.arange(len(segments)) % 2 == 0, segments)
 
 
@@ -36,7 +36,7 @@ def check_segments(where: str, value: Any, tokens: int) -> Segments | None:
         tokens: tokens of the completion.
 
     Raises:
-        DataError: if they are not lengths that add up to `tokens`.
+        DataError: if the value is not a list of lengths that add up to `tokens`.
     """
     if value is None:
         return None

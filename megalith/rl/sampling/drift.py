@@ -106,9 +106,10 @@ class Canary:
         """Sample the canary and compare it with the trainer. Every rank calls it.
 
         Args:
-            sample: samples with the engine: (prompts, keys, max_tokens) → completions.
+            sample: function (prompts, keys, max_tokens) → completions, sampled by the engine.
             versions: steps of the trainer's weights and of the engine's.
-            engine_weights: returns the tensors of the engine and of a newly built one; None if they are not accessible.
+            engine_weights: function that returns the tensors of the engine and of a newly built engine; None if they
+                are not accessible.
 
         Returns:
             The mean of exp|d| over the canary's tokens, the largest over the ranks.

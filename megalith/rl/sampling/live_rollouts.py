@@ -58,7 +58,7 @@ class LiveRollouts:
         self._metrics: dict[str, Any] = {}  # of the rollout batch in progress
         self._current: tuple[int, list[PromptGroup]] | None = None  # number and groups of that batch
         self.is_stale = False
-        """True if weights older than the batch's first step sampled any of it."""
+        """True if any token of the batch was sampled by weights older than the batch's first step."""
         self._completions: LineWriter | None = None
         self.rewards = rewards.names
         self.notes = [f"{len(prompts):,} prompts; rewards: {', '.join(rewards.names)}"]

@@ -109,7 +109,9 @@ class StudentSamples:
         engine = self._client.engine if uses_servers else self._synced_engine()
 
         def sample() -> list[tuple[int, list[int]]]:
-            """Return the tokens by position; on the first of the ranks that generate together."""
+            """Return pairs of position and sampled tokens on the first of the ranks that generate together; empty on
+            the others.
+            """
             if not share:
                 return []
             completions = engine.generate(
@@ -179,7 +181,7 @@ def replace_rows(batch: Batch, answers: dict[int, tuple[int, list[int]]]) -> Bat
 
     Args:
         batch: rows of one sample each.
-        answers: by row, the number of tokens of the prompt, and the token ids that follow it.
+        answers: the number of prompt tokens and the token ids that follow the prompt, by row.
     """
     if not answers:
         return batch

@@ -1,10 +1,10 @@
 """Queue of rollout batches that a server samples while earlier ones are trained on (rl.max_staleness).
 
-Batch b + n is begun while b is trained on and must be complete n syncs later. Between two syncs, the open completions
-of all queued batches get an equal share of their maximum length; after a sync they continue with the new weights.
-Completions of several turns, whose environments have a state, are instead sampled whole, an equal share of a batch's
-groups between two syncs. The version that samples a token thus depends on the settings and not on timing, and a run
-resumes from a checkpoint, which has the queue, as if it had not stopped.
+Sampling of batch b + n begins while batch b is trained on and must be complete n syncs later. Between two syncs, every
+open completion of a queued batch is extended by an equal share of its maximum length; after a sync it continues with
+the new weights. Completions of several turns, whose environments have state, are sampled whole instead: an equal share
+of a batch's groups between two syncs. The version that samples a token thus depends on the settings and not on timing.
+Checkpoints contain the queue, so a resumed run continues as if it had not stopped.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The ranks that generate together (along tensor parallelism, if the engine has that axis) are a generation replica. Each
 replica samples its share of the groups and scores them; then every rank gets all groups. A completion depends only on
-the weights and on (seed, position of the prompt in the run's stream, its number in the group), so a run that was killed
-samples the same completions again.
+the weights and on (seed, position of the prompt in the run's stream, its number in the group), so a run that is
+restarted after a kill samples the same completions again.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class RolloutSampler:
         Sampling keys differ from training's and no counter moves, so that training is not affected.
 
         Args:
-            before: called before each part with the number of finished parts and of all.
+            before: called before each part with the number of finished parts and the number of all parts.
             stops: called after each part; ends the evaluation if it returns a reason.
 
         Returns:

@@ -46,14 +46,14 @@ class Sampled:
     versions: list[int] = field(default_factory=list)
     """Version of the sampling weights, one per token."""
     truncated: bool | None = None
-    """None while the completion can continue."""
+    """True if the completion was cut off at the length limit; None while it can continue."""
     rewards: list[float] = field(default_factory=list)
-    """Empty until the group is scored."""
+    """Rewards of the completion; empty until the group is scored."""
     extra: dict[str, str] = field(default_factory=dict)  # logged by reward functions
     segments: list[int] | None = None
     """Lengths of sampled and added tokens in turn (segments.py). None: all are sampled."""
     prompt_ids: list[int] | None = None
-    """Its own prompt. None: the group's."""
+    """Token ids of the completion's own prompt. None: the group's prompt."""
     messages: list[dict[str, Any]] | None = None
     """Transcript of several turns, without the prompt."""
     environment_reward: float | None = None
@@ -199,7 +199,7 @@ class QueuedBatch:
 def held_out_metrics(rl: RlConfig, names: Sequence[str], batch: QueuedBatch) -> dict[str, float]:
     """Return evaluation metrics of held-out prompts.
 
-    `accuracy` is the fraction of completions whose first reward is at least 1, `prompts_solved` the fraction of
+    `accuracy` is the fraction of completions whose first reward is at least 1. `prompts_solved` is the fraction of
     prompts with such a completion. `rewards_*` are statistics of the weighted sums. `names` are the rewards' names.
     """
     samples = [record.samples for record in batch.records]
@@ -281,7 +281,7 @@ def sample_groups(
     Args:
         engine: the sampler.
         prompts: all prompts, by index.
-        rewards: scores the groups; None on further ranks of a replica, which sample with the others and return nothing.
+        rewards: scores the groups; None on all ranks of a replica but the first, which sample too but return nothing.
         tokenizer: decodes completions for the rewards.
         records: the groups, either all new or all begun.
         sampling: sampling parameters; `max_new_tokens` of this call.
@@ -364,7 +364,7 @@ def request_key(num_generations: int, max_tokens: int, position: int, generation
 
 
 def _sampled_tokens(records: Sequence[GroupRecord]) -> int:
-    """Return the number of tokens that each open completion has so far."""
+    """Return the largest number of tokens that an open completion has so far; 0 if all completions have ended."""
     lengths = (len(one.ids) for record in records for one in record.samples if one.truncated is None)
     return max(lengths, default=0)
 
@@ -374,9 +374,9 @@ def _piece(one: Completion, continues_at: int, earlier: int) -> Sampled:
 
     Args:
         one: the completion.
-        continues_at: a completion that was truncated at this number of tokens stays open, to be continued. 0: none
-            does.
-        earlier: tokens of the sample that were sampled before, whose routes were recorded then.
+        continues_at: a completion truncated at this number of tokens stays open, to be continued. 0: every completion
+            ends.
+        earlier: number of tokens sampled by earlier calls, which recorded their routes.
     """
     ids, versions = list(one.ids), list(map(int, one.versions))
     versions = versions if len(versions) == len(ids) else versions * len(ids)

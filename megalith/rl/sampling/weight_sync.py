@@ -96,7 +96,7 @@ class WeightSync(EngineClient):
     def __init__(
         self, run: Run, prompts: Sequence[Prompt], canary_prompts: Sequence[Prompt], timed: PhaseTimer
     ):
-        """Prepare to build the engine. `prompts` are all that it will get, and determine its size."""
+        """Prepare to build the engine. `prompts` are all prompts that it will get; they determine its size."""
         if run.config.rl.is_colocated:
             imported_vllm()
         super().__init__(run, timed)

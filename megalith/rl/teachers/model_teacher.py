@@ -1,4 +1,4 @@
-"""A teacher that is a model in the run's layout: a frozen one in memory, or the run's own without its adapters.
+"""Teachers that are models in the run's layout: a frozen model in memory, or the run's own model without its adapters.
 
 The micro-batches of a step go through it first, without its output matrix. The student's pass then computes the logits
 of both models chunk by chunk (ops/distillation_loss.py), so that neither's full logits exist. With distill.top_k the
@@ -52,16 +52,17 @@ class ModelTeacher:
         return [Prediction(hidden) for hidden in self._recorder.take() or [None] * len(batches)]
 
     def top_entries(self, batches: Sequence[Batch], k: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the k most likely entries, int64 [batch, seq, k], and log-probabilities, float32 [batch, seq, k + 1],
-        of each micro-batch; nothing except on the last pipeline stage."""
+        """Return for each micro-batch the k most likely entries, int64 [batch, seq, k], and log-probabilities, float32
+        [batch, seq, k + 1]. Empty except on the last pipeline stage.
+        """
         recorder = _TopKRecorder(k, self._distill.temperature)
         with self._active() as model:
             model.evaluate(batches, recorder)
         return recorder.predictions
 
     def stored_predictions(self, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return the top entries, their log-probabilities and digests of the samples per micro-batch, as they are
-        stored.
+        """Return for each micro-batch the top entries, their log-probabilities and the samples' digests, as stored on
+        disk.
 
         Empty except on the last pipeline stage.
         """
@@ -70,7 +71,9 @@ class ModelTeacher:
 
     @property
     def output(self) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's shard of the output matrix and its bias after the first pass; on the last stage."""
+        """Return this rank's shards of the output matrix and its bias. Call it on the last stage, after
+        the first pass.
+        """
         return self._recorder.output
 
     @property
@@ -123,7 +126,7 @@ def teacher_config(config: RunConfig, path: str, setting: str = "distill.teacher
 
 
 class _Recorder(Loss):
-    """A Loss that only records."""
+    """Base of losses that only record the outputs of a pass."""
 
     def weights(self, batch: Batch) -> Tensor:
         return batch.loss_mask

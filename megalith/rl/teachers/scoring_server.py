@@ -1,8 +1,8 @@
 """Scoring of texts by vLLM's and SGLang's servers: log-probabilities of each token and of the most likely entries at
 its position.
 
-Both return log-probabilities at temperature 1 over the whole vocabulary. vLLM takes `prompt_logprobs`, at most as
-many as its --max-logprobs (20 by default); SGLang takes `top_logprobs_num`.
+Both return log-probabilities at temperature 1 over the whole vocabulary. The request parameter is `prompt_logprobs` for
+vLLM, at most its --max-logprobs (20 by default), and `top_logprobs_num` for SGLang.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENTRIES_PER_TOKEN_BYTES = 8  # entries of a response in the bytes that JsonServe
 
 
 class ScoringServer:
-    """A server that scores texts. `setting` has its address, for errors."""
+    """A server that scores texts. `setting` is the setting with its address, for errors."""
 
     program: str
 
@@ -29,13 +29,14 @@ class ScoringServer:
         self.http, self._vocab_size = JsonServer(url, self.program, setting), vocab_size
 
     def top_entries(self, ids: Sequence[int], k: int, deadline: Deadline) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most likely entries after each token but the last, and their log-probabilities.
+        """Return the k most likely entries after each token but the last, and their log-probabilities.
 
         Returns:
-            int64 [tokens − 1, k] and float64 [tokens − 1, k], in descending order of probability.
+            The entries, int64 [tokens − 1, k], and their log-probabilities, float64 [tokens − 1, k], in descending
+            order of probability.
 
         Raises:
-            TrainingError: the server refuses the request, or its response has no such entries.
+            TrainingError: the server refuses the request, or its response lacks the entries.
         """
         positions = [
             sorted(entries, key=lambda entry: -entry[1])[:k] for entries in self._entries(ids, k, deadline)

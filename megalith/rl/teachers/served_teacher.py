@@ -1,8 +1,8 @@
 """A teacher that a vLLM or SGLang server runs.
 
 The first tensor- and context-parallel rank of each replica's last pipeline stage sends its rows, and shares the answers
-with the other ranks of the stage. A server returns the k most likely entries; all others together have the remaining
-probability.
+with the other ranks of the stage. A server returns the k most likely entries. The remaining probability is that of all
+other entries together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_REST = 1e-7  # probability of all other entries, which rounding could make
 
 
 class ServedTeacher:
-    """A teacher behind an address."""
+    """A teacher that a server at an address runs."""
 
     def __init__(self, run: Run, url: str, engine: str, timeout: float, setting: str):
         """Prepare requests.
@@ -82,8 +82,9 @@ class ServedTeacher:
     def _answers(
         self, batches: Sequence[Batch], ask: Callable[..., Any], takes_part: bool
     ) -> list[list[Any] | None]:
-        """Return a list of answers per micro-batch: the server's for each row, None for a row without a loss. On ranks
-        that do not send requests, each list is None. Every rank calls it, and all raise if one request fails."""
+        """Return a list per micro-batch with the server's answer for each row, None for a row without a loss. On ranks
+        that do not send requests, None replaces each list. Every rank calls it, and all raise if one request fails.
+        """
         mesh = self._run.mesh
         sends = takes_part and mesh.tp.rank == mesh.cp.rank == 0
         results, error = [None] * len(batches), None
@@ -110,7 +111,7 @@ class ServedTeacher:
 
 
 def _scored_ids(batch: Batch) -> list[list[int] | None]:
-    """Return each row's tokens up to its last label in the loss; None without one."""
+    """Return each row's tokens up to its last label in the loss; None for a row without such a label."""
     texts: list[list[int] | None] = []
     ids, labels, mask = (x.cpu() for x in (batch.input_ids, batch.labels, batch.loss_mask))
     for row in range(len(ids)):
@@ -121,5 +122,5 @@ def _scored_ids(batch: Batch) -> list[list[int] | None]:
 
 
 def _log_rest(values: np.ndarray) -> np.ndarray:
-    """Return the log of 1 minus the probabilities, float64 [tokens]."""
+    """Return the log of 1 minus the sum of the entries' probabilities, float64 [tokens]."""
     return np.log(np.maximum(1 - np.exp(values).sum(-1), LEAST_REST))

@@ -21,7 +21,9 @@ from megalith.training.run_state import Run
 
 
 class SeveralTeachers:
-    """Predictions of each row's own teacher. Every teacher reads the micro-batches that have a row of its data."""
+    """Teacher whose predictions for each row come from the teacher of that row's data. Each of the teachers reads only
+    the micro-batches that contain rows of its data.
+    """
 
     def __init__(self, run: Run, teachers: Sequence[Teacher]):
         self._run, self._teachers = run, teachers

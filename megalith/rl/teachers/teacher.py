@@ -11,7 +11,7 @@ from megalith.data.batch import Batch
 
 
 class Prediction(NamedTuple):
-    """A teacher's predictions for a micro-batch. None on all pipeline stages but the last."""
+    """A teacher's predictions for a micro-batch. Fields are None on all pipeline stages but the last."""
 
     teacher_hidden: Tensor | None = None
     """Input of the teacher's output matrix, float [..., hidden]. None: the predictions are its top entries."""

@@ -71,7 +71,7 @@ def answer_text(value: Any) -> str:
     """Return a tool's result as text: text as it is, numbers as `str`, lists and objects as JSON.
 
     Raises:
-        InvalidAnswer: if it is none of these.
+        InvalidAnswer: if the result is none of these.
     """
     if isinstance(value, list | dict | tuple):
         try:
