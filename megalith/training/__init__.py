@@ -1,1 +1,1 @@
-"""The loop, a run's construction and state, resuming and recovering."""
+"""The training loop, the construction and state of a run, resuming, and recovery from faults."""

@@ -50,7 +50,7 @@ class PreparedRun(NamedTuple):
     """Configuration with the settings that come from the tokenizer, the data or imported weights."""
     tokenizer: Tokenizer | None
     notes: list[str]
-    """Notes for the user: settings without effect, and doubtful choices."""
+    """Notes for the user about settings without effect and doubtful choices."""
 
 
 def prepare(config: RunConfig, world_size: int) -> PreparedRun:
@@ -130,7 +130,7 @@ def _with_short_evaluations(config: RunConfig, tokenizer: Tokenizer | None) -> R
 
 
 def boundary_rules(config: RunConfig, tokenizer: Tokenizer | None) -> BoundaryRules:
-    """Return the treatment of document boundaries in micro-batches."""
+    """Return the run's rules for document boundaries in micro-batches."""
     data, eod = config.data, tokenizer.eod if tokenizer is not None else None
     points = data.seq_length_schedule
     schedule = None if points is None else LengthSchedule(points, data.seq_length)
@@ -219,8 +219,9 @@ def vocabulary_rows(config: RunConfig) -> dict[str, int]:
 def tokenize_text(
     config: RunConfig, tokenizer: Tokenizer | None, show_progress: bool = False
 ) -> tuple[DataConfig, list[str]]:
-    """Tokenize the text among the run's data paths into its cache. Return the data settings with the results'
-    prefixes, and notes."""
+    """Tokenize the text among the run's data paths into the cache. Return the data settings with the prefixes of the
+    tokenized datasets in place of the text, and notes.
+    """
     cache = Path(config.train.output_dir) / "cache"
     splits_sentences, may_write = config.model.model_type != "gpt", not config.train.skip_train
     return with_tokenized_text(config.data, splits_sentences, tokenizer, cache, may_write, show_progress)

@@ -22,7 +22,7 @@ from megalith.parallel.pipeline.stages import padded_micro_batches
 from megalith.planner.pass_costs import pass_costs
 
 KEPT = 16
-"""Number of schedules that are kept: those of the prefetched steps, and of an evaluation."""
+"""Number of schedules to keep, enough for the prefetched steps and an evaluation."""
 
 
 class ContextSchedules:
@@ -51,7 +51,7 @@ class ContextSchedules:
         self._kept.clear()
 
     def of_batch(self, rows: ChatDataset, order: SampleOrder, batch: range) -> StepSchedule:
-        """Return the schedule of the rows at these positions; groups have the dataset's numbers of sequences."""
+        """Return the schedule of the rows at these positions. Its groups number sequences as the dataset does."""
         key = id(rows), batch.start, batch.stop
         if key not in self._kept:
             members = [sequence for position in batch for sequence in rows.sequences(order(position))]

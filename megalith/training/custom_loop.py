@@ -122,7 +122,7 @@ class Optimizer:
         A step with a non-finite gradient changes nothing.
 
         Args:
-            lr: learning rate. Default: the configuration's, like the other two.
+            lr: learning rate. Default, as for the other two arguments: the value in the configuration.
             weight_decay: weight decay of matrices.
             decoupled_lr: learning rate of the word embedding and the output layer.
         """

@@ -16,7 +16,7 @@ from megalith.models.loss import Loss
 
 
 class DynamicFineTuning(Loss):
-    """The loss of a step, with the weights of a loss that is linear in the log-probabilities."""
+    """The DFT loss of a step. The token weights (mask and denominator) are those of the ordinary cross-entropy."""
 
     def __init__(self, cross_entropy: Loss):
         self._cross_entropy = cross_entropy

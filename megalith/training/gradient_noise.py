@@ -29,7 +29,7 @@ def noise_scale(small_squares: float, large_squares: float, small: int, large: i
 
 
 def read_noise(small_squares: Tensor, large_norm: Tensor, small: int, large: int) -> dict[str, float]:
-    """Return `noise_scale` of values on a device. Waits for the device.
+    """Return the result of `noise_scale` for norms on a device. Waits for the device.
 
     Args:
         small_squares: float32 scalar, as in `noise_scale`.

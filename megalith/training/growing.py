@@ -1,4 +1,5 @@
-"""Machines that join a running job: the ranks continue with theirs after a snapshot, in the same processes.
+"""Machines that join a running job. After a snapshot, the job's ranks stay in their processes and continue together
+with the ranks of the new machines.
 
 Rank 0 learns from the launcher how many ranks the job would have. If the layout allows that number, all ranks complete
 their snapshot and let the launchers resize the job (launch/restart_store.py), so no step is repeated.

@@ -19,7 +19,7 @@ def open_speculation(
     """Return the speculation of an engine; None if `method` is none.
 
     Args:
-        method: see Speculation, or none.
+        method: method of Speculation, or none.
         num_speculative_tokens: drafts per step.
         prompt_lookup_max: see Speculation.
         prompt_lookup_min: see Speculation.
@@ -27,7 +27,8 @@ def open_speculation(
         tokenizer: tokenizer of the model that verifies the drafts.
 
     Raises:
-        ConfigError: no draft model is named for draft_model, or one for another method, or it has another tokenizer.
+        ConfigError: the method draft_model has no draft model, another method has one, or the draft model's tokenizer
+            differs.
     """
     if (method == "draft_model") != (draft_model is not None):
         has = "no draft_model is named" if draft_model is None else f"draft_model is {draft_model}"

@@ -193,7 +193,7 @@ class BuiltRank:
     weights: int
     """Bytes of this rank's weights."""
     even: float
-    """Bytes if all shards had the same size. FSDP gives no row of a small parameter to the last ranks."""
+    """Bytes if all shards had the same size. FSDP may give the last ranks no rows of a small parameter."""
     expected: int
     """Bytes expected by the planner."""
 

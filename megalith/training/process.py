@@ -62,7 +62,7 @@ def raise_cuda_connections() -> None:
     """Raise the number of CUDA's hardware queues from 8 to 32, unless the environment sets it.
 
     If a stream waits for another rank's flag, it blocks all streams in its hardware queue. CUDA reads the variable when
-    it is initialized, which a query for its devices also does.
+    it is initialized, which already happens when its devices are queried.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
@@ -96,7 +96,7 @@ def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton:
 
 
 def detect_machine(config: RunConfig, device: torch.device) -> Machine:
-    """Describe the hardware of the job, identically on all ranks. Collective if there are several."""
+    """Describe the hardware of the job, identically on all ranks. Collective if there are several ranks."""
     compiled = device.type == "cuda" and compiles(config, device)
     memory, launch = 0, 0.0
     if device.type == "cuda":

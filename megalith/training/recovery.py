@@ -1,4 +1,5 @@
-"""Recovery from bad steps: locate NaN, rerun a suspicious step, or return to a checkpoint and skip the data of a spike.
+"""Recovery from bad steps: locate NaN, rerun a suspicious step, or return to a checkpoint and skip the data of a loss
+spike.
 
 All ranks reach this code at the same step with the same metrics (report/health.py) and take the same decisions.
 """
@@ -178,9 +179,10 @@ def _differs(a: float, b: float) -> bool:
 
 
 def _origins(affected: dict[int, list[str]], mesh: Mesh) -> dict[int, list[str]]:
-    """Return the ranks of `affected` where NaN began. Ranks that share a model pass NaN on in their backward passes.
+    """Return the ranks of `affected` where NaN began.
 
-    In each replica these are the ranks nearest to the loss: in the last stage, with NaN from the earliest layer on.
+    Backward passes spread NaN to the other ranks that share a model. In each replica, NaN began on the ranks nearest to
+    the loss: in the last affected pipeline stage, the ranks with the most affected parameters.
     """
 
     def nearness(rank: int) -> tuple[int, int]:

@@ -73,7 +73,9 @@ def load_run(run: Run, memory: RunSnapshots | None = None) -> Path | StorePath |
 
 
 def _finish_base(run: Run, checkpoint: Checkpoint | None) -> None:
-    """Quantize the frozen weights if they are to be, and remember and store them. LoftQ's depend on its adapters."""
+    """Quantize the frozen weights if configured, record their fingerprint, and store them in the compute dtype. With
+    LoftQ, the frozen weights depend on its adapters.
+    """
     config, world = run.config, run.mesh.world
     if config.lora.has_quantized_base:
         load_coded_base(config, run.model.chunks, run.device, world, world.rank == 0)
@@ -227,7 +229,7 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
 def _abandoned(run: Run, checkpoint: Checkpoint) -> list[list[int]]:
     """Return the ranges [first, end) of save numbers that do not belong to the history of `checkpoint`.
 
-    These are the saves in the run's folder that the checkpoint's run had abandoned, and those made after the
+    These are the saves in the run's folder that the checkpoint's run had abandoned, and the saves made after the
     checkpoint.
     """
     folder = run.saves

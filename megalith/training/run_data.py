@@ -88,8 +88,8 @@ class RunData:
         """Return the samples of the step after `step`, in the order of the stream.
 
         Returns:
-            Per sample `position` in the stream, `index` in the dataset (not for streams), `source`, `tokens` (the
-            inputs and the last label) and `learned`, the number of tokens in the loss.
+            A dict per sample: `position` in the stream, `index` in the dataset (not for streams), `source`, `tokens`
+            (the inputs and the last label) and `learned`, the number of tokens in the loss.
 
         Raises:
             ConfigError: the run has finished.
@@ -107,8 +107,9 @@ class RunData:
         return samples
 
     def samples_at(self, positions: Sequence[int]) -> list[dict[str, object]]:
-        """Return the samples at positions of the run's stream, which count consumed samples, as `samples_of_next_step`
-        does."""
+        """Return the samples at these positions of the run's stream, in the format of `samples_of_next_step`. Positions
+        count consumed samples.
+        """
         if negative := [position for position in positions if position < 0]:
             raise DataError(f"position {negative[0]} is before the first one; give positions of at least 0")
         samples = []

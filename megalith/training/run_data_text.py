@@ -63,7 +63,7 @@ def _epochs(source: dict[str, Any]) -> str:
 
 
 def _stream_lines(source: dict[str, Any]) -> list[str]:
-    """Return what is known of a stream, and the extent of the sample that its statistics are from."""
+    """Return lines about a stream: the known facts, and the size of the sample that the statistics are based on."""
     text = f"a stream of {source['shards']:,} shards in {source['lanes']:,} lanes"
     if source["bytes"] is not None:
         text += f", {source['bytes']:,} bytes"

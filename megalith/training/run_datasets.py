@@ -53,8 +53,8 @@ class Data:
     ):
         """Open the run's data.
 
-        Ranks along `dp` read different micro-batches. Ranks that differ only along other axes read the same ones. Under
-        dynamic context parallelism, ranks along `dp_cp` do.
+        Ranks along `dp` read different micro-batches. Ranks that differ only along other axes read the same
+        micro-batches. Under dynamic context parallelism, ranks along `dp_cp` read different rows.
         """
         self._config, self._dp = config, dp
         self._batch_sizes = batch_sizes
@@ -159,8 +159,9 @@ class Data:
         return self._schedules.describe(schedules)
 
     def work(self, consumed_samples: int, batch_size: int) -> TokenCounts | None:
-        """Return the work in the next `batch_size` samples of the latest train loader. None if all sequences are
-        full."""
+        """Return the token counts of the next `batch_size` samples of the latest train loader. None if all sequences
+        are full.
+        """
         if not isinstance(self.train, ChatDataset):
             return None
         rows = [self.order(consumed_samples + at) for at in range(batch_size)]
@@ -175,7 +176,7 @@ class Data:
         return self._batch_sizes.micro_batches(consumed_samples)
 
     def files(self) -> dict[str, dict[str, int | str]]:
-        """Return the identity of each training dataset (`identity`), by prefix."""
+        """Return the result of `identity` for each training dataset, by prefix."""
         if isinstance(self.train, ChatDataset):
             return {"chat data": self.train.identity()}
         return {
@@ -184,8 +185,9 @@ class Data:
         }
 
     def state_files(self, consumed_samples: int, left_out: Sequence[Sequence[int]]) -> dict[str, bytes]:
-        """Return the state of a stream after `consumed_samples` for a checkpoint, contents by file name. Every rank
-        calls it; it is complete on the first one."""
+        """Return the state of a stream after `consumed_samples`, as checkpoint files: contents by file name. Every rank
+        calls it; the result is complete on the first rank.
+        """
         if not isinstance(self.train, SampleStream):
             return {}
         position = stream_position(consumed_samples, left_out)

@@ -56,7 +56,7 @@ class Task:
     """Training loss. None: the model's own."""
     evaluation_loss: Loss = CrossEntropy()
     restarts_in_process: bool = True
-    """Another run can be built with the same task, so that ranks can restart in their processes."""
+    """True if another run can be built with the same task object, so that ranks can restart in their processes."""
     console_metrics: tuple[str, ...] = ()
     """Names of the step metrics that the console shows."""
     loss_name: str = LM_LOSS
@@ -111,14 +111,14 @@ class Task:
         run.data.load_state(files)
 
     def parts(self, run: Run) -> dict[str, Mapping[str, LocalShard]]:
-        """Return the shards of further models for a checkpoint, by part."""
+        """Return the shards of additional models for a checkpoint, by part."""
         return {}
 
     def load_parts(self, run: Run, checkpoint: Checkpoint, with_optimizer: bool) -> None:
         """Restore the parts that `parts` returned when the checkpoint was saved."""
 
     def end_step(self, run: Run) -> None:
-        """Called after a step's update, which `run.step` counts."""
+        """Do work after a step's update. `run.step` already counts the step."""
 
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
@@ -136,7 +136,9 @@ class Task:
         return None
 
     def evaluation_metrics(self, run: Run) -> dict[str, float] | None:
-        """Return metrics of the evaluation that has just ended. None: its loss is a mean over tokens."""
+        """Return metrics of the evaluation that has just ended. None: the evaluation only has a loss, a mean over
+        tokens.
+        """
         return None
 
 
@@ -330,11 +332,11 @@ class Run:
         before: Callable[[int], None] = lambda done: None,
         stops: Callable[[], str | None] = lambda: None,
     ) -> float | None:
-        """Return the mean loss over the evaluation's tokens of `dataset`, of the averaged weights if there are any.
-        None if there is nothing to evaluate or it was stopped.
+        """Return the mean loss over the tokens of an evaluation on `dataset`, with the averaged weights if there are
+        any. None if there is nothing to evaluate or the evaluation was stopped.
 
-        `before` is called before each global batch with the number of finished ones. `stops` is called after it; a true
-        result ends the evaluation.
+        `before` is called before each global batch with the number of finished batches. `stops` is called after it; a
+        true result ends the evaluation.
         """
         total = self.config.train.eval_iters
         if dataset is None or total == 0:
@@ -400,14 +402,14 @@ class Run:
         return last is not None and last.error is None and last.moment == (self.step, self.consumed_samples)
 
     def restore_record(self, record: RunRecord) -> None:
-        """Restore the state besides tensors, the task's files and `abandoned`."""
+        """Restore the state in `record`. Tensors, the task's files and `abandoned` are restored elsewhere."""
         self.loss_scale.load_state(record.loss_scale)
         self.step, self.consumed_samples = record.step, record.consumed_samples
         self.skipped = SkippedSteps(record.skipped_steps, record.skipped_samples)
         self.totals, self.left_out = dict(record.counters), record.left_out
 
     def record(self) -> RunRecord:
-        """Return the state besides tensors, for a checkpoint."""
+        """Return the state other than tensors, for a checkpoint."""
         tokenizer = self.tokenizer
         return RunRecord(
             step=self.step,

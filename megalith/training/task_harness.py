@@ -1,4 +1,4 @@
-"""Evaluation of a model in any layout on tasks of lm-evaluation-harness.
+"""Evaluation on tasks of lm-evaluation-harness, for a model in any layout.
 
 Every rank runs the harness on the same requests; calls of the model are collective. Log-likelihoods are computed on
 packed rows, distributed over data-parallel ranks. Completions come from the generation engine over the tensor-parallel
@@ -181,7 +181,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Encode a text, with the tokenizer's prefix tokens first.
 
-        They are not added if the text begins with them or `add_special_tokens` is False.
+        The prefix is not added if the text already begins with it or `add_special_tokens` is False.
         """
         ids = list(self.tokenizer.encode(string))
         begins = add_special_tokens is not False and ids[: len(self.begin)] != self.begin
@@ -231,7 +231,8 @@ class HarnessModel(TemplateLM):
         return [(float(x.sum()), greedy) for x, greedy in zip(logprobs, is_greedy)]
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], int]:
-        """Return the last `longest` + 1 tokens of both, and the number of tokens of the continuation.
+        """Return the last `longest` + 1 tokens of context and continuation together, and the number of tokens of the
+        continuation.
 
         Raises:
             DataError: if the continuation alone is longer than `longest` tokens.

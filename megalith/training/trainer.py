@@ -186,8 +186,8 @@ class Trainer:
     def _between_steps(self) -> None:
         """Check replicas, evaluate and save at their intervals. Not called if the run must stop at once.
 
-        Evaluation comes first, also at the end: a run killed during it repeats the steps since the last save, and the
-        evaluation.
+        Evaluation comes before the save, also at the end of the run. A run that is killed during the evaluation repeats
+        it, after the steps since the last save.
         """
         if self._is_due(self.config.runtime.check_weight_hash_across_dp_replicas_interval):
             self._check_replicas()

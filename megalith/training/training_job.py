@@ -170,7 +170,7 @@ class _Job:
         return store
 
     def _ranks_that_fail_together(self, machine: Machine, world: Axis) -> int:
-        """Return the ranks of a host; if all are on one, those of a launcher. Collective."""
+        """Return the number of ranks per host, or per launcher if all ranks are on one host. Collective."""
         if machine.ranks_per_host < world.size:
             return machine.ranks_per_host
         return max(gather_json(self.process.local_world_size, world))

@@ -79,7 +79,7 @@ class UnhealthyRanks:
         )
 
     def _reasons(self) -> Mapping[int, str]:
-        """Return rank → reason. Only rank 0 has all events."""
+        """Return the reason to replace a rank, by rank. Only rank 0 has all events."""
         reasons: dict[int, str] = {}
         measured, events = self._report.take_hardware_events()
         slow = {event["rank"] for event in events if event["event"] == "straggler"}
