@@ -1,9 +1,9 @@
 """Differentiable collectives.
 
 A collective takes the mesh axis that it runs over, so that every transfer and its ranks are visible in the code. Its
-gradient is another collective: the gradient of an all-gather is a reduce-scatter. An all-reduce whose result all
-ranks use in the same way passes its gradient through. They are torch's functional collectives, which return new
-tensors, so that torch.compile traces them and orders them by their data.
+gradient is another collective: the gradient of an all-gather is a reduce-scatter. An all-reduce whose result all ranks
+use in the same way passes its gradient through. The implementation uses torch's functional collectives, which return
+new tensors, so that torch.compile can trace them and order them by their data dependencies.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ class Axis:
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum of x over the axis. The gradient passes through: every rank computes the same from the sum."""
+    """Return the sum of x over the axis. The gradient passes through, because every rank computes the same from the
+    sum.
+    """
     return x if axis.size == 1 else _AllReduce.apply(x, axis)
 
 
 def all_reduce_gradient(x: Tensor, axis: Axis) -> Tensor:
-    """Return x, which is the same on all ranks, and sum its gradient over them. Adjoint of all_reduce."""
+    """Return x, which is the same on all ranks. The gradient is summed over the ranks. Adjoint of all_reduce."""
     return x if axis.size == 1 else _AllReduceGradient.apply(x, axis)
 
 
@@ -100,9 +102,9 @@ def begin_all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Seque
 
     end_all_to_all returns the received rows.
 
-    Computation between the two calls overlaps the transfer. In the backward pass it overlaps the gradients' transfer:
-    autograd runs the most recently created of the nodes that are ready, so this transfer starts before the
-    computation's backward pass and is waited for after it.
+    Computation between the two calls overlaps the transfer. In the backward pass, the computation's backward pass
+    overlaps the transfer of the gradients: of the nodes that are ready, autograd runs the most recently created first,
+    so the transfer starts before that backward pass and is waited for after it.
     """
     exchange = PendingAllToAll(x, axis, list(sent), list(received))
     return exchange if axis.size == 1 else replace(exchange, rows=_BeginAllToAll.apply(x, exchange))
@@ -182,8 +184,8 @@ def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Pending
 def _wait_on_cpu(x: Tensor) -> Tensor:
     """Return a collective's result. On a CPU, wait for it first.
 
-    gloo's threads corrupt the heap if they end two collectives of a group at once and one of them is an all-gather that
-    DTensor or compiled code started (begin_group_all_gather).
+    gloo's threads corrupt the heap if they end two collectives of a group at the same time and one of these is an
+    all-gather that DTensor or compiled code started (begin_group_all_gather).
     """
     return _ops.wait_tensor(x) if x.device.type == "cpu" and not torch.compiler.is_compiling() else x
 
@@ -211,7 +213,7 @@ def begin_group_all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 @dataclass(frozen=True)
 class PendingReduceScatter:
-    """The terms of a sum: this rank's, and [size - 1, ...] of the others in flight."""
+    """The terms of a sum: this rank's own, and those of the other ranks, [size - 1, ...], still in flight."""
 
     local: Tensor
     remote: Tensor

@@ -42,10 +42,10 @@ def apply(
     6. FP8: give sharded linears and experts FP8 matmuls; `table` holds the amax history of delayed scaling. Or batch
        invariance, which replaces every operator of the forward pass.
     7. Ping-pong: layers run two halves of a micro-batch, each with the collectives of all axes. With context
-       parallelism alone only attention does, because only attention communicates.
+       parallelism alone this applies to attention only, because only attention communicates.
     8. Recompute: wraps the code with its collectives; a recomputed unit of layers contains both halves.
-    9. Compile: after everything that changes a layer's code. Not with zero-bubble, which splits backward passes, nor
-       with batch invariance, because each compiled graph rounds in its own way.
+    9. Compile: after everything that changes a layer's code. Layers are not compiled with zero-bubble, which splits
+       backward passes, or with batch invariance, because each compiled graph rounds in its own way.
     10. Offload: outside compiled and recomputed layers, so that it can offload their inputs.
     11. Data: FSDP2 shards the tensor-parallel shards; its unit is a layer.
     12. Allocate and initialize: initial weights depend only on parameter name and position, not on the layout.
@@ -104,7 +104,7 @@ def apply(
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
-    """Return whether layers are compiled: `runtime.compile`.
+    """Return True if layers are compiled, according to `runtime.compile`.
 
     "auto" compiles on GPUs unless zero-bubble or batch invariance is used.
     """

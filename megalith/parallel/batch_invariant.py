@@ -43,7 +43,7 @@ INVARIANT_RECURRENCES = {
     gated_delta_rule: recurrences.delta_rule_of_documents,
     state_space: recurrences.state_space_of_documents,
 }
-"""Recurrences → their batch-invariant forward passes."""
+"""Batch-invariant forward pass of each recurrence."""
 SEAMS = {"loss": cross_entropy_sum, "logprobs": target_logprobs, "logits": all_logits}
 
 
@@ -56,7 +56,7 @@ def apply_batch_invariant(
 ) -> None:
     """Replace the operators of the forward pass by batch-invariant ones, in place.
 
-    config.rules.batch_invariant_rules rejects models and layouts with others.
+    config.rules.batch_invariant_rules rejects models and layouts that use operators without a batch-invariant version.
 
     Args:
         model: the model or a stage of it, after tensor and expert parallelism are applied and before recomputation

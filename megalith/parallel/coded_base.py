@@ -1,7 +1,7 @@
 """A quantized frozen base (`lora.quantize_base`): the linears and experts of this rank whose weights are replaced.
 
-Codes are sharded as the weights are by tensor, expert and pipeline parallelism. Data-parallel ranks each have their
-own: FSDP2 shards parameters, and these are buffers.
+Tensor, expert and pipeline parallelism shard codes like the weights. Data parallelism does not: each data-parallel rank
+has a full copy, because FSDP2 shards parameters and codes are buffers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megalith.ops.weight_codes import BLOCK
 
 
 def base_matrices(model: Transformer) -> Iterator[tuple[str, Linear | GroupedLinear]]:
-    """Yield the linears and experts of the layers, with their names: what `lora.quantize_base` quantizes.
+    """Yield, with their names, the linears and experts of the layers that `lora.quantize_base` quantizes.
 
-    Embeddings, output matrix, routers, norms and convolutions are not among them.
+    It does not quantize embeddings, the output matrix, routers, norms and convolutions.
     """
     for layer_name, layer in layers_of(model).items():
         for name, module in layer.named_modules():
@@ -34,7 +34,7 @@ def base_matrices(model: Transformer) -> Iterator[tuple[str, Linear | GroupedLin
 
 
 def is_base_matrix(name: str, module: nn.Module) -> bool:
-    """Return whether a module of a layer, with its path in the layer, is one of `base_matrices`."""
+    """Return True if a module of a layer is one of `base_matrices`. `name` is its path in the layer."""
     is_matrix = isinstance(module, Linear | GroupedLinear) and ADAPTER not in f".{name}."
     return is_matrix and name.rpartition(".")[2].startswith("linear_")
 
@@ -78,7 +78,7 @@ def apply_coded_base(chunk: Transformer, lora: LoraConfig) -> None:
     Call it after tensor and expert parallelism have sharded the weights. `bridge/quantize_base.py` fills them.
 
     Raises:
-        ConfigError: a block of values with one scale would be divided.
+        ConfigError: sharding would split a block of values that share a scale.
     """
     if not lora.has_quantized_base:
         return

@@ -2,7 +2,8 @@
 
 For each operand (input, weight, gradient of the output): the amax, the fraction of elements that got the largest code
 (overflow; about one element under current scaling), and the fraction of nonzero elements whose code is 0 (underflow).
-This takes a pass over operands and FP8 data, in those steps only. Compiled layers have a second version for them.
+The statistics take a pass over operands and FP8 data, in those steps only. Compiled layers have a second version for
+them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def count(codes: Tensor, x: Tensor, sums: Tensor) -> Tensor:
     """Return a copy of `codes`, the FP8 data of x, and accumulate statistics in `sums`, float64 [4].
 
     `sums` holds the amax, the number of elements, the number with the largest code, and the number of nonzero elements
-    with code 0. The operator does not declare that it changes `sums`, so autograd ignores it, as for `seen` of
-    fp8_cast.
+    with code 0. The operator does not declare that it changes `sums`, so autograd ignores the change, as it does for
+    the argument `seen` of fp8_cast.
     """
     magnitude = codes.float().abs()
     with keep_version_counter(sums):
@@ -49,7 +50,7 @@ class Counter:
     """Statistics of a linear's operands in the current step. Copies of its Gemm share it."""
 
     sums: tuple[Tensor, ...]
-    """The `sums` of `count`, by kind."""
+    """The statistics that `count` accumulates, one tensor per kind of operand."""
     on: bool = False
 
     def begin_step(self, on: bool) -> None:

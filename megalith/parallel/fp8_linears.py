@@ -52,8 +52,8 @@ def uses_fp8(number: int, config: RunConfig) -> bool:
 def saves_weight_codes(config: RunConfig) -> bool:
     """Return whether a weight's FP8 data is saved for dgrad instead of the weight.
 
-    It is not if FSDP2 shards weights, because the data of full weights would stay in memory, nor with a pipeline, where
-    each micro-batch in flight would keep its own data.
+    It is not saved if FSDP2 shards weights, because the data of full weights would stay in memory. Neither is it saved
+    with a pipeline, where each micro-batch in flight would keep its own data.
     """
     parallel = config.parallel
     sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
@@ -139,8 +139,9 @@ def apply_fp8(
 
 
 def _shared_outputs(linear: str, model: ModelConfig, ranks: int) -> tuple[int, int, int] | None:
-    """Return the number of groups, and the first and the number of a rank's outputs that other ranks of its group have
-    too: keys and values of attention, B and C of Mamba-2. None if no ranks share a group."""
+    """Return the number of groups, and the index of the first and the number of the outputs that a rank shares with
+    other ranks of its group: keys and values of attention, or B and C of Mamba-2. None if no ranks share a group.
+    """
     if linear in ("linear_qkv", "linear_kv") and model.query_groups < ranks:
         queries = (
             0 if linear == "linear_kv" else model.num_attention_heads * (1 + model.attention_output_gate)
@@ -153,7 +154,7 @@ def _shared_outputs(linear: str, model: ModelConfig, ranks: int) -> tuple[int, i
 
 
 class SharedGradient:
-    """The style of a linear of which some outputs are replicated on several ranks, because these share a group.
+    """The style of a linear some of whose outputs are replicated, because several ranks share a group.
 
     A run in one process casts the sum of the replicas' gradients to FP8. To match it, the first rank of a group gets
     that sum, and the others get zeros.

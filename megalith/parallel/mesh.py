@@ -1,7 +1,7 @@
 """The mesh: each rank's coordinates along the pipeline, data, context and tensor axes.
 
 Tensor is the fastest axis, then context, data and pipeline, so that the axis that communicates most has adjacent ranks,
-usually on one node. With 16 processes, tensor 2, context 2, pipeline 2 and so data 2:
+usually on one node. With 16 processes and sizes tensor 2, context 2, pipeline 2 and thus data 2:
 
     rank = ((pp · 2 + dp) · 2 + cp) · 2 + tp
 
@@ -74,8 +74,9 @@ class Mesh:
     """Mesh for fully_shard: dp_cp, or (replicate, shard) under hybrid sharding. None without process groups, or under
     no_shard."""
     context_groups: Mapping[int, Axis] = field(default_factory=dict)
-    """Dynamic context parallelism: the aligned group of adjacent data × context ranks of each size that this rank
-    belongs to. Empty without it."""
+    """Groups of dynamic context parallelism, by size: for each size the aligned group of adjacent data × context ranks
+    that contains this rank. Empty without dynamic context parallelism.
+    """
 
     @classmethod
     def alone(cls) -> Mesh:
@@ -109,7 +110,7 @@ def build_mesh(
         has_experts: build the axes of the experts too.
 
     Raises:
-        ConfigError: the sizes do not divide.
+        ConfigError: the sizes do not divide the number of processes.
     """
     dp = rules.data_parallel_size(parallel, world_size)
     if world_size == 1 and not dist.is_initialized():

@@ -90,7 +90,7 @@ class ModelSpec:
     has_experts = False
     records_logits = False
     runs_row_by_row = False
-    """Each row of a micro-batch has passes of its own, so that gradients are added in one order."""
+    """True if each row of a micro-batch has its own passes, so that gradients are added in a fixed order."""
 
     def amax_table(self, device: torch.device) -> AmaxTable | None:
         """Return the FP8 amax history of the full model, or None without delayed scaling. Called before `chunks`."""
@@ -217,7 +217,9 @@ class TransformerSpec(ModelSpec):
         return dict.fromkeys(VOCABULARY, self.config.vocab_size)
 
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
-        """Return the matrices of linears and experts. AdamW updates routers, embeddings, head and adapters."""
+        """Return the row counts of linears and experts; None for routers, embeddings, head and adapters, which AdamW
+        updates.
+        """
         config, module = self.config, name.split(".")[-2]
         if not (module.startswith("linear_") and name.endswith(".weight")):
             return None
@@ -312,7 +314,7 @@ class LocalMicroBatch:
         return self.batch[name]
 
     def to(self, device: torch.device) -> LocalMicroBatch:
-        """Return a copy on `device`. The scales are already there."""
+        """Return a copy on `device`. The scales are on that device already and are not copied."""
         mtp_targets = None if self.mtp_targets is None else self.mtp_targets.to(device)
         return replace(
             self,

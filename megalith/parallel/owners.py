@@ -44,13 +44,13 @@ class SharedMatrix:
 
     mesh: DeviceMesh
     cuts: list[_Cut]
-    """The last one first."""
+    """The cuts of the parameter, the last one first."""
     columns: int
     """Dimension of the columns."""
 
     @classmethod
     def of(cls, like: DTensor) -> SharedMatrix:
-        """Return the sharding of `like`."""
+        """Return the sharding of the DTensor `like`."""
         mesh, shape, shared = like.device_mesh, list(like.shape), []
         cuts = [
             (hasattr(place, "split_factor"), axis, place.dim)
@@ -78,11 +78,12 @@ class SharedMatrix:
 
     @property
     def row_copies(self) -> int:
-        """Number of ranks with different columns of the same rows."""
+        """Number of ranks that hold different columns of the same rows."""
         return math.prod(self.mesh.size(cut.axis) for cut in self.cuts if cut.dim == self.columns)
 
     def of_rows(self) -> SharedMatrix:
-        """Return the sharding of values per row: a matrix with a column for each rank that shards the columns.
+        """Return the sharding of a tensor with values per row, such as NorMuon's second moments. It is treated as a
+        matrix with one column per rank that shards the columns.
 
         Every rank has one column [..., rows, 1]; the columns are equal.
         """
@@ -116,7 +117,7 @@ class CollectedMatrices:
         self._dtype, self._device = shards[0].dtype, shards[0].device
         self._owners: list[dict[int, int]] = []
         self._before: list[dict[int, torch.Size]] = []
-        """Shapes before each all-to-all, by position."""
+        """Shapes of the shards before each all-to-all, by position."""
         self._axes = [cut.axis for cut in matrices[0].cuts]
         self._mesh = matrices[0].mesh
         self._begin()

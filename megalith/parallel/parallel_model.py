@@ -183,7 +183,7 @@ class ParallelModel:
     def end_step(self, skipped: Tensor) -> None:
         """Update FP8 scales and expert biases after the optimizer step; `skipped` is 1 if that was skipped, else 0.
 
-        Also forgets the step's attention logits.
+        Also discards the step's attention logits.
         """
         self.forget_logits()
         if self.amaxes is not None:
@@ -305,7 +305,9 @@ class ParallelModel:
                 micro_batch.mtp_targets.sums = mtp_sums
 
     def _read_logged(self, local_batches: list[LocalMicroBatch], loss: Tensor, denominators: Tensor) -> None:
-        """Set logged_loss, mtp_losses and output_z_loss from these sums and the loss of the step. Collective."""
+        """Set logged_loss, mtp_losses and output_z_loss from the sums of the passes and the loss of the step.
+        Collective.
+        """
         logged, mtp_targets = local_batches[0].logged, local_batches[0].mtp_targets
         self.logged_loss = loss
         if logged is not None:
@@ -370,7 +372,9 @@ class ParallelModel:
         self._after_backward(chunk)
 
     def _all_reduce_loss(self, loss: Tensor) -> Tensor:
-        """Return the sum over data, context and pipeline ranks. Only the last stage has a loss that is not zero."""
+        """Return the sum of the loss over data, context and pipeline ranks. Only the last stage has a loss that is not
+        zero.
+        """
         return all_reduce_no_grad(all_reduce_no_grad(loss, self.mesh.dp_cp), self.mesh.pp)
 
     def _pipeline(self) -> Pipeline:

@@ -1,4 +1,4 @@
-"""The record of a chunk's replicated plain parameters. DTensors record theirs in their placements."""
+"""The record of a chunk's replicated plain parameters. DTensors record their replication in their placements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Replication:
     axes: Mapping[str, Axis]
     """Axis of the ranks that replicate each parameter, by name."""
     reducer: Replicated | None = None
-    """None unless data parallelism replicates the chunk (no_shard)."""
+    """The reducer of the chunk's gradients; None unless data parallelism replicates the chunk (no_shard)."""
 
 
 def record_replication(chunk: nn.Module, replication: Replication) -> None:

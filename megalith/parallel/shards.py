@@ -118,10 +118,10 @@ class LocalParameters:
     def __init__(self, chunks: Iterable[nn.Module]):
         self._chunks = chunks = list(chunks)
         self.by_chunk = {chunk: list(chunk.parameters()) for chunk in chunks}
-        """The model's parameters by chunk, which FSDP2 replaces by others while they are gathered."""
+        """The model's parameters by chunk. FSDP2 replaces them by others while they are gathered."""
         self._state = [item for chunk in chunks for item in chunk.named_parameters()]
         self.copies = {name: axis for chunk in chunks for name, axis in replica_axes(chunk).items()}
-        """Replicated plain parameters: the axis of ranks that hold each, by name."""
+        """Axis of the ranks that hold each replicated plain parameter, by name."""
         self.shards = {name: local_shard(parameter, self.copies.get(name)) for name, parameter in self._state}
         self.named = [(name, self._plain(name, parameter)) for name, parameter in self._state]
         """Names and plain fp32 parameters of local shape, possibly empty; they share storage with the model's."""
@@ -163,10 +163,10 @@ class LocalParameters:
 
     @torch.no_grad()
     def store_frozen(self, dtype: torch.dtype, world: Axis) -> None:
-        """Store frozen matrices in the compute dtype `dtype` if that represents all their values exactly.
+        """Store frozen matrices in the compute dtype `dtype` if it represents all their values exactly.
 
-        This saves the casts and at least half of the memory. Collective over `world`. Call it before the first
-        forward pass, because FSDP2 accepts replaced parameters only until then.
+        This saves the casts and at least half of the memory. Collective over `world`. Call it before the first forward
+        pass, because FSDP2 accepts replaced parameters only until then.
         """
         frozen = [
             at

@@ -4,9 +4,9 @@ Weights are stored in fp32, and by default a layer casts them in each pass. An F
 the transposed data. Experts hold most weights of their model: if they are cast in every forward and backward pass, they
 are read and written four times in a step of two micro-batches.
 
-Weights that this rank holds are cast before the first pass of a step. Weights that FSDP2 gathers are cast in that pass,
-layer by layer, right after their all-gather, so that the next all-gather still overlaps the layer's GEMMs. After the
-cast, the memory of the gathered weight is freed; FSDP2 allocates it again at the layer's next all-gather.
+Weights that this rank holds are cast before the first pass of a step. Weights that FSDP2 gathers are cast during the
+first pass, layer by layer, right after their all-gather, so that the next all-gather still overlaps the layer's GEMMs.
+After the cast, the memory of the gathered weight is freed; FSDP2 allocates it again at the layer's next all-gather.
 """
 
 from __future__ import annotations
@@ -102,18 +102,19 @@ def _cast(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> None:
 
 
 def _can_free_weight(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> bool:
-    """Return whether passes read only the FP8 data, not the weight.
+    """Return True if passes read only the FP8 data, not the weight.
 
-    A linear that uses some rows, or another dtype, copies the weight; and CountedGemm compares weight and codes.
+    They read the weight if a linear uses only some of its rows or another dtype, and for CountedGemm, which compares
+    weight and codes.
     """
     is_counted = isinstance(linear.gemm, CountedGemm)
     return linear.rows is identity and linear.weight.dtype == gemm.dtype and not is_counted
 
 
 def _reshard(layer: FSDPModule) -> None:
-    """Make FSDP2 gather the layer again for its next pass, after a forward or backward pass that failed.
+    """Free the layer's gathered weights after a failed forward or backward pass, so that FSDP2 gathers them again.
 
-    During a forward pass, FSDP2 would not free a layer that stays unsharded.
+    FSDP2 itself would not free a layer that stays unsharded after its forward pass.
     """
     layer.set_reshard_after_forward(True, recurse=False)
     layer.reshard()

@@ -1,16 +1,16 @@
 """Context parallelism: each rank has a shard of every sequence, and only attention and other mixers communicate.
 
 Every rank of the axis has an early and a late chunk of each sequence (zigzag.py). Positions, dropout and the loss use
-each token's global position, so the model runs on them unchanged. Mixers with a state need the state after all
+each token's global position, so these parts of the model need no change. Mixers with a state need the state after all
 earlier tokens (recurrent_states.py). Attention needs all earlier keys and values, by `cp_comm_type`:
 
     p2p         keys and values go around a ring, overlapped with compute (Liu et al. 2023)
     all_gather  keys and values are all-gathered
     a2a         Ulysses: an all-to-all of heads for tokens (ulysses.py)
-    a2a+p2p     a2a among adjacent ranks, a ring among the groups of them
+    a2a+p2p     a2a within groups of adjacent ranks, a ring among the groups
 
-All are one algorithm on two levels: an all-to-all over `inner` within a ring or all-gather over `outer`; either may
-have size 1. Adjacent ranks form an inner group, so that after the all-to-all their chunks join into the two chunks
+All four are one algorithm on two levels: an all-to-all over `inner` within a ring or all-gather over `outer`; either
+may have size 1. Adjacent ranks form an inner group, so that after the all-to-all their chunks join into the two chunks
 that zigzag gives to the group in the ring of groups. Gradients of the parameters are partial: they are reduced over
 data and context together.
 """
@@ -64,8 +64,8 @@ def apply_context(
         hierarchical_sizes: sizes of a2a and p2p, for a2a+p2p only.
 
     Raises:
-        ConfigError: a mixer is neither attention nor recurrent. Also for cross-attention, unless cp_comm_type is a2a
-            and the model reads encoder_token_index.
+        ConfigError: a mixer is neither attention nor recurrent. Or the model has cross-attention, unless cp_comm_type
+            is a2a and the model reads encoder_token_index.
     """
     if axis.size == 1:
         return
@@ -119,7 +119,7 @@ def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_com
 def _pass_core(
     query: Tensor, key: Tensor, value: Tensor, *, run: Callable[..., Tensor], **settings
 ) -> Tensor:
-    """Compute attention by the core of the pass. Recomputation wraps this function in every pass."""
+    """Compute attention with the core of the current pass. Recomputation wraps this function in every pass."""
     return run(query, key, value, **settings)
 
 
@@ -141,7 +141,7 @@ def _dynamic_layout(
 
 
 RECURRENCES = {gated_delta_rule: context_delta_rule, state_space: context_state_space}
-"""Recurrences over a full sequence → over this rank's chunks."""
+"""Version of each recurrence that computes this rank's chunks instead of a full sequence."""
 
 
 def _pass_states(mixer: Recurrent, axis: Axis) -> None:
@@ -203,7 +203,7 @@ def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
         axis: the context axis.
 
     Returns:
-        The batch, and int64 [seq / size] for `Transformer.forward(token_index=...)`.
+        The local batch, and the token index, int64 [seq / size], for `Transformer.forward(token_index=...)`.
     """
     if axis.size == 1:
         return batch, torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
@@ -233,7 +233,9 @@ def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 
 
 def unshard_replicated(x: Tensor, axis: Axis) -> Tensor:
-    """Unshard along dimension 1, for ranks that then all compute the same. The gradient is this rank's slice."""
+    """Unshard along dimension 1, for ranks that all compute the same from the result. The gradient is this rank's
+    slice.
+    """
     return x if axis.size == 1 else from_zigzag(all_gather_replicated(x[None], axis), 1)
 
 

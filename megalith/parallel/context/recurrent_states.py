@@ -3,10 +3,10 @@
 A recurrence maps the state S before a chunk of tokens to A S + W after it (`transition` of the operator). Every rank
 computes A and W of its early and its late chunk (zigzag.py) from the initial state 0, all-gathers A and W of all
 chunks, and applies them in order to get the states before its own chunks. Then it computes its tokens. A convolution
-needs the last tokens of the chunk before.
+needs the last tokens of the preceding chunk.
 
-The all-gathers are small: their size does not depend on the sequence length. A delta rule computes its writes twice,
-and its A is a matrix per head; a state space model's is a number. States and convolutions do not cross the end of a
+The all-gathers are small: their size does not depend on the sequence length. A delta rule computes its writes twice.
+Its A is a matrix per head; the A of a state space model is a number. States and convolutions do not cross the end of a
 document.
 """
 
@@ -101,7 +101,7 @@ def context_delta_rule(
 
 
 def _run(function: Callable, *args):
-    """Call a function, whose intermediate tensors the backward pass recomputes."""
+    """Call a function. The backward pass recomputes its intermediate tensors."""
     if not torch.is_grad_enabled():
         return function(*args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
@@ -133,7 +133,9 @@ def _local_chunks(axis: Axis) -> tuple[int, int]:
 
 
 def _before(axis: Axis, every: Tensor, first: int) -> Tensor:
-    """Return the chunks before this rank's, [2 · batch, ...]; `first` fills the chunk before the first one."""
+    """Return the values of the chunks that precede this rank's two chunks, [2 · batch, ...]; `first` stands in for the
+    chunk before the first one.
+    """
     chunks = _in_order(axis, every)
     chunks = [torch.full_like(chunks[0], first), *chunks]
     return torch.cat([chunks[number] for number in _local_chunks(axis)])

@@ -7,11 +7,12 @@ rank s's keys in one of three dense blocks:
     s < r    all queries attend to all of the first chunk
     s > r    queries of the second chunk attend to all of both chunks
 
-Each is half of the square, so all ranks take the same time per ring step. Blocks are merged by their log-sum-exp
+Each block is half of the square, so all ranks take the same time per ring step. Blocks are merged by their log-sum-exp
 (ops/attention_blocks.py). Keys and values are exchanged in one of two ways:
 
 - ring (Liu et al. 2023): each step sends a shard to the next rank while computing with it. In the backward pass the
-  shards go around again, each followed one step later by its gradient, which accumulates until it is back.
+shards go around again. The gradient of a shard follows one step later and accumulates until it is back at the shard's
+rank.
 - gather (Llama 3): one all-gather, overlapped with the local block. The backward pass repeats the all-gather and
   reduce-scatters the gradients.
 

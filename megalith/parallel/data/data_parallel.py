@@ -175,8 +175,9 @@ def _is_replicated(parallel: ParallelConfig) -> bool:
 
 
 def _has_untied_head(chunk: nn.Module) -> bool:
-    """Return whether the output matrix is an FSDP2 unit of its own. It is not with MTP, which calls it several times
-    per pass."""
+    """Return True if the output matrix is an FSDP2 unit of its own. With MTP, which calls it several times per pass, it
+    is not.
+    """
     head = getattr(chunk, "output_layer", None)
     return isinstance(head, OutputMatrix) and not chunk.config.mtp_layers
 

@@ -20,8 +20,8 @@ class ReduceScatter:
 
     PyTorch's allocator keeps a memory pool per stream, and FSDP2 allocates results on its own stream, so gradients
     could not reuse the activations that the compute stream freed. Therefore a result that becomes a gradient is
-    allocated on the compute stream, and FSDP2's stream waits for the last use of that memory. The gradient may be freed
-    once the compute stream has waited for the result: at the end of the step's last backward pass, or in
+    allocated from the compute stream's pool, and FSDP2's stream waits for the last use of that memory. The gradient may
+    be freed once the compute stream has waited for the result: at the end of the step's last backward pass, or in
     `wait_for_reductions`. A result that is added to an existing gradient, or reduced over replicas, is allocated on
     FSDP2's stream as usual.
     """
@@ -72,7 +72,7 @@ class ReduceScatter:
 class Fp32SumReduceScatter(ReduceScatter):
     """A reduce-scatter of gradients in the compute dtype: an all-to-all in that dtype, and a local sum in fp32.
 
-    The result equals that of a reduce-scatter in fp32, which sends twice as many bytes.
+    The result is the same as with a reduce-scatter in fp32, which would send twice as many bytes.
     """
 
     def _reduce(self, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, op) -> None:

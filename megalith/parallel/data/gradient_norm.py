@@ -1,4 +1,4 @@
-"""Loss denominators, and sums over the gradient and the weights of the whole model across ranks."""
+"""Loss denominators, and sums over all elements of the model's gradient or weights across ranks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class OrderFreeGradientSquares(GradientSquares):
     """A sum of squares whose bits do not depend on how parameters are sharded (train.batch_invariant).
 
     Squares are divided by a power of two that bounds the largest, and cut into two integers of DIGITS bits each.
-    Integers are added without rounding, in any order. The sum lacks at most 2^-2·DIGITS of the bound per element.
+    Integers are added without rounding, in any order. The error of the sum is at most 2^(-2·DIGITS) of the bound per
+    element.
     """
 
     def _squares(self, tensors: list[Tensor]) -> Tensor:

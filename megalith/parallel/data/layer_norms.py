@@ -19,7 +19,7 @@ LAYER = re.compile(r"^(.*?layers\.\d+|[^.]+)")
 
 
 class LayerNorms:
-    """Norms per layer of the parameters that are trained. Methods are collective over `world`."""
+    """Norms per layer, over the trained parameters. Methods are collective over `world`."""
 
     def __init__(
         self,

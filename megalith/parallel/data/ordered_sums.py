@@ -7,7 +7,7 @@ Of R ranks, rank r has the rows r, r + R, r + 2R, … of a step. The rows are th
      sharded     splits them by their highest bit first, so neighbours are added: (0 + 1) + (2 + 3), … The ranks' rows
                  of one pass are a subtree, which their reduce-scatter adds; each rank adds the passes' sums.
 
-A rank holds one sum per level of its part of the tree.
+A rank holds one partial sum per level of its part of the tree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def additions(count: int, neighbours: bool = False) -> list[tuple[int, int]]:
         neighbours: split terms by the highest bit of their numbers first. Default: by the lowest.
 
     Returns:
-        Each term's number, and how many additions of the two newest sums follow it.
+        For each term, in order: its number, and how many additions of the two newest sums follow it.
     """
     bits = range((count - 1).bit_length())
     return _additions(range(count), [*reversed(bits)] if neighbours else [*bits])
@@ -71,7 +71,8 @@ class OrderedGradients:
     def add_pass(self) -> None:
         """Add the gradients of a complete backward pass. After the last one, `.grad` is the sum.
 
-        If passes have begun, the pass is the first of them, and `.grad` has only its weight gradients.
+        If passes have been begun (`begin_pass`), this completes the oldest of them, and `.grad` has only its weight
+        gradients.
         """
         gradients = self._take()
         if self._begun:

@@ -40,7 +40,7 @@ class GradientBucket:
     axis: Axis
     names: list[str]
     parameters: list[nn.Parameter] = field(default_factory=list)
-    """The trained ones."""
+    """The bucket's trained parameters."""
     pending: int = 0
     """Number of parameters without a gradient yet in the current pass."""
     work: Work | None = None
@@ -85,13 +85,14 @@ class Replicated:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """The axis of ranks that replicate each parameter, by name; parameters with one replica are missing."""
+        """Axis of the ranks that replicate each parameter, by name. Parameters with one replica are omitted."""
         return {name: bucket.axis for bucket in self._buckets for name in bucket.names}
 
     def prepare_backward(self, is_last: bool, in_order: bool = False) -> None:
-        """Prepare the hooks for a backward pass; in the one that `is_last`, all-reduces start.
+        """Prepare the hooks for a backward pass. If it `is_last`, its hooks start the all-reduces.
 
-        With `in_order`, they wait for the end of the step, and their order does not depend on the number of ranks.
+        With `in_order`, all-reduces wait for the end of the step, and their order of additions does not depend on the
+        number of ranks.
         """
         self._hook()
         self._is_last, self._in_order = is_last and not in_order, in_order
@@ -165,7 +166,7 @@ def replicate(chunk: Transformer, mesh: Mesh, bucket_size: int | None = None) ->
 def _merge_buckets(
     chunk: nn.Module, buckets: Sequence[GradientBucket], axis: Axis, size: int
 ) -> list[GradientBucket]:
-    """Merge the buckets over `axis` into ones of at least `size` bytes, starting at the end of the model."""
+    """Merge the buckets over `axis` into buckets of at least `size` bytes, starting at the end of the model."""
     parameters = dict(chunk.named_parameters())
     merged, missing = [], 0
     for name in reversed([name for bucket in buckets if bucket.axis is axis for name in bucket.names]):

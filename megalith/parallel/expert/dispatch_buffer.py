@@ -39,7 +39,7 @@ ROW_ALIGNMENT = 4
 
 
 class DispatchPlan(NamedTuple):
-    """The destinations of tokens: the position of every dispatch row, but not yet the number of rows."""
+    """The plan of a dispatch: the position of every dispatch row. The number of rows is not known on the host yet."""
 
     weights: Tensor  # float32 [tokens, topk]
     choices: Tensor  # int32 [tokens, 2 · topk]: the bits of the weights, and the row ids
@@ -85,7 +85,7 @@ def pack(x: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor
 
 
 def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Tensor, Permutation]:
-    """Return the rows of local experts in received dispatch rows.
+    """Return the rows of the local experts, extracted from received dispatch rows.
 
     Returns:
         The `count` rows [rows, hidden], their weights, float32 [rows, 1], and their order.

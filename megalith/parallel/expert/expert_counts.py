@@ -15,7 +15,7 @@ from megalith.parallel.mesh import Mesh
 
 
 class ShardedTokens(LocalTokens):
-    """Local tokens that are one of `axis.size` shards of their micro-batch."""
+    """Collectives over the tokens of a micro-batch, of which this rank has one of `axis.size` shards."""
 
     def __init__(self, axis: Axis):
         self.axis, self.shards = axis, axis.size

@@ -76,7 +76,9 @@ EXPERT_SHARDING = {
 
 
 def expert_sharding(name: str) -> dict[str, dict[str, int]]:
-    """Return the sharding of a GroupedLinear by its name in the model, which may end with the part of an adapter."""
+    """Return the sharding of the GroupedLinear with this name in the model. The name may end with the part of an
+    adapter.
+    """
     path = name.rpartition("experts.")[2]
     return EXPERT_SHARDING[path.rpartition(".")[0] if ADAPTER in name else path]
 
@@ -219,7 +221,7 @@ class ExpertParallel(Dispatch):
         return Permutation(pair // self.topk, pair.view(tokens, self.topk))
 
     def _splits_tokens(self, layout: PassLayout) -> bool:
-        """Return whether the tensor-parallel ranks have the same tokens. If so, each dispatches a part of them."""
+        """Return True if the tensor-parallel ranks have the same tokens, so that each dispatches a part of them."""
         return self.tensor is not None and not layout.sharded
 
     def _local_tokens(self, x: Tensor, filler: Tensor | int = 0) -> Tensor:
@@ -320,7 +322,9 @@ def max_micro_batches(ranks: int, sharing: int) -> int:
 
 
 def _shard_experts(experts: Experts, mesh: Mesh) -> None:
-    """Replace the experts' parameters by DTensors over "ep" and "etp", or the one of them with more than one rank."""
+    """Replace the experts' parameters by DTensors over "ep" and "etp", or over the one of these axes that has several
+    ranks.
+    """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     for name, linear in experts.named_modules(prefix="experts"):

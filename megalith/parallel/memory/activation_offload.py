@@ -49,7 +49,9 @@ def apply_activation_offload(model: Transformer, parallel: ParallelConfig) -> No
 
 
 class ActivationOffload:
-    """A runner that calls another runner, so that offloading happens outside of compiled and recomputed layers."""
+    """A layer runner that wraps another runner, so that offloading happens outside of compiled and
+    recomputed layers.
+    """
 
     def __init__(self, run_layers: Runner, layers: int, unit: int = 1):
         """Offload the first `layers` layers, `unit` layers at a time."""
@@ -178,7 +180,8 @@ class _OffloadUnit:
         )
 
     def _is_kept(self, address: int) -> bool:
-        """Return whether the storage is of a parameter, of its cast for the step, or shared by all layers.
+        """Return True if the storage belongs to a parameter, to a parameter's cast for the step, or is shared by all
+        layers.
 
         FSDP2 gathers the parameters of experts when they start, and frees them before the layer ends. Tensors saved
         after that may reuse their addresses, so these are looked up each time.
@@ -204,7 +207,7 @@ class _OffloadUnit:
             stored.release()
 
     def fetch(self) -> None:
-        """Start copying everything back, the last first."""
+        """Start copying everything back to the device, the tensors saved last first."""
         for stored in reversed(self._storages.values()):
             if stored.uses:
                 stored.fetch()

@@ -57,7 +57,7 @@ def apply_recompute(
         compiled: layers will be compiled.
 
     Raises:
-        ConfigError: attention's output is to be saved and cannot be.
+        ConfigError: the settings require saving attention's output, which this model or layout does not support.
     """
     check_saved_attention(model.config, parallel)
     recompute = partial(
@@ -104,7 +104,7 @@ def _layers_to_recompute(model: Transformer, parallel: ParallelConfig) -> list[T
 def skips_last_layer(parallel: ParallelConfig) -> bool:
     """Return whether full recomputation skips the model's last layer.
 
-    Not with offloading, which would move all activations of that layer to the host instead of its input only.
+    With offloading it does not, because all activations of that layer would move to the host instead of its input only.
     """
     each = parallel.recompute_method != "block" and unit_size(parallel) == 1
     return each and not parallel.cpu_offloading_num_layers

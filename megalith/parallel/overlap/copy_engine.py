@@ -165,25 +165,28 @@ class Slot:
         self._free(self._turns, stream.cuda_stream)
 
     def follow(self, filling: torch.cuda.Stream, fetching: torch.cuda.Stream) -> None:
-        """Make one stream wait for the work queued on the other."""
+        """Make the stream `fetching` wait for the work queued on `filling`."""
         self._handoff.record(filling)  # waited for at once, so one event can serve every turn
         self._handoff.wait(fetching)
 
     def synchronize(self, stream: torch.cuda.Stream) -> None:
-        """Signal that the work queued on the stream has filled the slot, and wait until all ranks have filled
-        theirs."""
+        """Queue a signal that this rank's slot is filled, after the work on the stream, and a wait until all ranks have
+        filled their slots.
+        """
         self._turns += 1
         self._filled(self._turns, stream.cuda_stream)
 
     def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Signal that the work queued on the stream has read all slots. Return an event after it."""
+        """Queue a signal that this rank has read all slots, after the work on the stream. Return an event after that
+        signal.
+        """
         self._done_reading(self._turns, stream.cuda_stream)
         self._read = stream.record_event()
         return self._read
 
 
 class _Slots:
-    """The SLOTS slots of a group, used in turn, as large as its largest collective so far."""
+    """The SLOTS slots of a group, used in turn. They are as large as the group's largest collective so far."""
 
     def __init__(self, group: str):
         self._group, self._size = group, 0
@@ -217,7 +220,7 @@ def _stream_of(device: int, handle: int) -> torch.cuda.Stream:
 
 
 class _EventWork(Work):
-    """The Work that wait_tensor waits for: a CUDA event."""
+    """A Work around a CUDA event, for wait_tensor to wait for."""
 
     def __init__(self, done: torch.cuda.Event, device: int):
         super().__init__()

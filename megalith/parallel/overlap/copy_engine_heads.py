@@ -48,8 +48,8 @@ def tokens_from_heads(xs: list[Tensor], size: int, group: str) -> Tensor:
     """Start the inverse exchange: [batch, size · seq, heads of each / size, head_dim] -> [batch, seq, all heads,
     head_dim].
 
-    The heads of three tensors are ordered by group as in linear_qkv: for each head of the third tensor, its heads of
-    the first, its head of the second, and itself. So a rank's heads are contiguous.
+    The heads of three tensors are ordered by group as in linear_qkv: the query heads of a group (first tensor), its key
+    head (second) and its value head (third). So a rank's heads are contiguous.
     """
     return _begin(xs, _tokens(xs, size, group), size, group, to_heads=False)
 

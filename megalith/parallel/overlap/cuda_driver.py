@@ -1,11 +1,11 @@
 """Copies between addresses and flags between GPUs, by CUDA's driver and runtime.
 
-A flag is an int32 in device memory, of this GPU or of one that it reaches over NVLink. A stream sets it to a number
-after all work queued before, or waits until it has that number or a later one; numbers may wrap around. Neither takes
-an SM. A kernel that synchronizes with other ranks would wait for the matmul that occupies all SMs.
+A flag is an int32 in device memory, of this GPU or of one that it reaches over NVLink. A stream sets a flag to a number
+after all work queued before, or waits until the flag has that number or a later one; numbers may wrap around. Neither
+operation takes an SM. A kernel that synchronizes with other ranks would wait for the matmul that occupies all SMs.
 
-Streams are passed as handles and addresses are device addresses. Raises TrainingError with the driver's answer if it
-refuses a call, and if the package cuda-bindings is missing.
+Streams are passed as handles and addresses are device addresses. Raises TrainingError with the driver's answer if the
+driver refuses a call, and if the package cuda-bindings is missing.
 """
 
 from __future__ import annotations

@@ -115,10 +115,10 @@ def split(nodes: list[Node]) -> list[list[Node]] | None:
 class Merge:
     """The simulated execution. `order` has every node once, after all of its inputs.
 
-    Whenever a matmul ends, the half that does not have to wait continues; if neither has to, the one that reaches its
-    next collective first. A collective starts once its input exists and earlier collectives of its half have started.
-    So the all-gather in the backward pass of a column-parallel linear, whose input was saved, starts long before its
-    matmul.
+    Whenever a matmul ends, the half that does not have to wait continues. If neither has to wait, the half continues
+    that would reach its next collective first. A collective starts once its input exists and earlier collectives of its
+    half have started. So the all-gather in the backward pass of a column-parallel linear, whose input was saved, starts
+    long before its matmul.
 
     Nodes that no collective depends on are taken out of their chains, so that the chains reach their collectives
     earlier. Their inputs stay in memory until they run, within one layer. Such nodes that fill no gap overlap the
@@ -166,7 +166,9 @@ class Merge:
         return min((number for number, chain in enumerate(self._chains) if chain), key=key)
 
     def _stall(self, step: Node, margin: float = 0.0) -> float:
-        """Return how long the device would be idle before this step if collectives were late by `margin`."""
+        """Return the seconds that the device would be idle before this step if collectives took longer by the fraction
+        `margin`.
+        """
         starts = [awaited(node) for node in (*self._missing(step), step) if waits(node)]
         ends = [self._done.get(start, math.inf) + margin * self._seconds[start] for start in starts]
         stall = max(ends, default=0.0) - self._now
@@ -175,7 +177,8 @@ class Merge:
     def _filler_before(self, step: Node) -> Node | None:
         """Return a node that no collective depends on, to run while the device would wait for this step.
 
-        That is the first in graph order that fits, else the shortest. None if there is no wait or no ready node.
+        Choose the first node in graph order that fits into the wait, otherwise the shortest. None if there is no wait
+        or no ready node.
         """
         stall = self._stall(step, MARGIN)
         ready = [node for node in self._fillers if not self._stall(node, MARGIN)] if stall else []

@@ -10,9 +10,10 @@ With context parallelism alone only attention communicates, so only attention an
 part of the layer's graph. Norms and MLP take the whole micro-batch: larger matmuls, and wgrads over more tokens, are
 faster.
 
-Weights are gathered once for both (a layer is FSDP's unit), their gradients are added in the layer's backward pass.
-Everything before and after the layers processes the whole micro-batch. With sequence parallelism each half is sharded
-by itself, so a rank's share of the residual stream is its share of one half and then of the other.
+Weights are gathered once for both halves, because a layer is FSDP's unit. The gradients of the two halves are added in
+the layer's backward pass. Everything before and after the layers processes the whole micro-batch. With sequence
+parallelism each half is sharded by itself, so a rank's shard of the residual stream is its shard of one half followed
+by its shard of the other.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _pass_layout(
     has_position_ids: bool,
     cp_size: int | None = None,
 ) -> PassLayout:
-    """Use two micro-batches in training and evaluation, but not in generation."""
+    """Return the layout of a pass, which runs as two halves in training and evaluation, but not in generation."""
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids, cp_size=cp_size)
     return replace(layout, micro_batches=2 if trains else 1)
 

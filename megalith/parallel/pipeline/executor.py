@@ -105,12 +105,14 @@ class Pipeline:
             hidden_shape: shape of a stream.
             group: micro-batches per group of an interleaved schedule.
             loss_dtype: dtype that the micro-batches' losses are added in.
-            before_backward: called as (chunk, last) before each backward pass of a chunk; `last` if it is the chunk's
-                last one in the step, which reduces gradients. Never last with `zero_bubble`, whose wgrads come later.
+            before_backward: called as (chunk, last) before each backward pass of a chunk. `last` is True for the
+                chunk's last backward pass in the step, which reduces gradients; with `zero_bubble`, whose wgrads come
+                later, it is never True.
             after_backward: called as (chunk) after each complete backward pass of a chunk, in the order of the
                 micro-batches; not with `zero_bubble`.
             after_input_gradients: called as (chunk) after a backward pass whose wgrads are deferred.
-            after_weights: called as (chunk, last) after the deferred wgrads of a micro-batch.
+            after_weights: called as (chunk, last) after the deferred wgrads of a micro-batch; `last` is True for the
+                chunk's last ones in the step.
         """
         self.chunks, self.axis = list(chunks), axis
         self.is_last = axis.rank == axis.size - 1
@@ -299,6 +301,6 @@ class _Pass:
         return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in streams.items()}
 
     def _count_backward(self, chunk: int) -> bool:
-        """Count a complete backward pass of the chunk. Return whether it is the step's last."""
+        """Count a complete backward pass of the chunk. Return True if it is the chunk's last in the step."""
         self.completed[chunk] += 1
         return self.completed[chunk] == self.schedule.micro_batches

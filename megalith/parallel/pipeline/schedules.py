@@ -9,9 +9,9 @@ drawings (report/pipeline_drawing.py) and the tests' checker (schedule_check.py)
 - `1f1b` (Narayanan et al. 2019; Fan et al. 2021): after a warm-up, one forward, one backward.
 - `interleaved` (Narayanan et al. 2021): each rank holds several chunks of layers, one from each lap around the ranks,
   which divides the bubble by their number and multiplies the transfers by it. Micro-batches go through the chunks in
-  groups. The smallest group has as many micro-batches as there are ranks: each is then back from its lap just when
-  its rank needs it. Larger groups leave time for the transfer, and hold more activations (breadth-first, Lamy-Poirier
-  2023).
+  groups. The smallest group has as many micro-batches as there are ranks: a micro-batch is then back from its lap just
+  when the rank needs it for its next chunk. Larger groups leave time for the transfer, but hold more activations
+  (breadth-first, Lamy-Poirier 2023).
 - `zero_bubble` (ZB-H1; Qi et al. 2023): the backward pass is split. dgrad goes to the stage before at once; wgrad,
 which no rank waits for, fills the bubble.
 """
@@ -61,7 +61,7 @@ class Schedule:
     group: int
     """Micro-batches that go through a chunk before the next chunk's turn."""
     actions: list[list[Action]]
-    """By rank."""
+    """The actions in order, by rank."""
 
     def source(self, rank: int, action: Action) -> StageIndex | None:
         """Return the stage that sends this action's input (activations or gradients), or None if it needs no
@@ -228,7 +228,7 @@ def _one_forward_one_backward(forward: list[Action], backward: list[Action], war
 
 
 def _zero_bubble(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
-    """Order as 1F1B, with wgrad `rank` micro-batches after dgrad.
+    """Order actions as in 1F1B, with each wgrad `rank` micro-batches after its dgrad.
 
     Later ranks start later: they compute first what other ranks wait for, and have wgrads left for the end.
     """

@@ -5,8 +5,9 @@ I, W the durations of forward, dgrad and wgrad of a rank, S ranks, M micro-batch
 M·(F + I + W) plus
 
 - 1f1b: (S − 1)·(F + I + W), so the bubble is (S − 1) / (M + S − 1) of the step, for any M;
-- interleaved: (S − 1)·(F + I + W) / V, so it is (S − 1) / (V·M + S − 1);
-- zero_bubble: (S − 1)·(F + I − W), for M ≥ S and W no longer than F or I; a third of 1f1b's where all are equal.
+- interleaved: (S − 1)·(F + I + W) / V, so the bubble is (S − 1) / (V·M + S − 1) of the step;
+- zero_bubble: (S − 1)·(F + I − W), for M ≥ S and W no longer than F or I. If F, I and W are equal, that is a third of
+  the time in 1f1b.
 """
 
 from __future__ import annotations

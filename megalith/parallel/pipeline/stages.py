@@ -28,7 +28,7 @@ class Stage:
     """Layer numbers, from 0."""
     embedding: bool
     head: bool
-    """The final norm, and the output matrix with the loss."""
+    """True if the stage has the final norm, and the output matrix with the loss."""
 
 
 def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[list[Stage]]:
@@ -110,7 +110,9 @@ def padded_micro_batches(parallel: ParallelConfig, micro_batches: int) -> int:
 
 
 def shortened_schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:
-    """Return a schedule of at most LONGEST_SIMULATED micro-batches per stage, and the number of omitted ones."""
+    """Return a schedule of at most LONGEST_SIMULATED micro-batches per stage, and the number of omitted
+    micro-batches.
+    """
     longest = LONGEST_SIMULATED * (parallel.microbatch_group_size_per_virtual_pipeline_stage or 0)
     longest = max(longest, LONGEST_SIMULATED * parallel.pipeline_model_parallel_size)
     omitted = max(micro_batches - longest, 0)

@@ -28,7 +28,7 @@ class Stopwatch:
         self._marks.append(self._now())
 
     def read(self) -> list[tuple[float, float]]:
-        """Return (start, end) of each pair of marks. Waits for the device to reach the last one."""
+        """Return the times (start, end) of each pair of marks. Waits until the device has reached the last mark."""
         if self._cuda:
             self._marks[-1].synchronize()
             times = [self._zero.elapsed_time(mark) for mark in self._marks]

@@ -33,7 +33,7 @@ class Timeline:
     """Start and end of every action of a step, in any unit of time (measured ones: milliseconds)."""
 
     spans: list[list[Span]]
-    """By rank, in order."""
+    """The actions of each rank, in order."""
 
     @cached_property
     def start(self) -> float:

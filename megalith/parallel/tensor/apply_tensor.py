@@ -81,7 +81,7 @@ def _shard_heads(attention: Attention, tensor: TensorParallel, groups: int) -> N
     """Assign this rank's contiguous range of query heads to the attention module, even if several ranks share a KV
     group.
 
-    groups: the model's number of KV groups.
+    `groups` is the model's number of KV groups.
     """
     size, in_group = tensor.axis.size, attention.heads.in_group
     first = tensor.axis.rank * groups * in_group // size

@@ -103,7 +103,7 @@ def replicate_plain_parameters(model: Model, axis: Axis, fully_sharded: bool) ->
     """Mark the parameters outside of sharded layers as replicated over the axis, in place.
 
     They become replicated DTensors. If FSDP2 will shard them, they stay plain and are recorded as the model's
-    Replication, because FSDP2 would give a user's own modules DTensors to compute with.
+    Replication, because a user's own modules would otherwise get DTensors from FSDP2 to compute with.
     """
     if axis.size == 1:
         return

@@ -13,7 +13,7 @@ from megalith.ops.gemm import DeferredWgrad, Gemm, Operand
 
 
 class ColumnLinear(torch.autograd.Function):
-    """x · weightᵀ + bias of all tokens.
+    """Autograd function for x · weightᵀ + bias of all tokens.
 
     With SP, the input is all-gathered. Only this rank's tokens are saved for the backward pass, which gathers them
     again. torch.compile would merge the two gathers and save the result, unless the second one depends on the gradient
@@ -79,7 +79,7 @@ def begin_gather(operand: Operand, axis: Axis) -> list[Tensor]:
 
 
 def end_gather(gathering: list[Tensor], operand: Operand) -> list[Tensor]:
-    """Return the operand of all ranks' tokens."""
+    """Return the operand, gathered over the tokens of all ranks."""
     return [wait(each).view(local.dtype) if local.dim() else each for each, local in zip(gathering, operand)]
 
 

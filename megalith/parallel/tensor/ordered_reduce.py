@@ -2,8 +2,8 @@
 second linear of experts under expert tensor parallelism.
 
 Ranks exchange their partial sums in fp32 and add them by a binary tree of neighbours (ops/batch_invariant/matmul.py).
-Thus 1, 2, 4 and 8 ranks have the same bits. NCCL and gloo add in an order that depends on the number of ranks and the
-size. The bytes sent are those of an all-reduce, or with sequence parallelism of a reduce-scatter, in fp32.
+Thus 1, 2, 4 and 8 ranks give the same bits. NCCL and gloo add in an order that depends on the number of ranks and the
+size. The exchange sends as many bytes as an all-reduce in fp32, or with sequence parallelism a reduce-scatter in fp32.
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ def sum_over_neighbours(axis: Axis, count: int, x: Tensor) -> Tensor:
 
 
 def ordered_columns(y: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
-    """Return this rank's columns of the ranks' sum in `dtype`, and zeros in the others: [rows, h]. Without a gradient.
+    """Return the sum over ranks in this rank's columns, and zeros in other columns: [rows, h] in `dtype`. Without a
+    gradient.
 
-    The ranks then add their results in any order. Each rank's partial sums have the gradient of the sum.
+    The ranks can then add their results in any order. The gradient of the sum is the gradient of each rank's partial
+    sums.
 
     Args:
         y: float32 [rows, h], partial sums of the same rows on all ranks.

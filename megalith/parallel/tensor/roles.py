@@ -127,7 +127,7 @@ SHARED_B = Role(REPLICATED, REPLICATED, None, ALWAYS)  # keys or values of a sha
 
 
 def shared_modules(config: ModelConfig, ranks: int) -> frozenset[str]:
-    """Return the names of the modules whose groups of heads are fewer than `ranks` tensor-parallel ranks."""
+    """Return the names of the modules that have fewer groups of heads than there are tensor-parallel `ranks`."""
     names = {
         ("linear_qkv", "linear_kv"): config.query_groups,
         ("linear_zxbcdt", "conv_xbc"): config.mamba_num_groups,

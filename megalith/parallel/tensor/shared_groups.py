@@ -1,7 +1,8 @@
 """Heads of a KV group, or of a Mamba-2 group, that several tensor-parallel ranks share.
 
 With more ranks than groups, each rank has some of a group's heads, and the group's keys and values (or B and C) are
-computed on each of these ranks. The parameters are then replicated, and a rank uses the rows listed here.
+computed on each of these ranks. The parameters are then replicated, and each rank uses the rows that the classes below
+list.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class SharedKVGroup:
         self.spans = [queries, (first + heads * size, 2 * size)]
 
     def rows(self, parameter: Tensor) -> Tensor:
-        """Return [(local query heads + 2) · head_dim, ...], or of linear_kv [2 · head_dim, ...]."""
+        """Return this rank's rows: [(local query heads + 2) · head_dim, ...] of linear_qkv, or [2 · head_dim, ...] of
+        linear_kv.
+        """
         return torch.cat([parameter.narrow(0, *span) for span in self.spans])
 
 

@@ -1,10 +1,11 @@
 """Tensor parallelism (Shoeybi et al. 2019) and sequence parallelism (Korthikanti et al. 2022).
 
-Linears come in pairs, and a pair needs one collective each way. The first is column parallel (output rows are sharded:
-each rank computes some of the heads or of the MLP's columns), the second row parallel (input columns are sharded), so
-that each rank has a partial sum, which is reduced. Without SP the residual stream is replicated. With SP it is sharded
-by tokens (all sequences of the micro-batch concatenated) for norms, dropout and additions; the reduction is then a
-reduce-scatter, and an all-gather comes before the next pair: the same bytes, and 1/tp of the stream's memory.
+Linears come in pairs, and a pair needs one collective in each pass. The first is column parallel (output rows are
+sharded: each rank computes some of the heads or of the MLP's columns), the second row parallel (input columns are
+sharded), so that each rank has a partial sum, which is reduced. Without SP the residual stream is replicated. With SP
+it is sharded by tokens (all sequences of the micro-batch concatenated) for norms, dropout and additions; the reduction
+is then a reduce-scatter, and an all-gather comes before the next pair: this sends the same bytes and needs 1/tp of the
+stream's memory.
 
     without SP   x ──(dgrad all-reduced)─ column ── row ──all-reduce──────────────── + bias
     with SP      x ──all-gather───────── column ── row ──reduce-scatter──────────── + bias
@@ -74,7 +75,7 @@ class TensorParallel:
         return by_rank.reshape(1, -1, *x.shape[2:])
 
     def reduce_sequence(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """Sum the ranks' results for their tokens. All ranks then compute the same from the sum."""
+        """Sum the results that ranks computed from their own tokens. All ranks must compute the same from the sum."""
         return all_reduce(x, self.axis) if layout.sharded else x
 
     def from_sp_order(self, x: Tensor, layout: PassLayout, batch: int) -> Tensor:

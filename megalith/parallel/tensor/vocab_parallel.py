@@ -1,8 +1,8 @@
 """Lookup, loss and logits over a vocabulary that is sharded over the tensor axis.
 
-Each rank has ⌈rows / tp⌉ consecutive rows of the padded embedding and of the output matrix, the last ranks fewer where
-that is uneven. The padding is the model's own and never depends on the axis. A token's embedding comes from one rank,
-and the others add zeros. In the loss no rank has a full row of logits (ops/vocab_softmax.py).
+Each rank has ⌈rows / tp⌉ consecutive rows of the padded embedding and of the output matrix; the last ranks have fewer
+if tp does not divide the rows. The padding is the model's own and never depends on the axis. A token's embedding comes
+from one rank, and the others add zeros. In the loss no rank has a full row of logits (ops/vocab_softmax.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class VocabParallel:
         bias: Tensor | None = None,
         math: HeadMath = ORDINARY,
     ) -> Tensor:
-        """Return `ops.cross_entropy.linear_cross_entropy`, the same on every rank. weight [local rows, hidden]."""
+        """Return the result of `ops.cross_entropy.linear_cross_entropy`, the same on every rank. weight is [local rows,
+        hidden].
+        """
         labels, loss_mask = (self.tensor.to_sp_order(x, context.layout) for x in (labels, loss_mask))
         shard = dict(
             axis=self.axis,
@@ -75,7 +77,7 @@ class VocabParallel:
         bias: Tensor | None = None,
         math: HeadMath = ORDINARY,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return `models.loss.compute_logprobs`, the same on every rank, as [batch, seq]."""
+        """Return the result of `models.loss.compute_logprobs` as tensors [batch, seq], the same on every rank."""
         layout = context.layout
         shard = dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias, math=math)
         tokens = {name: self.tensor.to_sp_order(x, layout) for name, x in objective.tokens.items()}
