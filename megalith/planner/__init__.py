@@ -1,1 +1,1 @@
-"""Memory, FLOPs, layout and traffic of any job, without its devices."""
+"""Estimates of a job's memory, FLOPs, time and communication, and the search for its layout, without its devices."""

@@ -55,7 +55,7 @@ def calibrate(device: torch.device, seconds: float = 120.0, show_progress: bool 
 
     Args:
         device: this process's device.
-        seconds: about how long the measurement may take.
+        seconds: approximate duration of the measurement.
     """
     with Progress("calibrate", None, "points", show=show_progress) as progress:
         return _measured(_Bench(device, seconds / (4 * len(GEMMS) + 4 * len(ATTENTION) + 50), progress))
@@ -138,7 +138,7 @@ class _Bench:
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
     def gemm(self, m: int, k: int, n: int) -> float:
-        """Return TFLOP/s of an [m, k] input with an [n, k] weight."""
+        """Return the TFLOP/s of the product of an [m, k] input and an [n, k] weight."""
         x, weight = self.random(m, k), self.random(n, k)
         return 2 * m * k * n / self.time(lambda: F.linear(x, weight)) / TERA
 
@@ -165,7 +165,7 @@ class _Bench:
         return flops / forward / TERA, 2.5 * flops / backward / TERA
 
     def copy(self) -> float:
-        """Return GB/s of a copy, read plus written."""
+        """Return the GB/s of a copy on the device, counting bytes read plus bytes written."""
         x = self.random(2**28 if self.cuda else 2**20)
         y = torch.empty_like(x)
         return 2 * x.nbytes / self.time(lambda: y.copy_(x)) / GIGA

@@ -32,9 +32,9 @@ class Matmul(NamedTuple):
     """A weight [out, in] that tokens are multiplied by, with its size on one rank."""
 
     rows: int
-    """out."""
+    """Output size."""
     columns: int
-    """in."""
+    """Input size."""
     experts: int
     """Number of expert matrices; 0 for a matrix that all tokens use."""
     style: str | None
@@ -47,8 +47,8 @@ class MetaModel:
     """A model on the meta device with one layer of each kind.
 
     Parameters are counted by part: embedding, attention, mlp, experts, norms, head, adapters, and the frozen first
-    factors of PiSSA and OLoRA. Biases count with their part. Sizes on a rank follow the sharding tables: ROLES for
-    tensor parallelism, EXPERT_SHARDING for experts.
+    factors of PiSSA and OLoRA. A bias counts toward the part that it belongs to. Sizes on a rank follow the sharding
+    tables: ROLES for tensor parallelism, EXPERT_SHARDING for experts.
     """
 
     def __init__(self, model: ModelConfig, lora: LoraConfig | None = None):
@@ -100,7 +100,7 @@ class MetaModel:
             add_adapters(self._model, lora, model)
 
     def on_rank(self, parallel: ParallelConfig) -> MetaModel:
-        """Return a copy that counts the shards of one rank; the largest, if a size is not divisible."""
+        """Return a copy that counts the shards of one rank. If a size is not divisible, it counts the largest shard."""
         other = copy(self)
         other.parallel = parallel
         return other
@@ -110,7 +110,9 @@ class MetaModel:
         return self._layers[self._first[number]]
 
     def in_layers(self, layer_numbers: Iterable[int], matrices: bool = False) -> Counter[str]:
-        """Return the parameters of these layers by part. `matrices`: only weights that tokens are multiplied by."""
+        """Return the number of parameters of these layers by part. With `matrices`, count only weights that tokens are
+        multiplied by.
+        """
         key = tuple(layer_numbers)
         return self.cached(("layers", key, matrices), partial(self._in_layers, key, matrices))
 
@@ -124,9 +126,10 @@ class MetaModel:
         return total
 
     def saved(self, chunks: Sequence[Stage] | None = None) -> int:
-        """Return the parameters that are trained in full in addition to adapters: `lora.modules_to_save`, and a score.
+        """Return the number of parameters that are trained in full in addition to adapters: `lora.modules_to_save` and
+        the output layer of a model that scores. It is 0 without adapters.
 
-        `chunks` is as in `outside`. 0 without adapters.
+        `chunks` is as in `outside`.
         """
         if not self._model.has_adapters:
             return 0
@@ -155,7 +158,7 @@ class MetaModel:
         return (self._model.output_layer or self._model.embedding.word_embeddings).weight
 
     def idle_adapters(self) -> int:
-        """Return the parameters of adapters of the experts that a token is not routed to."""
+        """Return the number of adapter parameters in the experts that a token is not routed to."""
         model, total = self.config, 0
         for number, times in self.kinds(self.layer_numbers).items():
             for name, module in self.layer(number).named_modules():
@@ -336,12 +339,12 @@ class ParameterCounts:
     """Token embedding and learned positions, absolute or relative."""
     attention: int
     mlp: int
-    """Including experts and the input projections of MTP layers."""
+    """MLPs, including experts and the input projections of MTP layers."""
     norms: int
     head: int
     """The output matrix unless it is tied to the embedding, and BERT's heads."""
     adapters: int
-    """If there are adapters, only they are trained, and `saved`."""
+    """LoRA adapters. If there are any, only they and `saved` are trained."""
     idle: int
     """Parameters of the experts that a token is not routed to; part of `mlp`."""
     saved: int = 0
@@ -375,8 +378,8 @@ def count_parameters(
 
     Args:
         model: the model.
-        padded_vocab: count the padded vocabulary. False counts it as published and as stored in checkpoints:
-            124,439,808 parameters for GPT-2, 8,030,261,248 for Llama-3-8B.
+        padded_vocab: count the padded vocabulary. False counts the vocabulary without padding, as published and as
+            stored in checkpoints: 124,439,808 parameters for GPT-2, 8,030,261,248 for Llama-3-8B.
         lora: adapters to count.
     """
     if not padded_vocab:

@@ -1,10 +1,10 @@
 """FLOPs per token, and the throughput and utilization that follow from them.
 
-A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward and twice that backward (dgrad and wgrad):
-6 FLOPs per weight and token. A token uses only the experts that it is routed to. Attention scores and values cost
-2·2·S·(heads·head_dim) forward for S keys, three times that with the backward pass; a sliding window counts its visible
-keys only. A delta rule costs 2·3·(heads·key_dim·value_dim) forward, a state space model 2·2·(heads·state_dim·head_dim).
-There are two conventions:
+A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward and twice as many backward (dgrad and
+wgrad): 6 FLOPs per weight and token. A token uses only the experts that it is routed to. Attention scores and values
+cost 2·2·S·(heads·head_dim) forward for S keys, three times that with the backward pass; a sliding window counts its
+visible keys only. A delta rule costs 2·3·(heads·key_dim·value_dim) forward, a state space model
+2·2·(heads·state_dim·head_dim). There are two conventions:
 
 - **causal** (Megatron-LM): half of the attention matrix, because the mask hides the other half;
 - **full** (PaLM, torchtitan): the full matrix. For Llama-3-8B at 8,192 tokens they differ by 12 %.
@@ -31,9 +31,9 @@ class TokenFlops:
     """FLOPs per token by part, forward and backward."""
 
     attention_projections: int
-    """Including the recurrences of delta nets and state space models."""
+    """FLOPs of attention's projections, and of the recurrences of delta nets and state space models."""
     attention_matrix: int
-    """The full matrix."""
+    """FLOPs of attention's scores and values, for the full matrix."""
     mlp: int
     head: int
     adapters: int = 0
@@ -56,11 +56,12 @@ def flops_per_token(
 ) -> TokenFlops:
     """Return the FLOPs per token, forward and backward. Llama-3-8B at 8,192: 51.5 GFLOP (causal), 57.9 GFLOP (full).
 
-    The output matrix has the padded vocabulary. Frozen weights have no wgrad: 4 FLOPs per weight instead of 6.
+    The output matrix has the padded vocabulary. Frozen weights have no wgrad, so they cost 4 FLOPs per weight and token
+    instead of 6.
 
     Args:
-        seq_length: tokens of a sequence without document boundaries. For an encoder-decoder, the encoder's tokens:
-            the FLOPs of a sample are divided by them.
+        seq_length: tokens of a sequence without document boundaries. For an encoder-decoder, the encoder's tokens, by
+            which the FLOPs of a sample are divided.
         lora: adapters, which freeze all other weights but `modules_to_save`.
         decoder_length: mean tokens of the decoder; None: `seq_length`. An encoder-decoder's attention is counted in
             full in both conventions.
@@ -133,8 +134,8 @@ def recurrence_macs(model: ModelConfig, layer: int) -> int:
 def _keys(model: ModelConfig, layer: int, seq_length: int) -> int:
     """Return the keys per query of a layer, before the causal mask hides half of them.
 
-    With a causal mask, a window of w < S keys leaves w·S − w²/2 pairs of S²/2. Twice that divided by S is returned.
-    Chunks of w keys leave w·S/2 pairs.
+    With a causal mask, a window of w < S keys leaves w·S − w²/2 of the S²/2 pairs of query and key; chunks of w keys
+    leave w·S/2. The result is twice the number of pairs divided by S.
     """
     if sides := model.two_sided_window(layer):
         widths = [min(width, seq_length - 1) for width in sides]

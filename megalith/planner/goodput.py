@@ -38,7 +38,7 @@ class Costs:
     stall: float = 0.8
     """Stall of training while an asynchronous save copies the state."""
     notice: float = 10.0
-    """From the failure to the start of new processes."""
+    """Seconds from a failure to the start of new processes."""
     start: float = 30.0
     """From the start of new processes to the first step, with compiled code from the cache, without loading the
     checkpoint."""

@@ -3,8 +3,9 @@
 A layer takes the time of its GEMMs at their shapes, its attention, and the bytes that all other operators read and
 write; the sizes come from the model on the meta device. The time of exposed collectives is added; for tensor and
 context parallelism it follows from the bytes in traffic.py. Collectives that overlap GEMMs add the time by which they
-slow the GEMMs (GEMM_SLOWDOWN). Recomputation repeats the forward pass without gathering weights, without saved
-attention, and, in a layer compiled with its recomputation, without the last matmul, whose result no gradient needs.
+slow the GEMMs (GEMM_SLOWDOWN). Recomputation repeats the forward pass except the gathering of weights and saved
+attention. In a layer compiled together with its recomputation, it also omits the last matmul, whose result no gradient
+needs.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ class LayerTimes:
         return recomputed
 
     def _dtype(self, number: int) -> tuple[str, float]:
-        """Return the dtype of a layer's matmuls in the table of rates, and their rate relative to the table."""
+        """Return the dtype under which the table of rates lists a layer's matmuls, and their rate relative to the
+        table's.
+        """
         train = self.config.train
         if self.fp8 and uses_fp8(number, self.config):
             return "fp8", OTHER_RATES.get(train.fp8_recipe, 1.0)
@@ -202,14 +205,14 @@ class LayerTimes:
         ) / self.streams
 
     def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[float, float]:
-        """Return the bytes that casts of `weight` elements move per micro-batch, forward and backward."""
+        """Return the bytes that casting a weight of `weight` elements moves per micro-batch, forward and backward."""
         if experts:
             return weight * one, weight * one
         weight *= 1 - self._cast_once()
         return (weight * both, 0) if saves_weight_codes(self.config) else (weight * one, weight * one)
 
     def _cast_bytes(self) -> tuple[int, int]:
-        """Return the bytes that an element's cast to FP8 moves, with and without the transpose."""
+        """Return the bytes per element that a cast to FP8 moves, with and without the transpose."""
         scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
         return 4 + scan, 3 + scan
 
@@ -304,7 +307,7 @@ class LayerTimes:
         backward["elementwise"] += width * self.tokens * backward_elements / self.streams
 
     def _rows_moved(self) -> float:
-        """Return how often a pass reads or writes a token's hidden state in dispatch and combine."""
+        """Return how many times dispatch and combine read or write a token's hidden state in a pass."""
         model, size = self.model, self.parallel.expert_model_parallel_size
         moved = 3 * model.moe_router_topk + 1  # rows gathered, and read to sum them
         if size > 1 and self.parallel.moe_token_dispatcher_type == "alltoall":
@@ -362,7 +365,9 @@ class LayerTimes:
             self._sharded(local_weights, forward, backward)
 
     def _decode(self, number: int, here: Counter[str], passes: Iterable[Counter[str]]) -> None:
-        """Add the decoding of a layer's weights in codes to each pass, and take them out of the counts of weights."""
+        """Add the decoding of a layer's quantized weights to each pass, and remove these weights from the counts of
+        weights.
+        """
         shapes = self.meta.base_matrices(number)
         for work in passes:
             form = self.config.lora.quantize_base
@@ -374,7 +379,9 @@ class LayerTimes:
         return expert_data_parallel_size(self.parallel, self.world) == 1
 
     def _sharded(self, local_weights: float, forward: Counter[str], backward: Counter[str]) -> None:
-        """Add FSDP2's copies and collectives per micro-batch. step_time.py adds those per step."""
+        """Add FSDP2's copies and collectives of a micro-batch. step_time.py adds the collectives that run once per
+        step.
+        """
         strategy = self.parallel.data_parallel_sharding_strategy
         if freed := self.freed * local_weights:
             for work in (forward, backward):
@@ -389,7 +396,7 @@ class LayerTimes:
             backward["data"] += self._slowdown(kind, width * local_weights)
 
     def _slowdown(self, kind: str, size: float) -> float:
-        """Return by how much a collective of `size` bytes over the shards slows the GEMMs that it overlaps."""
+        """Return the seconds by which a collective of `size` bytes over the shards slows the GEMMs that it overlaps."""
         shards = shard_size(self.parallel, self.world)
         return GEMM_SLOWDOWN["NCCL"] * self.collective_time(
             kind, shards, self.tensor, size * (shards - 1) / shards

@@ -41,7 +41,9 @@ class StageLayout:
     parameters: int
     """Parameters of its layers, embedding and head, before sharding."""
     in_flight: int
-    """Maximum of micro-batches with saved activations; with several chunks per rank, of (micro-batch, chunk) pairs."""
+    """Maximum number of micro-batches with saved activations at a time; with several chunks per rank, of (micro-batch,
+    chunk) pairs.
+    """
     memory: MemoryEstimate
     """Expected memory of a device of the stage, in bytes."""
 

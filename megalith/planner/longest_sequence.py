@@ -1,4 +1,4 @@
-"""The longest sequence that a plan has memory for."""
+"""Search for the longest sequence that fits into the devices' memory."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class MemoryEstimate:
     weights: int
     """Stored weights, in fp32 except frozen ones."""
     compute_copy: int
-    """Weights cast to bf16 or fp16, or gathered by FSDP2; 0 in fp32 without FSDP2."""
+    """Copies of weights for computation: cast to bf16 or fp16, or gathered by FSDP2. 0 in fp32 without FSDP2."""
     gradients: int
     """Gradients at the peak. With one micro-batch per step they replace activations and cast weights."""
     optimizer: int
@@ -60,7 +60,7 @@ class MemoryEstimate:
 
     @property
     def snapshots(self) -> int:
-        """Host memory per rank for snapshots (checkpoint.memory_interval), at most: frozen weights are not copied."""
+        """Maximum host memory per rank for snapshots (checkpoint.memory_interval). Frozen weights are not copied."""
         return SNAPSHOT_BUFFERS * (self.weights + self.optimizer)
 
 
@@ -97,11 +97,13 @@ class StageMemory:
         self.expert_fsdp = is_sharded and expert_data_parallel_size(parallel, world_size) > 1
         self.expert_shards = expert_shard_size(parallel, world_size)
         self.sums = 1
-        """Gradients that a rank holds; with train.batch_invariant, one for each level of the tree that sums the rows'
-        gradients."""
+        """Number of gradient copies that a rank holds; with train.batch_invariant, one for each level of the tree that
+        sums the rows' gradients.
+        """
         self.set_apart = 0
-        """Passes whose gradients of experts and of the output matrix wait for their deferred wgrads, at most: all ranks
-        of a zero-bubble pipeline but the first one have such passes."""
+        """Maximum number of passes whose gradients of experts and of the output matrix wait for their deferred wgrads.
+        All ranks of a zero-bubble pipeline except the first have such passes.
+        """
         if config.train.batch_invariant:
             rows = max((config.train.global_batch_size or 1) // copies, 1)
             self.sums += math.ceil(math.log2(rows))
@@ -130,18 +132,20 @@ class StageMemory:
         self.in_mlps = here["mlp"] / max(self.dense, 1)
         """Fraction of the layers' dense weights that belongs to MLPs."""
         self.coded, self.decoded = 0, 0
-        """Bytes of the quantized frozen weights, which data ranks do not shard, and elements decoded at once."""
+        """Bytes of the quantized frozen weights, which data parallelism does not shard, and the number of elements
+        decoded at a time.
+        """
         if config.lora.has_quantized_base:
             self._count_codes(config.lora.quantize_base)
         self.outside = meta.outside(chunks).total()
         self.saved = meta.saved(chunks)
-        """Dense weights that are trained in full beside the adapters."""
+        """Number of dense weights that are trained in full in addition to the adapters."""
         self.trains_head = meta.trains_head and not (self.adapters and self.model.score_head)
         stores_bf16 = bool(self.adapters) and config.train.precision == "bf16"
         self.stored_bytes = self.width if stores_bf16 else MASTER_BYTES
 
     def _count_codes(self, form: str) -> None:
-        """Move the quantized weights from the others to `coded`."""
+        """Subtract the quantized weights from the other weights, and count them in `coded`."""
         for number, times in self.meta.kinds(self.layer_numbers).items():
             shapes = self.meta.base_matrices(number)
             sizes = [math.prod(shape) for shape in shapes]
@@ -200,7 +204,8 @@ class StageMemory:
     def _saved_layers(self) -> tuple[int, int]:
         """Return how many of the layers in flight save only their input, and how many save all activations.
 
-        The second includes the recomputed layers in their backward pass, and one layer of the offloaded activations.
+        The second number includes the layers that are being recomputed in the backward pass, and one layer of offloaded
+        activations.
         """
         parallel, layers, in_flight_layers = self.parallel, self.layers, self.in_flight_layers
         if not layers:
@@ -288,8 +293,9 @@ class StageMemory:
     def _relative_positions(self) -> int:
         """Return the memory of relative position biases, in bytes.
 
-        Per stack with layers on this rank: the bucket of each pair, and the heads' biases with gradients in fp32. Per
-        encoder layer in flight (one if compiled): the bias with the padding mask, and once its gradient.
+        Each stack with layers on this rank needs the bucket of each pair of tokens, and the heads' biases with their
+        gradients in fp32. Each encoder layer in flight (only one if compiled) needs the bias combined with the padding
+        mask. The gradient of that sum exists once.
         """
         first, data = self.model.encoder_layers, self.config.data
         heads = self.model.num_attention_heads // self.tensor // self.context

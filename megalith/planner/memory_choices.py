@@ -82,7 +82,7 @@ def with_unsharded_layers(
 
 
 def _layers_to_keep(config: RunConfig, world_size: int) -> int:
-    """Return the largest number that `auto` of fsdp_unsharded_layers may choose."""
+    """Return the largest number of layers that `auto` of fsdp_unsharded_layers may choose."""
     parallel = config.parallel
     sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
     ranks = world_size // parallel.tensor_model_parallel_size // parallel.pipeline_model_parallel_size
@@ -120,7 +120,7 @@ def with_recomputation(
 
     If a run without recomputation is not expected to fit, choose the first way in RECOMPUTED that fits. If none fits,
     choose the one that needs the least memory, unless the device has less. The ways in CHEAP cost less than FSDP
-    gathering layers again, so they are also chosen if clearly fewer layers are then gathered again.
+    gathering layers again, so they are also chosen if clearly fewer layers are gathered again with them.
     """
     if config.runtime.activation_memory_budget != "auto":
         return config, []
@@ -167,7 +167,7 @@ def with_recomputation(
 
 
 def _recomputed_by(configured: ParallelConfig, parallel: ParallelConfig) -> str:
-    """Return as text the settings that make `parallel` recompute more, or gather tokens again, than `configured`."""
+    """Return as text the settings of `parallel` that recompute more than `configured` does, or gather tokens again."""
     granularity, reasons = parallel.recompute_granularity, []
     if granularity is not None:
         modules = f" of {' and '.join(parallel.recompute_modules)}" if granularity == "selective" else ""
@@ -195,10 +195,10 @@ def _recomputing(
 def with_static_dispatch(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Choose moe_static_dispatch if it is `auto`. The result is that of `with_unsharded_layers`.
+    """Choose moe_static_dispatch if it is `auto`. The result has the form of `with_unsharded_layers`.
 
-    It becomes true with expert parallelism if a grouped GEMM kernel reads the number of rows on the device, if few more
-    tokens are sent than without it, and if the layout is expected to fit.
+    It becomes true with expert parallelism if a grouped GEMM kernel reads the number of rows on the device, if it sends
+    only few more tokens, and if the layout is expected to fit.
     """
     model, parallel = config.model, config.parallel
     size = parallel.expert_model_parallel_size

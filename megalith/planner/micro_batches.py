@@ -1,4 +1,4 @@
-"""Notes that suggest larger micro-batches if they fit, because a step then has fewer passes."""
+"""Notes that suggest larger micro-batches if these fit, because a step then has fewer passes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ PASS_BY_PASS = {
     "optim_grads": "casts weights, and reduces and accumulates gradients",
     "optim_grads_params": "gathers and casts weights, and reduces and accumulates gradients",
 }
-"""Sharding strategy → work that every micro-batch repeats."""
+"""Work that every micro-batch repeats, by sharding strategy."""
 
 
 def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> list[str]:
     """Return a note if a step could have fewer, larger micro-batches that are expected to fit.
 
-    There is none with a pipeline or with an expert capacity, because the number of micro-batches then matters.
+    There is no note with a pipeline, whose bubble depends on the number of micro-batches, with an expert capacity,
+    which applies per micro-batch, or with dynamic context parallelism, which chooses the size of a pass itself.
 
     Args:
         config: the run before `auto` is resolved, because larger micro-batches may resolve it differently.

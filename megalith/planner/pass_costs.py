@@ -18,7 +18,7 @@ FLOPS_PER_BYTE = 2000
 OVERHEAD_TOKENS = 256
 BYTES = 2
 PASSES = 2
-"""Exchanges: forward and backward."""
+"""Number of passes in which keys and values are exchanged: forward and backward."""
 SCALE = 16
 """Units per pair of tokens, so that rounding to integers matters little."""
 

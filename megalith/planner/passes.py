@@ -1,7 +1,7 @@
 """Time of a rank's forward and backward passes over one micro-batch, in seconds by part.
 
-The times of a stage's layers (layer_times.py) are added to those of embedding and output layer. If the host launches
-kernels more slowly than the GPU runs them, the host sets the pace.
+The times of a stage's layers (layer_times.py) are added to the times of embedding and output layer. If the host
+launches kernels more slowly than the GPU runs them, the host sets the pace.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Passes(LayerTimes):
         return 1.0 - (head and skips_last_layer(parallel)) / layers
 
     def _host(self, work: Counter[str], layer_numbers: Sequence[int], share: float) -> Counter[str]:
-        """Add the time that the device waits for the host."""
+        """Return the time per part with the time added that the device waits for the host."""
         launch = self.rates.launch * 1e-6
         experts = len(self.expert_layers.intersection(layer_numbers))
         kind = "half" if self.parallel.overlaps else "eager" if self.eager else "layer"

@@ -25,9 +25,10 @@ class PlannedLayout:
     """Settings of SEARCHED_DEFAULTS that differ from the defaults, and the micro-batch size."""
     world_size: int
     memory: list[MemoryEstimate]
-    """Memory per device of each pipeline rank; during the search only of ranks that may need the most."""
+    """Memory per device of each pipeline rank. During the search, only ranks that may need the most memory are listed.
+    """
     time: StepTime | None = None
-    """None if the layout does not fit."""
+    """Estimated time of a step; None if the layout does not fit."""
     speed: Throughput | None = None
     fits: bool = False
 
@@ -83,11 +84,11 @@ class PlanResult:
     usable: float
     """Memory per device that a layout may use, in bytes."""
     best: list[PlannedLayout] = field(default_factory=list)
-    """Fastest first."""
+    """The best layouts, fastest first."""
     too_large: list[PlannedLayout] = field(default_factory=list)
     """Layouts that do not fit, smallest first."""
     refused: Counter[str] = field(default_factory=Counter)
-    """The trainer's error messages, and how many candidates each rejected."""
+    """Number of candidates that the trainer rejected, by its error message."""
     tried: int = 0
     fitting: int = 0
 

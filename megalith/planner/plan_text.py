@@ -33,7 +33,7 @@ def plan_text(answer: PlanResult, tokens: float | None, price: float | None, exp
     Args:
         answer: the plan.
         tokens: tokens to train on; adds a column with the days.
-        price: per GPU hour; adds a column with the cost.
+        price: price of a GPU hour; adds a column with the cost.
         explain: also explain slower, too large and rejected layouts.
     """
     config, rates = answer.config, answer.rates
@@ -140,7 +140,9 @@ def _snapshot_memory(layout: PlannedLayout) -> list[str]:
 
 
 def explanations(answer: PlanResult) -> Iterator[str]:
-    """Yield why the runners-up are slower, why other layouts do not fit, and which ones the trainer rejects."""
+    """Yield texts that explain why the runners-up are slower, why other layouts do not fit, and which layouts the
+    trainer rejects.
+    """
     best = answer.best[0]
     for number, each in enumerate(answer.best[1:], 2):
         added = {name: each.time.parts[name] - best.time.parts[name] for name in PARTS}

@@ -1,4 +1,4 @@
-"""Configurations to plan: a preset, and other batches of a run."""
+"""Configurations to plan: a preset, or a run with another batch size or sequence length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def with_batch(config: RunConfig, seq_length: int | None, global_batch_size: int
 
 
 def preset_config(preset: str, gpus: int, seq_length: int | None, global_batch_size: int | None) -> RunConfig:
-    """Return a bf16 pretraining job of a preset. Defaults: up to 8,192 tokens per sequence, a sequence per 8 GPUs."""
+    """Return a bf16 pre-training job of a preset. By default sequences have up to 8,192 tokens, and the batch has one
+    sequence per 8 GPUs.
+    """
     config = RunConfig.from_tree(
         {
             "model": {"preset": preset},

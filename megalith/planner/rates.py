@@ -2,7 +2,7 @@
 
 A table has the rates of GEMMs and attention by shape, of collectives by kind, link, ranks and bytes, of memory, and of
 kernel launches. Other sizes are interpolated: GEMMs and attention by the logarithms of their sizes, collectives by the
-bytes per rank. Beyond the largest measured collective its rate is used.
+bytes per rank. Larger collectives than the largest measured one get its rate.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Wiring:
     memory: float
     """GB (10^9 bytes) available to PyTorch."""
     inside: float
-    """GB/s to all other GPUs of the node together."""
+    """GB/s from a GPU to all other GPUs of the node together."""
     outside: float
     """GB/s of the GPU's network card to other nodes."""
     link: str = NVLINK
     processors: int = 132
-    """SMs."""
+    """Number of SMs."""
 
 
 # NVLink one way by generation (V100 150, A100 300, H100 450, B200 900; A800 200, H800 200); PCIe 4 and 5 32 and 64.
@@ -75,7 +75,8 @@ SHORT_NAMES = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h100-80gb": "NVIDIA H100 80GB HBM3",
 }
-"""Short names that are ambiguous. Other names are shortened by dropping the maker: H800, L40S, RTX 4090."""
+"""Chips for short names that would be ambiguous. Other names are shortened by dropping the maker: H800, L40S, RTX 4090.
+"""
 MAKER = ("nvidia", "tesla", "geforce")
 
 
@@ -87,11 +88,11 @@ class Rates:
     source: str
     """Origin of the rates, printed with a plan."""
     matmuls: dict[str, list[list[float]]]
-    """dtype → [m, k, n, TFLOP/s] of an m × k by k × n product."""
+    """Measured GEMMs by dtype: lists [m, k, n, TFLOP/s] for the product of an m × k and a k × n matrix."""
     attention: list[list[float]]
     """[sequences, heads, sequence length, head dim, forward TFLOP/s, backward TFLOP/s], causal: half of the matrix."""
     memory: float
-    """GB/s, read plus written."""
+    """Memory bandwidth in GB/s, counting bytes read plus bytes written."""
     collectives: list[list[Any]]
     """[kind, link, ranks, MB sent per rank, ms]; kind: all_gather, reduce_scatter, all_to_all, copy (copy engine)."""
     launch: float = 5.6
@@ -109,7 +110,7 @@ class Rates:
         return Machine(per_host, compiled=True, nvlink=linked, memory=memory, ranks=gpus)
 
     def matmul(self, m: int, k: int, n: int, dtype: str, factor: float = 1.0) -> float:
-        """Return the seconds of a GEMM. `factor`: its rate relative to the table's."""
+        """Return the seconds of a GEMM. `factor` is its rate relative to the table's."""
         if min(m, k, n) < 1:
             return 0.0
         return _matmul(self.key, m, k, n, dtype) / factor
@@ -138,7 +139,7 @@ class Rates:
 
     @property
     def key(self) -> str:
-        """Key of the module's caches. A table that is measured again has another key."""
+        """Key of this table in the module's caches. A table that is measured again has another key."""
         _TABLES[self.device + self.source] = self
         return self.device + self.source
 

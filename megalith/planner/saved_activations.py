@@ -128,8 +128,8 @@ def _saved_activations(
 def saved_before_attention(model: ModelConfig, query: int, key_value: int) -> int:
     """Return the elements per token that are saved of queries and keys before norms and rotary positions.
 
-    Norms save their inputs. Rotary positions do not, but a gate is a view of linear_qkv's output, all of which then
-    stays. `query` and `key_value` are the elements per token on a rank.
+    Norms save their inputs. Rotary positions do not, but attention's gate is a view of linear_qkv's output, so with a
+    gate that whole output is kept. `query` and `key_value` are the elements per token on a rank.
     """
     if model.qk_layernorm or model.qk_l2_norm:
         by_head = not (model.qk_layernorm_full_width or model.qk_layernorm_per_head)
@@ -142,7 +142,9 @@ def saved_before_attention(model: ModelConfig, query: int, key_value: int) -> in
 
 
 def saved_of_encoder(meta: MetaModel, number: int) -> int:
-    """Return the elements per encoder token that cross-attention in layer `number` saves: its key and value."""
+    """Return the elements per encoder token that cross-attention in layer `number` saves, which are its
+    key and value.
+    """
     model, tensor = meta.config, meta.parallel.tensor_model_parallel_size
     crosses = 0 < model.encoder_layers <= number
     return 2 * max(model.query_groups // tensor, 1) * model.head_dim if crosses else 0

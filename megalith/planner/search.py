@@ -231,7 +231,7 @@ class _Search:
 
         Args:
             more: the settings.
-            nearest: number of candidates to try of those that would not fit even without optimizer state.
+            nearest: number of candidates to try among those that would not fit even without optimizer state.
         """
         every = list(self.without_state)
         sizes = sorted(least for least, _ in every)
@@ -255,11 +255,11 @@ class _Search:
         return _Candidate(chosen, assignment, settings, ways)
 
     def _recompute(self, candidate: _Candidate) -> None:
-        """Try the ways to recompute, in order of cost, until one fits without FSDP gathering layers again.
+        """Try the ways to recompute, in order of cost, until one fits without FSDP2 gathering layers again.
 
         If a way fits only with layers gathered again, cheap ways are tried too, which may be faster. With many layers
-        per stage, full recomputation needs the least memory: if it does not fit, no other way is tried. It is tried
-        first if nothing of the previous candidate fit.
+        per stage, full recomputation needs the least memory: if it does not fit, no other way is tried. Full
+        recomputation is tried first if no variant of the previous candidate fit.
         """
         *ways, full = candidate.ways
         slower = [{}, *CHEAP[:-1]]  # with layers gathered again slower than the next way without
@@ -407,7 +407,7 @@ def _without_state(layout: PlannedLayout) -> int:
 
 
 def _by_memory(unlimited: RunConfig, limited: RunConfig) -> dict[str, Any]:
-    """Return the settings chosen differently because memory is limited."""
+    """Return the settings that differ because memory is limited."""
     settings = {}
     for paths in BY_MEMORY:
         by_memory, by_less = (

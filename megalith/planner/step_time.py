@@ -1,8 +1,8 @@
 """Estimate of the step time, from the configuration and a chip's table of rates (rates.py), without devices.
 
-passes.py gives the time of a micro-batch. For a pipeline, the schedule is simulated with the times of its stages. Added
-once per step: the gradient reduction that the last backward pass does not hide, the optimizer, and waits for the
-slowest rank.
+passes.py gives the time of a micro-batch. For a pipeline, the schedule is simulated with the times of its stages. Three
+times are added once per step: the gradient reduction that the last backward pass does not hide, the optimizer, and
+waits for the slowest rank.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class StepTime:
 
     seconds: float
     parts: dict[str, float]
-    """Seconds by PARTS on the busiest rank. tensor, context, expert and data are exposed communication."""
+    """Seconds on the busiest rank, by the names in PARTS. The parts tensor, context, expert and data are exposed
+    communication.
+    """
     timeline: Timeline | None
     """The simulated pipeline with enough micro-batches to show its pattern; None without a pipeline."""
 
@@ -130,7 +132,7 @@ def caution(config: RunConfig) -> str:
 
 
 def _bubble(parallel: ParallelConfig, micro_batches: int) -> float:
-    """Return the bubble relative to the work, by the formula of simulate.py."""
+    """Return the bubble as a fraction of the work, by the formula in simulate.py."""
     ranks, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     third = 3 if schedule_kind(parallel) == "zero_bubble" else 1
     return (ranks - 1) / (virtual * micro_batches) / third

@@ -30,7 +30,7 @@ class RankLocation:
     gpu: str | None = None
     """The GPU's UUID; None for a CPU."""
     links: dict[int, str] = field(default_factory=dict)
-    """Rank → link, for the other tensor-parallel ranks on its machine; unknown links are missing."""
+    """Link to each of the other tensor-parallel ranks on the same machine, by rank. Unknown links are missing."""
 
 
 def gather_rank_locations(mesh: Mesh, device: torch.device) -> list[RankLocation]:

@@ -1,6 +1,6 @@
 """Bytes that a device sends per step over each axis of the mesh, by the formulas of docs/parallelism.
 
-Bytes are those of the device that sends the most. A ring all-gather or reduce-scatter over n ranks sends (n − 1)/n of
+All numbers are for the device that sends the most. A ring all-gather or reduce-scatter over n ranks sends (n − 1)/n of
 the full tensor, an all-reduce twice that. Small transfers are not counted: the loss, and gradients summed over tensor-
 parallel ranks and tied embeddings.
 """
@@ -30,7 +30,7 @@ class Transfer:
     axis: str
     size: int
     bytes: int
-    """Sent per device and step, at most."""
+    """Maximum bytes sent per device and step."""
     what: str
     """Description of the communication."""
 
@@ -47,7 +47,7 @@ def transfers(
     Args:
         meta: the model, counted on a rank.
         stages: the chunks of each pipeline rank.
-        micro_batches: per step.
+        micro_batches: number of micro-batches per step.
     """
     parallel = config.parallel
     data_context = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
@@ -108,7 +108,7 @@ def tensor_bytes(config: RunConfig, chunks: Sequence[Stage]) -> int:
 def _exchanges(config: RunConfig, number: int) -> float:
     """Return the communication of a layer relative to self-attention and an MLP over all tokens.
 
-    A T5 decoder layer adds cross-attention, half of whose communication gathers the encoder's tokens.
+    A T5 decoder layer adds cross-attention. Half of the communication of cross-attention gathers the encoder's tokens.
     """
     share = token_fraction(config, number)
     return 1.25 * share + 0.25 if 0 < config.model.encoder_layers <= number else share
@@ -117,7 +117,7 @@ def _exchanges(config: RunConfig, number: int) -> float:
 def context_bytes(config: RunConfig, number: int) -> int:
     """Return the bytes per rank and micro-batch of context parallelism in layer `number`, forward and backward.
 
-    Cross-attention has queries of the decoder's tokens, and keys and values of the encoder's.
+    In cross-attention, queries come from the decoder's tokens, and keys and values from the encoder's tokens.
     """
     states = _state_bytes(config, number)
     return states + (_attention_bytes(config, number) if config.model.has_attention(number) else 0)
