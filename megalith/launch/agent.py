@@ -1,7 +1,7 @@
 """The launcher's process: torch's elastic agent, extended for training jobs.
 
 The agent starts this machine's processes, watches them, and after a failure meets the other machines in a new
-rendezvous and restarts the processes, with the ranks that remain. This subclass also
+rendezvous and restarts the processes, with the ranks that remain. In addition, this subclass
 
 - passes stop signals on to its processes and gives them time to save;
 - replaces a failed rank if the others can restart in their processes (in_process.py);
@@ -105,7 +105,7 @@ class Agent(HookedAgent):
         return ids
 
     def _watch_peers(self, worker_group: WorkerGroup) -> None:
-        """Watch the other machines until the ranks of this one are connected."""
+        """Watch the other machines until this machine's ranks are connected."""
         group_rank, machines = worker_group.group_rank, worker_group.group_world_size
         connected = Path(os.environ[CONNECTED_FILE])
         self._not_connected = ""
@@ -270,7 +270,9 @@ class Agent(HookedAgent):
             print(f"continuing with {self.world_size} ranks on {info.world_size} machines", file=sys.stderr)
 
     def _next_process(self, local_rank: int, variables: Mapping[str, str]) -> SubprocessHandler:
-        """Return a spare that is assigned this rank, or a new process. It gets a GPU that no rank has used, if any."""
+        """Return a process for this rank: a spare, to which the rank is assigned, or a new process. The process gets a
+        GPU that no rank has used, if there is one.
+        """
         if self._free_devices:
             self._devices[local_rank] = self._free_devices.pop(0)
         if local_rank in self._devices:

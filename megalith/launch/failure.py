@@ -1,4 +1,4 @@
-"""Errors of ranks, and the choice of the one that failed first.
+"""Errors of ranks, and the search for the rank that failed first.
 
 If one rank fails, the others fail after it in their collectives, with uninformative errors. A worker started by a
 launcher therefore does not print its error. It writes the error to the launcher's error file (torch elastic's, so
@@ -146,8 +146,9 @@ class Failure:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: errors raised by the rank itself, then crashes and kills, then lost connections; within each kind
-        by time."""
+        """Sort key. Errors raised by the rank itself come first, then crashes and kills, then lost connections; within
+        each kind, failures are sorted by time.
+        """
         if self.error is not None:
             return (2 if self.error["collective"] else 0), self.error["nanoseconds"]
         return (3 if -self.exit_status in (signal.SIGTERM, signal.SIGINT) else 1), 0
@@ -173,7 +174,7 @@ class Failure:
 
 
 def planned_end(rank: int) -> Failure:
-    """Return the failure of a rank that the launcher has ended because its hardware is unhealthy."""
+    """Return the Failure of a rank that the launcher has ended because the rank's hardware is unhealthy."""
     text = "its hardware is unhealthy, so its process was stopped"
     error = {
         "exit_code": 1,

@@ -1,9 +1,9 @@
 """Hang detection: find a rank that hangs, name it and the collective that the others wait in, and end the job.
 
 A thread of each rank publishes its progress (heartbeat.py) in the job's store. It checks that its own training loop
-makes progress within the timeout, and that the next rank's thread still publishes, which the thread of a stopped
-process or a lost machine does not. Each rank watches only one other, so the store's load stays low in large jobs.
-After a timeout a rank reads the status of all ranks and reports the ones that differ:
+makes progress within the timeout, and that the next rank's thread still publishes. The thread of a stopped process or a
+lost machine does not. Each rank watches only one other, so the store's load stays low in large jobs. After a timeout a
+rank reads the status of all ranks and reports the ones that differ:
 
     rank 1 does not answer (stopped, or its machine is lost): it was in step 7, training; ranks 0, 2, 3: step 7,
     training, all_reduce number 31 of default_pg, called from summed (megalith/comm/collectives.py:147)
@@ -47,7 +47,7 @@ REPLACEMENT_TIMEOUT = 30.0  # seconds in which the launcher replaces a rank that
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Last status that a rank published."""
+    """A status as a rank published it."""
 
     check_count: int
     step: int
@@ -169,7 +169,7 @@ class HangWatch:
         os._exit(HangError.exit_code)
 
     def _verdict(self, check_count: int, interval: float) -> str:
-        """Return the verdict, which the first rank to detect the hang decides on.
+        """Return the verdict on the hang. The first rank that detects the hang decides on it.
 
         The others keep publishing meanwhile, so that they do not count as silent. If the first rank is lost, they
         decide themselves.
@@ -186,8 +186,9 @@ class HangWatch:
         return self._decide(before)
 
     def _decide(self, before: list[str]) -> str:
-        """Publish and return a verdict; the first one published wins. Ranks whose status has not changed since
-        `before` count as silent."""
+        """Publish a verdict, and return the one that was published first. Ranks whose status has not changed since
+        `before` count as silent.
+        """
         after = self._read_all()
         statuses = {rank: _parse_status(text) for rank, text in enumerate(after) if text}
         silent = {rank for rank in range(self._world_size) if before[rank] == after[rank]}

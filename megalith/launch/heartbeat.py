@@ -24,9 +24,9 @@ class Heartbeat:
 
     No beat is expected during `long_work` and before the first `end_long`.
 
-    Collectives time out later than the hang watch, whose message is more informative. During long work they wait for
-    a day, because one rank's disk may be slow. The ranks synchronize at the end of long work, so that no step waits
-    for it.
+    Collectives time out later than the hang watch, whose message is more informative. During long work, collectives
+    wait for up to a day, because one rank's disk may be slow. The ranks synchronize at the end of long work, so that no
+    step waits for a slow rank's work.
     """
 
     def __init__(self, mesh: Mesh, timeout: timedelta):
@@ -53,7 +53,7 @@ class Heartbeat:
         set_collective_timeouts(PATIENCE)
 
     def end_long(self, phase: str) -> None:
-        """Wait for the other ranks' long work, then restore the timeout."""
+        """Wait until the other ranks have finished their long work, then restore the timeout."""
         all_reduce_no_grad(torch.zeros(()), self._mesh.world)
         set_collective_timeouts(self._timeout)
         self.beat(self.step, phase)

@@ -55,11 +55,11 @@ class InProcessRestart:
 
     Args:
         process: this process's ranks.
-        is_wanted: the run supports it and keeps snapshots in memory.
+        is_wanted: the run supports in-process restarts and keeps snapshots in memory.
 
     Attributes:
         process: this process's ranks, which change if the job is resized.
-        is_active: False if the run does not want it or the launcher does not replace ranks.
+        is_active: False if the run does not want in-process restarts or the launcher does not replace ranks.
         is_elastic: True if the number of ranks may change.
         generation: number of restarts that this rank has taken part in.
         is_replacement: True if this process replaces another one and has not trained yet.
@@ -177,11 +177,11 @@ class InProcessRestart:
         return self._store.plan_replacement(rank)
 
     def request_planned_replacement(self, ranks: Sequence[int]) -> None:
-        """Ask the launchers to replace ranks that work."""
+        """Ask the launchers to replace ranks that still work, such as unhealthy ones."""
         self._store.request_planned_replacement(self.generation, ranks)
 
     def invited(self) -> int:
-        """Return the number of ranks that the job would have with the machines that wait to join."""
+        """Return the number of ranks that the job would have if the machines that wait joined it."""
         return self._store.invited()
 
     def request_resize(self) -> None:
@@ -189,7 +189,7 @@ class InProcessRestart:
         self._store.request_resize(self.generation)
 
     def wait_for_abort(self) -> bool:
-        """Wait until the launcher has announced a new generation. Return False if it does not."""
+        """Wait until the launcher announces a new generation. Return False if it does not do so in time."""
         return self._aborted.wait(ANNOUNCEMENT_TIMEOUT)
 
     def survives(self, error: BaseException) -> bool:
@@ -226,7 +226,9 @@ class InProcessRestart:
                     self._abort(has_failed=not grows)
 
     def _abort(self, has_failed: bool) -> None:
-        """Make every collective of this rank end. gloo's groups have no abort, so their connections are shut down."""
+        """End every collective of this rank. gloo's groups cannot be aborted, so their connections are shut down
+        instead.
+        """
         self._aborted.set()
         if has_failed and self.process.is_first and not self.is_replacement:
             print("a rank has failed; restarting in the same processes", file=sys.stderr, flush=True)

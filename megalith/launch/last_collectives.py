@@ -23,7 +23,7 @@ def last_collectives(count: int) -> str:
 
 
 def pending_collective(thread: int | None) -> str:
-    """Return the newest pending collective, and the innermost function of this package that waits for it.
+    """Return as text the newest pending collective and the innermost function of this package that waits for it.
 
     Args:
         thread: identifier of the main thread.

@@ -107,7 +107,8 @@ class OutputLock:
 
 
 def _close_in_forked_children(lock: OutputLock) -> None:
-    """Close the descriptor in forked children: a data worker that outlives a killed trainer would keep the lock.
+    """Close the descriptor in forked children. Otherwise a data worker that outlives a killed trainer would keep the
+    lock.
 
     The hook holds only a weak reference, so that a released lock can be collected.
     """

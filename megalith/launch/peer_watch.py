@@ -1,8 +1,8 @@
 """Failure detection between launchers while their ranks connect.
 
-A rank whose peer dies before they are connected would wait for its timeout, because no connection exists yet that
-could break. Each launcher that fails for good therefore publishes its error in the rendezvous store, and each launcher
-checks the heartbeat of the next one. A launcher stops checking once its ranks are connected.
+If a rank dies before the ranks are connected, the others would wait for their timeout, because no connection exists yet
+that could break. Each launcher that fails for good therefore publishes its error in the rendezvous store, and each
+launcher checks the heartbeat of the next one. A launcher stops checking once its ranks are connected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PeerWatch:
         store: store of this rendezvous round.
         rank: this launcher's rank among `machines`.
         machines: number of launchers.
-        connected: path in the variable CONNECTED_FILE; gets a byte per connected rank.
+        connected: file to which each rank appends a byte once it is connected (variable CONNECTED_FILE).
         ranks: number of ranks on this machine.
     """
 
@@ -84,7 +84,9 @@ class PeerWatch:
             )
 
     def publish_failure(self, message: str, serves_store: bool) -> None:
-        """Publish why the job has failed. The launcher that serves the store waits until the others have read it."""
+        """Publish the reason why the job has failed. The launcher that serves the store waits until the others have
+        read it.
+        """
         if self.is_done:
             return
         with suppress(RuntimeError):

@@ -20,7 +20,7 @@ class RankReplacement:
     """State of the in-process restarts of one attempt, on one machine.
 
     Args:
-        store: the restarts' keys in the ranks' store.
+        store: access to the keys of restarts in the ranks' store.
     """
 
     def __init__(self, store: RestartStore):
@@ -57,7 +57,7 @@ class RankReplacement:
         return self._has_trained
 
     def invite(self, world_size: int) -> None:
-        """Offer the ranks to continue with the machines that wait, `world_size` ranks in all."""
+        """Offer the ranks to continue together with the machines that wait, as `world_size` ranks in all."""
         if world_size != self._store.invited():
             self._store.invite(world_size)
 
@@ -87,11 +87,11 @@ class RankReplacement:
         return self._store.resizes()
 
     def finish_resize(self, world_size: int, ranks: Mapping[int, int]) -> None:
-        """Announce the new ranks by their old ones. Only one launcher calls this."""
+        """Announce the new number of each rank, by its old number. Only one launcher calls this."""
         self._store.finish_resize(world_size, ranks)
 
     def set_world_size(self, world_size: int) -> None:
-        """Continue with another number of ranks, which have LIMIT seconds from now to train again."""
+        """Continue with another number of ranks. They have LIMIT seconds from now on to train again."""
         self._store.world_size, self._limited_from = world_size, time.monotonic()
 
     def _start_clock(self) -> None:
@@ -105,7 +105,9 @@ class RankReplacement:
         return self._generation
 
     def follow(self) -> bool:
-        """Return False if a restart has exceeded its limit. Reports one that is complete."""
+        """Follow the restart in progress, and report it when it is complete. Return False if it has exceeded its time
+        limit.
+        """
         if self._began is None:
             return True
         seconds = time.monotonic() - self._began

@@ -103,9 +103,9 @@ class MultiNodeRendezvous(RendezvousHandler):
     A launcher of another job is rejected. In each round, the launcher of rank 0 serves a new store for the ranks:
     torch would keep using the first round's store, whose address a machine that joins later does not know.
 
-    torch removes a launcher that has been silent for 15 s, for example on an overloaded machine, although its ranks
-    still run, and a machine that waits for it then completes a round alone. A running job therefore announces itself,
-    and such a machine asks it to meet again.
+    torch removes a launcher that has been silent for 15 s, for example on an overloaded machine, even if its ranks
+    still run. A machine that waits to join could then complete a round alone. A running job therefore announces itself,
+    and the machine asks the job to meet again.
 
     Args:
         endpoint: "host:port" on one of the machines.
@@ -212,9 +212,9 @@ class MultiNodeRendezvous(RendezvousHandler):
                 self._store.set(RUNNING, "")
 
     def _await_running_job(self) -> bool:
-        """Return True if this round was complete without a running job, which now meets again; False if none runs.
+        """Return True if this round was completed without the running job, which now meets again; False if no job runs.
 
-        Until then, the job sees this machine as one that waits.
+        Until the job meets again, it sees this machine as one that waits.
         """
         first = self._announcement()
         if not first:

@@ -62,11 +62,11 @@ class RestartStore:
         return json.loads(self._get(f"hanging/{generation}") or "[]")
 
     def plan_replacement(self, rank: int) -> bool:
-        """Return True for the first plan to replace a rank of the job."""
+        """Return True if no replacement of this rank has been planned before."""
         return self._store.add(f"planned/{rank}", 1) == 1
 
     def request_planned_replacement(self, generation: int, ranks: Sequence[int]) -> None:
-        """Ask the launchers to replace ranks that work, if a restart is left."""
+        """Ask the launchers to replace ranks that still work, if the allowed number of restarts is not used up."""
         self._store.set(f"unhealthy/{generation}", json.dumps(sorted(ranks)))
 
     def planned(self, generation: int) -> list[int]:
@@ -86,11 +86,11 @@ class RestartStore:
         return bool(self._get(f"lost/{generation}"))
 
     def invite(self, world_size: int) -> None:
-        """Record how many ranks the job would have with the machines that wait."""
+        """Record the number of ranks that the job would have if the machines that wait joined it."""
         self._store.set("invited", str(world_size))
 
     def invited(self) -> int:
-        """Return the number of ranks that the job would have with the waiting machines."""
+        """Return the number of ranks recorded by `invite`."""
         return int(self._get("invited") or self.world_size)
 
     def request_resize(self, generation: int) -> None:
@@ -121,7 +121,7 @@ class RestartStore:
         self.announce()
 
     def resized_ranks(self, resize: int) -> tuple[int, Mapping[int, int]]:
-        """Return what `finish_resize` published, for a resize counted from 1."""
+        """Return the arguments that `finish_resize` published for resize number `resize`, counted from 1."""
         world_size, ranks = json.loads(self._get(f"ranks/{resize}"))
         return world_size, {int(old): new for old, new in ranks.items()}
 

@@ -30,7 +30,7 @@ class LaunchSettings:
     nnodes: str = "1"
     """Number of machines, as for `--nnodes`."""
     endpoint: str | None = None
-    """host:port of their rendezvous."""
+    """Address host:port of the machines' rendezvous."""
     max_restarts: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables to set for a rank started by srun, as a launcher would."""

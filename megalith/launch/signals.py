@@ -51,7 +51,9 @@ class StopSignals:
 
     @contextmanager
     def during_rendezvous(self) -> Iterator[None]:
-        """Context in which a signal exits at once: the other processes may never connect, and no step runs yet."""
+        """Context in which a signal ends the process at once, because no step runs yet and the other processes may
+        never connect.
+        """
         self._in_rendezvous = True
         if self.received is not None:
             _exit_now(self.received, f"{self.received.name} {BEFORE_RENDEZVOUS}")

@@ -1,7 +1,7 @@
 """Early ends of a run: all ranks stop after the same step, with an exit code for the reason.
 
 Signals and time limits reach the ranks at different moments. Each rank therefore starts an asynchronous all-reduce of
-its stop reason on the host before each step and each evaluation batch, and reads the result after it. The device is
+its stop reason on the host before each step and each evaluation batch, and reads the result afterwards. The device is
 never waited for, and a run stops at most one step after a signal. An evaluation is aborted.
 """
 
@@ -29,7 +29,7 @@ EXIT_CODES = {
     "SIGINT": 24,
     "SIGHUP": 25,
 }
-"""Exit code by reason: 0 after the last step, 20 to 25 after an early checkpoint."""
+"""Exit code by the reason for the end: 0 after the last step, 20 to 25 for an early end with a checkpoint."""
 
 STOP_REASONS = (
     "",

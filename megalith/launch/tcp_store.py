@@ -29,10 +29,10 @@ def serve_store(host: str = LOOPBACK, port: int = 0, timeout: timedelta | None =
     Args:
         host: a loopback address serves processes on this machine only.
         port: 0 chooses a free port.
-        timeout: how long a read waits for its key.
+        timeout: maximum time that a read waits for its key.
 
     Raises:
-        OSError: the port is taken.
+    OSError: the port is taken.
     """
     if is_loopback(host):
         is_v6 = ":" in host
@@ -68,7 +68,7 @@ def connect_store(
 
     Raises:
         ConfigError: nothing listens there in time, or the listener is not a store. torch would wait forever for the
-            latter's answer, so a thread connects.
+            answer of such a listener, so a thread connects.
     """
     _await_listener(host, port, time.monotonic() + connect_timeout)
     results: list[TCPStore | RuntimeError] = []

@@ -40,7 +40,7 @@ EFA_VARIABLES = {
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """Options of a cluster job. Strings are as the user gave them, unquoted."""
+    """Options of a cluster job. Strings are unquoted, exactly as the user gave them."""
 
     name: str
     program: str
@@ -67,7 +67,7 @@ class ClusterJob:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables."""
     volumes: tuple[tuple[str, str], ...] = ()
-    """(source, mount path); the source is a claim, or a folder for Slurm's containers."""
+    """Pairs (source, mount path). The source is a volume claim, or a folder for Slurm's containers."""
     queue: str | None = None
     """Kueue's queue or Slurm's partition."""
     account: str | None = None
@@ -185,11 +185,11 @@ def check_within_nodes(config: RunConfig, gpus: int) -> list[str]:
 
 
 def check_on_volumes(config: RunConfig, volumes: Sequence[tuple[str, str]], users: str = "pods") -> list[str]:
-    """Check that all paths of a run are on volumes, so that pods share them, or containers see them.
+    """Check that all paths of a run are on volumes, so that all pods or containers can access them.
 
     Args:
         config: the run.
-        volumes: (source, mount path) of each.
+        volumes: pairs (source, mount path).
         users: "pods" or "containers", for messages.
 
     Returns:

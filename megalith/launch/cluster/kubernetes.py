@@ -123,7 +123,7 @@ def text_of(documents: Sequence[Manifest]) -> str:
 
 
 WAITS = {"Job": "complete", "TrainJob": "Complete", "PyTorchJob": "Succeeded", "JobSet": "Completed"}
-"""Condition of a complete job by kind."""
+"""Condition that a completed job reports, by kind of job."""
 FAILED = "Failed"  # condition of a failed job of any kind
 
 
@@ -149,7 +149,9 @@ def submit_manifests(job: ClusterJob, files: Mapping[str, Sequence[Manifest]]) -
 
 
 def _await_end(namespace: list[str], job: Manifest, following: str) -> None:
-    """Wait until a job is complete or has failed, with two kubectl processes, as each waits for one condition."""
+    """Wait until a job is complete or has failed. It takes two kubectl processes, because each waits for
+    one condition.
+    """
     resource = f"{job['kind'].lower()}/{job['metadata']['name']}"
     with ThreadPoolExecutor(2) as pool:
         waits = [_wait(namespace, resource, condition) for condition in (WAITS[job["kind"]], FAILED)]
