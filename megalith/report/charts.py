@@ -1,4 +1,6 @@
-"""Parts of all charts: curves reduced to what can be seen, scales with round ticks, colours, and figures as PNG."""
+"""Functions shared by all charts: curves reduced to visible detail, scales with round ticks, colours, and figures as
+PNG.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,10 @@ MAX_LABEL = 8  # characters of a tick label
 
 
 def smooth(points: Points, window: int) -> Points:
-    """Return the moving mean over `window` points around each point (one more if `window` is even).
+    """Return the moving mean over the `window` points centred on each point (`window` + 1 if `window` is even).
 
     At both ends, where the window does not fit, the values come from a least-squares line through the first or last
-    window. So a slope is not shifted and the ends are as smooth as the rest.
+    window. So slopes are not shifted, and the ends are as smooth as the rest.
     """
     if not points:
         return []
@@ -64,7 +66,7 @@ def smoothed(points: np.ndarray, count: int) -> Points:
 def downsample(points: np.ndarray, count: int) -> Points:
     """Return at most about `count` points, keeping all spikes (M4 aggregation, Jugel et al. 2014).
 
-    The steps are cut into `count / 4` intervals. The first, smallest, largest and last point of each are kept.
+    The steps are cut into `count / 4` intervals. The first, smallest, largest and last point of each interval are kept.
     """
     if len(points) <= count:
         return list(map(tuple, points.tolist()))
@@ -135,7 +137,7 @@ class Scale:
 def tick_labels(ticks: Sequence[float]) -> list[str]:
     """Return labels with three digits, or as many as distinguish them: `15k`, `6e-5`.
 
-    If they become too long, all but the first show the difference from it: `1.0000002`, `+5e-8`.
+    If the labels become too long, all but the first show the difference from the first: `1.0000002`, `+5e-8`.
     """
     labels: list[str] = []
     for digits in range(3, 12):

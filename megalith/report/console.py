@@ -50,9 +50,9 @@ class TrainingConsole(AbstractContextManager):
         losses: Metrics = NO_METRICS,
         line: str | None = None,
     ) -> None:
-        """Record a step with its extra metrics and losses. Prints at each log interval and at the last step.
+        """Record a step with its extra metrics and losses, and print at each log interval and at the last step.
 
-        `line` is the task's own line of this step, which a log prints in place of the interval's.
+        `line` is the task's own line for this step, which a log prints instead of the log interval's line.
         """
         self._left.add(metrics)
         self._interval.steps.append(metrics)
@@ -134,9 +134,9 @@ class LogInterval:
 
     @property
     def loss(self) -> float:
-        """Mean of the finite losses; NaN if there are none, so that the log shows it.
+        """Mean of the finite losses; NaN if there are none, so that the log shows NaN.
 
-        Skipped steps do not count, as in Megatron-LM, unless only they have finite losses.
+        As in Megatron-LM, skipped steps do not count, unless no other step has a finite loss.
         """
         finite = [s for s in self.steps if s.loss is not None and math.isfinite(s.loss)]
         losses = [s.loss for s in finite if not s.skipped] or [s.loss for s in finite]

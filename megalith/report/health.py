@@ -24,7 +24,7 @@ class ReadStep:
 
     step: int
     consumed_samples: int
-    """After the step."""
+    """Number of samples consumed after the step."""
     batch_size: int
     loss: float
     grad_norm: float
@@ -37,7 +37,7 @@ class ReadStep:
 
     @property
     def first_sample(self) -> int:
-        """Samples consumed before the step."""
+        """Number of samples consumed before the step."""
         return self.consumed_samples - self.batch_size
 
 
@@ -52,10 +52,10 @@ class HealthStatus:
     """The first step with a loss spike."""
 
     step_before_spike: ReadStep | None = None
-    """The step before the spike: the spike's forward pass is the first that uses its update."""
+    """The step before the spike. Its update is first used in the forward pass of the spike."""
 
     too_many_bad_steps: bool = False
-    """The run should end: runtime.max_bad_steps consecutive steps were bad."""
+    """True if the run should end because runtime.max_bad_steps consecutive steps were bad."""
 
 
 class HealthMonitor:

@@ -42,7 +42,7 @@ class RankMeasurement:
 class LayoutReport:
     """Measures one step and the peak memory on every rank. `note` prints on rank 0 and does nothing elsewhere.
 
-    The profiler adds host time to the measured step, and up to seconds before and after it.
+    The profiler adds host time to the measured step, and may take several seconds before and after the step.
     """
 
     def __init__(
@@ -153,7 +153,9 @@ def measured_text(
 def measured_table(
     layout: Layout, measurements: Sequence[RankMeasurement], device_type: str, unit: float
 ) -> Table:
-    """Return a table of memory and times. A range of ranks shows its peak memory and its mean times."""
+    """Return a table of memory and times. The row of a range of ranks shows the largest peak memory and
+    the mean times.
+    """
     times = ["step", "compute", "communication", "bubble"] + (["idle"] if device_type == "cuda" else [])
     headings = ["step", "compute", "exposed comm", "bubble", "idle"][: len(times)]
     table = plain_table("ranks", "pp", "dp", "cp", "tp", "expected", "measured", *headings, left=5)

@@ -3,14 +3,14 @@
 The step runs under torch's profiler. On a GPU the spans of kernels on the device are overlaid:
 
     compute         a kernel runs that is neither NCCL's nor on a stream that copies from other GPUs (copy_engine.py)
-    communication   only those run, except a pipeline's sends and receives: it is exposed. Includes the idle time before
-                    such a copy, because no kernel waits for a flag
+    communication   only NCCL's kernels or such copies run (exposed), except a pipeline's sends and receives. Includes
+                    the idle time before a copy, because no kernel waits for the copy's flag
     bubble          only a pipeline's sends and receives run: the rank waits for another stage
     idle            nothing runs: the device waits for the host
 
-On a CPU, communication is the time of gloo's collectives less the operations that the rank computed meanwhile, the
+On a CPU, communication is the time of gloo's collectives minus the operations that the rank computed meanwhile, the
 bubble is the time that the pipeline waited for a receive, and the rest is compute. The ranks synchronize before the
-step and the device after it, so time that a rank waits in a collective is due to the step itself.
+step and the device after it, so the time that a rank waits in a collective is caused by the step itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StepTimes:
 def move_final_wait_to_bubble(times: Sequence[StepTimes]) -> list[StepTimes]:
     """Count the final wait of a pipeline's ranks as bubble instead of communication.
 
-    A rank that has finished its pipeline actions waits for the others in the next collective, that of the loss.
+    A rank that has finished its pipeline actions waits for the others in the next collective, which reduces the loss.
     """
     ends = [each.pipeline_end for each in times]
     if None in ends:

@@ -55,22 +55,22 @@ class StepMetrics:
     """One optimizer step. Field names are the keys of `metrics.jsonl`."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     loss: float | None
     """Mean over the step's tokens; NaN or infinite for a bad step."""
     grad_norm: float | None
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     lr: float
     global_batch_size: int
-    """Sequences in this step."""
+    """Number of sequences in this step."""
     consumed_samples: int
-    """Sequences since the start of the run, including this step."""
+    """Number of sequences since the start of the run, including this step."""
     step_time_ms: float
     tokens_per_second_per_device: float | None
     tflops_per_device: float | None
-    """In the causal convention (see planner/flops.py)."""
+    """Model TFLOP/s per device, in the causal convention (planner/flops.py)."""
     mfu: float | None
-    """0 to 1; None if the device's peak is unknown."""
+    """Model FLOPs utilization, 0 to 1; None if the device's peak is unknown."""
     max_memory_gb: float | None
     """Peak memory allocated on the device so far, in 10^9 bytes."""
     skipped: int = 0
@@ -78,11 +78,11 @@ class StepMetrics:
     nan_iterations: int = 0
     """1 if the loss was NaN or infinite, else 0."""
     loss_scale: float | None = None
-    """fp16 only."""
+    """Loss scale; None except in fp16."""
     num_zeros: float | None = None
-    """Zeros in the gradients. The key is written only at log intervals with log.log_num_zeros_in_grad."""
+    """Number of zeros in the gradients. The key is written only with log.log_num_zeros_in_grad, at log intervals."""
     params_norm: float | None = None
-    """Norm of the weights after the step. The key is written only at log intervals with log.log_params_norm."""
+    """Norm of the weights after the step. The key is written only with log.log_params_norm, at log intervals."""
     max_attention_logit: float | None = None
     """Largest attention logit of the step, with log.log_max_attention_logit or optim.qk_clip."""
     output_z_loss: float | None = None
@@ -117,7 +117,9 @@ class MetricsWriter:
     """Writes the metrics files and passes the metrics of steps and evaluations to trackers. Only rank 0 has one."""
 
     def __init__(self, output_dir: str | Path, start_step: int = 0, trackers: Sequence[Tracker] = ()):
-        """Open the files. Lines of steps after `start_step`, the last step before this process starts, are removed."""
+        """Open the files, and remove the lines of steps after `start_step`, the last step before this
+        process starts.
+        """
         self._folder = Path(output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._trackers = list(trackers)

@@ -97,7 +97,7 @@ def describe_other_processes(device: torch.device) -> str:
 def memory_by_use(
     device: torch.device, chunks: Sequence[nn.Module], optimizer: Optimizer | None
 ) -> list[tuple[str, int]]:
-    """Return (use, bytes) counted from the tensors. On a GPU the rest of the peak counts as activations."""
+    """Return pairs (use, bytes), counted from the tensors. On a GPU the rest of the peak counts as activations."""
     if not chunks:
         return []
     state = model_bytes(chunks)
@@ -115,11 +115,11 @@ def memory_by_use(
 
 
 def find_remedies(layout: Layout, stage: int) -> list[tuple[str, int]]:
-    """Return (settings, bytes saved on the fullest device). Settings that cost no time come first, then those that save
-    most.
+    """Return pairs (settings, bytes saved on the fullest device). Settings that cost no time come first, then the
+    settings that save the most.
 
-    Considers only layouts that the trainer accepts on the same number of devices. `stage` is the one that ran out of
-    memory.
+    Considers only layouts that the trainer accepts on the same number of devices. `stage` is the pipeline stage that
+    ran out of memory.
     """
     config, now = layout.config, layout.stages[stage].memory.total
     remedies = []

@@ -1,7 +1,7 @@
 """Curves of one or several runs as a PNG: loss, validation, learning rate, gradient norm, speed and expert load.
 
-They are drawn from the files that a run writes (`metrics.jsonl`, `evaluations.jsonl`, `experts.jsonl`), so a run can be
-drawn while it trains, after it has ended, and on another machine.
+The curves are drawn from the files that a run writes (`metrics.jsonl`, `evaluations.jsonl`, `experts.jsonl`), so a run
+can be drawn while it trains, after it has ended, and on another machine.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def draw_experts(axes: Sequence[Axes], runs: Sequence[RunFiles]) -> None:
 
 
 def _draw_losses(axes: Axes, runs: Sequence[RunFiles]) -> None:
-    """Draw each run's loss, its smoothed loss, validation loss and lost losses."""
+    """Draw each run's loss, smoothed loss and validation loss, and mark the steps without a finite loss."""
     losses = [run.curve("loss") for run in runs]
     curves = [smoothed(points, MAX_POINTS) for points in losses]
     checks = [metric_points(run.evaluations, "validation_loss") for run in runs]

@@ -81,11 +81,11 @@ class PendingStep:
     tallies: Tensor | None = None
     """Expert load, float32 [MoE layers, experts + 3]."""
     extra_metrics: Callable[[], dict[str, Any]] | None = None
-    """Returns further metrics of the step. Synchronizes the device."""
+    """Function that returns additional metrics of the step. It synchronizes the device."""
     console_metrics: Sequence[str] = ()
     """Names of the extra metrics that the console shows."""
     console_line: Callable[[int, Mapping[str, Any]], str | None] | None = None
-    """Returns the task's own console line of the step, from the step's number and extra metrics."""
+    """Function from the step's number and extra metrics to the task's own console line for the step."""
     token_counts: TokenCounts | None = None
     """Tokens that the step trained on; None: full sequences."""
 
@@ -159,8 +159,8 @@ def open_report(
 def flops_by_length(config: RunConfig) -> Callable[[float], float]:
     """Return a function from the mean document length, weighted by tokens (Σ n² / Σ n), to FLOPs per token.
 
-    FLOPs are linear in the length, so it interpolates between 1 token and the full sequence. This is inexact with
-    sliding-window attention.
+    FLOPs per token are linear in the length, so the function interpolates between 1 token and the full sequence. This
+    is inexact with sliding-window attention.
     """
     model, lora, length = config.model, config.lora, config.data.seq_length
     share = config.data.decoder_length / length
@@ -207,7 +207,7 @@ class Report:
         self._traced = traced_steps(config.log)
 
     def before_step(self, step: int) -> None:
-        """Start timing `step`. Call it before every step; `add` stops the time."""
+        """Start timing `step`. Call it before every step; `add` ends the timing."""
         if self._profiler is not None:
             self._profiler.before_step(step)
         self._layout.before_step(step)
@@ -307,7 +307,7 @@ class Report:
     def take_hardware_events(self) -> tuple[bool, list[dict[str, Any]]]:
         """Return True if stragglers were measured since the last call, and the new events of GPUs and stragglers.
 
-        Only rank 0 has all events, and only with `runtime.replace_unhealthy_ranks`.
+        Events are complete on rank 0 only, and only with `runtime.replace_unhealthy_ranks`.
         """
         events, self._hardware_events = self._hardware_events, []
         measured, self._measurements = self._measurements, self._stragglers.measurements

@@ -1,4 +1,4 @@
-"""Reads a run's folder. Any file may be missing, cut off by a crash, or made by someone untrusted.
+"""Reads a run's folder. Any file may be missing, cut off by a crash, or written by someone untrusted.
 
 Values are finite floats that can be drawn. Anything else in the place of a number is ignored.
 """
@@ -123,7 +123,7 @@ class RunFiles:
 
     @cached_property
     def expert_load(self) -> list[tuple[str, list[float]]]:
-        """(layer, tokens of each expert over their mean) of the last logged step."""
+        """Pairs (layer, tokens of each expert divided by the mean over experts) of the last logged step."""
         tokens = (self.experts or {}).get("tokens")
         rows = []
         for layer, counts in tokens.items() if isinstance(tokens, dict) else ():
@@ -227,10 +227,11 @@ def run_settings(folder: Path | StorePath) -> dict[str, str]:
 
 
 def tail(path: Path | StorePath, length: int = TAIL_BYTES) -> list[Record]:
-    """Return the JSON objects in the last `length` bytes of a file; none if it is a link out of its folder.
+    """Return the JSON objects in the last `length` bytes of a file; an empty list if the file is a link that leads out
+    of its folder.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if not path.is_file():
         return []
@@ -252,7 +253,7 @@ def tail(path: Path | StorePath, length: int = TAIL_BYTES) -> list[Record]:
 
 
 def _text(path: Path | StorePath) -> str:
-    """Return a file's text; "" if it is missing, larger than TAIL_BYTES or a link out of its folder."""
+    """Return a file's text; "" if it is missing, larger than TAIL_BYTES or a link that leads out of its folder."""
     if not path.is_file():
         return ""
     try:

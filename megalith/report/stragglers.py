@@ -1,4 +1,4 @@
-"""Straggler detection: finds ranks that compute for longer than others with the same work.
+"""Detection of stragglers: ranks that compute for longer than others with the same work.
 
 All ranks wait for a straggler in every step. A step takes equally long on every rank, because the ranks meet in its
 collectives. So one step per interval is measured, and the time that a rank spent neither in communication nor waiting
@@ -76,6 +76,6 @@ def compute_time(times: StepTimes) -> float:
 
 
 def slow_ranks(milliseconds: Mapping[int, float], threshold: float) -> dict[int, float]:
-    """Return rank → time / lower median, for the ranks whose ratio exceeds `threshold`."""
+    """Return, by rank, the time divided by the lower median of the times, for ranks whose ratio exceeds `threshold`."""
     median = median_low(milliseconds.values())
     return {rank: time / median for rank, time in milliseconds.items() if time > threshold * median}

@@ -87,9 +87,9 @@ def summary_rows(layout: Layout, counts: ParameterCounts, device: DeviceInfo) ->
 def megatron_parameter_lines(layout: Layout) -> list[str]:
     """Return Megatron-LM's parameter counts in billions, by its formula.
 
-    It counts matrices, two vectors for each of the layers' norms and the final norm (whatever norms and biases the
-    model has), and for the embedding the vocabulary only. The most loaded shard is a tensor-parallel rank's share of
-    an equal pipeline stage and of the embedding, and with one stage also of the output matrix.
+    The formula counts matrices, two vectors for each of the layers' norms and the final norm (whatever norms and biases
+    the model has), and for the embedding the vocabulary only. The most loaded shard is a tensor-parallel rank's share
+    of an equal pipeline stage and of the embedding, and with one stage also of the output matrix.
     """
     model, size = layout.config.model, layout.size
     matrices = MetaModel(model).in_layers(range(model.num_layers), matrices=True).total()

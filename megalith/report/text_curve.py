@@ -82,7 +82,7 @@ def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, in
 
 
 def sparkline(values: Sequence[float], width: int = 16) -> str:
-    """Return the values as text of about `width` characters, each the mean of consecutive values."""
+    """Return the values as a line of about `width` characters. Each character shows the mean of consecutive values."""
     heights = means(np.array(values), width).tolist()
     low, high = min(heights, default=0.0), max(heights, default=0.0)
     return "".join(SPARKS[round((len(SPARKS) - 1) * (y - low) / ((high - low) or 1.0))] for y in heights)

@@ -80,11 +80,11 @@ class Scalar(NamedTuple):
     name: str
     value: float
     position: int
-    """On the tracker's axis: a step, or the samples consumed so far."""
+    """Position on the tracker's axis: a step, or the number of samples consumed so far."""
 
 
 NameMapping = Callable[[int, Mapping[str, float]], Iterator[Scalar]]
-"""(step, metrics under Megalith's names) → the scalars to write."""
+"""Function from a step and its metrics under Megalith's names to the scalars to write."""
 
 
 def megalith_names(step: int, metrics: Mapping[str, float]) -> Iterator[Scalar]:
@@ -140,7 +140,7 @@ class TensorBoardTracker:
     """Writes event files into `output_dir/tensorboard` or `folder`.
 
     Events after `start_step`, written by a process that crashed, are hidden (`purge_step`). With Megatron-LM's names
-    they are not, because some positions are samples instead of steps and TensorBoard would hide both.
+    they are not hidden: some positions are samples instead of steps, and TensorBoard would hide events of both kinds.
     """
 
     def __init__(
@@ -177,10 +177,11 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Writes to a Weights & Biases run. Its id is stored in `output_dir/wandb_id`, so that a resumed job continues it.
+    """Writes to a Weights & Biases run. The run's id is stored in `output_dir/wandb_id`, so that a resumed job
+    continues that run.
 
-    With `WANDB_MODE=offline`, W&B's own setting, metrics are written into `output_dir/wandb` or below `directory`.
-    W&B cannot remove metrics: if a step is repeated after a loss spike or a crash, it keeps the metrics of the first
+    With `WANDB_MODE=offline`, W&B's own setting, metrics are written into `output_dir/wandb` or below `directory`. W&B
+    cannot remove metrics: if a step is repeated after a loss spike or a crash, W&B keeps the metrics from the first
     time.
 
     Args:

@@ -93,7 +93,7 @@ def _screen(runs: dict[str, Path | StorePath], width: int) -> tuple[Group, bool]
 
 
 class RunSnapshot:
-    """The newest records of a run's files; empty where a file cannot be read."""
+    """The newest records of a run's files. The records of a file that cannot be read are empty."""
 
     def __init__(self, name: str, folder: Path | StorePath):
         self.name, self._folder = name, folder

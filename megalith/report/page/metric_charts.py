@@ -28,9 +28,10 @@ OPERAND_STYLES = {"input": "line", "weight": "dashed", "gradient": "dots"}
 
 
 def step_tokens(run: RunFiles) -> str:
-    """Return an attribute with the tokens after some steps, `step tokens step tokens …`; "" if they are unknown.
+    """Return an HTML attribute that lists the tokens trained on after some steps, `step tokens step tokens …`; "" if
+    unknown.
 
-    Tokens are samples times `data.seq_length`, so a policy's run, whose completions vary in length, has none.
+    Tokens are samples times `data.seq_length`. For a policy's run, whose completions vary in length, they are unknown.
     """
     length, samples = run.settings.get("data.seq_length", ""), run.curve("consumed_samples")
     if not length.isdecimal() or len(length) > 9 or not len(samples) or is_policy(run):
@@ -41,7 +42,7 @@ def step_tokens(run: RunFiles) -> str:
 
 
 def is_policy(run: RunFiles) -> bool:
-    """Return whether the run was trained with rewards."""
+    """Return True if the run was trained with rewards."""
     return len(metric_points(run.steps[-1:], "rewards_mean")) > 0
 
 
@@ -84,7 +85,9 @@ def _losses(runs: Sequence[RunFiles]) -> str:
 
 
 def _smoothed(title: str, key: str, runs: Sequence[RunFiles], which: Sequence[int]) -> str:
-    """Return a wide chart of a metric at each step, smoothed and in evaluations, with the events of these runs."""
+    """Return a wide chart of a metric with its values at each step, smoothed values, evaluations and the events of
+    these runs.
+    """
     raw = {n: runs[n].curve(key) for n in which}
     smooth = {n: smoothed(raw[n], MAX_POINTS // 2) for n in which}
     checks = {n: metric_points(runs[n].evaluations, f"validation_{key}") for n in which}

@@ -59,7 +59,7 @@ class Curve:
     colour: int
     """Index of the run."""
     style: str = "line"
-    """line, faint, dots or dashed."""
+    """Style of the curve: line, faint, dots or dashed."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ def timeline(
     title: str, rows: Sequence[Sequence[tuple[int, float, float, str]]], names: Sequence[str]
 ) -> str:
     """Return the actions of each rank over time. Actions are (index of the kind, start, end, description); `names` are
-    those of the kinds."""
+    the names of the kinds.
+    """
     times = Scale.around([time for row in rows for _, start, end, _ in row for time in (start, end)])
     if not any(rows):
         return ""
