@@ -7,8 +7,8 @@ The update is that of torch.optim.Adafactor:
      update   = g / √v, divided by max(1, RMS(update) / clip_threshold)
      w        = w - lr · weight_decay · w - rate · update
 
-Averages and RMS are those of the global parameter. Each rank stores the entries of its rows and columns, and sums over
-the ranks that hold the rest of them.
+Averages and RMS are over the global parameter. Each rank stores the averages of its own rows and columns. To compute
+them, it sums over the ranks that hold the rest of these rows and columns.
 """
 
 from __future__ import annotations

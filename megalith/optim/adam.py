@@ -1,4 +1,4 @@
-"""Adam (decay added to the gradient) and AdamW (decoupled decay; Loshchilov and Hutter 2019), fused.
+"""Fused Adam (weight decay added to the gradient) and AdamW (decoupled decay; Loshchilov and Hutter 2019).
 
 AdamW updates large parameters on a GPU with our own kernel (ops/kernels/adam_kernel.py). Moments in bf16 or fp8 are in
 moments.py.

@@ -4,8 +4,8 @@
      update     = (m1 / (1 - beta1^t) + alpha · m2) / (√(v / (1 - beta2^t)) + eps)
      w          = w - lr · (update + weight_decay · w)
 
-During the first `ademamix_warmup_iters` steps alpha grows linearly from 0, and beta3 grows from beta1 so that its half
-life is linear.
+During the first `ademamix_warmup_iters` steps alpha grows linearly from 0, and beta3 grows from beta1 such that the
+half-life of its average grows linearly.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AdEMAMix(FunctionalOptimizer):
         return value, {"step": step, "exp_avg": fast, "exp_avg_slow": slow, "exp_avg_sq": square}
 
     def _slow_average(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Return alpha and beta3 of a step, scalars."""
+        """Return alpha and beta3 of a step, two scalars."""
         config = self.config
         first, last = (_half_life(beta) for beta in (config.adam_beta1, config.ademamix_beta3))
         done = (

@@ -54,8 +54,8 @@ def average_from_z(weights: Tensor, z: Tensor, beta1: float) -> Tensor:
 def averaged_weights(optimizer: torch.optim.Optimizer, config: OptimConfig) -> Iterator[None]:
     """Replace the weights by their average within the context, and restore them bitwise after it.
 
-    Parameters without an average, or before the first step, keep their weights. An `ema` holds the weights meanwhile;
-    for schedule-free AdamW a copy of the weights is made, 4 bytes per parameter of this rank's shard.
+    Parameters without an average, or before the first step, keep their weights. Meanwhile the tensor `ema` holds the
+    weights. For schedule-free AdamW the weights are copied, which takes 4 bytes per parameter of this rank's shard.
     """
     restore = []
     with torch.no_grad():

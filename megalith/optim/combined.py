@@ -18,8 +18,8 @@ def combine(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 class CombinedOptimizer(torch.optim.Optimizer):
     """Optimizers of disjoint parameters. Groups are concatenated, and all parts share one state.
 
-    `optimizer_step` calls `step` after it has set `grad_scale` and `found_inf`. `step` is a collective call if that of
-    a part is.
+    `optimizer_step` calls `step` after it has set `grad_scale` and `found_inf`. `step` is a collective call if the
+    `step` of any part is.
     """
 
     _step_supports_amp_scaling = True
@@ -42,7 +42,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 def step_scaled(optimizer: torch.optim.Optimizer, grad_scale: Tensor, found_inf: Tensor) -> None:
     """Step an optimizer on gradients divided by `grad_scale`, or change nothing if `found_inf` is 1.
 
-    The host waits for the device only if the optimizer does not support these two itself.
+    The host waits for the device only if the optimizer does not handle `grad_scale` and `found_inf` itself.
     """
     if supports_amp_scaling(optimizer):
         optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf

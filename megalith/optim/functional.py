@@ -22,7 +22,7 @@ class FunctionalOptimizer(torch.optim.Optimizer):
     """Optimizer defined by `initial_state` and `update`.
 
     `optimizer_step` calls `step` after it has set `grad_scale` and `found_inf`. `step` is a collective call if `update`
-    is.
+    is one.
     """
 
     _step_supports_amp_scaling = True
@@ -36,7 +36,7 @@ class FunctionalOptimizer(torch.optim.Optimizer):
             self.state[item.parameter] = self.initial_state(item)
 
     def initial_state(self, item: TrainedParameter) -> dict[str, Tensor]:
-        """Return a parameter's state before the first step."""
+        """Return the state that a parameter has before the first step."""
         raise NotImplementedError
 
     def update(

@@ -1,8 +1,9 @@
 """Loss scale: the factor on the loss that keeps small fp16 gradients from underflowing.
 
 The dynamic scale (Micikevicius et al., "Mixed precision training") starts high, halves when gradients overflow, and
-doubles after `loss_scale_window` consecutive good steps. Hysteresis as in Megatron: between two doublings, `hysteresis`
-overflows are counted; the last of them and each one after it halve the scale. Only doubling resets the count.
+doubles after `loss_scale_window` consecutive good steps. Hysteresis as in Megatron: overflows are counted from one
+doubling to the next, and overflow number `hysteresis` and each later one halve the scale. Only doubling resets the
+count.
 
 The state is three scalars on the device, updated there, so that a step never waits for the host.
 """

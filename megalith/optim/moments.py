@@ -4,13 +4,14 @@ A step of Adam converts a parameter's moments to fp32, updates moments and weigh
 on a GPU this is one kernel (ops/kernels/moment_kernel.py). Rounding is stochastic: with beta2 0.999 a moment changes by
 a thousandth per step, less than half the resolution of bf16 or 8 bits, so rounding to nearest would never change it.
 
-`fp8` is a dynamic float: a sign bit for the first moment, zeros that each divide by 10, and the remaining bits, which
-divide a decade evenly. A value is a table entry in [-1, 1] times the largest of its block, at most 256 elements of a
-row. Second moments are never rounded to 0, because updates are divided by them.
+`fp8` is a dynamic float: a sign bit for the first moment, a run of zero bits, each of which divides the value by 10,
+and the remaining bits, which divide a decade evenly. A value is a table entry in [-1, 1] times the largest magnitude in
+its block. A block has at most 256 elements of a row. Second moments are never rounded to 0, because updates are divided
+by them.
 
-All layouts round identically: blocks are parts of rows of the global parameter, small enough that up to 8 shards of a
-row never divide one, and the random bits are a hash of seed, name, step and global index. Checkpoints store moments in
-fp32, which represents every value exactly.
+All layouts round identically: blocks are parts of rows of the global parameter, small enough that sharding a row over
+up to 8 ranks never splits a block, and the random bits are a hash of seed, name, step and global index. Checkpoints
+store moments in fp32, which represents every value exactly.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def dynamic_code(signed: bool, device: torch.device | str = "cpu") -> Tensor:
 
 
 class Moment:
-    """Moment of a parameter in bf16 or 8 bits, used as float32 [..., width]. Implements the checkpoint's `Values`."""
+    """Moment of a parameter, stored in bf16 or 8 bits and used as float32 [..., width]. Implements the checkpoint's
+    `Values`.
+    """
 
     dtype = torch.float32
 
@@ -153,9 +156,9 @@ class ReducedMoment:
 
     @classmethod
     def of(cls, item: TrainedParameter, kind: str, settings: str) -> ReducedMoment | None:
-        """Return the storage of a parameter's moments, or None if they are fp32.
+        """Return the storage of a parameter's moments, or None if the moments are fp32.
 
-        Raises ConfigError, which names the `settings`, if this rank's shard would divide a block.
+        Raises ConfigError, which names the `settings`, if this rank's shard would split a block.
         """
         parameter, shape = item.parameter, item.placement.shape or item.parameter.shape
         block, width = block_size_for(shape), parameter.shape[-1] if parameter.ndim else 1
@@ -203,7 +206,7 @@ class ReducedAdam(torch.optim.Adam):
     def add_reduced_state(self, item: TrainedParameter, dtypes: tuple[str, str]) -> bool:
         """Create a parameter's state, zeros in these `dtypes`. Return False if the parameter needs fp32 moments.
 
-        Raises ConfigError if this rank's shard would divide a block.
+        Raises ConfigError if this rank's shard would split a block.
         """
         parameter, settings = item.parameter, "optim.exp_avg_dtype {} and exp_avg_sq_dtype {}".format(*dtypes)
         storages = [ReducedMoment.of(item, dtype, settings) for dtype in dtypes]
@@ -267,8 +270,9 @@ class ReducedAdam(torch.optim.Adam):
 def _shard_position(item: TrainedParameter, shape: Sequence[int]) -> Tensor:
     """Return the position of a shard in its global parameter, as `_random_bits` needs it: int64 [6].
 
-    The entries are a key from seed and name, the index of the first row in the global parameter, the rows per matrix in
-    the shard and in the global parameter, the columns in the shard, and the index of its first column.
+    The six entries are: a key from seed and name, the index of the shard's first row in the global parameter, the rows
+    per matrix in the shard, the rows per matrix in the global parameter, the columns of the shard, and the index of its
+    first column.
     """
     digest = hashlib.blake2b(f"{item.placement.seed}/{item.name}".encode(), digest_size=4).digest()
     here, offset = item.parameter.shape, item.placement.offset or (0,) * len(shape)

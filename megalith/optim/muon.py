@@ -1,15 +1,16 @@
-"""Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of layers, another optimizer for the rest.
+"""Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of layers, and another optimizer for all other
+parameters.
 
 The update of a matrix is its Nesterov momentum after a Newton-Schulz iteration (newton_schulz.py), which brings all
-singular values close to 1. It depends on the whole matrix. Of the ranks that shard a matrix, one owns it: the others
-send it their shards of the momentum, in the dtype of the iteration, and it returns their shards of the result. Matrices
-are collected in rounds, and the next round is sent while one is orthogonalized.
+singular values close to 1. The update depends on the whole matrix. One of the ranks that shard a matrix owns it. The
+other ranks send the owner their shards of the momentum, in the dtype of the iteration, and the owner returns their
+shards of the result. Matrices are collected in rounds; while one round is orthogonalized, the next one is sent.
 
-The matrices of a fused weight (query, key and value; gate and up) are orthogonalized separately, and so is each
-expert's; with `muon_split_heads` also each attention head's.
+The matrices of a fused weight (query, key and value; gate and up) are orthogonalized separately, as are the matrices of
+each expert, and with `muon_split_heads` the matrix of each attention head.
 
 `muon_scale_mode` scales updates by the shape of the matrix. By default their RMS is about that of AdamW's updates, so
-that both use the same learning rate and weight decay (Liu et al. 2025).
+that both optimizers use the same learning rate and weight decay (Liu et al. 2025).
 
 With `muon_moment2_method: normuon` (Li et al. 2025), each row of an orthogonalized matrix is divided by the root of a
 running mean of its squares, and the matrix is scaled back to the Frobenius norm of an orthogonal one. With `adamuon`,
@@ -62,11 +63,11 @@ class _Round:
     pairs: Sequence[tuple[dict[str, Any], torch.nn.Parameter]]
     """Parameters with their groups."""
     momenta: Sequence[Tensor]
-    """New momentum of each."""
+    """New momentum of each parameter."""
     updates: Any
     """Collection of the matrices to orthogonalize."""
     squares: Any
-    """Collection of NorMuon's second moments; None without."""
+    """Collection of NorMuon's second moments; None without NorMuon."""
 
 
 class _Whole(NamedTuple):
@@ -81,9 +82,10 @@ class _Part(NamedTuple):
     matrix: Tensor
     """One of the matrices of a parameter, or several as a batch, [..., rows, columns]."""
     shape: torch.Size
-    """Shape of its rows in the parameter: [..., n, size, columns]."""
+    """Shape of the matrix's rows within the parameter, whose rows alternate between matrices: [..., n, size, columns].
+    """
     squares: Tensor | None
-    """NorMuon's means of its rows, [..., n, size, 1]."""
+    """NorMuon's running means of the rows' squares, [..., n, size, 1]."""
 
 
 class Muon(FunctionalOptimizer):
@@ -95,7 +97,7 @@ class Muon(FunctionalOptimizer):
     def __init__(self, matrices: Sequence[TrainedParameter], config: OptimConfig, dtype: torch.dtype):
         """Build Muon for `matrices`, which have `placement.matrices`. Newton-Schulz runs in `dtype`."""
         self._rounding: dict[torch.nn.Parameter, ReducedMoment] = {}
-        """Rounding of the parameters whose state is stored in less than fp32."""
+        """Storage and rounding of the parameters whose state has fewer bits than fp32."""
         self._factors: dict[str, Tensor] = {}
         super().__init__(matrices, config)
         self._dtype = dtype
@@ -196,7 +198,9 @@ class Muon(FunctionalOptimizer):
         changes: dict[str, Tensor],
         mean: Tensor | None,
     ) -> None:
-        """Change a parameter by its shard of a scaled orthogonal matrix, and its state by `changes` and `mean`."""
+        """Update a parameter with `update`, its shard of a scaled orthogonal matrix, and its state with `changes` and
+        `mean`.
+        """
         skip = self.found_inf > 0
         if mean is not None:
             changes["row_var"] = mean
@@ -223,8 +227,9 @@ class Muon(FunctionalOptimizer):
     def _stepped(
         self, item: TrainedParameter, group: Mapping[str, Any], update: Tensor, changes: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a parameter's value and changed state after a step with `update`, a scaled orthogonal matrix's
-        shard."""
+        """Return a parameter's value and changed state after a step with `update`, this rank's shard of a scaled
+        orthogonal matrix.
+        """
         state = self.state[item.parameter]
         if "step" in state:
             changes["step"] = state["step"] + 1
@@ -257,7 +262,9 @@ class Muon(FunctionalOptimizer):
         return self.config.muon_extra_scale_factor * SCALES[self.config.muon_scale_mode](rows, columns)
 
     def _orthogonalize(self, wholes: Sequence[_Whole]) -> list[tuple[Tensor, Tensor | None]]:
-        """Orthogonalize, normalize and scale matrices; return each with this step's mean squares of rows (NorMuon)."""
+        """Orthogonalize, normalize and scale matrices. Return each with the mean squares of its rows in this step
+        (NorMuon).
+        """
         config = self.config
         split = [self._split(whole) for whole in wholes]
         parts = [part for of_whole in split for part in of_whole]
@@ -285,7 +292,9 @@ class Muon(FunctionalOptimizer):
         return outputs
 
     def _split(self, whole: _Whole) -> list[_Part]:
-        """Return the matrices in a parameter, whose rows alternate between them: `sizes` rows of each at a time."""
+        """Return the matrices that a parameter fuses. The parameter's rows alternate between them, `sizes` rows of each
+        at a time.
+        """
         sizes, heads = self._parts(whole.item)
         blocks = whole.value.unflatten(-2, (-1, sum(sizes))).split(list(sizes), dim=-2)
         squares: Sequence[Tensor | None] = [None] * len(sizes)
@@ -301,7 +310,9 @@ class Muon(FunctionalOptimizer):
         ]
 
     def _parts(self, item: TrainedParameter) -> tuple[Sequence[int], Sequence[int | None]]:
-        """Return the rows at which the parameter's matrices alternate, and the rows per attention head of each."""
+        """Return, for each matrix that the parameter fuses, the number of rows at which it alternates with the others,
+        and its rows per attention head.
+        """
         placement, config = item.placement, self.config
         sizes = placement.matrices
         rows = (placement.shape or item.parameter.shape)[-2]

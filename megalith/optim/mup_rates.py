@@ -8,9 +8,10 @@ For a model m times wider and d times deeper than its base model (config/mup.py)
     Adafactor            rate m^-1/2                 rate 1                 its rate is relative to the RMS of a matrix
     Muon                 rate 1                      -                      with muon_scale_mode unit_rms_norm
 
-In layers, rates are multiplied by d^(α - 1) and epsilons by d^-α (Dey et al. 2025), except for SGD, whose rates would
-depend on the gradient's own factor. With a base number of layers, epsilons of all parameters have the factor 1 / m, as
-in CompleteP, since all gradients shrink with the width; without it only those of matrices, as in Megatron-LM.
+In layers, rates are multiplied by d^(α - 1) and epsilons by d^-α (Dey et al. 2025), but not for SGD, whose rates would
+also depend on how gradients scale. With a base number of layers, the epsilons of all parameters have the factor 1 / m,
+as in CompleteP, because all gradients shrink with the width. Without it, only the epsilons of matrices have that
+factor, as in Megatron-LM.
 """
 
 from __future__ import annotations

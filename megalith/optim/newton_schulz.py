@@ -79,7 +79,9 @@ def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype, kind: str = "simpl
 def orthogonalize_all(
     matrices: Sequence[Tensor], steps: int, dtype: torch.dtype, kind: str = "simple"
 ) -> list[Tensor]:
-    """Return `orthogonalized` of each [..., rows, columns]. Small matrices of the same shape share their matmuls."""
+    """Return the result of `orthogonalized` for each matrix [..., rows, columns]. Small matrices of the same shape
+    share their matmuls.
+    """
     results: dict[int, Tensor] = {}
     waiting: dict[tuple[int, int], list[int]] = {}
 

@@ -36,8 +36,8 @@ def select_for_offload(
 
     The largest parameters are selected first, with at most `fraction` of all elements, and none of `never`.
 
-    Small parameters stay on the device unless everything goes to the host: they save almost nothing, and each costs
-    three copies.
+    Small parameters stay on the device unless everything goes to the host, because offloading them saves almost nothing
+    and takes three copies per parameter.
     """
     sizes = sorted(
         ((parameter.numel(), name) for name, parameter in named_parameters),
@@ -94,7 +94,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ):
         """Wrap `optimizer`. The state of the parameters `on_host`, all of one device, is on the CPU.
 
-        Without `overlap`, copies and updates alternate and use a third of the pinned memory.
+        Without `overlap`, copies and updates alternate, which takes a third of the pinned memory.
         """
         super().__init__(optimizer.param_groups, {})
         self.state = optimizer.state

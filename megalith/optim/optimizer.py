@@ -37,16 +37,18 @@ class Placement:
     """Position of this rank's shard in the global parameter. The defaults describe an unsharded parameter."""
 
     gather: Callable[[Tensor], Tensor] = lambda shard: shard
-    """Function from a tensor shaped like the shard to the global tensor; leading dimensions may stack several.
-    Collective: all ranks call it for the same parameters in the same order."""
+    """Function from a tensor shaped like the shard to the global tensor; additional leading dimensions may stack
+    several tensors. Collective: all ranks call it for the same parameters in the same order.
+    """
     shard: Callable[[Tensor], Tensor] = lambda whole: whole
     """Function from a global tensor to this rank's shard."""
     sum: Callable[[Tensor, Collection[int]], Tensor] = lambda tensor, dims: tensor
     """Function from a tensor to its sum over the ranks that shard one of the parameter's dimensions `dims`. Collective,
     like `gather`."""
     shared: Any = None
-    """Sharding of a matrix over ranks, with `key`, equal for matrices that are collected together, and `ranks`. None:
-    one rank has the whole, or the parameter is no matrix."""
+    """Sharding of a matrix over ranks. Its `key` is equal for matrices that can be collected together; `ranks` is the
+    number of ranks. None: one rank has the whole matrix, or the parameter is not a matrix.
+    """
     collect: Callable[[Sequence[Any], Sequence[Tensor], Sequence[float]], Any] | None = None
     """Function from the `shared` of several matrices, their shards and costs to a collection of the matrices on their
     owners (parallel/owners.py)."""
@@ -79,7 +81,7 @@ class TrainedParameter:
     """Plain fp32 shard of this rank; may be empty."""
     placement: Placement
     offloaded: bool = False
-    """The state belongs in host memory."""
+    """True if the state belongs in host memory."""
     group: ParamGroup | None = None
     """Entry of `optim.param_groups` that applies."""
     ratios: MupRatios | None = None
@@ -134,7 +136,8 @@ def state_bytes(config: OptimConfig) -> tuple[float, float]:
     """Return the bytes of optimizer state per parameter, in layers and outside of layers, including that of a moving
     average.
 
-    Vectors are counted as matrices, since they are few. With several optimizers, the largest is counted.
+    Vectors are counted like matrices, because they are few. With several optimizers, the one with the largest state is
+    counted.
     """
     names = [config.optimizer, *(group.optimizer for group in config.param_groups if group.optimizer)]
     sizes = [state_bytes_of(name, config) for name in names]
@@ -236,11 +239,11 @@ def build_optimizer(
     Args:
         named_parameters: fp32 parameters, possibly local shards, by name.
         config: optimizer settings.
-        shared_names: parameters that other ranks hold too. They are offloaded only if everything is: ranks would
-            otherwise choose differently, and copies updated on a CPU and on a GPU would drift apart.
+        shared_names: parameters that other ranks hold too. They are offloaded only if all parameters are. Otherwise
+            ranks might choose differently, and copies updated on a CPU and on a GPU would drift apart.
         placements: position of each shard in its global parameter, by name.
         precision: fp32, bf16 or fp16.
-        all_names: trained parameters of all ranks. Default: those of this one.
+        all_names: names of the trained parameters of all ranks. Default: those of this rank.
         ratios: size of the model relative to its base model. None: no µP.
 
     Raises:
@@ -313,7 +316,7 @@ DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 def decay_groups(parameters: Sequence[TrainedParameter], config: OptimConfig) -> list[dict[str, Any]]:
     """Return parameter groups for torch, split by weight decay, `decoupled_lr`, and the rates of `param_groups` and µP.
 
-    The list is never empty, although a pipeline rank may hold no parameter.
+    The list is never empty, even on a pipeline rank without parameters.
     """
     by_kind: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for item in parameters:

@@ -1,7 +1,7 @@
 """Patterns over parameter names, for `optim.param_groups`.
 
-A pattern is a glob for the full name, or `re:` and a regular expression that matches anywhere in it. Names are those of
-checkpoints and do not depend on the layout.
+A pattern is a glob for the full name, or `re:` followed by a regular expression that matches anywhere in the name.
+Names are the same as in checkpoints and do not depend on the layout.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ projections are multiplied after the step, in the weights and in their biases:
     grouped-query attention    queries η^alpha, key η^(1 - alpha), with the smallest η of the group that shares the key
     latent attention           query without positions η^alpha, its rotary part η, key without positions η^(1 - alpha)
 
-The rotary part of latent attention's key is shared by all heads and stays. The largest logit of a clipped head is then
-at most the threshold, apart from the step's own change. The optimizer's state is not changed.
+The rotary part of latent attention's key is shared by all heads and stays. On the same tokens, the largest logit of a
+clipped head is then at most the threshold, apart from the change by the step itself. The optimizer's state is not
+changed.
 """
 
 from __future__ import annotations
@@ -49,5 +50,5 @@ def row_factors(module: str, eta: Tensor, model: ModelConfig, alpha: float) -> T
 
 
 def _rows(parts: list[tuple[Tensor, int]]) -> Tensor:
-    """Return the factors of the rows of every head or group, each of which has the parts in this order."""
+    """Return the factors of all rows. The rows of each head or group consist of the `parts`, in this order."""
     return torch.cat([factor[:, None].expand(-1, rows) for factor, rows in parts], dim=1).flatten()

@@ -10,7 +10,7 @@ from torch import nn
 from megalith.optim.optimizer import TrainedParameter
 
 ROUND_ELEMENTS = 2**27
-"""Elements of the matrices that a rank owns in one round, about."""
+"""Approximate number of elements of the matrices that a rank owns in one round."""
 
 
 def is_shared(item: TrainedParameter) -> bool:
@@ -19,7 +19,9 @@ def is_shared(item: TrainedParameter) -> bool:
 
 
 def rounds_of(items: Iterable[TrainedParameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters of `items`, all shared, in lists that are collected together."""
+    """Return the parameters of `items`, all of them shared, as rounds: lists of parameters that are
+    collected together.
+    """
     rounds, latest = [], {}
     for item in items:
         placement = item.placement
@@ -33,7 +35,9 @@ def rounds_of(items: Iterable[TrainedParameter]) -> list[list[nn.Parameter]]:
 
 
 def local_rounds(items: Iterable[TrainedParameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of `items`, none shared, in lists of at most about ROUND_ELEMENTS elements."""
+    """Yield the parameters of `items`, none of them shared, as rounds: lists with at most about ROUND_ELEMENTS
+    elements.
+    """
     current, size = [], 0
     for item in items:
         if current and size + item.parameter.numel() > ROUND_ELEMENTS:

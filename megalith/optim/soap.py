@@ -7,14 +7,14 @@ For a matrix W [rows, columns] with gradient G:
      m, v    = Adam's moments of Uᵀ · G · V
      W       = W - lr · U · (m / (√v + eps)) · Vᵀ, with Adam's bias correction
 
-The first step only sets the bases. Afterwards they follow L and R after every `soap_precondition_frequency` steps, by a
-power iteration and a QR decomposition. This is the authors' code. With `soap_use_kl_shampoo`, it is Megatron-LM's SOAP
-(emerging-optimizers 0.4): L and R are those of KL-Shampoo (Lin et al. 2025), and every step, including the first,
+The first step only sets the bases. Every `soap_precondition_frequency` steps, a power iteration and a QR decomposition
+update the bases to follow L and R. This is what the authors' code does. With `soap_use_kl_shampoo`, it is Megatron-LM's
+SOAP (emerging-optimizers 0.4): L and R are those of KL-Shampoo (Lin et al. 2025), and every step, including the first,
 updates the bases and then the weights.
 
-The update depends on the whole matrix. One of the ranks that shard it owns it and keeps its state: the others send
-their shards of the gradient, and receive their shards of the update. AdamW updates the other parameters. Fused weights
-are one matrix, since rotations do not depend on the order of rows.
+The update depends on the whole matrix. One of the ranks that shard a matrix owns it and keeps its state. The other
+ranks send their shards of the gradient to the owner and receive their shards of the update. AdamW updates the other
+parameters. Fused weights are treated as one matrix, because rotations do not depend on the order of rows.
 
 Eigenvectors amplify rounding. Decompositions therefore run in fp64, and directions that the gradients do not determine,
 in the null space of L or R, are chosen by a fixed rule instead of by rounding.
@@ -40,22 +40,21 @@ from megalith.optim.optimizer import (
 from megalith.optim.rounds import is_shared, rounds_of
 
 NULL = 1e-11
-"""Eigenvalues up to this multiple of the largest are zero but for rounding, in fp64."""
+"""Eigenvalues up to this multiple of the largest one count as zero, because they may be rounding errors of fp64."""
 TIE_BREAK = 1e-6
 """Size of the diagonal that determines a null space's basis, relative to the mean eigenvalue."""
 RESOLUTION = 1e-6
 """Eigenvalues below this multiple of their mean are lost in the rounding of fp32 averages."""
 LEFT, RIGHT = "soap_left", "soap_right"
 STATE_BYTES = 32
-"""Bytes of state per parameter for matrices with two to three times as many rows as columns or the reverse; 24 for
-square ones."""
+"""Bytes of state per parameter for matrices whose sides differ by a factor of two to three. Square matrices need 24."""
 
 
 class SOAP(torch.optim.Optimizer):
     """SOAP for matrices. `step` is a collective call; it gets gradients that are finite and divided by the loss scale.
 
-    A parameter's state, apart from `step`, is on the owner of its matrix: Adam's moments in the bases, and for rows and
-    columns, up to `soap_max_precond_dim`, the average and its basis.
+    A parameter's state, apart from `step`, is on the owner of its matrix: Adam's moments in the bases, and for each of
+    rows and columns, if there are at most `soap_max_precond_dim`, the average and its basis.
     """
 
     def __init__(self, matrices: Sequence[TrainedParameter], config: OptimConfig):
@@ -211,7 +210,7 @@ def _rotate_back(x: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def _grams(gradient: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of the products G · Gᵀ and Gᵀ · G that the state averages."""
+    """Return the products among G · Gᵀ and Gᵀ · G that the state has averages of."""
     both = {LEFT: (gradient, gradient.mT), RIGHT: (gradient.mT, gradient)}
     return {key: a @ b for key, (a, b) in both.items() if key in state}
 
@@ -226,7 +225,8 @@ def _whitened(x: Tensor, state: Mapping[str, Tensor], key: str, eps: float) -> T
 def _eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of symmetric matrices [..., n, n], fp64, by decreasing eigenvalue.
 
-    The basis of the null space is that of eigenvectors of a decreasing diagonal, projected to it.
+    In the null space, the basis consists of the eigenvectors of a decreasing diagonal matrix that is projected onto the
+    null space.
     """
     values, vectors = torch.linalg.eigh(matrix)
     is_null = values <= NULL * values[..., -1:]
@@ -250,7 +250,7 @@ def _power_iteration(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _iterated(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalue estimates and the next basis of emerging-optimizers' power iteration, by decreasing value."""
+    """Return eigenvalue estimates, in decreasing order, and the next basis, by emerging-optimizers' power iteration."""
     basis = torch.linalg.qr(_shifted(matrix) @ basis).Q
     values = (basis * (matrix @ basis)).sum(-2)
     order = values.argsort(dim=-1, descending=True, stable=True)
@@ -260,7 +260,7 @@ def _iterated(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 def _shifted(matrix: Tensor) -> Tensor:
     """Return symmetric matrices plus a small multiple of the identity.
 
-    A power iteration then keeps directions in their null space, which rounding would replace otherwise.
+    A power iteration then keeps the directions in the null space. Without the shift, rounding would replace them.
     """
     size = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     return matrix + RESOLUTION * size * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)

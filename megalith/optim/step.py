@@ -57,7 +57,9 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the sum of squares of the gradients of parameters that all have one, an fp32 scalar."""
+    """Return the sum of squares of the gradients of `parameters`, an fp32 scalar. Every parameter must
+    have a gradient.
+    """
     return sum_of_squares(parameter.grad for parameter in parameters)
 
 
@@ -76,9 +78,9 @@ def optimizer_step(
         optimizer: a fused torch optimizer, or one from `register_optimizer`.
         loss_scale: factor on the gradients.
         clip_grad: maximum norm; 0 disables clipping.
-        total_squares: returns the sum of squares of the gradients of a list of parameters. A parallel run passes a
-            function that counts each logical parameter once and sums over ranks, so that all ranks clip and skip
-            identically.
+        total_squares: function from a list of parameters to the sum of squares of their gradients. A parallel run
+            passes a function that counts each logical parameter once and sums over ranks, so that all ranks clip and
+            skip identically.
 
     Returns:
         Norm, skip flag and loss scale on the device.
