@@ -1,6 +1,7 @@
 """Run one job in many layouts and compare each with one process.
 
-The layouts are each axis alone, every pair, and triples, with variants. parity/sizes.py makes the configuration small.
+The layouts use each axis alone, every pair of axes, and triples, with variants. parity/sizes.py makes the configuration
+small.
 """
 
 from __future__ import annotations

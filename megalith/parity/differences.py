@@ -1,7 +1,7 @@
 """Compare two outcomes of one job.
 
-Scalars are compared by relative error, gradients by ‖a − b‖ / max(‖b‖, 1e-6 · ‖all gradients‖). The lower bound on the
-divisor is for tensors whose true gradient is zero, such as the key bias, where both values are rounding errors.
+Scalars are compared by relative error, and gradients by ‖a − b‖ / max(‖b‖, 1e-6 · ‖all gradients‖). The lower bound on
+the divisor is for tensors whose true gradient is zero, such as the key bias, where both values are rounding errors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ FLOOR = 1e-6
 
 @dataclass
 class Errors:
-    """Relative errors of an outcome compared with one process, and differences in values that must be equal."""
+    """Relative errors of an outcome compared with that of one process, and the values that differ although they must be
+    equal.
+    """
 
     loss: float = 0.0  # first step
     gradient: float = 0.0  # largest of all parameters
@@ -35,7 +37,7 @@ class Errors:
         return max(self.loss, self.gradient, self.norm, self.losses, self.evaluation)
 
     def within(self, bound: float = BOUND) -> bool:
-        """Return whether all errors are within the bound. NaN is not."""
+        """Return True if all errors are within the bound. NaN is not within the bound."""
         return self.largest <= bound and not self.different
 
 
@@ -68,7 +70,7 @@ def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
 
 
 def _scalars(outcome: Outcome) -> str:
-    """Return the values that must be bitwise equal on all ranks. They are text, so that NaN equals NaN."""
+    """Return, as text, the values that must be bitwise equal on all ranks. As text, NaN equals NaN."""
     series = (outcome.losses, outcome.norms, outcome.evaluation)
     return repr((*series, outcome.skipped, outcome.generated))
 

@@ -48,7 +48,7 @@ class Outcome:
     loss_scales: list[float]
     evaluation: float  # mean loss over the validation samples, after half of the steps
     generated: list[list[int]]
-    """Greedy tokens after half of the steps; for an encoder the most likely token at each position."""
+    """Tokens generated greedily after half of the steps; for an encoder, the most likely token at each position."""
     state: dict[str, Tensor]  # parameters and optimizer state at the end
     unequal_copies: list[str]  # replicated tensors that are not bitwise equal at the end
 

@@ -38,10 +38,11 @@ class PublicReport:
         number: number of the issue or pull request.
         symptom: the fault in one sentence.
         area: heading under which the page lists the report.
-        case: pytest node, from the root of the checkout. Without a parameter, every parameter of the function.
+        case: pytest node, from the root of the checkout. A node without a parameter stands for all parameters of the
+            function.
         bound: tolerance of the test.
         part: number of the finding, if a report lists several.
-        planted: fault of the mutant that the case detected.
+        planted: fault of the mutant that the case has detected.
         fault: what `make mutants` plants: a row of tests/mutants.toml, or `file`, `old` and `new`. Empty if the test
             plants the fault itself.
     """

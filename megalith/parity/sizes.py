@@ -41,7 +41,7 @@ def _at_most(bound: int) -> ParitySize:
 
 
 def _query_groups(_: Any, model: ModelConfig) -> int:
-    """Return KV heads with the same ratio to query heads, at most 16 in all; 0 for MHA."""
+    """Return the number of KV heads, at most 2; 0 for MHA. `_heads` keeps the ratio of query heads to KV heads."""
     return 0 if model.num_attention_heads == model.query_groups else min(2, model.query_groups)
 
 
@@ -54,12 +54,12 @@ def _hidden_size(_: Any, model: ModelConfig) -> int:
 
 
 def _ffn_size(value: int | None, model: ModelConfig) -> int | None:
-    """Return the MLP width in proportion, as a multiple of 8."""
+    """Return an MLP width in the model's proportion to the hidden size, as a multiple of 8."""
     return value and 8 * math.ceil(_hidden_size(None, model) * value / model.hidden_size / 8)
 
 
 def _mup_base_width(value: int | None, model: ModelConfig) -> int | None:
-    """Return the base model's width with the same ratio, at least 1."""
+    """Return a width of µP's base model, at least 1, that keeps its ratio to the model's width."""
     return value and max(1, round(_hidden_size(None, model) * value / model.hidden_size))
 
 
@@ -271,7 +271,9 @@ def shrink(config: RunConfig, steps: int, device: str = "cpu") -> RunConfig:
 
 
 def _shrink_section(config: RunConfig, name: str) -> dict[str, Any]:
-    """Return the settings of a section that the parity run sets. Settings that are not read have their default."""
+    """Return the settings of a section that the parity run sets. Settings that the run does not read have their
+    defaults.
+    """
     section = getattr(config, name)
     unread = section.unread(config)
     sizes = {field: SIZES.get(f"{name}.{field}", SECTION_RULES[name]) for field in type(section).model_fields}

@@ -25,7 +25,9 @@ from megalith.parity.audit.rerun import Reference
 from megalith.parity.audit.tokens import read_tokens
 
 FLOORS = {"fp32": 2e-4, "tf32": 1e-2, "bf16": 2e-2, "fp16": 5e-3}
-"""Smallest relative error that departs, by precision. Rounding of this job can raise it."""
+"""Smallest relative error that counts as a departure, by precision. The bound is higher if rounding in this job
+explains more.
+"""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 WORST = 10
@@ -34,7 +36,9 @@ WORST = 10
 
 @dataclass(frozen=True)
 class Departure:
-    """A gradient of a rank that departs from the reference: ‖a − b‖ / ‖b‖ and its bound."""
+    """A gradient of a rank that departs from the reference, with its relative error ‖a − b‖ / ‖b‖ and the error's
+    bound.
+    """
 
     parameter: str
     layer: int | None
@@ -78,9 +82,9 @@ def audit(folder: str | Path, hf_config: Mapping[str, Any], precision: str | Non
     """Rerun the steps of a dump in one process in fp32; report the differences and their causes.
 
     Args:
-        folder: written by audit_hook.py.
+        folder: folder that audit_hook.py wrote.
         hf_config: contents of the model's config.json.
-        precision: precision of the job: fp32, tf32, bf16 or fp16. Default: what the hook recorded.
+        precision: precision of the job: fp32, tf32, bf16 or fp16. Default: the precision that the hook recorded.
 
     Raises:
         CheckpointError: the dump is damaged, or not of this model.
@@ -204,8 +208,9 @@ class _Step:
                 yield from reference.token_gradients(batch)
 
     def _losses_depart(self) -> bool:
-        """Return whether a recorded loss is neither the sum over its micro-batch nor a mean over the micro-batch, the
-        rank or the step."""
+        """Return True if a recorded loss departs: it is neither the reference's sum over its micro-batch nor a mean
+        over the micro-batch, the rank or the step.
+        """
         e = self.evidence
         sums, counts = e.exact.losses, e.exact.counts.clamp(min=1)
         (dp, micro_batches), by_rank = e.shape, counts.sum(1)

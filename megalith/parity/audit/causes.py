@@ -99,4 +99,4 @@ CAUSES = {
         "no cause that the audit knows explains it",
 }
 # fmt: on
-"""Codes of causes, with their meanings."""
+"""Meaning of each cause, by code."""

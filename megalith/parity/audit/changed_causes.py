@@ -25,7 +25,7 @@ CHANGES: dict[str, Change] = {
     "attends-across-documents": changes.attend_across_documents,
     "documents-ignored": changes.ignore_documents,
 }
-"""Change of the batch that each fault amounts to."""
+"""Change of the batch that has the same effect as each fault."""
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"rotary_base": 10000.0},
@@ -42,7 +42,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 """Changes of the model's configuration, each for one forgotten setting of config.json."""
 
 RunChanged = Callable[[Change | None, ModelConfig | None], Sums]
-"""Reruns the step with a change of the batches and another configuration."""
+"""Function that reruns the step with a change of the batches or another configuration; None: unchanged."""
 
 
 def name_changed_batch(e: StepEvidence, rerun: RunChanged) -> list[Finding]:

@@ -1,4 +1,6 @@
-"""Causes with wrong weights of micro-batches or ranks: means of means, lost gradients, missing reductions, factors."""
+"""Causes that give micro-batches or ranks wrong weights: means of means, lost gradients, missing
+reductions, factors.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def name_combination(
 
 
 def combinations(e: StepEvidence, counts: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each cause with its weights [ranks, dp, micro-batches]. "": the weights of a correct job."""
+    """Yield each cause with the weights [ranks, dp, micro-batches] that it leads to. The cause "" has the weights of a
+    correct job.
+    """
     ranks, (dp, micro_batches) = len(e.ranks), counts.shape
     counted = counts > 0
     by_micro_batch = counted / counts.clamp(min=1)

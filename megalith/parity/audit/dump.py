@@ -39,7 +39,9 @@ class ParameterLayout(Strict):
 
     shape: list[Count]
     shards: list[tuple[Count, Count, Count | None, Count]]
-    """Size of the mesh dimension, this rank's index, the sharded tensor dimension or None, the split factor."""
+    """For each dimension of the device mesh: its size, this rank's index, the sharded tensor dimension or None, and the
+    split factor.
+    """
     trained: bool
     copy_of_another: bool = Field(False, alias="copy")
 
@@ -67,10 +69,14 @@ class RankDump:
     header: RankHeader
     tensors: dict[str, SafetensorsEntry]
     batches: list[dict[str, Tensor]]
-    """Micro-batches: input_ids int64 [batch, seq], and the recorded ones of labels, masks, position_ids and loss."""
+    """Micro-batches: input_ids, int64 [batch, seq], and whichever of labels, masks, position_ids and loss were
+    recorded.
+    """
 
     def vectors(self, kind: str) -> dict[str, Tensor]:
-        """Return each parameter's sketch, float32 [257]. `kind`: "gradient", or "sketch" for that of the weights."""
+        """Return a sketch for each parameter, float32 [257]: of its gradient if `kind` is "gradient", of its weights if
+        "sketch".
+        """
         names = [name for name in self.header.parameters if f"{kind}.{name}" in self.tensors]
         return {name: self.tensors[f"{kind}.{name}"].read() for name in names}
 

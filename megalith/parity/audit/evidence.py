@@ -46,7 +46,7 @@ class StepEvidence:
         ranks: the dumps.
         entries: trained parameters of all ranks.
         batches: micro-batches by data-parallel rank.
-        keys: distinct names and shards of the entries.
+        keys: distinct pairs of name and shard among the entries.
         exact: the reference's sums.
         noisy: the sums in the job's precision. Their errors bound what rounding can explain.
         floor: smallest bound of a relative error.
@@ -104,7 +104,7 @@ class StepEvidence:
         return by_rank[self.rank_index, self.key_index]
 
     def errors(self, predicted: Tensor, observed: Tensor | None = None) -> Tensor:
-        """Return ‖observed − predicted‖ / ‖predicted‖ of each entry; infinite if it is not finite."""
+        """Return ‖observed − predicted‖ / ‖predicted‖ of each entry; infinity where the quotient is not finite."""
         difference = (self.observed if observed is None else observed) - predicted
         return (difference.norm(dim=1) / self._scale(predicted)).nan_to_num(torch.inf, torch.inf)
 
@@ -126,14 +126,16 @@ class StepEvidence:
         return self.errors(self.expected) > self.bound
 
     def first_copies(self) -> Tensor:
-        """Return one entry of each name and shard, int64."""
+        """Return the index of one entry for each pair of name and shard, int64."""
         first: dict[int, int] = {}
         for i, key in enumerate(self.key_index.tolist()):
             first.setdefault(key, i)
         return torch.tensor(list(first.values()))
 
     def copies(self, i: int, axis: str) -> list[int]:
-        """Return the entries with entry i's shard on the ranks that differ from its rank in one axis only."""
+        """Return the copies of entry i along `axis`: entries with the same shard on ranks that differ from its rank in
+        this axis only.
+        """
 
         def others(rank: int) -> dict[str, int]:
             return {name: at for name, at in self.ranks[rank].header.mesh.items() if name != axis}
@@ -143,7 +145,9 @@ class StepEvidence:
         return [j for j in same_key if others(self.entries[j].rank) == others(rank)]
 
     def copies_differ(self, axis: str | None = None) -> bool:
-        """Return whether ranks have different gradients of the same parameter: ranks along `axis`, or any ranks."""
+        """Return True if ranks that hold the same shard have different gradients of it and one departs: ranks along
+        `axis`, or any ranks without `axis`.
+        """
         for i in self.departing.nonzero().flatten().tolist():
             copies = self.observed[
                 self.key_index == self.key_index[i] if axis is None else self.copies(i, axis)
@@ -158,9 +162,10 @@ class StepEvidence:
         return self.norms[chosen].norm().item()
 
     def _clipped(self, gradients: Tensor) -> Tensor:
-        """Return the gradients with the clipping that the job declared, if their norm shows that it took place.
+        """Return predicted gradients, clipped as the job declared if the recorded norm shows that clipping took place.
 
-        A sketch estimates a norm only to within a few percent, so the factor is that of the recorded gradients.
+        A sketch estimates a norm only to within a few percent, so the clipping factor is taken from the recorded
+        gradients.
         """
         bound = max(dump.header.max_norm for dump in self.ranks)
         if bound <= 0 or abs(self.recorded_norm() / bound - 1) > CLIPPED_NORM:
@@ -177,7 +182,7 @@ class StepEvidence:
 def run_batches(
     reference: Reference, batches: Sequence[Sequence[TokenBatch]], change: Change | None = None
 ) -> Sums:
-    """Return the sums of every micro-batch, computed after a change."""
+    """Return the sums of every micro-batch, computed after applying `change` to the batches."""
     most, keys = max(map(len, batches)), len(reference.keys)
     losses, counts = (torch.zeros(len(batches), most, dtype=torch.float64) for _ in range(2))
     gradients = torch.zeros(len(batches), most, keys, BUCKETS)

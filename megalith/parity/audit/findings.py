@@ -22,7 +22,7 @@ class Finding:
     ranks: list[int] = field(default_factory=list)
     """Ranks that depart; empty: all."""
     parameters: list[str] = field(default_factory=list)
-    """Job's names of the parameters that depart; empty: all."""
+    """Names, in the job, of the parameters that depart; empty: all."""
 
     @property
     def text(self) -> str:

@@ -38,10 +38,10 @@ def name_causes(
         e: evidence of the step.
         previous: evidence of the step before, or None.
         model: the reference's configuration.
-        rerun: computes the reference with a change.
-        token_gradients: yields each token's gradients, in the order of the micro-batches.
-        tied: name of the output matrix's parameter → that of the embedding, if config.json ties them.
-        losses_depart: recorded losses are not the reference's.
+        rerun: function that computes the reference with a change.
+        token_gradients: function that yields each token's gradients, in the order of the micro-batches.
+        tied: name of the embedding by the name of the output matrix, if config.json ties them; otherwise empty.
+        losses_depart: recorded losses differ from the reference's.
     """
     if not torch.isfinite(e.expected).all():
         return [find(e, "not-finite", "those of the reference too: weights are not finite")]

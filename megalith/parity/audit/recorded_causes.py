@@ -14,7 +14,7 @@ from megalith.parity.audit.findings import Finding, find_in_entries
 from megalith.parity.audit.recorded_parameters import Entry
 
 SAME_WEIGHTS = 1e-6
-"""Relative difference of two sketches of equal weights that other devices may cause."""
+"""Largest relative difference between two sketches of equal weights that different devices may cause."""
 
 
 def unequal_weights(e: StepEvidence, tied: Mapping[str, str]) -> list[Finding]:
@@ -22,7 +22,7 @@ def unequal_weights(e: StepEvidence, tied: Mapping[str, str]) -> list[Finding]:
 
     Args:
         e: evidence of the step.
-        tied: name of the output matrix's parameter → that of the embedding, if config.json ties them.
+        tied: name of the embedding by the name of the output matrix, if config.json ties them; otherwise empty.
     """
     sketches = [dump.vectors("sketch") for dump in e.ranks]
     first: dict[tuple[str, Any], Tensor] = {}

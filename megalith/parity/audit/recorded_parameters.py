@@ -141,7 +141,7 @@ class RecordedSource(MegatronSource):
     settings_name = "--model"
 
     def read_per_expert(self, name: str) -> Tensor:
-        """Return a tensor that can be indexed by expert."""
+        """Return the tensor `name` in a form that can be indexed by expert."""
         return self.read(name)
 
 
@@ -169,7 +169,7 @@ def read_parameters(ranks: Sequence[RankDump], family: Family, model: ModelConfi
         model: model that the config.json describes.
 
     Raises:
-        CheckpointError: they are not the model's.
+        CheckpointError: the parameters are not those of the model.
     """
     names = {plain(name) for dump in ranks for name in dump.header.parameters}
     family = _naming(family, names, model)

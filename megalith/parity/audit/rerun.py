@@ -26,7 +26,7 @@ from megalith.parity.audit.tokens import TokenBatch
 
 Key = tuple[str, Shard]
 ROUNDING = 2.0**-22
-"""Relative perturbation of fp32 weights; its effect bounds the differences that rounding explains."""
+"""Relative perturbation of fp32 weights. Its effect on gradients bounds the differences that rounding explains."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Reference:
     Args:
         parameters: parameters of the step.
         keys: name and shard of each gradient to compute.
-        model: configuration, if it is not that of the parameters.
+        model: configuration, if it differs from that of the parameters.
         compute_dtype: dtype of the layers' computation.
         perturbed: change the weights by a relative 2⁻²².
         padding_idx: token whose row of the embedding gets no gradient from the lookup.

@@ -11,7 +11,7 @@ from megalith.parity.audit.evidence import StepEvidence
 from megalith.parity.audit.findings import Finding, find
 
 MOST_TOKENS = 1024
-"""Most tokens of a step whose loss weights are solved for: it takes a backward pass for each."""
+"""Maximum number of tokens in a step whose loss weights are solved for. Solving takes a backward pass per token."""
 
 
 def name_token_weights(e: StepEvidence, token_gradients: Callable[[], Iterator[Tensor]]) -> list[Finding]:
@@ -19,7 +19,7 @@ def name_token_weights(e: StepEvidence, token_gradients: Callable[[], Iterator[T
 
     Args:
         e: evidence of the step.
-        token_gradients: yields each token's gradients, in the order of the micro-batches.
+        token_gradients: function that yields each token's gradients, in the order of the micro-batches.
     """
     count = sum(batch.input_ids.numel() for of_rank in e.batches for batch in of_rank)
     first = e.first_copies()

@@ -22,7 +22,7 @@ MOST_MATCH = 0.9
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A micro-batch as the reference computes it. Every tensor is [batch, seq] unless it says otherwise."""
+    """A micro-batch as the reference computes it. Tensors are [batch, seq] unless noted otherwise."""
 
     input_ids: Tensor  # int64
     labels: Tensor  # int64, the token that each position predicts
@@ -46,8 +46,8 @@ def read_tokens(fields: Mapping[str, Tensor], model: ModelConfig, where: str) ->
 
     Args:
         fields: recorded tensors of the micro-batch by name, as in RankDump.batches.
-        model: bounds the tokens and the positions.
-        where: names the micro-batch in errors.
+        model: configuration whose vocabulary and number of positions bound the tokens and positions.
+        where: name of the micro-batch in errors.
 
     Raises:
         CheckpointError: a token is not in the vocabulary, or a position is not one that the model has learned.
@@ -102,7 +102,9 @@ def _labels(fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def label_offset(fields: Mapping[str, Tensor]) -> int:
-    """Return by how many positions the labels are shifted: 0 for Hugging Face's labels, 1 for Megatron's."""
+    """Return the number of positions by which the recorded labels are shifted: 0 for Hugging Face's labels, 1 for
+    Megatron's.
+    """
     ids, labels = fields["input_ids"], fields.get("labels")
     if labels is None:
         return 0
