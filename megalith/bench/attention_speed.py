@@ -1,9 +1,10 @@
 """Time, memory and kernels of attention on a GPU by mask: `megalith bench attention [HEADS GROUPS HEAD_DIM SEQ]`.
 
-One sequence in bf16, forward and backward. "ours" is the model's attention, compiled for soft caps and ALiBi; "dense"
-is the same with a [seq, seq] mask, which uses the memory-efficient kernel; "torch" is scaled_dot_product_attention with
-enable_gqa and that mask, free to choose its kernel. Times are medians of ten runs and multiples of the causal kernel's.
-Memory is the peak above the inputs. The printed bars, upper limits of time and memory, apply to "ours".
+The input is one sequence in bf16; forward and backward pass are timed. "ours" is the model's attention, compiled for
+soft caps and ALiBi; "dense" is the same with a [seq, seq] mask, for which torch uses its memory-efficient kernel;
+"torch" is scaled_dot_product_attention with enable_gqa and that mask, free to choose its kernel. Times are medians of
+ten runs, as multiples of the causal kernel's time. Memory is the peak above the inputs. The printed bars, upper limits
+of time and memory, apply to "ours".
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BARS = {f"{DOCUMENTS} documents": 1.2, f"window {WINDOW}": 0.6}  # × the causal
 
 
 def dense(ends: Tensor | None, window: int | None, seq: int) -> Tensor | None:
-    """Return the mask of documents and window, bool [1, 1, seq, seq], or None without either."""
+    """Return the mask of documents and window, bool [1, 1, seq, seq], or None if there are neither."""
     mask = None if window is None else window_mask(seq, seq, window, torch.device("cuda"))
     if ends is not None:
         ids = document_ids(ends, seq)

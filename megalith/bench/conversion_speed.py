@@ -7,8 +7,9 @@ Writes a Llama-like folder of the given size, in shards of 500 MB; `--set` chang
 imports and exports it, each in a process of its own, and prints the speed in GB/s (10⁹ bytes) and the peak memory. The
 copy is synced to disk as well. `--turns` repeats the sequence.
 
-Each measurement starts after a pause: a virtual machine returns freed memory to its host, and first use of a returned
-page costs five times the copy into it. After the pause, all three start without such pages.
+Each measurement starts after a pause: a virtual machine returns freed memory to its host, and the first use of a
+returned page takes five times as long as the copy into it. After the pause, memory is equally cold for copy, import and
+export.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def main() -> None:
 
 
 def model_of(size: float, dtype: str, settings: Sequence[str]) -> ModelConfig:
-    """Return a model with the layers of SHAPE and `settings`, and as many of them as fill `size` bytes.
+    """Return a model whose layers have the shape of SHAPE and `settings`, with as many layers as fill `size` bytes.
 
     Raises:
         ConfigError: embeddings and one layer take more than `size` bytes.
@@ -136,7 +137,7 @@ def make_source(folder: Path, size: float, dtype: str, settings: Sequence[str]) 
 
 
 def measure(code: tuple[str, str], *arguments: object) -> tuple[float, int]:
-    """Run code in a new Python process; return the seconds that its second part takes, and the peak memory in bytes.
+    """Run `code` in a new Python process. Return the seconds that the second part takes, and the peak memory in bytes.
 
     The process pauses before the second part.
     """
@@ -157,7 +158,7 @@ print(time.monotonic() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxr
 
 
 def report(turn: int, name: str, size: float, seconds: float, memory: int, copy_rate: float | None) -> float:
-    """Print a line; return GB/s."""
+    """Print the line of a measurement, and return its speed in GB/s."""
     rate = size / seconds
     share = f", {rate / copy_rate:.2f} of the copy" if copy_rate else ""
     print(f"{turn} {name:6} {seconds:6.1f} s {rate:6.2f} GB/s, {memory / 1e6:5.0f} MB{share}", flush=True)

@@ -1,5 +1,6 @@
-"""Real text for benchmarks: Python's standard library, repeated or cut to a given size, and a tokenizer trained on it.
-Python's standard library, repeated or cut to a given size, with a tokenizer of it."""
+"""Real text for benchmarks: Python's standard library, repeated or cut to a given size, and a tokenizer
+trained on it.
+"""
 
 from __future__ import annotations
 
@@ -88,10 +89,10 @@ class TextBytes:
 
         Args:
             seq_length: tokens per sample, without the last label.
-            num_samples: samples, each at a random position.
-            seed: of the positions.
+            num_samples: number of samples, each at a random position.
+            seed: seed of the positions.
             megabytes: size of the text.
-            held_out: True reads every twentieth file only, False the other files; by default all are read.
+            held_out: True reads only every twentieth file, False only the other files. None reads all files.
         """
         self.seq_length, self.num_samples, self.seed = seq_length, num_samples, seed
         text, size = bytearray(), int(megabytes * 1e6)

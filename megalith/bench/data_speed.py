@@ -3,8 +3,8 @@
     megalith bench data [--megabytes 12] [--seconds 20] [--tokens-per-second 10600] [--cores-per-gpu 8]
 
 The text is the standard library corpus, repeated, in eight shards, with a tokenizer trained on it. Two measurements:
-- the processor time per token of a stream's lane (read, parse, encode, cut into samples), compared with that of the
-  tokenizers library's `encode_batch_fast` on the texts in memory, in the same order, each on one core;
+- the processor time per token of a stream's lane (read, parse, encode, cut into samples), compared with
+  `encode_batch_fast` of the tokenizers library on the same texts in memory, in the same order, each on one core;
 - a simulated consumer: it takes batches from the loader of a streamed run at the rate of a GPU (Llama-3-8B on an H100
   by default), scaled from the cores per GPU to the cores of this machine, and adds up the time that it waits.
 Worker processes start before the first batch, which is not counted.

@@ -1,10 +1,10 @@
 """Speed of dynamic context parallelism: `megalith bench dynamic-context llama3.2-1b --layout cp=4 dp=2,cp=2`.
 
-Trains `megalith sft` on packed samples of lognormal lengths with a fixed seed, once per layout with the samples of each
-step balanced over the data-parallel ranks, and once with parallel.dynamic_context_parallel in the last layout. Steps
-have the same samples in all runs. Prints the time of each step, the speed compared with the fastest layout (the median
-of the ratios of the steps after the warm-up), the ratio that the cost model expects, and the largest difference of the
-losses. `--simulate` prints the expectation only.
+Runs `megalith sft` on packed samples whose lengths are lognormal with a fixed seed: once per layout, with the samples
+of each step balanced over the data-parallel ranks, and once with parallel.dynamic_context_parallel in the last layout.
+A step has the same samples in all runs. Prints the time of each step, the speed compared with the fastest layout (the
+median of the ratios of the steps after the warm-up), the ratio that the cost model expects, and the largest difference
+of the losses. `--simulate` prints the expectation only.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _tree(
 
 
 def _static_ranks(layout: dict[str, Any]) -> int:
-    """Return the ranks of a layout that share a row."""
+    """Return the number of ranks that share a row in a layout."""
     parallel = layout["parallel"]
     return parallel.get("context_parallel_size", 1) * parallel.get("tensor_model_parallel_size", 1)
 

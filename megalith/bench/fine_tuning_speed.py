@@ -2,12 +2,13 @@
 
 Measures one model in pre-training on full sequences, SFT on packed rows of that length, GRPO's training phase on packed
 rollouts from a file, and SFT with one padded sample per row. Sample lengths are lognormal (median 350, σ 0.9, at most
-4,096) with a fixed seed. Tokens/s exclude padding, so packed / padded is also the ratio of samples/s. The speed of
-padding each batch of eight to its longest sample is computed from pre-training's tokens/s, not measured.
+4,096) with a fixed seed. Tokens/s exclude padding, so the ratio of packed to padded tokens/s is also the ratio of
+samples/s. The speed of padding each batch of eight to its longest sample is computed from pre-training's tokens/s, not
+measured.
 
 `--runs lora` trains adapters (rank 16 on every linear) over random weights from a Hugging Face folder that is written
-first, and `--runs qlora` does so over the same weights in NF4 (lora.quantize_base; `--quantize-base` chooses another);
-`--peer peft peft-liger` does the same with PEFT, on the same GPU.
+first, and `--runs qlora` trains them over the same weights in NF4 (lora.quantize_base; `--quantize-base` chooses
+another); `--peer peft peft-liger` does the same with PEFT, on the same GPU.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ BF16 = torch.bfloat16
 
 
 def milliseconds(function: Callable[[], object], total_ms: float = 60.0) -> float:
-    """Return the milliseconds per call: the median of five samples that take `total_ms` together."""
+    """Return the milliseconds per call: the median of five samples, which together take `total_ms`."""
     function()
     first = max(elapsed_ms(function, 3), 1e-3)
     calls = max(3, int(total_ms / first / 5))
@@ -43,7 +43,8 @@ def normal(*shape: int, spread: float = 1.0) -> Tensor:
 
 
 def matmuls(tokens: int) -> dict[str, float]:
-    """Print the time and fraction of the peak of each matmul: bf16; tensorwise FP8 with fast and exact sums; blockwise.
+    """Print the time and fraction of the peak of each matmul in bf16, tensorwise FP8 with fast and with exact sums, and
+    blockwise FP8.
 
     Returns:
         Milliseconds of a layer's matmuls by recipe.

@@ -3,9 +3,10 @@
     megalith bench generate qwen2.5-1.5b --batch 64 256 512 --room 640 2176 --peer hf
     megalith bench generate tiny --batch 8 --new-tokens 64 --device cpu --peer hf --vocab 32000
 
-Random weights never emit an end token, so lengths are forced: `--new-tokens` for all, or with `--spread` evenly from a
-quarter of it to all of it. Prints a line of JSON per measurement: `tokens/s` is over the whole call including prompts,
-`step_ms` is the time of a decode step. `--trace FILE` writes a profile of some steps.
+Random weights never emit an end token, so lengths are forced: every completion has `--new-tokens` tokens, or with
+`--spread` lengths are spread evenly from a quarter of that to all of it. Prints a line of JSON per measurement:
+`tokens/s` is over the whole call including prompts, `step_ms` is the time of a decode step. `--trace FILE` writes a
+profile of some steps.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def sync_speed(config: ModelConfig, dtype: torch.dtype, args: argparse.Namespace
 
 @torch.no_grad()
 def step_time(engine: Engine, steps: int) -> float:
-    """Return the milliseconds per decode step if every row is half full, which is the mean during a call."""
+    """Return the milliseconds per decode step with every row half full, as rows are on average during a call."""
     sampling = fill_rows_half(engine)
     steps = min(steps, engine.max_tokens // 2)
     synchronize(engine.device)

@@ -4,10 +4,10 @@
     megalith bench grpo tiny --nproc 2 --prompts 4 --generations 4 --prompt 16 --tokens 48 --packed 96 --micro 1
 
 A step samples `--prompts` × `--generations` completions and trains on them. Random weights never emit an end token, so
-lengths are forced: every completion fills its `--tokens`, including the prompt, or with `--spread` completions are
-spread evenly from a quarter of that to all of it. Pre-training is `megalith train` on the same number of synthetic rows
-of `--packed` tokens. Prints medians over the steps after the first two as a line of JSON. The reward is 1 if the first
-token is odd.
+lengths are forced: prompt and completion together have `--tokens` tokens, or with `--spread` the lengths of completions
+are spread evenly from a quarter of the maximum to all of it. Pre-training is `megalith train` on the same number of
+synthetic rows of `--packed` tokens. Prints medians over the steps after the first two as a line of JSON. The reward is
+1 if the first token is odd.
 """
 
 from __future__ import annotations

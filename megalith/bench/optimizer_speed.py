@@ -8,8 +8,9 @@
         train.precision=bf16 runtime.compile=true parallel.data_parallel_sharding_strategy=optim_grads_params
 
 Every optimizer trains the same model on the same samples with a short warm-up and a constant rate from the table RATES.
-The time is that of the update alone, without forward and backward passes: the median over all steps, and its share of
-the step. Schedule-free AdamW's loss is that of its averaged weights. The table is in docs/optimizers.md.
+The time is the median time of an update over all steps, without forward and backward passes; its share of the step's
+time is printed too. The loss of schedule-free AdamW is computed with its averaged weights. The table is in
+docs/optimizers.md.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Row:
     milliseconds: float
     """Median time of an update."""
     share: float
-    """Fraction of the step's time that is the update's."""
+    """Fraction of the step's time that the update takes."""
     loss: float
     """Mean loss on held-out samples after training."""
 

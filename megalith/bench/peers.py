@@ -37,7 +37,7 @@ from megalith.config.model import ModelConfig
 
 MASKED = 0.15  # fraction of an encoder's tokens
 Peer = tuple[Callable[[Tensor, Tensor], Tensor], nn.Module]
-"""Loss as a function of tokens and labels, both [batch, seq]; the model."""
+"""Pair of a loss, a function of tokens and labels [batch, seq], and the model."""
 
 
 @record  # makes torchrun print the error

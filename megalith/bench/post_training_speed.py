@@ -6,8 +6,8 @@
     reward    scoring completions with a reward model of `rl.reward_models`, compared with its forward pass (bar 1.1)
 
 All models have the same shape and random weights, and all rows are full. A round runs one step of each method, so other
-programs on the machine slow all methods equally; figures are medians over the rounds after the warm-up. Times are wall
-times on a GPU and CPU times of the process on a CPU. One process.
+programs on the machine slow all methods equally. Figures are medians over the rounds after the warm-up. Times are wall
+times on a GPU, and CPU times of the process on a CPU. Everything runs in one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens per second of `megalith serve`, compared with a batch of the same completions by the engine.
+"""Tokens per second of `megalith serve`, compared with the engine generating the same completions as one batch.
 
     megalith bench serve qwen2.5-1.5b --clients 32 256
     megalith bench serve tiny --clients 32 --rows 8 --new-tokens 32 --device cpu --stream
@@ -6,8 +6,8 @@
 The server has random weights and a tokenizer of made-up tokens. The clients run in another process. Each sends its
 requests one after the other; all completions have `--new-tokens` tokens. Prints a line of JSON per number of clients:
 `ratio` is the server's tokens per second over the engine's, `first_token_ms` is the median time to a stream's first
-token, and `http_us_per_token` and `engine_us_per_token` are the CPU time of the server's two threads
-(`batch_us_per_token`: of the batch).
+token, and `http_us_per_token` and `engine_us_per_token` are the CPU times of the server's two threads;
+`batch_us_per_token` is the CPU time of the batch.
 """
 
 from __future__ import annotations

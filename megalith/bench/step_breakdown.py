@@ -1,12 +1,12 @@
 """Breakdown of a step's time on a GPU: `python -m megalith.bench.step_breakdown OUTPUT/profile/trace.json`.
 
-Reads the trace that `log.profile` writes and divides its first step, from the first kernel to the optimizer's last.
-Each moment counts for the compute kernel that runs then; otherwise for the collective in progress (exposed); otherwise
-as idle. The parts therefore add up to the step.
+Reads the trace that `log.profile` writes and divides its first step, from the first kernel to the last kernel of the
+optimizer. Each moment counts for the compute kernel that runs then; otherwise for the collective in progress (exposed);
+otherwise as idle. The parts therefore add up to the step.
 
 A kernel is classified by its name, or by the host operators that launched it; autograd functions keep their names in
-the backward pass. An unspecific kernel of a compiled graph is counted with the graph's specific ones: projections and
-norms with the attention, a softmax with its router.
+the backward pass. A kernel of a compiled graph that its name does not identify is counted with the graph's identifiable
+kernels: projections and norms with the attention, a softmax with its router.
 """
 
 from __future__ import annotations

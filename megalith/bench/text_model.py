@@ -19,7 +19,7 @@ TEXT_MODEL: Mapping[str, Any] = {
     "optim.adam_beta2": 0.95,
     "runtime.compile": False,
 }
-"""Values by section.key."""
+"""Values of these settings, by section.key."""
 
 
 def is_set(config: RunConfig, path: str) -> bool:

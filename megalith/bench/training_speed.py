@@ -241,7 +241,7 @@ def run_training(
 
 
 def medians(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median of each figure that the steps have."""
+    """Return the median over the steps of each figure that they have."""
     return {
         key: statistics.median(step[key] for step in steps if step[key] is not None)
         for key in FIGURES
@@ -279,7 +279,7 @@ def stage_times(timeline: Timeline) -> str:
 
 
 def peer_name(text: str) -> str:
-    """Return `text` if it is a peer's name with known switches. Raises an error otherwise."""
+    """Return `text` if it is a peer's name with known switches. Raise an error otherwise."""
     name, _, switches = text.partition(":")
     unknown = [
         each for each in switches.split(",") if switches and each not in SWITCHES and each[:6] != "micro="
@@ -309,7 +309,8 @@ def measure_peers(args: argparse.Namespace, peer: str) -> list[dict[str, Any]]:
 def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     """Measure the same model in another library, with as many processes as the last layout has.
 
-    The micro-batch is ours unless the peer's switches set it. It is halved as long as the peer runs out of memory.
+    The micro-batch is the same as Megalith's unless the peer's switches set it. It is halved as long as the peer runs
+    out of memory.
     """
     name, _, switches = peer.partition(":")
     packages = (*PACKAGES.get(name, ()), *(("torchao",) if "fp8" in switches else ()))
