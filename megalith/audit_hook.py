@@ -16,7 +16,9 @@ FIELDS = ("input_ids", "labels", "loss_mask", "attention_mask", "position_ids", 
 
 
 def sketch(tensor):
-    """Return the sums of 256 runs of consecutive elements with pseudo-random signs, and the norm: float32 [257]."""
+    """Return a sketch of a tensor, float32 [257]: the sums of 256 runs of consecutive elements, each with a
+    pseudo-random sign, and the norm.
+    """
     flat = tensor.detach().reshape(-1).float()
     width = max(1, -(-len(flat) // BUCKETS))
     rows, sums = width * max(1, PIECE // width), flat.new_zeros(BUCKETS + 1)
@@ -114,7 +116,9 @@ def _copy(tensor):
 
 
 def _layout(tensor):
-    """Return the whole tensor's shape and, per mesh dimension: size, this rank's index, sharded dimension, split."""
+    """Return the whole tensor's shape, and for each mesh dimension its size, this rank's index, the sharded tensor
+    dimension and the split factor.
+    """
     if not hasattr(tensor, "placements"):
         return {"shape": list(tensor.shape), "shards": []}
     index, shards = tensor.device_mesh.get_coordinate(), []

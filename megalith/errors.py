@@ -1,7 +1,8 @@
 """Errors for users, and text that is safe to print.
 
-Each message states the values, the rule and the way out. The command line prints it without a traceback and exits with
-`exit_code`. A message may quote an untrusted file, so its text is made `printable` when the error is created.
+Each message states the values, the rule that they break, and what to do. The command line prints it without a traceback
+and exits with `exit_code`. A message may quote an untrusted file, so its text is made `printable` when the error is
+created.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def printable(text: object, keep: str = "") -> str:
 
     Args:
         text: text to print.
-        keep: characters to leave as they are: none for names, keys and paths, so that they cannot forge a line;
-            `LINES` for multi-line text.
+        keep: characters to leave unescaped. Keep none in names, keys and paths, so that they cannot forge a line; keep
+            `LINES` in multi-line text.
     """
 
     def escape(match: re.Match[str]) -> str:
@@ -91,7 +92,7 @@ NAMES_IN_ERROR = 10
 
 
 def shorten(names: Sequence[str]) -> str:
-    """Return the first names of a list, and the number of the others."""
+    """Return the first names of a list as text, and how many others there are."""
     more = len(names) - NAMES_IN_ERROR
     return ", ".join(names[:NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
 

@@ -47,7 +47,8 @@ class DeviceInfo:
 class Datasheet:
     """Vendor figures: dense TFLOP/s by dtype, and memory bandwidth in GB/s. None: not supported.
 
-    Dense matrix units with fp32 accumulation; `fp32` is the ordinary units, `tf32` the matrix units on fp32 data.
+    Figures are for dense matrix units with fp32 accumulation. `fp32` is the rate of the ordinary units, `tf32` that of
+    the matrix units on fp32 data.
     """
 
     fp32: float
@@ -230,9 +231,11 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def launch_microseconds(device: torch.device | str) -> float:
-    """Return the host's microseconds per launch of a small operator on `device`, the median of three measurements.
+    """Return the time in microseconds that the host takes to launch a small operator on `device`: the median of three
+    measurements.
 
-    Hosts with the same GPU differ: 2 to 11 µs were seen. Layers whose kernels are short wait for a slow host.
+    Hosts with the same GPU differ: launches took 2 to 11 µs. If a layer's kernels are short, the GPU waits for a slow
+    host.
     """
     import torch
 

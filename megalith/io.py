@@ -2,7 +2,7 @@
 
 A synced file is still lost if its folder's entry is not synced, so folders are synced too. An output folder may come
 from someone else and contain symbolic links in place of the files that a run writes, so writes refuse to follow them.
-Links in the path to the folder are the user's own and are followed. remote.py handles object stores.
+Links in the path to the output folder were made by the user and are followed. remote.py handles object stores.
 """
 
 from __future__ import annotations

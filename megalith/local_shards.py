@@ -24,7 +24,7 @@ def local_shape_and_offset(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of the local shard and its offset in the global tensor, per dimension.
 
-    With `axes`, return those of the shard that the mesh axes of these names alone would make.
+    With `axes`, return them for the shard that sharding over the mesh axes with these names alone would give.
     """
     from torch.distributed.tensor import DTensor
 

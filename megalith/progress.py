@@ -22,7 +22,7 @@ BYTES = "bytes"
 class Progress(AbstractContextManager):
     """Context manager that prints progress from `add` and `update`.
 
-    It has no thread, which might hold a lock during a fork.
+    It uses no thread, because a thread might hold a lock during a fork.
 
     Args:
         title: name of the command.

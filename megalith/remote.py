@@ -2,8 +2,8 @@
 
 fsspec connects (the extra `remote`), with its own environment variables for credentials and endpoints (`AWS_…`,
 `GOOGLE_APPLICATION_CREDENTIALS`, `FSSPEC_S3_ENDPOINT_URL`). Objects appear complete or not at all, and cannot be
-renamed; a writer of several objects therefore writes last the one that marks them complete. All errors of a store, its
-library or the network are raised as OSError with the URL. Paths hold no connection; each process opens its own, so
+renamed. A writer of several objects therefore writes the object that marks them complete last. All errors of a store,
+its library or the network are raised as OSError with the URL. Paths hold no connection; each process opens its own, so
 none crosses a fork.
 """
 
@@ -82,7 +82,7 @@ def is_inside(path: Path | StorePath, folder: Path | StorePath) -> bool:
 
 
 class StorePath:
-    """Path of an object, or common prefix of several. Methods that access the store raise OSError."""
+    """Path of an object, or common prefix of several objects. Methods that access the store raise OSError."""
 
     def __init__(self, url: str):
         self._scheme, _, name = url.partition("://")
@@ -126,7 +126,7 @@ class StorePath:
         return self.kind() == "file"
 
     def kind(self) -> str | None:
-        """Return "file" for an object, "directory" for the start of the names of others, else None."""
+        """Return "file" for an object, "directory" for a prefix of other objects' names, else None."""
         try:
             return self._existing_info()["type"]
         except FileNotFoundError:
@@ -150,7 +150,7 @@ class StorePath:
             return store.modified(self._name)
 
     def iterdir(self) -> list[StorePath]:
-        """Return the paths one level below this one; none if it does not exist."""
+        """Return the paths one level below this one; an empty list if it does not exist."""
         try:
             with self.asking() as store:
                 return [
@@ -160,7 +160,9 @@ class StorePath:
             return []
 
     def glob(self) -> dict[StorePath, str]:
-        """Return what matches this path, in which `*` and `?` are wildcards, sorted by name, with its `kind`."""
+        """Return the paths that match this one, in which `*` and `?` are wildcards, sorted by name, each with its
+        `kind`.
+        """
         with self.asking() as store:
             matches = store.glob(self._name, detail=True)
         return {
@@ -315,7 +317,7 @@ def _store(scheme: str, process: int) -> Any:
 
 
 def _say_once(logger: logging.Logger) -> None:
-    """Let each message of a logger through once. gcsfs repeats with every request that the bucket has no layout."""
+    """Let each message of a logger through only once. gcsfs logs with every request that the bucket has no layout."""
     passed: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:

@@ -35,7 +35,7 @@ def read_small_file(path: Path | StorePath, folder: Path | StorePath, largest: i
 
     Raises:
         RefusedFile: the file is not regular, too large, or a link that leads out of the folder.
-        OSError: it is missing or cannot be read.
+        OSError: the file is missing or cannot be read.
     """
     if isinstance(path, Path):
         return read_bounded(resolve_inside(path, Path(str(folder))), largest, path)
@@ -44,7 +44,7 @@ def read_small_file(path: Path | StorePath, folder: Path | StorePath, largest: i
 
 
 def read_optional_file(path: Path, folder: Path, largest: int = LARGEST) -> bytes | None:
-    """Return `read_small_file`, or None where there is no such file. Raises OSError."""
+    """Return the content as `read_small_file` does, or None if there is no such file. Raises OSError."""
     try:
         return read_small_file(path, folder, largest)
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def resolve_inside(path: Path, folder: Path) -> Path:
 
 
 def _hub_blobs(folder: Path) -> list[Path]:
-    """Return the blobs folders of the hub repositories whose snapshot a folder is, or is in."""
+    """Return the blob folders of the Hugging Face hub repositories that have a snapshot at or above a folder."""
     return [
         snapshots.parent / "blobs"
         for snapshots in (folder, *folder.parents)

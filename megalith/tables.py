@@ -33,7 +33,7 @@ def render(table: Table) -> str:
 
 
 def render_lines(table: Table) -> tuple[list[str], list[str]]:
-    """Return the lines of the heading and those of the rows, as in `render`."""
+    """Return the lines of the heading and the lines of the rows, formatted as in `render`."""
     from rich.console import Console
 
     console = Console(width=WIDTH, force_terminal=False, color_system=None)

@@ -55,7 +55,7 @@ def run_audit(args: Arguments) -> int:
 
 
 def as_json(report: AuditReport) -> str:
-    """Return the report as JSON. `causes` has each cause once; an error that is not finite is null."""
+    """Return the report as JSON. `causes` lists each cause once. Relative errors that are not finite become null."""
     content = asdict(report) | {"causes": report.causes}
     for step, of_step in zip(content["steps"], report.steps):
         for finding, it in zip(step["findings"], of_step.findings):

@@ -225,7 +225,9 @@ def run_merge(args: argparse.Namespace) -> int:
 
 
 def _open_accelerates(folder: Path, part: str) -> Checkpoint | None:
-    """Open the checkpoint in a folder of Accelerate's save_state, also of its legacy_bin format; None for others."""
+    """Open the checkpoint in a folder written by Accelerate's save_state, including its legacy_bin format; None for
+    other folders.
+    """
     if (folder / "megalith").is_dir():
         return _open(str(folder / "megalith"), part)
     if not any(folder.glob("pytorch_model_tp_*.bin")):

@@ -291,7 +291,8 @@ def _check(
 
     Raises:
         MegalithError: as the trainer would.
-        ConfigError: the job does not fit `device`. Without it: weights and optimizer state exceed the largest GPU.
+        ConfigError: the job does not fit `device`. Without `device`: weights and optimizer state exceed the memory of
+            the largest GPU.
     """
     from megalith.planner.counts import count_parameters
     from megalith.planner.fit import require_fit, warnings_without_device

@@ -10,12 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Command:
-    """A command. Functions are given as "module:function" of megalith.cli and imported when they are needed.
+    """A command. Functions are named as "module:function" with a module of megalith.cli, and are imported when they are
+    needed.
 
     Attributes:
         help: line in the list of commands.
-        run: takes the parsed arguments and returns the exit code. Without `options` it takes the words of the command
-            line, from the command's name on, and parses them itself.
+        run: takes the parsed arguments and returns the exit code. Without `options`, it takes the words of the command
+            line, beginning with the command's name, and parses them itself.
         options: adds the command's options to its parser; "" if it has none.
     """
 

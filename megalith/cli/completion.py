@@ -33,7 +33,7 @@ def run_completion(args: Arguments) -> int:
 
 
 def words_by_command() -> dict[str, list[str]]:
-    """Return the words that can follow each command: commands after "" and after groups, otherwise options."""
+    """Return the words that can follow each command. After "" and after groups they are commands, otherwise options."""
     from megalith.cli.main import build_parser
     from megalith.cli.planning import read_options
     from megalith.cli.training import launcher_words
@@ -73,7 +73,7 @@ def _cases(words: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _names_by_words(words: Mapping[str, Sequence[str]]) -> dict[tuple[str, ...], list[str]]:
-    """Return the names that each list of words follows, without the empty list."""
+    """Return the names of the commands that share each list of words. The empty list of words is omitted."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, following in words.items():
         if following:

@@ -231,7 +231,7 @@ def _complete(
     on_token: OnToken | None,
     speculation: Speculation | None,
 ) -> list[Completion]:
-    """Return all completions; with several processes, on the first one only."""
+    """Return all completions. With several processes, only the first one gets them."""
     from megalith.generation.sampling import complete, complete_data_parallel
     from megalith.launch.launcher import end_distributed, init_distributed, this_process
 

@@ -41,7 +41,8 @@ def print_written(args: argparse.Namespace, path: Any, note: str = "", **more: A
 
 @contextlib.contextmanager
 def text_on_stderr(enabled: bool) -> Iterator[None]:
-    """Send text that is printed in this context to standard error, if `enabled`, so that stdout has only the
-    document."""
+    """If `enabled`, send text that is printed in this context to standard error, so that standard output has only the
+    document.
+    """
     with contextlib.redirect_stdout(sys.stderr) if enabled else contextlib.nullcontext():
         yield

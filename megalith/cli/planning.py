@@ -253,7 +253,7 @@ def run_goodput(args: Arguments) -> int:
 
 
 def _check_bounds(args: Arguments, *names: str, minimum: float | None = None) -> None:
-    """Raise ConfigError for an argument that is neither a finite number above 0 nor `minimum`."""
+    """Raise ConfigError for an argument that is neither a finite number above 0 nor equal to `minimum`."""
     for name in names:
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [values]:

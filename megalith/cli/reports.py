@@ -119,7 +119,7 @@ def _write(args: Arguments, output: str | Path, write: Callable[[], Path]) -> in
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector, which would traverse a long run's records over and over."""
+    """Pause the garbage collector in this context, because it would traverse a long run's records again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -48,7 +48,7 @@ def run_rollout(args: Arguments) -> int:
 
 
 def _rollout(args: Arguments) -> dict[str, float]:
-    """Sample, score, print the results, and return them."""
+    """Sample and score completions, print the results, and return them."""
     for option in ("limit", "num_generations", "rows"):
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise ConfigError(
@@ -193,7 +193,7 @@ def _pass_at(k: int, of: int, passed: int) -> float:
 
 
 def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) -> str:
-    """Return a description of the engine's memory on a rank, or of the server."""
+    """Return a description of the engine: its memory on a rank, or the server."""
     if config.rl.is_colocated:
         return f"vLLM in the trainer's processes, {config.rl.vllm_gpu_memory_utilization:.0%} of each device"
     if config.rl.engine != "own":

@@ -70,7 +70,7 @@ EXTRAS = {
     "log": (("tensorboard", "wandb"), "TensorBoard and Weights & Biases"),
     "remote": (("fsspec", "s3fs", "gcsfs"), "checkpoints and data in object stores"),
 }
-"""Optional extra → (modules, purpose)."""
+"""Modules and purpose of each optional extra."""
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def parse_version(text: str) -> tuple[int, int]:
 
 
 def check_software() -> Iterator[Check]:
-    """Check the versions of Python and torch. `check_driver` checks CUDA."""
+    """Check the versions of Python and torch. CUDA is checked by `check_driver`."""
     for name, installed in (("Python", sys.version.split()[0]), ("torch", torch.__version__)):
         oldest, newest = (".".join(map(str, each)) for each in SUPPORTED[name])
         if parse_version(installed) < SUPPORTED[name][0]:

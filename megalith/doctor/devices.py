@@ -29,7 +29,7 @@ HOT = 85  # °C
 
 
 def check_devices(timeout: float = 300.0, measured: bool = True) -> Iterator[Check]:
-    """Check every GPU and the links between them; on a machine without GPUs, gloo.
+    """Check every GPU and the links between GPUs. On a machine without GPUs, check gloo instead.
 
     Args:
         timeout: seconds that a measurement may take.

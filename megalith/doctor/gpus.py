@@ -22,8 +22,9 @@ SLOWED = {
     0x40: "slowed by hardware because of heat",
     0x80: "slowed by the power supply's brake",
 }
-"""Bits of NVML's clock throttle reasons that are faults. Bits for idle and for the power cap (0x04), which a busy GPU
-usually reaches, are not."""
+"""Bits of NVML's clock throttle reasons that are faults. The bits for an idle GPU and for the power cap (0x04), which a
+busy GPU usually reaches, are not faults.
+"""
 
 MEMORY_FULL = "its memory is full or fragmented"  # a fault of the settings, not of the hardware
 
@@ -47,13 +48,13 @@ class GpuState:
     """SM clock, MHz."""
     max_clock: int | None = None
     slowed: int = 0
-    """Bit mask of SLOWED."""
+    """Active throttle reasons, a bit mask of the keys of SLOWED."""
     ecc_errors: int | None = None
     """Uncorrectable memory errors since the driver was loaded."""
     rows_pending: bool = False
-    """A memory row will be remapped at the next reset."""
+    """True if a memory row will be remapped at the next reset."""
     rows_failed: bool = False
-    """Remapping a memory row failed."""
+    """True if remapping a memory row failed."""
     alloc_retries: int | None = None
     """Times since the last reading that PyTorch ran out of memory, freed its cache and retried."""
 
