@@ -177,7 +177,7 @@ def test_a_matrix_of_its_own_is_the_models_whatever_the_configuration_says(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(settings))
     del tokens["labels"], tokens["loss_mask"]
     with pytest.warns(
-        UserWarning, match="lm_head.weight is not shared.weight: the model gets a separate output matrix"
+        UserWarning, match="lm_head.weight is not shared.weight, so the model gets a separate output matrix"
     ):
         ours = megalith.load(tmp_path)
     with torch.no_grad():

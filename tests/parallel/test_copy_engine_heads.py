@@ -142,7 +142,7 @@ def axes_of_levels(kind: str, sizes: list[int] | None) -> list[tuple[int, bool]]
     )
     model = Transformer(RunConfig.from_tree({"model": TINY}).model, device=torch.device("meta"))
     apply_context(model, replace(mesh.cp, direct=True), kind, sizes)
-    core = model.layers["0"].self_attention.core.keywords
+    core = model.layers["0"].self_attention.core.sharded.keywords
     return [(axis.size, axis.direct) for axis in (core["inner"], core["outer"])]
 
 

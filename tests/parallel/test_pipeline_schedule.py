@@ -196,8 +196,14 @@ def test_the_checker_finds_too_many_in_flight_and_ranks_that_wait_for_each_other
         ),
         (("interleaved", 4, 3, 2), "so that there are 4, or leave virtual_pipeline_model_parallel_size out"),
         (("interleaved", 4, 8, 1), "virtual_pipeline_model_parallel_size 1; raise both"),
-        (("interleaved", 4, 8, 2, 3), "is 3 for 8 micro-batches .*_size 4, .* set it to 4, 8, or"),
-        (("interleaved", 4, 9, 2, 8), "is 8 for 9 micro-batches .* the last one too, .* to 5, 9, or"),
+        (
+            ("interleaved", 4, 8, 2, 3),
+            "is 3 for 8 micro-batches .*_size 4, .* leave it out or set it to 4 or 8",
+        ),
+        (
+            ("interleaved", 4, 9, 2, 8),
+            "is 8 for 9 micro-batches .* the last one too, .* leave it out or set it to 5 or 9",
+        ),
         (("1f1b", 4, 8, 1, 4), "is 4, but pipeline_schedule 1f1b has one chunk"),
         (
             ("zero_bubble", 4, 8, 2),

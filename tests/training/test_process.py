@@ -69,7 +69,7 @@ IN_FP16 = dict(EXPERTS, train=dict(fp8_format="hybrid", precision="fp16"))
         (BLOCKS, (10, 0), True, "compute capability 10.0, and only 9.0"),
         (BLOCKS, (9, 0), True, None),
         (EXPERTS, (8, 9), True, "grouped FP8 matmul requires 9.0"),
-        (IN_FP16, (9, 0), True, "compute capability 9.0 in fp16"),
+        (IN_FP16, (9, 0), True, "compute capability 9.0 and in fp16"),
         (EXPERTS, (9, 0), True, None),
     ],
 )

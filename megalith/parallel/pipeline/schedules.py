@@ -179,7 +179,7 @@ def _check_interleaved(stages: int, micro_batches: int, virtual: int, group: int
             f"microbatch_group_size_per_virtual_pipeline_stage is {group} for {micro_batches} micro-batches per step "
             f"and pipeline_model_parallel_size {stages}, but every group, the last one too, needs at least as many "
             f"micro-batches as there are stages; leave it out{' or set it to ' if fitting else ''}"
-            f"{', '.join(map(str, fitting))}"
+            f"{' or '.join(map(str, fitting))}"
         )
     if group is None and micro_batches % stages:
         lower, upper = micro_batches // stages * stages, -(-micro_batches // stages) * stages
