@@ -160,8 +160,8 @@ class GPTDataset:
 def epoch_plan(tokens: int, seq_length: int, num_samples: int) -> tuple[int, int | None]:
     """Return the number of epochs, and the samples before the last epoch if it is shuffled separately, else None.
 
-    The last epoch is shuffled separately if less than 80 % of it is used; mixed with the others, its documents would
-    displace some that have not been read as often.
+    The last epoch is shuffled separately if less than 80 % of it is used; if it were mixed with the other epochs, its
+    documents would displace documents that have been read less often.
     """
     epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
     if epochs == 1:

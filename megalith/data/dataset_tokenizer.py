@@ -1,4 +1,5 @@
-"""The tokenizer that made an indexed dataset, recorded in `PREFIX.tokenizer.json` and compared with that of a run.
+"""The tokenizer that made an indexed dataset, recorded in `PREFIX.tokenizer.json` and compared with the tokenizer of a
+run.
 
 Token ids do not show which of two tokenizers of the same size made them. Datasets written by Megatron-LM have no record
 and are not checked. Neither are datasets made with NullTokenizer, which has no text.
@@ -127,7 +128,7 @@ def read_record(prefix: str | Path) -> DatasetTokenizer | None:
 
 
 def check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer, data: DataConfig | None = None) -> None:
-    """Compare a tokenizer with those that made datasets.
+    """Compare a tokenizer with the tokenizers that made datasets.
 
     Args:
         prefixes: prefixes of the datasets. Other entries, such as text files, are skipped.

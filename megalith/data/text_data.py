@@ -45,7 +45,7 @@ PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 def is_text(entry: str) -> bool:
     """Return True if an entry of a data path is text: a file with an ending of text, a folder, a glob or a `hf://` URL.
 
-    A prefix of an indexed dataset is none of these.
+    The prefix of an indexed dataset is not text.
     """
     if entry.startswith(SCHEME):
         return True

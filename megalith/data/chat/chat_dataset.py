@@ -99,8 +99,8 @@ class ChatDataset:
         return self._attention_costs[indices]
 
     def packed_row(self, sequences: Sequence[int], length: int) -> np.ndarray:
-        """Return a row of these sequences with padding, int64 [lines, length]. The lines are those of a row of
-        ChatDataset: 5 if samples have values, otherwise 4.
+        """Return a row of these sequences with padding, int64 [lines, length]. ChatDataset describes the lines: there
+        are 5 if samples have values, otherwise 4.
         """
         row = np.zeros((self.shape[-2], length), dtype=np.int64)
         row[:2], at = self.padding, 0

@@ -65,7 +65,7 @@ class SampleForm:
     """The loss covers everything after the prompt and nothing else. False: the settings of the section `chat` decide.
     """
     default: float = 0.0
-    """Value of a sample without one."""
+    """Value of a sample whose record gives none."""
     adds_mismatched: bool = False
     """Each sample gets a second sequence: its prompt with the answer of the preceding record."""
 

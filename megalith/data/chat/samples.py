@@ -260,7 +260,7 @@ class _Reader:
         self.sources += [source] * bool(sequences)
 
     def _kept(self, values: np.ndarray) -> np.ndarray:
-        """Return those of a sequence's values whose tokens `_truncated` keeps."""
+        """Return the values of the tokens that `_truncated` keeps, from the values of all tokens."""
         return (
             values[-self.max_tokens :]
             if self.chat.truncation_mode == "keep_end"

@@ -42,7 +42,9 @@ class BertKind(DatasetKind):
 
 
 def masking_settings(data: DataConfig, model: ModelConfig, **defaults: object) -> Masking:
-    """Return the settings of Masking: those of `data`, else `defaults`, else Masking's."""
+    """Return the settings of Masking. A value set in `data` comes first, then `defaults`, then Masking's
+    own default.
+    """
     if model.bert_binary_head and model.tokentypes == 1:
         raise ConfigError(
             "model.num_tokentypes is 1, but with model.bert_binary_head a sample has two segments; set "

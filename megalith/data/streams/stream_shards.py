@@ -75,7 +75,7 @@ def list_shards(entry: str, notes: list[str] | None = None) -> list[Shard]:
 
 
 class ShardReader:
-    """Reads the blocks of shards, and compares the versions of their files with those at the start of the run.
+    """Reads the blocks of shards, and checks that their files are unchanged since the start of the run.
 
     Args:
         text_key: key or column of the text.

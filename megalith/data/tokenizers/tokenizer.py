@@ -98,7 +98,7 @@ class Tokenizer(ABC):
     def encode_marked(
         self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[list[int], list[bool]] | str]:
-        """Return the ids of each text, and for each id whether it is in one of the text's spans.
+        """Return the ids of each text, and a mark for each id that is True if the id is in one of the text's spans.
 
         Args:
             texts: the texts.
@@ -152,7 +152,9 @@ class Tokenizer(ABC):
         return () if self.eod is None else (self.eod,)
 
     def pieces(self) -> list[str]:
-        """Return the spelling of each vocabulary entry, by id. Raise ConfigError for kinds without one."""
+        """Return the spelling of each vocabulary entry, by id. Raise ConfigError for kinds whose entries have no
+        spelling.
+        """
         raise ConfigError(
             f"{self.tokenizer_type} does not provide its entries as text, which masking needs to "
             "find word starts; use BertWordPieceLowerCase, BertWordPieceCase or "
