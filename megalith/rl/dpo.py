@@ -48,7 +48,7 @@ def train_dpo(config: RunConfig) -> TrainingResult:
         The result, as for `megalith.train`.
 
     Raises:
-        ConfigError: if `dpo.enabled` is off, and as for `megalith.train`.
+        ConfigError: if `dpo.enabled` is off. Other errors are the same as for `megalith.train`.
     """
     require_run_config(config, "train_dpo")
     if not config.dpo.enabled:

@@ -49,7 +49,7 @@ def train_kto(config: RunConfig) -> TrainingResult:
         The result, as for `megalith.train`.
 
     Raises:
-        ConfigError: if `kto.enabled` is off, and as for `megalith.train`.
+        ConfigError: if `kto.enabled` is off. Other errors are the same as for `megalith.train`.
     """
     require_run_config(config, "train_kto")
     if not config.kto.enabled:

@@ -32,7 +32,7 @@ def train_reward(config: RunConfig) -> TrainingResult:
         The result, as for `megalith.train`.
 
     Raises:
-        ConfigError: if `reward.enabled` is off, and as for `megalith.train`.
+        ConfigError: if `reward.enabled` is off. Other errors are the same as for `megalith.train`.
     """
     require_run_config(config, "train_reward")
     if not config.reward.enabled:

@@ -113,7 +113,7 @@ class AgentSession:
     def live_request(
         self, request: CompletionRequest, prompt: SessionPrompt, choice: int, limit: int
     ) -> LiveRequest:
-        """Translate the request for the engine. The run's sampling parameters replace those of the request."""
+        """Translate the request for the engine. The run's sampling parameters replace the request's."""
         sampling = self._rules.sampling
         limit = min(limit, self._remaining_tokens(prompt))
         digest = hashlib.blake2b(json.dumps([prompt.ids, prompt.repeat, choice]).encode(), digest_size=5)

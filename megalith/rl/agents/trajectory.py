@@ -2,7 +2,8 @@
 
     prompt ids │ turn (sampled) │ answers of tools (added) │ turn (sampled) │ …
 
-Sampled ids are kept as sampled. `ids` begins after the prompt and is what the next request sends to the engine.
+Sampled ids are kept as sampled. `ids` holds the tokens after the prompt; the next request sends prompt and `ids` to the
+engine.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ difference of two renderings:
     before   render(messages … assistant)                                        ends with …<eos> and maybe a newline
     after    render(messages … assistant, tool answers, generation prompt)
 
-`after` must start with `before` up to its last <eos>; the rest is added as tokens of its own. Sampled tokens are never
-rendered and tokenized again, so they cannot change. A template that renders earlier turns differently once others
+`after` must start with `before` up to its last <eos>; the rest is tokenized by itself and added. Sampled tokens are
+never rendered and tokenized again, so they cannot change. A template that renders earlier turns differently once others
 follow, for example without their reasoning, fails this check. Then the added messages are rendered after a short
 conversation of one question and one turn. Their text begins after as many <eos> as that conversation has, or after the
 token that follows the turn's text (gpt-oss ends an earlier turn with <|end|>). The policy keeps its turns as sampled,

@@ -63,7 +63,7 @@ class ServerEngine:
     def __init__(
         self, run: Run, servers: Sequence[EngineServer], settings: RlConfig | DistillConfig | None = None
     ):
-        """Check the settings, by default those of section `rl`. No request is sent yet."""
+        """Check the settings. `settings` defaults to section `rl`. No request is sent yet."""
         self.settings = run.config.rl if settings is None else settings
         self._run, self._world = run, run.mesh.world
         self.version = -1

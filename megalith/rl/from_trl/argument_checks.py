@@ -53,7 +53,7 @@ def reject_unsupported(
         arguments: the arguments.
         supported: names of arguments that set something or have no effect.
         only_values: the only accepted value of other arguments, by name: their default, which a dict may spell out.
-        remedies: what to do instead, by name.
+        remedies: advice for the error message, by name of the argument.
     """
     defaults = {**only_values, **arguments.defaults}
     for name, value in arguments.changed.items():

@@ -45,7 +45,7 @@ def plain(value: Any) -> Any:
 
 
 def _class_defaults(args: Any) -> dict[str, Any]:
-    """Return the defaults of the object's class by name, as its own __post_init__ sets them."""
+    """Return the defaults of the object's class by name, after its __post_init__ has set them."""
     fields = dataclasses.fields(args)
     copied = {field.name: getattr(args, field.name) for field in fields if field.name in COPIED_FIELDS}
     instance: Any = None

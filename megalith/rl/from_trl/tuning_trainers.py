@@ -166,7 +166,7 @@ class GKDTrainer(_TuningTrainer):
             others: peft_config, and further arguments of TRL's GKDTrainer.
 
         Raises:
-            ConfigError: if there is no teacher, and as for the other trainers.
+            ConfigError: if there is no teacher, or an argument has an unsupported value.
         """
         if teacher_model is not None and not isinstance(teacher_model, str | Path):
             raise ConfigError(

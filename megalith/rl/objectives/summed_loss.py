@@ -16,7 +16,7 @@ class SummedLoss(Loss):
     """A loss that accumulates its METRICS on the device over micro-batches until they are taken."""
 
     METRICS: tuple[str, ...]
-    """Names of the metrics. The first is a count that the others are divided by."""
+    """Names of the metrics. The first metric is a count, by which all others are divided."""
     _sums: Tensor | None = None
 
     def add_metrics(self, values: Sequence[Tensor]) -> None:

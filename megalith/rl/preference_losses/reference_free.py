@@ -1,6 +1,7 @@
 """Preference losses without a reference model. A run that has only these loads none.
 
-Formulas are those of TRL's CPOTrainer and ORPOTrainer, with the likelihood of the chosen answer without its prompt.
+Formulas are those of TRL's CPOTrainer and ORPOTrainer, except that the likelihood of the chosen answer excludes its
+prompt.
 """
 
 from __future__ import annotations

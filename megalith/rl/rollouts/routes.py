@@ -136,8 +136,9 @@ def join_routes(pieces: Sequence[EncodedRoutes]) -> np.ndarray | None:
 
 
 def new_routes(routes: np.ndarray | None, earlier: int) -> list[EncodedRoutes]:
-    """Encode the routes without those of the first `earlier` tokens, which were recorded before; empty if routes are
-    None."""
+    """Encode the routes of all tokens after the first `earlier` tokens, whose routes were recorded before; empty if
+    routes are None.
+    """
     return [] if routes is None else [encode_routes(routes[earlier:])]
 
 

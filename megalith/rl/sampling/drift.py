@@ -232,7 +232,7 @@ def _loss_tokens(x: Tensor, batch: RolloutBatch) -> np.ndarray:
 
 
 def weight_differences(engine: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> list[str]:
-    """Describe the engine's tensors that differ bitwise from those of a newly built engine."""
+    """Describe the engine's tensors that differ bitwise from the tensors of a newly built engine."""
     differences = []
     for name, expected in fresh.items():
         actual = engine[name]

@@ -46,8 +46,9 @@ class LiveRollouts:
         held_out: Sequence[Prompt] = (),
         agent: PolicyAgent | EndpointAgent | None = None,
     ):
-        """Prepare to sample. `held_out` are the prompts of evaluations; in `rewards` they follow the others. `agent`
-        samples completions of several turns."""
+        """Prepare to sample. `held_out` are the prompts of evaluations; `rewards` numbers them after the training
+        prompts. `agent` samples completions of several turns.
+        """
         self._agent = agent
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
         self._timer = PhaseTimer(run.device)

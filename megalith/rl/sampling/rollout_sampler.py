@@ -57,7 +57,9 @@ class RolloutSampler:
         timed: PhaseTimer,
         agent: PolicyAgent | EndpointAgent | None = None,
     ):
-        """Prepare to sample. In `rewards`, the held-out prompts follow the others. `agent` samples several turns."""
+        """Prepare to sample. `rewards` numbers the held-out prompts after the training prompts. `agent` samples several
+        turns.
+        """
         self._agent = agent
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
         self._weights, self._timed = weights, timed

@@ -1,4 +1,4 @@
-"""Several teachers, each of which teaches the samples of its own data."""
+"""Several teachers, each for the samples of its own data source."""
 
 from __future__ import annotations
 

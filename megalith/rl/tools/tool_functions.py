@@ -68,7 +68,7 @@ class InvalidAnswer(Exception):
 
 
 def answer_text(value: Any) -> str:
-    """Return a tool's result as text: text as it is, numbers as `str`, lists and objects as JSON.
+    """Return a tool's result as text: text unchanged, numbers as `str`, lists and objects as JSON.
 
     Raises:
         InvalidAnswer: if the result is none of these.

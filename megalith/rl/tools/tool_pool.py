@@ -1,8 +1,8 @@
 """Processes that run tools and environments for a rank, with time limits.
 
 Tools have no state and run in any of `rl.tool_workers` processes. Every instance of an environment has a process of its
-own, so that one that hangs or crashes loses only its completion. Processes are started when they are first needed and
-are used again in later rollout batches.
+own, so that an instance that hangs or crashes loses only its completion. Processes are started when they are first
+needed and are used again in later rollout batches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ToolPool:
         atexit.register(self.close)  # before multiprocessing waits for processes that are no daemons
 
     def prepare(self, environments: int) -> None:
-        """Start all processes for tools, and those of the requested number of environments, if they are used."""
+        """Start all processes for tools, and processes for this number of environments, if the run uses them."""
         if self._functions:
             self._start_workers(self._size)
         if self._make_host is not None:
