@@ -219,7 +219,7 @@ class PendingReduceScatter:
     remote: Tensor
 
     def sum(self) -> Tensor:
-        """Return the sum, computed in fp32 and rounded once; compiled code fuses it with what follows."""
+        """Return the sum, computed in fp32 and rounded once; compiled code fuses it with the operations that follow."""
         total = self.local.float()
         for part in _ops.wait_tensor(self.remote):
             total = total + part

@@ -40,7 +40,7 @@ NAMES = {
 
 
 def uses_fp8(number: int, config: RunConfig) -> bool:
-    """Return whether layer `number` runs in FP8. MTP layers are numbered after the model's."""
+    """Return True if layer `number` runs in FP8. MTP layers are numbered after the model's."""
     train, layers = config.train, config.model.num_layers
     if train.fp8_format is None:
         return False
@@ -50,7 +50,7 @@ def uses_fp8(number: int, config: RunConfig) -> bool:
 
 
 def saves_weight_codes(config: RunConfig) -> bool:
-    """Return whether a weight's FP8 data is saved for dgrad instead of the weight.
+    """Return True if a weight's FP8 data is saved for dgrad instead of the weight.
 
     It is not saved if FSDP2 shards weights, because the data of full weights would stay in memory. Neither is it saved
     with a pipeline, where each micro-batch in flight would keep its own data.
@@ -61,8 +61,9 @@ def saves_weight_codes(config: RunConfig) -> bool:
 
 
 def casts_weights_once(config: RunConfig) -> bool:
-    """Return whether the FP8 data of weights is kept for a complete step, at least in layers that stay unsharded for
-    that long."""
+    """Return True if weights are cast to FP8 once per step and the data is kept, at least in layers that stay unsharded
+    for the whole step.
+    """
     train = config.train
     return (
         train.fp8_format is not None

@@ -1,4 +1,4 @@
-"""Model specs: how a model is built and sharded over the ranks, and what its loss is.
+"""Model specs, which define how a model is built and sharded over the ranks, and its loss.
 
 `TransformerSpec` builds Megalith's own models. A `ModelSpec` makes a user's model trainable (docs/own_model.md): a
 `Model` made of the sharded layers of tensor/building_blocks.py. Those layers contain tensor parallelism, and data

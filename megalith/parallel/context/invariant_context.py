@@ -3,7 +3,7 @@
 Each query adds its keys in the order of one device (ops/batch_invariant/invariant_attention.py):
 
     a2a         a rank has all tokens of some heads
-    all_gather  a rank's queries see all keys and values, in order; the backward pass is that of ring.py
+    all_gather  a rank's queries see all keys and values, in order; ring.py computes the backward pass
 
 In a ring, the order would depend on the query's rank, so the configuration's rules reject it.
 """

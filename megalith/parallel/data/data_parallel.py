@@ -13,7 +13,7 @@ stay unsharded too: with all layers of Llama-3-8B on two GPUs and two micro-batc
 
 Gradients are summed, not averaged, because the loss is divided by the global number of valid tokens. FSDP2 gathers
 layers in the compute dtype and accumulates gradients in fp32. Embedding and head are gathered in fp32, because the row
-of a frequent token sums thousands of gradients. So a bf16 run equals that of one process up to the order of additions.
+of a frequent token sums thousands of gradients. So a bf16 run equals a run in one process up to the order of additions.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def finish_weight_gradients(
     """Accumulate wgrads that a zero-bubble schedule computed outside of a backward pass, and reduce the last ones.
 
     Gradients in the compute dtype are added to the fp32 sums, which the step's `is_last` call reduces. With `in_order`,
-    FSDP2 reduces those of every pass, and replicas reduce theirs after the step's passes.
+    FSDP2 reduces the gradients of every pass, and replicas reduce theirs after the step's passes.
     """
     if _is_replicated(parallel):
         for chunk in chunks if is_last and not in_order else ():

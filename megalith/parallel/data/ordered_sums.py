@@ -3,7 +3,7 @@
 Of R ranks, rank r has the rows r, r + R, r + 2R, … of a step. The rows are the leaves of a binary tree. With R = 2^k:
 
      no_shard    splits rows by their numbers' lowest bit first: (0, 4, …) + (2, 6, …), … The rows of a rank are a
-                 subtree, k levels below the root. Each rank adds its own; the levels above add the ranks' sums.
+                 subtree, k levels below the root. Each rank adds its own rows; the levels above add the ranks' sums.
      sharded     splits them by their highest bit first, so neighbours are added: (0 + 1) + (2 + 3), … The ranks' rows
                  of one pass are a subtree, which their reduce-scatter adds; each rank adds the passes' sums.
 

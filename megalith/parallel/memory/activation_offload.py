@@ -1,8 +1,9 @@
 """Activation offloading: the saved activations of some layers are in host memory until the backward pass needs them.
 
-The first layers of a stage wait longest, so theirs are offloaded. While a layer computes, what it saves is copied to
-pinned memory on a separate stream; when the next layer is done, the device's memory is free. In the backward pass, when
-a gradient reaches layer n + 1, the copies of layer n back to the device start and overlap the backward pass of n + 1:
+The first layers of a stage wait longest, so theirs are offloaded. While a layer computes, the tensors that it saves are
+copied to pinned memory on a separate stream; when the next layer is done, the device's memory is free. In the backward
+pass, when a gradient reaches layer n + 1, the copies of layer n back to the device start and overlap the backward pass
+of n + 1:
 
     forward    [ layer 0 ][ layer 1 ][ layer 2 ] …      backward  … [ layer 2 ][ layer 1 ][ layer 0 ]
     down                  [0        ][1        ]        up          [1        ][0        ]

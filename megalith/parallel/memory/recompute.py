@@ -102,7 +102,7 @@ def _layers_to_recompute(model: Transformer, parallel: ParallelConfig) -> list[T
 
 
 def skips_last_layer(parallel: ParallelConfig) -> bool:
-    """Return whether full recomputation skips the model's last layer.
+    """Return True if full recomputation skips the model's last layer.
 
     With offloading it does not, because all activations of that layer would move to the host instead of its input only.
     """
@@ -111,7 +111,7 @@ def skips_last_layer(parallel: ParallelConfig) -> bool:
 
 
 def _recomputes_in_graph(model: Transformer, parallel: ParallelConfig) -> bool:
-    """Return whether each compiled layer can recompute inside its graph.
+    """Return True if each compiled layer can recompute inside its graph.
 
     The compiler then drops operations that no gradient needs, such as the last matmul.
     """
@@ -121,7 +121,9 @@ def _recomputes_in_graph(model: Transformer, parallel: ParallelConfig) -> bool:
 
 
 def can_recompute_in_graph(config: ModelConfig, parallel: ParallelConfig, experts: bool) -> bool:
-    """Return whether a compiled layer without FP8, with `experts` or not, can recompute inside its graph."""
+    """Return True if a compiled layer without FP8 can recompute inside its graph. `experts` is True for a layer with
+    experts.
+    """
     alone = parallel.tensor_model_parallel_size == parallel.context_parallel_size == 1
     return alone and unit_size(parallel) == 1 and not config.attention_dropout and not experts
 

@@ -1,4 +1,4 @@
-"""Inductor's settings for compiled layers: which kernels it chooses, and what it keeps on disk."""
+"""Inductor's settings for compiled layers: the choice of kernels, and the cache on disk."""
 
 from __future__ import annotations
 

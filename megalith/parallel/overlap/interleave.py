@@ -1,7 +1,7 @@
 """Node order of a compiled ping-pong layer: one half of a micro-batch computes while the other communicates.
 
 A layer traced for one half and then for the other (ping_pong.py) is a graph of two chains that share only weights and
-what is before or after both. Inductor runs a graph's nodes in their order, so ordering the nodes is enough:
+the nodes before or after both. Inductor runs a graph's nodes in their order, so ordering the nodes is enough:
 
     half 0   matmul ─▶ reduce-scatter ············▶ wait, add, norm ─▶ all-gather ··············▶ wait, matmul
     half 1               wait ─▶ matmul, attention, matmul ─▶ reduce-scatter ···············▶ wait, add, norm …
