@@ -3,8 +3,8 @@
 fsspec connects (the extra `remote`), with its own environment variables for credentials and endpoints (`AWS_…`,
 `GOOGLE_APPLICATION_CREDENTIALS`, `FSSPEC_S3_ENDPOINT_URL`). Objects appear complete or not at all, and cannot be
 renamed. A writer of several objects therefore writes the object that marks them complete last. All errors of a store,
-its library or the network are raised as OSError with the URL. Paths hold no connection; each process opens its own, so
-none crosses a fork.
+its library or the network are raised as OSError with the URL. Paths hold no connection; each process opens its own
+connections, so none crosses a fork.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ GPU_ONLY = ("attention", "fp8")
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Run the benchmark named by the first argument; without one, or with --help, list all names.
+    """Run the benchmark named by the first argument. Without arguments, or with --help, list all names.
 
     Raises:
         ConfigError: the name is unknown, or the benchmark needs a GPU and there is none.

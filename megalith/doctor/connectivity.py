@@ -1,4 +1,4 @@
-"""Network checks: the rendezvous ports, the host name, and whether other machines can be reached."""
+"""Network checks: the rendezvous ports, the host name, and connections to other machines."""
 
 from __future__ import annotations
 

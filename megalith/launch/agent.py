@@ -9,7 +9,7 @@ rendezvous and restarts the processes, with the ranks that remain. In addition, 
 - otherwise kills the other ranks as soon as one has failed, because they could only wait for it;
 - kills its ranks if they are still connecting when another machine is lost;
 - does not restart a job that exited with a configuration, data or checkpoint error, which would recur;
-- keeps the first failure, which is more informative than those of later attempts.
+- keeps the first failure, which is more informative than the failures of later attempts.
 """
 
 from __future__ import annotations

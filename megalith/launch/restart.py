@@ -37,7 +37,7 @@ class Attempt:
     number: int = 0
     """Restarts after failures so far; a change of machines is not counted."""
     launcher: str | None = None
-    """Unique name of the elastic launcher that started rank 0; None without one."""
+    """Unique name of the elastic launcher that started rank 0; None without an elastic launcher."""
 
 
 def this_attempt() -> Attempt:

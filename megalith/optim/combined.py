@@ -11,7 +11,7 @@ from megalith.compat.training_objects import supports_amp_scaling
 
 
 def combine(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Return one optimizer that steps `parts` in this order; a single part is returned as it is."""
+    """Return one optimizer that steps `parts` in this order; a single part is returned unchanged."""
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 

@@ -9,8 +9,8 @@ shards of the result. Matrices are collected in rounds; while one round is ortho
 The matrices of a fused weight (query, key and value; gate and up) are orthogonalized separately, as are the matrices of
 each expert, and with `muon_split_heads` the matrix of each attention head.
 
-`muon_scale_mode` scales updates by the shape of the matrix. By default their RMS is about that of AdamW's updates, so
-that both optimizers use the same learning rate and weight decay (Liu et al. 2025).
+`muon_scale_mode` scales updates by the shape of the matrix. By default their RMS is about the same as for AdamW's
+updates, so that both optimizers use the same learning rate and weight decay (Liu et al. 2025).
 
 With `muon_moment2_method: normuon` (Li et al. 2025), each row of an orthogonalized matrix is divided by the root of a
 running mean of its squares, and the matrix is scaled back to the Frobenius norm of an orthogonal one. With `adamuon`,

@@ -133,8 +133,8 @@ def state_bytes_of(name: str, config: OptimConfig) -> tuple[float, float]:
 
 
 def state_bytes(config: OptimConfig) -> tuple[float, float]:
-    """Return the bytes of optimizer state per parameter, in layers and outside of layers, including that of a moving
-    average.
+    """Return the bytes of optimizer state per parameter, in layers and outside of layers, including the state of a
+    moving average.
 
     Vectors are counted like matrices, because they are few. With several optimizers, the one with the largest state is
     counted.

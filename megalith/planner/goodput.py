@@ -36,20 +36,21 @@ class Costs:
     seconds."""
 
     stall: float = 0.8
-    """Stall of training while an asynchronous save copies the state."""
+    """Seconds that training stalls while an asynchronous save copies the state."""
     notice: float = 10.0
     """Seconds from a failure to the start of new processes."""
     start: float = 30.0
-    """From the start of new processes to the first step, with compiled code from the cache, without loading the
-    checkpoint."""
+    """Seconds from the start of new processes to the first step, with compiled code from the cache, without loading the
+    checkpoint.
+    """
     disk: float = 0.7
     """GB/s per rank for writing and reading, with checksums."""
     store: float = 1000.0
     """GB/s of the file system."""
     memory_restart: float = 15.0
-    """From a failure to the next step with snapshots in memory."""
+    """Seconds from a failure to the next step, with snapshots in memory."""
     memory_stall: float = 0.3
-    """Stall of training per snapshot in memory."""
+    """Seconds that training stalls per snapshot in memory."""
     memory_share: float = 0.8
     """Fraction of failures that snapshots in memory can recover from, 0 to 1: those that leave the machines running."""
 
@@ -82,7 +83,9 @@ class Goodput:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the size of a checkpoint: weights and moments, both in fp32. With adapters, of what is trained."""
+    """Return the size of a checkpoint: weights and moments, both in fp32. With adapters, count only the trained
+    parameters.
+    """
     counts = count_parameters(config.model, lora=config.lora)
     stored = config.optim.model_copy(
         update=dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "muon_state_dtype"), "fp32")

@@ -1,4 +1,4 @@
-"""A run's layout as text: ranks, stages with their expected memory, the bubble, and what each axis sends."""
+"""A run's layout as text: ranks, stages with their expected memory, the bubble, and the bytes that each axis sends."""
 
 from __future__ import annotations
 

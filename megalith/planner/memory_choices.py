@@ -180,7 +180,7 @@ def _recomputed_by(configured: ParallelConfig, parallel: ParallelConfig) -> str:
 def _recomputing(
     config: RunConfig, world_size: int, ways: Sequence[Mapping[str, Any]]
 ) -> Iterator[RunConfig]:
-    """Yield `config` with each of these ways to recompute that is valid for it."""
+    """Yield `config` with each of the given `ways` to recompute that is valid for it."""
     for way in ways:
         if SHARDS.keys() & way.keys() and not config.parallel.sequence_parallel:
             continue

@@ -1,4 +1,4 @@
-"""The error for a full device memory: what was requested, what uses the memory, and which settings would help."""
+"""The error for a full device memory: the requested size, the uses of the memory, and settings that would help."""
 
 from __future__ import annotations
 

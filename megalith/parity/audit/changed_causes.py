@@ -71,7 +71,7 @@ def name_changed_model(e: StepEvidence, model: ModelConfig, rerun: RunChanged) -
 
 
 def _is_new(e: StepEvidence, sums: Sums) -> bool:
-    """Return whether a change affects gradients by more than the precision of the job."""
+    """Return True if a change affects gradients by more than the precision of the job."""
     predicted = e.combine(next(combinations(e, sums.counts))[1], sums)
     right = e.combine(e.weights_of_mean(), e.exact)
     return bool((e.errors(right, predicted) > e.bound).any())

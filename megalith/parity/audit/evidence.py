@@ -109,7 +109,7 @@ class StepEvidence:
         return (difference.norm(dim=1) / self._scale(predicted)).nan_to_num(torch.inf, torch.inf)
 
     def explains(self, predicted: Tensor) -> bool:
-        """Return whether a prediction equals every recorded gradient within the precision."""
+        """Return True if a prediction equals every recorded gradient within the precision."""
         return bool((self.errors(predicted) <= self.bound).all())
 
     def factor(self, predicted: Tensor, chosen: Tensor | None = None) -> float:

@@ -254,7 +254,7 @@ def _first_layers(ranks: Sequence[RankDump]) -> dict[int, int]:
 
 
 def _gated(ranks: Sequence[RankDump]) -> bool:
-    """Return whether the MLP is gated: its first matrix has twice as many rows as the second has columns."""
+    """Return True if the MLP is gated: then its first matrix has twice as many rows as the second has columns."""
     shapes = {plain(name): layout.shape for dump in ranks for name, layout in dump.header.parameters.items()}
     first = next((shape for name, shape in shapes.items() if name.endswith("linear_fc1.weight")), None)
     second = next((shape for name, shape in shapes.items() if name.endswith("linear_fc2.weight")), None)

@@ -178,7 +178,7 @@ def ignore_documents(batch: TokenBatch) -> TokenBatch:
 
 
 def same_batch(one: TokenBatch, other: TokenBatch) -> bool:
-    """Return whether two batches lead to the same computation."""
+    """Return True if two batches lead to the same computation."""
     return all(
         value is another or (isinstance(value, Tensor) and isinstance(another, Tensor) and torch.equal(value, another))
         or (isinstance(value, bool) and value == another)

@@ -1,4 +1,4 @@
-"""Differences without a predicted cause: those of dropout, and those for which only the origin is known."""
+"""Differences without a predicted cause: they come from dropout, or only their origin is known."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def name_unexplained(e: StepEvidence, losses_depart: bool) -> list[Finding]:
 
 
 def _losses_differ_in_tp(e: StepEvidence) -> bool:
-    """Return whether ranks that differ only in their tp index have different losses."""
+    """Return True if ranks that differ only in their tp index have different losses."""
     losses: dict[tuple, list[float]] = {}
     for dump in e.ranks:
         others = tuple(sorted((axis, at) for axis, at in dump.header.mesh.items() if axis != "tp"))
