@@ -39,7 +39,7 @@ SAMPLE = (
 
 @dataclass(frozen=True)
 class DatasetTokenizer:
-    """Content of a record."""
+    """Content of the record of a dataset's tokenizer."""
 
     tokenizer_type: str
     tokenizer_model: str

@@ -53,7 +53,7 @@ class PassCosts:
         return self.per_token * lengths + self.per_pair * lengths * lengths
 
     def on_rank(self, lengths: np.ndarray, degree: int) -> np.ndarray:
-        """Return the cost of each sequence for each rank of a group of `degree`, int64."""
+        """Return the cost of each sequence per rank, if a group of `degree` ranks computes it, int64."""
         work = self.work(lengths)
         if degree > 1:
             work = work + self.per_exchanged_token * np.asarray(lengths, dtype=np.int64)
@@ -62,7 +62,7 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class RankLimits:
-    """The ranks of a step, and the tokens that one of them can hold in a pass."""
+    """The number of ranks in a step, and the number of tokens that a rank can hold in a pass."""
 
     ranks: int
     """Number of data × context ranks."""

@@ -104,7 +104,9 @@ class IndexedDataset:
         }
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return tokens `[offset, offset + length)` of sequence i, read-only; without `length` up to its end."""
+        """Return tokens `[offset, offset + length)` of sequence i, read-only; without `length`, up to the end of the
+        sequence.
+        """
         size = int(self.sequence_lengths[i])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
@@ -180,7 +182,7 @@ class IndexedWriter:
             tokenizer: the tokenizer that makes the tokens, recorded in `{prefix}.tokenizer.json`; None: no record.
 
         Raises:
-            DataError: `dtype` is not in the format, or a file exists and `overwrite` is off.
+            DataError: the format does not support `dtype`, or a file exists and `overwrite` is off.
         """
         self.bin_path, self.idx_path = file_pair(prefix)
         self._tokenizer, self._record_path = tokenizer, record_path(prefix)

@@ -207,10 +207,10 @@ def tempered(sizes: Sequence[float], temperature: float) -> list[float]:
 
 
 def scheduled(weights: Sequence[float], points: Sequence[BlendPoint]) -> BlendWeights:
-    """Return the blend weights over a run: `weights` until the first point, then those that the points set.
+    """Return the blend weights over a run: `weights` until the first point, then the weights that the points set.
 
     Raises:
-        ConfigError: a point has another number of weights.
+        ConfigError: a point does not have one weight per source.
     """
     for point in points:
         if len(point.weights) != len(weights):

@@ -106,7 +106,7 @@ class _OwnDataset:
 
 
 class MapDataset(_OwnDataset):
-    """Adapter of a user's `torch.utils.data.Dataset`."""
+    """Adapter for a user's `torch.utils.data.Dataset`."""
 
     def __init__(self, dataset: Dataset, name: str, seq_length: int):
         super().__init__(dataset, name, seq_length)
@@ -132,7 +132,7 @@ class MapDataset(_OwnDataset):
 
 
 class StreamDataset(_OwnDataset, SampleStream):
-    """Adapter of a user's `IterableDataset`: item i is the i-th sample. Items must be read in ascending order.
+    """Adapter for a user's `IterableDataset`: item i is the i-th sample. Items must be read in ascending order.
 
     Args:
         dataset: the stream; `set_epoch(epoch)` is called before each pass if it exists.

@@ -33,7 +33,7 @@ MASKS = ("completion_mask", "assistant_masks", "loss_mask", "response_mask")
 """Keys of masks with one number per token; 0 marks tokens that are not learned."""
 OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # of tokenizers
 LEARNED_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
-"""Keys by which a message says that it is learned or not: OpenAI's, axolotl's three, and ms-swift's."""
+"""Keys of a message that say if the loss includes it: OpenAI's, axolotl's three, and ms-swift's."""
 UNSUPPORTED_KEYS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
 """Unsupported keys: they would exclude part of a message from the loss."""
 SAMPLE_WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight", "loss_weights")
@@ -161,7 +161,7 @@ def _tokens(record: Record) -> Tokens:
 
 
 def require_ids(name: str, values: Any) -> None:
-    """Raise ValueError unless `values` is a list of whole numbers."""
+    """Raise ValueError unless `values` is a list of integers."""
     if not isinstance(values, Sequence) or any(
         type(value) is not int or abs(value) >= 2**63 for value in values
     ):

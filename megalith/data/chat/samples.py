@@ -148,8 +148,8 @@ class _Reader:
             progress.add(len(batch))
 
     def _text_or_tokens(self, sequence: ParsedSequence | MarkedText) -> Tokens | tuple[str, list[Span], bool]:
-        """Return tokens; or a tuple of the text, its learned spans, and True if the text does not come
-        from a template.
+        """Return the sequence's tokens. For text, return instead the text, its learned spans, and True unless a
+        template rendered it.
         """
         if isinstance(sequence, Tokens):
             return sequence

@@ -1,4 +1,4 @@
-"""Encoding of blocks of documents into token arrays: the part of preprocessing that workers run."""
+"""Encoding of blocks of documents as token arrays, which is the part of preprocessing that workers run."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ _LONGEST_WORD = 16
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of `text`, none of them blank; joined they are `text`. A blank text has none."""
+    """Return the sentences of `text`. None of them is blank, and joining them gives `text`. A blank text has no
+    sentences.
+    """
     sentences: list[str] = []
     start = 0
     for boundary in _BOUNDARY.finditer(text):

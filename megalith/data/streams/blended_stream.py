@@ -13,7 +13,8 @@ from megalith.data.streams.stream import STREAM_LENGTH, SampleStream, State
 
 
 class BlendedStream(BlendedDataset, SampleStream):
-    """`num_samples` samples from several datasets, some of them streams. Positions after them repeat the order.
+    """`num_samples` samples from several datasets, some of them streams. Positions from `num_samples` on repeat the
+    order.
 
     Indexed sources are read in their own order, from the beginning again after their last sample.
     """

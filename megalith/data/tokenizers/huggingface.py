@@ -37,7 +37,7 @@ PIECES, UNKNOWN = "vocab.txt", "[UNK]"
 def _no_panic() -> Iterator[None]:
     """Convert a panic of the tokenizers library, which is no Exception, into a DataError.
 
-    A panic happens, for example, if a regular expression of a tokenizer.json gives up on a text.
+    A panic happens, for example, if the regular expression in a tokenizer.json reaches its limits on a text.
     """
     try:
         yield

@@ -145,7 +145,7 @@ class TikTokenizer(Tokenizer):
 
 
 class Llama3Tokenizer(TikTokenizer):
-    """Llama 3's `tokenizer.model`, with `<|begin_of_text|>` before every text, as Megatron had it."""
+    """Llama 3's `tokenizer.model`, with `<|begin_of_text|>` before every text, as in Megatron."""
 
     @property
     def fingerprint(self) -> str:

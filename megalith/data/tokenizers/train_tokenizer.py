@@ -34,7 +34,7 @@ class TrainingSummary:
     documents: int
     bytes: int
     notes: list[str] = field(default_factory=list)
-    """Sentences about files that were not read."""
+    """Notes, one sentence each, about files that were not read."""
 
 
 def train_tokenizer(
