@@ -285,7 +285,7 @@ class PolicyAgent(TurnSteps):
             one.prompt_ids = prompt_ids
 
     def _prompt(self, one: Trajectory, result: dict[str, Any]) -> list[int]:
-        """Return the prompt's tokens after the environment's start."""
+        """Return the prompt's tokens, including the text that the environment added at its start."""
         one.is_lost = "messages" not in result
         if one.is_lost or result["messages"] == one.messages:
             return one.prompt_ids

@@ -57,7 +57,7 @@ class Trajectory:
 
     @property
     def transcript(self) -> list[Message]:
-        """Messages after the prompt."""
+        """Messages of the trajectory after the prompt."""
         return self.messages[self.prompt_messages :]
 
     def sample(self, completion: Completion) -> None:

@@ -95,7 +95,7 @@ class TurnSteps:
         return added
 
     def _refusal(self, one: Trajectory, call: ToolCall) -> str | None:
-        """Return the error message for a call that is not run; None for one that is."""
+        """Return the error message for a call that must not be run; None for a call that may."""
         if call.error is not None:
             return call.error
         limit = self._rl.max_tool_calls

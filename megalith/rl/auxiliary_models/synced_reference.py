@@ -47,7 +47,7 @@ class SyncedReference:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Mix the policy into the reference if an update is due after the run's last step."""
+        """Mix the policy into the reference if an update is due after the step that has just ended."""
         settings, alpha = self._settings, self._settings.ref_model_mixup_alpha
         if self._run.step % settings.ref_model_sync_steps:
             return

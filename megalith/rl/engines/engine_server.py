@@ -29,7 +29,7 @@ class EngineServer(ABC):
         self.facts: dict[str, Any] = {}
         """Result of `check`, on every rank; empty if it must be checked again."""
         self.adapter: str | None = None
-        """Name of the loaded adapter that samples, with weight_sync_method lora."""
+        """Name of the loaded adapter that completions are sampled with, with weight_sync_method lora."""
 
     @abstractmethod
     def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class EngineServer(ABC):
         """Return the meeting point for `join`, and a function that creates rank 0's side of the group."""
 
     def group_name(self) -> str:
-        """Return a new name, because a server may have kept an earlier group."""
+        """Return a new name for a group. A server may still have an earlier group under the old name."""
         return f"megalith_{secrets.token_hex(4)}"
 
     @abstractmethod

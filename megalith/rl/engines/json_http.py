@@ -47,7 +47,9 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class JsonServer:
-    """An HTTP server at `url`. Errors name the program, `name`, and the setting with its address, `setting`."""
+    """An HTTP server at `url`. Errors mention the program, `name`, and the setting that has the server's address,
+    `setting`.
+    """
 
     def __init__(self, url: str, name: str, setting: str = "rl.engine_url"):
         parts = urlsplit(url)

@@ -62,7 +62,7 @@ class RolloutEngine(Protocol):
         """Take the policy's current weights of step `version`. Every rank calls it, and all raise if it fails."""
 
     def weights_to_compare(self) -> WeightPair | None:
-        """Return the engine's tensors and those of a newly built engine; None if they are not accessible."""
+        """Return the tensors of this engine and of a newly built engine; None if they are not accessible."""
 
     def memory(self) -> int:
         """Return the bytes that the engine uses on this rank's device."""

@@ -16,7 +16,7 @@ COEFFICIENT, LAST = "entropy_coef", "entropy_last"  # counters of a checkpoint
 
 
 class EntropyController:
-    """A run's coefficient. Its state is saved among the counters of a checkpoint."""
+    """Controls a run's entropy coefficient. Checkpoints save its state among the counters."""
 
     def __init__(self, rl: RlConfig, totals: MutableMapping[str, int | float]):
         self._rl, self._totals = rl, totals

@@ -1,4 +1,4 @@
-"""The last number of the text."""
+"""A reward that compares the last number of the text with the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Countdown, as in TinyZero: a formula of given numbers with a given result."""
+"""A reward for Countdown, as in TinyZero: write a formula of given numbers that has a given result."""
 
 from __future__ import annotations
 

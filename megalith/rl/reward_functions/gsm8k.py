@@ -1,4 +1,4 @@
-"""GSM8K's answer after "####", as verl computes it (strict)."""
+"""A reward for GSM8K's answer after "####", as verl computes it (strict)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The length of a completion."""
+"""A reward for the length of a completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formulas, compared by Hugging Face's math-verify."""
+"""A reward that compares formulas with Hugging Face's math-verify."""
 
 from __future__ import annotations
 

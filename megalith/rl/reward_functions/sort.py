@@ -1,4 +1,4 @@
-"""Sorting of the numbers in a prompt: a small task that shows learning."""
+"""A reward for sorting the numbers in a prompt, a small task that shows learning."""
 
 from __future__ import annotations
 

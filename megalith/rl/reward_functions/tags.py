@@ -1,4 +1,4 @@
-"""The form <think>…</think><answer>…</answer>."""
+"""A reward for the form <think>…</think><answer>…</answer>."""
 
 from __future__ import annotations
 

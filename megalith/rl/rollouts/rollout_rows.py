@@ -143,7 +143,7 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
 
 
 def _empty_routes(config: RunConfig, shape: tuple[int, int]) -> np.ndarray | None:
-    """Return routes of rows [batch, seq] in which the router chooses everywhere; None if the run replays none."""
+    """Return routes of rows [batch, seq] in which the router chooses everywhere; None if the run replays no routes."""
     if not config.rl.replays_routes:
         return None
     return np.full((*shape, len(config.model.routed_layers), config.model.moe_router_topk), -1, np.int16)

@@ -127,7 +127,7 @@ class RolloutSampler:
         return DraftMetrics(*map(sum, zip(*ranks))).metrics
 
     def _score_by_models(self, records: Sequence[GroupRecord]) -> None:
-        """Set the rewards of the reward models. Every rank calls it with all groups."""
+        """Score the groups with the reward models and set these rewards. Every rank calls it with all groups."""
         if self._models is None or not records:
             return
         decode, columns = self._run.tokenizer.decode_without_special, self._rewards.model_columns
