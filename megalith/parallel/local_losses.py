@@ -28,7 +28,7 @@ class LocalLosses:
     Args:
         mesh: this rank's axes.
         device: device of the computation.
-        ids: check of token ids.
+        ids: checks token ids.
         checks_labels: check labels before the passes; otherwise the head of the user's own model checks them.
         mtp_layers: number of MTP layers of the model.
     """
@@ -124,7 +124,9 @@ def _scalar(loss: Loss, value: Tensor | float) -> float:
 
 
 class CollectLogprobs(Loss):
-    """A loss of zero that keeps the log-probabilities of each micro-batch, and with `needs_entropy` the entropies."""
+    """A loss whose value is zero. It keeps the log-probabilities of each micro-batch, and with `needs_entropy` the
+    entropies.
+    """
 
     def __init__(self, temperature: float, vocab_size: int | None, needs_entropy: bool = False):
         self.temperature, self.vocab_size, self.needs_entropy = temperature, vocab_size, needs_entropy

@@ -63,7 +63,9 @@ def ring_attention(
 
 
 class KVExchange(ABC):
-    """Exchange of keys and values among ranks. Their gradients are sent back to the ranks that they came from."""
+    """Exchange of keys and values among ranks. Gradients are sent back to the ranks that the keys and
+    values came from.
+    """
 
     def __init__(self, pair: Tensor, size: int, rank: int, group: str, causal: bool):
         self.pair, self.size, self.rank, self.group = pair.contiguous(), size, rank, group

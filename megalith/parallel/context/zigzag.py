@@ -85,7 +85,7 @@ class ShardMasks:
 
     @property
     def by_chunk(self) -> bool:
-        """True if a shard is computed in several parts. Not with dropout, which has one random state per shard."""
+        """True if a shard is computed in several parts. False with dropout, which has one random state per shard."""
         return self.window is not None and not self.dropout
 
     def parts(self, shard: KeyBlock) -> Iterator[ShardPart]:

@@ -46,10 +46,10 @@ class Strategy:
     """Timing of FSDP2's resharding and gradient reduction."""
 
     reshards_after_forward: bool
-    """Parameters are resharded after a layer's forward pass, and gathered again for its backward pass."""
+    """True if parameters are resharded after a layer's forward pass, and gathered again for its backward pass."""
 
     reduces_each_micro_batch: bool
-    """Gradients are reduced after every micro-batch, not only after the last."""
+    """True if gradients are reduced after every micro-batch, not only after the last."""
 
 
 STRATEGIES = {

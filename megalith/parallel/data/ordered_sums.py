@@ -88,7 +88,7 @@ class OrderedGradients:
 def _add_gradients(
     gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Return the sums, in the memory of the first gradients. None stands for zero."""
+    """Return the sums of both lists, in the memory of the first list. None stands for zero."""
     for a, b in zip(gradients, others, strict=True):
         if a is not None and b is not None:
             local(a).add_(local(b))

@@ -140,7 +140,7 @@ def replicate(chunk: Transformer, mesh: Mesh, bucket_size: int | None = None) ->
     """Replicate the chunk's parameters, in place, and record the Replicated that all-reduces their gradients.
 
     Args:
-        chunk: replicated over mesh.dp_cp, its experts over mesh.edp.
+        chunk: chunk of the model. It is replicated over mesh.dp_cp, and its experts over mesh.edp.
         mesh: this rank's axes.
         bucket_size: minimum bytes of gradients per all-reduce, from successive layers. None: one layer per all-reduce.
     """

@@ -203,7 +203,9 @@ def _sum_row_gradients(x: Tensor, weights: Tensor, row: Tensor) -> tuple[Tensor,
 def _unpack_rows(
     x: Tensor, weights: Tensor, row_ids: Tensor, first: Tensor, rows: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return len(`rows`) rows, their weights, the dispatch row of each, and the rows of each dispatch row."""
+    """Return len(`rows`) rows, their weights, the index of the dispatch row that each came from, and the rows of each
+    dispatch row.
+    """
     topk, count = row_ids.shape[1], len(rows)
     row = row_ids - first
     row = torch.where(row < 0, DROPPED, row).clamp(max=count)

@@ -276,7 +276,9 @@ def seconds(node: Node) -> float:
 
 
 def _size_hint(size: int | torch.SymInt) -> int:
-    """Return the size in the traced pass. Comparing the symbolic size would specialize the graph to it."""
+    """Return the size in the traced pass as a number. Comparing a symbolic size would specialize the graph to this
+    size.
+    """
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 

@@ -54,12 +54,12 @@ class Schedule:
 
     kind: str
     stages: int
-    """Pipeline ranks."""
+    """Number of pipeline ranks."""
     micro_batches: int
     virtual: int
-    """Chunks of layers on each rank."""
+    """Number of chunks of layers on each rank."""
     group: int
-    """Micro-batches that go through a chunk before the next chunk's turn."""
+    """Number of micro-batches that go through a chunk before the next chunk's turn."""
     actions: list[list[Action]]
     """The actions in order, by rank."""
 

@@ -95,7 +95,7 @@ def _shard_heads(attention: Attention, tensor: TensorParallel, groups: int) -> N
 
 
 def _share_mamba_groups(mixer: Mamba2, tensor: TensorParallel, groups: int) -> None:
-    """Give Mamba-2 this rank's heads of a group that several ranks share."""
+    """Make a Mamba-2 mixer compute this rank's heads of a group that several ranks share."""
     shared = SharedMambaGroup(tensor.axis, mixer, groups)
     plug(mixer, "heads_in_group", mixer.heads_in_group * groups // tensor.axis.size)
     plug(mixer.linear_zxbcdt, "rows", shared.rows)
