@@ -31,7 +31,7 @@ def read_small_file(path: Path | StorePath, folder: Path | StorePath, largest: i
     Args:
         path: the file.
         folder: folder named by the user. The file must be in it after all links are resolved.
-        largest: bound of its size in bytes.
+        largest: maximum size of the file in bytes.
 
     Raises:
         RefusedFile: the file is not regular, too large, or a link that leads out of the folder.

@@ -21,7 +21,7 @@ def workload_parser(description: str) -> argparse.ArgumentParser:
 
 
 def add_result_options(parser: argparse.ArgumentParser, results: str = "append a line of JSON") -> None:
-    """Add --results, with this help, and --set."""
+    """Add the options --results and --set. `results` is the help of --results."""
     parser.add_argument("--results", type=Path, metavar="FILE", help=results)
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
 

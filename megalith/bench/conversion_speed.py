@@ -121,7 +121,7 @@ def model_of(size: float, dtype: str, settings: Sequence[str]) -> ModelConfig:
 
 
 def make_source(folder: Path, size: float, dtype: str, settings: Sequence[str]) -> None:
-    """Write the folder, one tensor at a time."""
+    """Write a Llama-like Hugging Face folder, one tensor at a time."""
     import torch
 
     from megalith.bridge.families.llama import LLAMA

@@ -86,7 +86,7 @@ def sft(
 
 
 def grpo(args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: int) -> dict[str, Any]:
-    """Measure optimizer steps only: one per rollout batch, whose completions fill the rows."""
+    """Measure only the optimizer steps of GRPO, one per rollout batch. The completions fill the rows."""
     path, rng = folder / "rollouts.jsonl.zst", np.random.default_rng(SEED)
     batch = int(rows * length / lengths(10_000, length).mean()) // GROUP * GROUP or GROUP
     groups = []

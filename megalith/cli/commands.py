@@ -136,7 +136,7 @@ GROUPS: dict[str, str] = {
     "launch": "write the job files of a cluster, or submit them",
     "config": "describe the configuration",
 }
-"""Help of the first words of commands of two words."""
+"""Help text of each command group: the first word of commands that consist of two words."""
 # fmt: on
 
 

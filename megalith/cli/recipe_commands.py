@@ -1,4 +1,6 @@
-"""`megalith recipes …`: planned run files. `megalith init`: one for this machine. Importing this file is cheap."""
+"""`megalith recipes …`: planned run files. `megalith init`: a run file for this machine. Importing this
+file is cheap.
+"""
 
 from __future__ import annotations
 

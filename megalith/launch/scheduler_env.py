@@ -33,7 +33,7 @@ class LaunchSettings:
     """Address host:port of the machines' rendezvous."""
     max_restarts: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables to set for a rank started by srun, as a launcher would."""
+    """Environment variables that a launcher would set. They are set here for a rank that srun started."""
 
 
 def read_launch_settings(environ: Mapping[str, str], nproc: int | None, nnodes: str | None) -> LaunchSettings:

@@ -101,7 +101,7 @@ class SOAP(torch.optim.Optimizer):
                     self._apply(parameter, update, groups[parameter])
 
     def _collect(self, parameters: Sequence[torch.nn.Parameter]) -> Any:
-        """Send the gradients of a round to the owners of the matrices, the same ones in every step."""
+        """Send the gradients of a round to the owners of the matrices. A matrix has the same owner in every step."""
         items = [self._items[parameter] for parameter in parameters]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         shards = [item.placement.shared for item in items]

@@ -258,7 +258,7 @@ def shrink(config: RunConfig, steps: int, device: str = "cpu") -> RunConfig:
     On a GPU attention has no dropout, because fused kernels draw it differently in each layout.
 
     Args:
-        config: the configuration; `config.model` has its shape.
+        config: the configuration; `config.model` has the shape of the full-size model.
         steps: optimizer steps.
         device: cpu or cuda.
     """

@@ -240,7 +240,7 @@ class MetaModel:
         return self._counted[*key, cut]
 
     def _count(self, module: nn.Module, matrices: bool = False) -> Counter[str]:
-        """Count by part the parameters of a layer, or the parameters of a model outside its layers."""
+        """Count the parameters of a layer, or of a model outside its layers, by part."""
         total: Counter[str] = Counter()
         for name, owner, kind, parameter in _parameters(module):
             part = _part(name, owner)

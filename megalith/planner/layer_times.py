@@ -91,7 +91,7 @@ class LayerTimes:
         self._layers: dict[int, tuple[Counter[str], Counter[str], Counter[str]]] = {}
 
     def link(self, size: int, stride: int) -> tuple[str, float]:
-        """Return the slowest link and the bytes/s per rank of a ring of `size` ranks that are `stride` apart."""
+        """Return the slowest link in a ring of `size` ranks that are `stride` apart, and its bytes/s per rank."""
         inside = bytes_per_second(self.rates, self.rates.wiring.link)
         if size * stride <= self.node or size == 1:
             return self.rates.wiring.link, inside
@@ -427,7 +427,7 @@ class LayerTimes:
             backward["expert"] += whole / 2
 
     def _tensor(self, number: int) -> tuple[float, float]:
-        """Return the exposed time of a layer's tensor-parallel collectives, forward and backward."""
+        """Return the exposed seconds of a layer's tensor-parallel collectives, forward and backward."""
         parallel = self.parallel
         part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
         kind = "copy" if "tp" in parallel.copy_engine_axes else "all_gather"

@@ -75,7 +75,8 @@ SHORT_NAMES = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h100-80gb": "NVIDIA H100 80GB HBM3",
 }
-"""Chips for short names that would be ambiguous. Other names are shortened by dropping the maker: H800, L40S, RTX 4090.
+"""Full name of the chip for each short name that would be ambiguous. Other names are shortened by dropping the maker:
+H800, L40S, RTX 4090.
 """
 MAKER = ("nvidia", "tesla", "geforce")
 
@@ -125,7 +126,7 @@ class Rates:
         Args:
             kind: all_gather, reduce_scatter, all_to_all or copy.
             sent: bytes per rank.
-            bandwidth: bytes/s for links that the table does not have.
+            bandwidth: bytes/s to assume for a link that the table does not have.
         """
         if ranks == 1 or sent <= 0:
             return 0.0

@@ -51,7 +51,7 @@ class TokenCounts(NamedTuple):
 
     tokens: int
     squared_lengths: int
-    """Sum of the squared lengths of the documents, which attention does not cross."""
+    """Sum of the squared document lengths. Attention does not cross the bounds of documents."""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Parallel
 
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:
-    """Return the parameters with one row per vocabulary entry, and the number of their rows that are not padding."""
+    """Return the number of rows without padding of each parameter with one row per vocabulary entry, by name."""
     return dict.fromkeys(VOCABULARY, config.model.vocab_size)
 
 

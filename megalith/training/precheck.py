@@ -149,7 +149,9 @@ def _forbidden_machines(config: RunConfig, world_sizes: Sequence[int], nproc: in
 
 
 def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Check that the data files exist and, if they are small, are intact and suffice for the splits."""
+    """Check that the data files exist. If they are small, also check that they are intact and suffice for
+    the splits.
+    """
     if config.chat is not None:  # tokenized later by the ranks, unless `prepare` needed its length
         data = config.data
         for path in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template of the folder `templates`."""
+    """Render a template from the folder `templates`."""
     return _environment().get_template(template).render(**values)
 
 

@@ -1,1 +1,3 @@
-"""`megalith audit`: rerun the recorded steps of any training job in one process; name what differs, and why."""
+"""`megalith audit`: rerun the recorded steps of any training job in one process, and name the differences and their
+causes.
+"""
