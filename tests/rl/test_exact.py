@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from default_cases import in_full
+from default_cases import by_default, in_full
 from exact_cases import (
     EXPERTS,
     PROMPTS,
@@ -304,7 +304,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", by_default(PAIRS, "tensor", "experts", "context"))
 def test_with_other_parallelism_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, name):
     model = EXPERTS | dict(moe_shared_expert_intermediate_size=24, num_query_groups=2)
     layout = {f"parallel.{key}": value for key, value in PAIRS[name].items()}
@@ -381,7 +381,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", by_default(PIPELINES, "interleaved", "zero-bubble optim"))
 def test_pipelines_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, name):
     def config(micro: int) -> RunConfig:
         parallel = dict(pipeline_model_parallel_size=2) | PIPELINES[name]
