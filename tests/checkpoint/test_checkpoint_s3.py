@@ -1,36 +1,23 @@
 """Over S3's own protocol, from a server of this machine: saved by TP2, gone on with by PP2; and what goes wrong."""
 
-import os
 import socket
 
 import pytest
 from s3_job import read_again_behind_a_fork, s3_config, train_and_save
+from s3_store import s3_store
 
 from megalith.checkpoint import list_steps, open_checkpoint, open_existing
 from megalith.errors import CheckpointError
 from megalith.remote import _store, open_location
 
 pytest.importorskip("s3fs", reason="pip install 'megalith[test]'")
-server = pytest.importorskip("moto.server", reason="pip install 'megalith[test]'")
 
 
 @pytest.fixture(scope="module")
 def environment():
-    """Of who talks to the server."""
-    s3 = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    s3.start()
-    host, port = s3.get_host_and_port()
-    values = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1",
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            patch.setenv(name, value)
-        _store("s3", os.getpid()).mkdir("bucket")
+    """Environment of the server's clients."""
+    with s3_store(AWS_MAX_ATTEMPTS="1") as values:
         yield values
-    _store.cache_clear()
-    s3.stop()
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 import zstandard
+from s3_store import s3_store
 
 from megalith.cli.main import main
 from megalith.data.inputs.hub_dataset import HubDataset
@@ -457,24 +458,9 @@ def test_a_tokenizer_that_does_not_match_stored_tokens_or_the_model_is_named(cap
 
 @pytest.fixture(scope="module")
 def endpoint():
-    """An S3 server on this machine with the bucket `texts`; the value sets another endpoint."""
-    pytest.importorskip("s3fs", reason="pip install 'megalith[test]'")
-    server = pytest.importorskip("moto.server", reason="pip install 'megalith[test]'")
-    s3 = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    s3.start()
-    host, port = s3.get_host_and_port()
-    values = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1",
-    }  # fmt: skip
-    _store.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            patch.setenv(name, value)
-        _store("s3", os.getpid()).mkdir("texts")
+    """An S3 server on this machine with the bucket `texts`."""
+    with s3_store("texts", AWS_MAX_ATTEMPTS="1"):
         yield
-    _store.cache_clear()
-    s3.stop()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from pathlib import Path
 
 import pyarrow
@@ -11,6 +10,7 @@ import pytest
 import yaml
 import zstandard
 from google_store import google_store
+from s3_store import s3_store
 
 from megalith.cli.main import main
 from megalith.data.inputs.sources import expand_inputs
@@ -20,10 +20,6 @@ from megalith.remote import StorePath, _store, open_location
 
 STOPPED = 20
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs"}
-S3 = {
-    "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=CLIENTS)
@@ -38,17 +34,10 @@ def store(request):
             with google_store() as (_, address):
                 patch.setenv("STORAGE_EMULATOR_HOST", address)
                 yield "gs://bucket"
+            _store.cache_clear()
         else:
-            server = pytest.importorskip("moto.server", reason="pip install 'megalith[test]'")
-            s3 = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-            s3.start()
-            host, port = s3.get_host_and_port()
-            for name, value in (S3 | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}).items():
-                patch.setenv(name, value)
-            _store("s3", os.getpid()).mkdir("bucket")
-            yield "s3://bucket"
-            s3.stop()
-        _store.cache_clear()
+            with s3_store(AWS_MAX_ATTEMPTS="1"):
+                yield "s3://bucket"
 
 
 def texts_of(number: int, word: str = "word") -> bytes:

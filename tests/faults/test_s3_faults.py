@@ -5,7 +5,6 @@ and a run continues from it.
 """
 
 import http.client
-import os
 import random
 import socket
 import struct
@@ -15,16 +14,16 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from s3_store import s3_store
 from storage_job import run_config
 
 import megalith
 from megalith.checkpoint import list_steps, open_existing
 from megalith.checkpoint.open import step_problems
 from megalith.errors import CheckpointError, MegalithError
-from megalith.remote import _store, open_location
+from megalith.remote import open_location
 
 pytest.importorskip("s3fs", reason="pip install 'megalith[test]'")
-server = pytest.importorskip("moto.server", reason="pip install 'megalith[test]'")
 pytestmark = pytest.mark.full
 
 FAULTS = "reset", "throttle", "lost answer", "cut upload", "cut download", "slow"
@@ -119,24 +118,17 @@ DROPPED = {"host", "connection", "transfer-encoding", "content-length", "expect"
 @pytest.fixture(scope="module")
 def store():
     """Environment variables of a client of the proxy, and the proxy's handler."""
-    s3 = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    s3.start()
-    Proxy.upstream, Proxy.made = s3.get_host_and_port(), Counter()
+    Proxy.made = Counter()
     front = QuietServer(("127.0.0.1", 0), Proxy)
-    threading.Thread(target=front.serve_forever, daemon=True).start()
-    values = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{front.server_port}", "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            patch.setenv(name, value)
-        _store.cache_clear()
-        _store("s3", os.getpid()).mkdir("bucket")
+
+    def start(host: str, port: int) -> str:
+        Proxy.upstream = host, port
+        threading.Thread(target=front.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{front.server_port}"
+
+    with s3_store(in_front=start):
         yield Proxy
-    _store.cache_clear()
     front.shutdown()
-    s3.stop()
 
 
 END = 12
