@@ -35,9 +35,8 @@ def _state_space(skip: Tensor) -> Rule:
     return rule
 
 
-@dataclass(frozen=True)
-class ExactPrefill(Prefill):
-    """Prefill that keeps the state before the last chunk, and that chunk's inputs."""
+class _ExactRecurrences:
+    """Operators of recurrent mixers, computed chunk by chunk."""
 
     convolution: ClassVar[Callable[..., Tensor]] = staticmethod(convolution)
 
@@ -48,6 +47,14 @@ class ExactPrefill(Prefill):
         self, x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor
     ) -> Tensor:
         return self._by_chunk(_state_space(skip), (x, step, decay, b, c))
+
+    def _by_chunk(self, rule: Rule, inputs: Sequence[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ExactPrefill(_ExactRecurrences, Prefill):
+    """Prefill that keeps the state before the last chunk, and that chunk's inputs."""
 
     def _by_chunk(self, rule: Rule, inputs: Sequence[Tensor]) -> Tensor:
         out, states = rule(*inputs)
@@ -62,18 +69,8 @@ class ExactPrefill(Prefill):
 
 
 @dataclass(frozen=True)
-class ExactDecode(Decode):
+class ExactDecode(_ExactRecurrences, Decode):
     """Decode that computes the current chunk again."""
-
-    convolution: ClassVar[Callable[..., Tensor]] = staticmethod(convolution)
-
-    def delta_rule(self, *inputs: Tensor) -> Tensor:
-        return self._by_chunk(_DELTA_RULE, inputs)
-
-    def state_space(
-        self, x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor
-    ) -> Tensor:
-        return self._by_chunk(_state_space(skip), (x, step, decay, b, c))
 
     def _by_chunk(self, rule: Rule, inputs: Sequence[Tensor]) -> Tensor:
         ((positions, _),) = self.tokens

@@ -50,7 +50,7 @@ def decode_at_use(
     """Return `decode` of the same arguments, as one kernel on a GPU.
 
     Without `after`, the compiler would see that forward and backward decode the same codes, and save the result. The
-    factors, which are as large as the weight with fp8, are computed from the other two parts.
+    same applies to the scales, which fp8 expands to the size of the weight, so `after` must precede these as well.
     """
     if after is not None and torch.compiler.is_compiling():
         parts = {name: getattr(weight, name) for name in ("codes", "scales", "block_index")}

@@ -1,8 +1,8 @@
 """Selection of the matmuls that run in FP8, and their scaling.
 
 FP8 covers the linears of attention (MLA's included) and MLP, the experts, and the input and output projections of
-recurrent mixers. Embedding, output layer, router, norms,
-core attention and loss stay in the compute dtype, as do the first and last layers under `first_last_layers_bf16`.
+recurrent mixers. Embedding, output layer, router, norms, core attention and loss stay in the compute dtype, as do the
+first and last layers under `first_last_layers_bf16`.
 """
 
 from __future__ import annotations
