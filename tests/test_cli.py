@@ -362,24 +362,22 @@ def test_a_plan_waits_for_no_import_that_it_does_not_need():
 
 
 def processor_seconds(command):
-    """Least processor time of three runs, which other work on the machine does not lengthen much."""
     import resource
 
-    used = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(used)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize("words", by_default([["--help"], ["train", "--help"]], ["train", "--help"]))
 def test_help_takes_little_more_than_the_packages_that_it_needs(words):
     """The limit is a multiple of importing pydantic and PyYAML, because the speed of machines differs by a factor of
-    two. The whole takes 2.3 times as long as that; importing torch would add ten times as much."""
-    packages = processor_seconds([sys.executable, "-c", "import yaml; from pydantic import BaseModel"])
-    assert processor_seconds([*MEGALITH, *words]) < 3.2 * packages
+    two. The whole takes 2.5 times as long as that; importing torch would add ten times as much. Each pair is measured
+    in one go and the least ratio counts, because other work on a machine slows a part of the runs by half."""
+    packages = [sys.executable, "-c", "import yaml; from pydantic import BaseModel"]
+    ratios = (processor_seconds([*MEGALITH, *words]) / processor_seconds(packages) for _ in range(8))
+    assert any(ratio < 3.2 for ratio in ratios)
 
 
 def test_a_reader_that_goes_away_gets_no_traceback():
