@@ -172,7 +172,11 @@ def test_members_of_a_running_job_keep_their_order_and_their_store(monkeypatch):
     assert first.serves_store and first.is_elastic
     one, two = all_of(first.next_rendezvous, second.next_rendezvous)
     assert (one.rank, two.rank, one.world_size) == (0, 1, 2) and first.running is second.running is None
-    for each in (first, second, third):  # all later rounds have three, so none may end with two on a slow machine
+    for each in (
+        first,
+        second,
+        third,
+    ):  # all later rounds have three, so none may end with two on a slow machine
         each._inner._settings.timeout._last_call = timedelta(seconds=60)
     port = one.bootstrap_store_info.master_port
     members = [Membership(rank, "127.0.0.1", port, 0) for rank in (0, 1)]
