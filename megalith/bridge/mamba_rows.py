@@ -152,7 +152,7 @@ class ExpandedHeads:
 
 
 class MixerLayers:
-    """Maps `layer_types`: layers with attention, and layers with another mixer, `variant`.
+    """The kind of each layer, from `layer_types`: attention, or the other mixer, `variant`.
 
     Args:
         kind: the other mixer's name in the list.

@@ -133,8 +133,8 @@ def _check_constants(source: SourceFolder, constants: Mapping[str, float]) -> No
             continue
         if stored.dtype not in WEIGHT_CODES or math.prod(stored.shape) != 1:
             raise CheckpointError(
-                f"{source.path} has {name} of type {stored.dtype} and shape {list(stored.shape)}, which is not a "
-                "number; fetch it again"
+                f"{source.path} has {name} of type {stored.dtype} and shape {list(stored.shape)}, but it must be a "
+                "floating-point scalar; fetch it again"
             )
         if not math.isclose(number := source.read(name).item(), value, rel_tol=ROUNDING):
             raise CheckpointError(

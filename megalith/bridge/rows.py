@@ -44,14 +44,15 @@ class RowRun:
 class Rule:
     """The Hugging Face tensors from which one Megalith tensor is assembled.
 
-    `names` may contain {layer}, {before} and {last} (numbers of the layer, the previous and the last layer), {decoder}
-    (the layer's number in the decoder of an encoder-decoder) and {expert} (Megalith's tensor has the experts as its
-    first dimension). `order` returns the runs for a model and a number of Megalith's rows. If there is one name, the
-    sources are consecutive parts of that tensor.
+    With one name, the sources of `order`'s runs are consecutive parts of that tensor: queries, then keys, then values.
     """
 
     names: tuple[str, ...]
+    """Names of the Hugging Face tensors. They may contain the numbers {layer}, {before} (the previous layer), {last}
+    (the last layer), {decoder} (the layer, counted from the start of the decoder of an encoder-decoder) and {expert}
+    (Megalith's tensor has the experts as its first dimension)."""
     order: Callable[[ModelConfig, int], list[RowRun]]
+    """Function (model, number of rows of Megalith's tensor) → the runs that cover these rows."""
     transposed: bool = False  # Hugging Face has [columns, rows]
     stacked: bool = False  # Hugging Face has one tensor for all experts, with experts as first dimension
     flat: bool = False  # a stacked tensor has experts and rows as one dimension

@@ -61,7 +61,7 @@ def is_trained_with_adapters(name: str, saved: Collection[str]) -> bool:
 
 
 class Magnitude(nn.Module):
-    """Trained lengths of the rows of a part, [rows]. `rows` is a seam, as in Linear."""
+    """DoRA's magnitudes: the trained norms of the rows of a part, [rows]. `rows` is a seam, as in Linear."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -141,8 +141,11 @@ class LinearAdapter(Adapter):
         order = self.join(rows)
         return order.argsort(stable=True)[-rows[part].numel() :]
 
-    def row_lengths(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the initial lengths of each part's rows, from the full weight; the adapter must be unsharded."""
+    def row_norms(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return DoRA's initial magnitudes, float32 [rows] by part: the norms of the full weight's rows.
+
+        The adapter must be unsharded.
+        """
         norms = weight.float().norm(dim=1)
         return {part: norms[self.part_rows(part)] for part in self.lora_magnitude}
 

@@ -17,7 +17,7 @@ class Coded(Protocol):
     """A quantized weight."""
 
     def decoded(self, after: Tensor | None = None) -> Tensor:
-        """Return the weight as matmuls take it. Compiled code decodes the weight only after `after` exists."""
+        """Return the decoded weight. Compiled code decodes it only after the tensor `after` has been computed."""
 
 
 class CodedGemm(Gemm):

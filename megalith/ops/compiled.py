@@ -1,7 +1,7 @@
-"""Use of torch's compiler, without importing it before something is compiled, which takes seconds.
+"""Use of torch's compiler. Its import takes seconds, so it is imported only when something is compiled.
 
-Element-wise operations outside of compiled layers run as one kernel on a GPU; eager, they would pass over memory
-several times.
+Element-wise operations outside of compiled layers are compiled to one kernel on a GPU; run eagerly, each operation
+would read and write memory.
 """
 
 from __future__ import annotations

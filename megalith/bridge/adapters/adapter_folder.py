@@ -90,7 +90,7 @@ def initialize_from_base(
 
     @lru_cache(maxsize=1)
     def lengths(linear: str) -> dict[str, Tensor]:
-        return full[linear].row_lengths(read(f"{linear}.weight"))
+        return full[linear].row_norms(read(f"{linear}.weight"))
 
     for name, shard in shards.items():
         linear, part = name.removesuffix(".weight").split(MAGNITUDE)

@@ -39,7 +39,7 @@ class AdjustedWidth:
 
 
 class AttentionLayers(MixerLayers):
-    """Maps `layer_types`, or `full_attn_idxs`, the indices of the layers with attention."""
+    """The kind of each layer, from `layer_types` or from `full_attn_idxs`, the indices of the layers with attention."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         layers, attention = range(hf_config["num_hidden_layers"]), hf_config.get("full_attn_idxs")

@@ -114,8 +114,10 @@ def check_pairs(config: RunConfig) -> None:
         "off_policy_mask_threshold": rl.off_policy_mask_threshold is not None,
         "top_entropy_quantile": rl.top_entropy_quantile < 1,
         "importance_sampling_level": rl.importance_sampling_level == "sequence",
-        "advantage_estimator gae": rl.uses_critic,
-        "agents and environments": bool(rl.agent or rl.uses_turns),
+        "advantage_estimator": rl.uses_critic,
+        "agent": bool(rl.agent),
+        "tools": bool(rl.tools),
+        "environment": bool(rl.environment),
     }
     if used := [name for name, is_used in others.items() if is_used]:
         raise ConfigError(
@@ -138,7 +140,7 @@ def check_rollout_correction(rl: RlConfig) -> None:
         other = "advantage_estimator is gae" if rl.uses_critic else "prox_logp_method is loglinear"
         raise ConfigError(
             f"rl.{other}, which rl.rollout_rs and rl.rollout_is_batch_normalize do not support; change "
-            f"rl.{other.split()[0]}, or leave these two out"
+            f"rl.{other.split()[0]}, or leave rl.rollout_rs and rl.rollout_is_batch_normalize out"
         )
 
 

@@ -55,8 +55,8 @@ def scaled_matmul(
 ) -> Tensor:
     """Return a · bᵀ + bias, [m, n], for FP8 data a [m, k] and b [n, k] with their inverse scales, contiguous along k.
 
-    Computed in fp64 on a CPU. `fast`: Hopper accumulates in about 14 bits throughout, instead of over 128 terms at a
-    time.
+    Computed in fp64 on a CPU. `fast`: Hopper's tensor cores keep the whole sum in their accumulator of about 14 bits,
+    instead of adding it to an fp32 sum after every 128 terms.
     """
     (left, left_inverse), (right, right_inverse) = a, b
     if left.is_cuda:

@@ -76,8 +76,9 @@ EXPERT_SHARDING = {
 
 
 def expert_sharding(name: str) -> dict[str, dict[str, int]]:
-    """Return the sharding of the GroupedLinear with this name in the model. The name may end with the part of an
-    adapter.
+    """Return the sharding of each parameter of the GroupedLinear with this name in the model, or of its adapter.
+
+    Adapters have names such as `layers.0.mlp.experts.linear_fc1.adapter.lora_A.gate`.
     """
     path = name.rpartition("experts.")[2]
     return EXPERT_SHARDING[path.rpartition(".")[0] if ADAPTER in name else path]
