@@ -73,7 +73,8 @@ class SourceFolder:
         if self.wrapper is None:
             return []
         return [
-            f"only the language model of this {self.wrapper} is read; the vision tower and its projector are ignored"
+            f"only the language model of this {self.wrapper} is read; the tower for images or audio and its projector "
+            "are ignored"
         ]
 
     @property

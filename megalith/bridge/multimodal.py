@@ -1,7 +1,8 @@
 """The language model inside a multimodal model of transformers: its configuration and its tensors.
 
 A wrapper's config.json contains the language model's under `text_config`. Its files also contain the tensors of a
-vision tower and a projector. An import ignores them; an export can take them from the wrapper's folder (wrapper.py).
+vision or audio tower and a projector. An import ignores them; an export can take them from the wrapper's folder
+(wrapper.py).
 """
 
 from __future__ import annotations
@@ -14,12 +15,28 @@ from megalith.errors import ConfigError
 # For each wrapper the model_type of its language model where text_config leaves it out.
 WRAPPERS = {
     "AriaForConditionalGeneration": "aria_text",
+    "AudioFlamingo3ForConditionalGeneration": "qwen2",
+    "AyaVisionForConditionalGeneration": "cohere2",
+    "Cohere2VisionForConditionalGeneration": "cohere2",
+    "CohereCompassForConditionalGeneration": "cohere_compass_text",
     "DeepseekVLForConditionalGeneration": "llama",
+    "DeepseekVLHybridForConditionalGeneration": "llama",
+    "Exaone4_5_ForConditionalGeneration": "exaone4",
+    "FastVlmForConditionalGeneration": "qwen2",
+    "FunAsrNanoForConditionalGeneration": "qwen3",
+    "FuyuForCausalLM": "persimmon",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "GlmAsrForConditionalGeneration": "llama",
+    "GotOcr2ForConditionalGeneration": "qwen2",
+    "GraniteSpeechForConditionalGeneration": "granite",
+    "GraniteSpeechPlusForConditionalGeneration": "granite",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax",
     "Idefics2ForConditionalGeneration": "mistral",
     "Idefics3ForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",
+    "JanusForConditionalGeneration": "llama",
+    "KimiK25ForConditionalGeneration": "deepseek_v3",
+    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "Lfm2VlForConditionalGeneration": "lfm2",
     "LightOnOcrForConditionalGeneration": "qwen3",
     "Llama4ForConditionalGeneration": "llama4_text",
@@ -27,18 +44,30 @@ WRAPPERS = {
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaNextVideoForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "MiniCPMOcrForConditionalGeneration": "qwen3_5_text",
+    "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
+    "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "MossTranscribeDiarizeForConditionalGeneration": "qwen3",
+    "MusicFlamingoForConditionalGeneration": "qwen2",
+    "OmniASRForConditionalGeneration": "llama",
     "Ovis2ForConditionalGeneration": "qwen2",
+    "PerceptionLMForConditionalGeneration": "llama",
+    "QianfanOCRForConditionalGeneration": "qwen3",
+    "Qwen2AudioForConditionalGeneration": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3ASRForConditionalGeneration": "qwen3",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
     "SmolVLMForConditionalGeneration": "llama",
+    "VibeVoiceAsrForConditionalGeneration": "qwen2",
     "VideoLlama3ForConditionalGeneration": "qwen2",
     "VideoLlavaForConditionalGeneration": "llama",
     "VipLlavaForConditionalGeneration": "llama",
+    "VoxtralForConditionalGeneration": "llama",
 }
 QWEN2_VL = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768,
@@ -49,6 +78,7 @@ QWEN2_VL = {
 ON_TEXT = {
     "qwen2_vl_text": ("qwen2", QWEN2_VL),
     "qwen2_5_vl_text": ("qwen2", QWEN2_VL),
+    "kimi_k2": ("deepseek_v3", {}),
     "qwen3_vl_text": ("qwen3", {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5}),
 }
 # Positions in time, height and width (M-RoPE), which are equal on text.
@@ -56,10 +86,14 @@ MROPE = ("mrope_section", "mrope_interleaved")
 TOP_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")  # what the wrapper decides
 LANGUAGE = ("language_model.", "text_model.")
 LEFT_OUT = (
-    "vision_tower.", "vision_model.", "vision_encoder.", "image_tower.", "video_tower.", "visual.",
-    "visual_embeddings_table.", "vision_projection.", "multi_modal_projector.", "vision_projector.", "projector.",
-    "connector.", "aligner.", "image_newline",
+    "vision_tower.", "vision_model.", "vision_encoder.", "image_tower.", "video_tower.", "visual.", "vqmodel.",
+    "visual_embeddings_table.", "high_res_vision_", "vision_embed_tokens.", "image_newline", "generation_",
+    "audio_tower.", "encoder.", "acoustic_tokenizer_encoder.", "semantic_tokenizer_encoder.",
+    "multi_modal_projector.", "mm_projector.", "vision_projection.", "vision_projector.", "projector.", "connector.",
+    "aligner.", "merger.", "mlp1.", "qformer.", "query_tokens", "language_projection.",
 )  # fmt: skip
+# Names that transformers 5.24 saves of Kimi-K2.5's and Qianfan-OCR's language models, as if they were vision towers.
+SAVED_AS_VISION = {"model.blocks.": "model.layers.", "model.encoder.layers.": "model.layers."}
 T = TypeVar("T")
 
 
@@ -106,6 +140,9 @@ def language_name(name: str) -> str | None:
     for prefix in LANGUAGE:
         if plain.startswith(prefix):
             inner = plain.removeprefix(prefix)
+            for saved, original in SAVED_AS_VISION.items():
+                if inner.startswith(saved):
+                    inner = original + inner.removeprefix(saved)
             return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
     return None if plain.startswith(LEFT_OUT) else name
 

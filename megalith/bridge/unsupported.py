@@ -54,10 +54,8 @@ SCOPES: Mapping[str, str] = {
     "an encoder that transformers can also run as a decoder (train it as a masked language model)": "bert-generation "
     "camembert data2vec-text electra ernie rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta "
     "xlm-roberta-xl xmod",
-    "images": "emu3 fuyu git got_ocr2 gemma3n gemma4 gemma4_unified mllama phi4_multimodal",
-    "audio": "audioflamingo3 glmasr granite_speech granite_speech_plus moshi moss_transcribe_diarize musicflamingo "
-    "musicgen musicgen_melody nemo_speechlm omniasr qwen2_audio qwen3_asr seamless_m4t seamless_m4t_v2 "
-    "vibevoice_asr voxtral voxtral_realtime whisper",
+    "images": "emu3 git gemma3n gemma4 gemma4_unified mllama phi4_multimodal",
+    "audio": "moshi musicgen musicgen_melody nemo_speechlm seamless_m4t seamless_m4t_v2 voxtral_realtime whisper",
     "two models of any families": "encoder-decoder",
     "bytes in patches of varying length": "blt",
 }
@@ -96,11 +94,11 @@ def describe_types() -> dict[str, str]:
             classes.setdefault(kind, f"is read as {family.architecture}")
     texts = reasons() | classes
     types = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
-    multimodal = {
-        kind for kind, name in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items() if name in WRAPPERS
-    }
+    multimodal = {**types, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     return {
-        kind: "is read without its vision tower" if kind in multimodal else texts.get(kind, "is unknown")
+        kind: "is read without its tower for images or audio"
+        if multimodal[kind] in WRAPPERS
+        else texts.get(kind, "is unknown")
         for kind in sorted(types)
     }
 

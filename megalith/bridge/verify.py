@@ -35,6 +35,8 @@ from megalith.progress import Progress
 
 BOUND = 1e-5  # relative to the largest logit
 PROBE = (2, 64)  # sequences and tokens
+# Classes of transformers 5.24 that leave out their language model's logit_scale.
+WITHOUT_LOGIT_SCALE = ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration")
 
 
 def certify(
@@ -167,7 +169,8 @@ def _hugging_face_logits(matched: Match, ids: Tensor) -> Tensor | None:
     if name == "Llama4ForConditionalGeneration":
         model = model.language_model  # transformers 5.24 fails in the whole model without an image
     decoder_inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    return model.eval()(ids, **decoder_inputs)[0]
+    logits = model.eval()(ids, **decoder_inputs)[0]
+    return logits * model.config.text_config.logit_scale if name in WITHOUT_LOGIT_SCALE else logits
 
 
 @contextmanager
