@@ -99,7 +99,7 @@ class ContextGroup:
     first_rank: int
     degree: int
     sequences: tuple[int, ...]
-    """Numbers of the sequences, in the order of the row. Empty: the row is padding."""
+    """Indices of the sequences in the step, in the order of the row. Empty: the row is padding."""
     length: int
     """Tokens of the row, with padding."""
 

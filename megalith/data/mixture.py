@@ -79,7 +79,7 @@ class BlendWeights:
             n: sample numbers, float64 [numbers].
 
         Returns:
-        Samples due, float64 [numbers, sources].
+            Samples due, float64 [numbers, sources].
         """
         segment = np.searchsorted(self.starts, n, "right") - 1
         elapsed = (n - self.starts[segment])[:, None]

@@ -26,8 +26,7 @@ class PackedDataset:
     """The rows of sequences `[first_sequence, last_sequence)` of an indexed dataset.
 
     Sample i is int64 [seq_length + 1], filled up with PADDING. An epoch has `samples_per_epoch` samples; the dataset
-    has as many complete epochs as `num_samples` requires. Memory holds 4 bytes per piece and epoch, and 8 bytes per
-    piece.
+    has as many complete epochs as `num_samples` requires. A piece takes 8 bytes of memory, and 4 bytes per epoch.
 
     Raises:
         DataError: if the range has no tokens.
@@ -119,6 +118,7 @@ def divide(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray
 
     Args:
         lengths: tokens of each document, int32 [documents].
+        seq_length: tokens per sample without the label of its last token.
 
     Returns:
         The document, the first token and the length of each piece, int32 [pieces].

@@ -24,9 +24,16 @@ def show_samples(
     """Return samples of split `which`, built for `num_samples`, as a run reads them.
 
     Args:
+        data_path: a dataset or blend that is divided by `split`.
+        seq_length: tokens per sample.
+        seed: seed of the shuffles.
+        num_samples: number of samples of the run.
+        split: weights of train, validation and test, such as "99,1,0".
+        which: train, valid or test.
         indices: sample indices within the dataset.
         positions: positions in the stream that the run reads, from 0: training data in the order of `dataloader_type`,
             evaluation data from the beginning.
+        dataloader_type: cyclic or single.
 
     Returns:
         A dict `{"index": i, "tokens": [seq_length + 1 ids]}` for each index, then one for each position, with the key

@@ -1,8 +1,8 @@
 """Caches of batch-invariant engines, whose recurrences have the trainer's bits.
 
 A row keeps the state before the current chunk of CHUNK tokens, counted from the sequence's first one, and the inputs of
-the chunk's tokens. A decode step repeats the products of the chunk (ops/batch_invariant/recurrences.py), so it costs as
-much as the products of up to CHUNK tokens. After the chunk's last token the state moves to the next chunk.
+the chunk's tokens. A decode step repeats the matmuls of the chunk (ops/batch_invariant/recurrences.py), so it costs as
+much as the matmuls of up to CHUNK tokens. After the chunk's last token the state moves to the next chunk.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ class Completion:
     generation: int
     ids: list[int]
     logprobs: list[float]
-    """Log-probability of each id under softmax(logits / temperature) over the tokens kept by top_k, top_p and min_p; at
-    temperature 0 under softmax(logits). The logits are those after Sampling.processing."""
+    """Log-probability of each id under softmax(logits / temperature) over the tokens kept by top_k, top_p and min_p, or
+    over all tokens in a batch-invariant engine; at temperature 0 under softmax(logits). The logits are those after
+    Sampling.processing, or in a batch-invariant engine those before it."""
     truncated: bool
     """True if the completion did not end with a stop id, a stop string or the end of the grammar."""
     versions: Sequence[int] = (0,)

@@ -93,7 +93,7 @@ def engine_for(
         adapter_slots: see `Engine`.
 
     Raises:
-        ConfigError: the model is a custom one without a KV cache, or has adapters.
+        ConfigError: the model is a custom one without a KV cache, or a single-device model with adapters.
     """
     options: dict[str, Any] = dict(
         max_rows=max_rows,

@@ -32,7 +32,7 @@ def serve_store(host: str = LOOPBACK, port: int = 0, timeout: timedelta | None =
         timeout: maximum time that a read waits for its key.
 
     Raises:
-    OSError: the port is taken.
+        OSError: the port is taken.
     """
     if is_loopback(host):
         is_v6 = ":" in host

@@ -194,7 +194,7 @@ def compute_logprobs(
     options = dict(temperature=objective.temperature, entropy=objective.needs_entropy, **shard)
     sizes = (min(vocab_size, objective.vocab_size or vocab_size), softcap)
     if objective.fused_head_loss is not None:
-        shard.pop("math", None)  # it has its own products; batch-invariant runs refuse such losses
+        shard.pop("math", None)  # it has its own matmuls; batch-invariant runs refuse such losses
         return objective.fused_head_loss(hidden, weight, targets, tokens, *sizes, scale, **shard)
     if objective.token_losses is None:
         return *linear_logprobs(hidden, weight, targets, *sizes, **options), None

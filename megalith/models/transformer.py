@@ -325,8 +325,8 @@ class Transformer(Stack):
         """Return a pipeline stage: a copy of this model, on the meta device, without the modules of other stages.
 
         Parameters keep their names. The first stage has the embedding, the last one the MTP layers, the final norm and
-        `heads`, and a copy of the word embedding if it is the output matrix too or the MTP layers read it. Every stage
-        with layers of a stack has a copy of the stack's relative positions.
+        `heads`, and a copy of the word embedding if the output matrix is tied to it or the MTP layers read it. Every
+        stage with layers of a stack has a copy of the stack's relative positions.
 
         Args:
             layers: numbers of the stage's layers.

@@ -29,7 +29,7 @@ def count(codes: Tensor, x: Tensor, sums: Tensor) -> Tensor:
 
     `sums` holds the amax, the number of elements, the number with the largest code, and the number of nonzero elements
     with code 0. The operator does not declare that it changes `sums`, so autograd ignores the change, as it does for
-    the argument `seen` of fp8_cast.
+    the argument `running_amax` of fp8_cast.
     """
     magnitude = codes.float().abs()
     with keep_version_counter(sums):

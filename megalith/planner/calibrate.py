@@ -56,6 +56,7 @@ def calibrate(device: torch.device, seconds: float = 120.0, show_progress: bool 
     Args:
         device: this process's device.
         seconds: approximate duration of the measurement.
+        show_progress: draw a progress bar.
     """
     with Progress("calibrate", None, "points", show=show_progress) as progress:
         return _measured(_Bench(device, seconds / (4 * len(GEMMS) + 4 * len(ATTENTION) + 50), progress))

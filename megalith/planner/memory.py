@@ -79,7 +79,9 @@ class StageMemory:
         """Prepare the estimate.
 
         Args:
+            config: the run, with every `auto` resolved.
             meta: the model of `config`, counted on a rank.
+            world_size: number of processes.
             chunks: the chunks of layers of the pipeline rank.
             max_layers_in_flight: layers with saved activations at the peak, counted once per micro-batch; None: one
                 micro-batch.

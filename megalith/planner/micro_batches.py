@@ -28,6 +28,7 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
 
     Args:
         config: the run before `auto` is resolved, because larger micro-batches may resolve it differently.
+        world_size: number of processes.
         machine: the devices of the run.
     """
     train, parallel, model = config.train, config.parallel, config.model

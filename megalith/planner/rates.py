@@ -1,8 +1,8 @@
 """Rates of a chip, measured by `megalith plan calibrate` or scaled from another chip by the ratio of datasheets.
 
 A table has the rates of GEMMs and attention by shape, of collectives by kind, link, ranks and bytes, of memory, and of
-kernel launches. Other sizes are interpolated: GEMMs and attention by the logarithms of their sizes, collectives by the
-bytes per rank. Larger collectives than the largest measured one get its rate.
+kernel launches. GEMMs and attention of other sizes are interpolated by the logarithms of their sizes. A collective of
+another size gets the rate of the measured size that is nearest by ratio.
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ class Rates:
 
         Args:
             kind: all_gather, reduce_scatter, all_to_all or copy.
+            link: the slowest link between the ranks.
+            ranks: number of ranks.
             sent: bytes per rank.
             bandwidth: bytes/s to assume for a link that the table does not have.
         """

@@ -65,6 +65,9 @@ def saved_activations(
     save FP8 data of their inputs, and attention also saves its output.
 
     Args:
+        meta: the model, counted on a rank.
+        number: index of the layer.
+        compiled: layers are compiled.
         recomputed: modules of selective recomputation.
         code: elements per FP8 code, 1 / bytes of the compute dtype; None without FP8.
     """

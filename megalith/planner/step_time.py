@@ -80,7 +80,9 @@ def step_time(
     Args:
         config: the run, with every `auto` resolved.
         meta: its model.
+        world_size: number of processes.
         rates: the chip's rates.
+        gpus_per_node: GPUs per node.
         exact: simulate the pipeline. Otherwise use the bubble's formula and the slowest stage, which is faster.
     """
     parallel = config.parallel

@@ -45,7 +45,9 @@ def transfers(
     """Return the communication of the axes with more than one rank.
 
     Args:
+        config: the run.
         meta: the model, counted on a rank.
+        world_size: number of processes.
         stages: the chunks of each pipeline rank.
         micro_batches: number of micro-batches per step.
     """

@@ -244,7 +244,7 @@ def test_a_tied_matrix_that_peft_trained_apart_is_refused(hf_folder, tmp_path: P
     values = torch.randn(VOCAB, 64)
     embedding = {f"{PREFIX}model.embed_tokens.weight": values}
     head = {f"{PREFIX}lm_head.weight": values + 1}
-    message = "in the base the embedding is the output matrix; train them in PEFT with ensure_weight_tying"
+    message = "the base ties the output matrix to the embedding; train them in PEFT with ensure_weight_tying"
     for number, tensors in enumerate((embedding, head, embedding | head)):
         given = folder_with(
             tmp_path / str(number), "gemma", tensors, modules_to_save=["embed_tokens", "lm_head"]

@@ -94,6 +94,7 @@ REFUSED = [
     ({"num_generations": 4}, "rl.num_generations is 4"),
     ({"beta": 0.0}, "rl.beta, the β of its formula, is 0"),
     ({"mask_truncated_completions": True}, "to which rl.mask_truncated_completions does not apply; leave"),
+    ({"tools": "math_tools.py:add"}, "to which rl.tools does not apply; leave rl.tools out"),
 ]
 
 

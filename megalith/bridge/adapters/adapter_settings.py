@@ -56,7 +56,7 @@ def with_saved_modules(config: RunConfig) -> RunConfig:
 
 
 def trains_tied_embedding(config: RunConfig) -> bool:
-    """Return whether `lora.modules_to_save` names an embedding that is the output matrix too.
+    """Return True if `lora.modules_to_save` names an embedding that the output matrix is tied to.
 
     The base's configuration is read from `model.init_from`.
     """

@@ -23,7 +23,7 @@ WINDOW = 4096
 
 
 class Layers:
-    """Maps the lists of windows and of experts by layer, and the layers with RoPE."""
+    """Row for the lists of windows and of experts by layer, and the layers with RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         count, dense = hf_config["num_hidden_layers"], hf_config.get("first_k_dense_replace") or 0
@@ -82,7 +82,7 @@ class Layers:
 
 
 class Widths:
-    """Maps the widths of dense layers and of the shared experts, and how experts and shared experts are combined."""
+    """Row for the widths of dense layers and of the shared experts, and how experts and shared experts are combined."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         width, shared = hf_config["intermediate_size"], hf_config.get("num_shared_experts") or 0
@@ -111,7 +111,7 @@ class Widths:
 
 
 class Scores:
-    """Maps `expert_selection_fn` and, for sigmoids, `norm_topk_prob`."""
+    """Row for `expert_selection_fn` and, for sigmoids, `norm_topk_prob`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         function, divides = (
@@ -138,7 +138,7 @@ class Scores:
 
 
 class Norms:
-    """Maps RMSNorm with `rms_norm_eps`, or, if that key is null, LayerNorm without biases with `layer_norm_eps`."""
+    """Row for RMSNorm with `rms_norm_eps`, or, if that key is null, LayerNorm without biases with `layer_norm_eps`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if (epsilon := hf_config.get("rms_norm_eps")) is not None:

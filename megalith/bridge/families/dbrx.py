@@ -41,7 +41,7 @@ class Nested:
 
 
 class ExpertWeights:
-    """Maps `moe_normalize_expert_weights`: 1 divides a token's weights by their sum, null keeps the softmax."""
+    """Row for `moe_normalize_expert_weights`: 1 divides a token's weights by their sum, null keeps the softmax."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("uniform_expert_assignment"):
@@ -78,7 +78,7 @@ class Gate:
 
 
 class DbrxRope:
-    """Maps RoPE, whose base is in `rope_parameters` for transformers and in `attn_config` for other loaders."""
+    """Row for RoPE, whose base is in `rope_parameters` for transformers and in `attn_config` for other loaders."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope, attention = rope_settings(hf_config), hf_config.get("attn_config") or {}

@@ -106,7 +106,7 @@ PRE_NORMS = {
 
 
 class Tokentypes:
-    """Maps `type_vocab_size`. A model without token types is rejected, because transformers has none."""
+    """Row for `type_vocab_size`. A model without token types is rejected, because transformers has none."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"num_tokentypes": hf_config.get("type_vocab_size", 2)}
@@ -278,7 +278,7 @@ ACTIVATIONS = {
 
 
 class Stacks:
-    """Maps the number of layers: per stack in Hugging Face, total and encoder's in Megalith."""
+    """Row for the number of layers: per stack in Hugging Face, total and encoder's in Megalith."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         encoder = hf_config.get("num_layers")
@@ -297,7 +297,7 @@ class Stacks:
 
 
 class FeedForward:
-    """Maps `feed_forward_proj`, the activation and gate. `gated-gelu` is the tanh approximation.
+    """Row for `feed_forward_proj`, the activation and gate. `gated-gelu` is the tanh approximation.
 
     Files may repeat it in `dense_act_fn` and `is_gated_act`, which then have priority in transformers."""
 
@@ -329,7 +329,7 @@ class FeedForward:
 
 
 class TieAndScale:
-    """Maps `tie_word_embeddings` and `scale_decoder_outputs`.
+    """Row for `tie_word_embeddings` and `scale_decoder_outputs`.
 
     Older files have only the first key. It then also means that the output matrix's input is scaled.
     """

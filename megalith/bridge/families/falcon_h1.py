@@ -15,7 +15,7 @@ from megalith.config import ModelConfig
 
 
 class ParallelMixers:
-    """Maps attention and Mamba-2 in parallel in every layer, with the factors on inputs, outputs and gates."""
+    """Row for attention and Mamba-2 in parallel in every layer, with the factors on inputs, outputs and gates."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         fields: Tree = {

@@ -120,7 +120,7 @@ VAULT_GEMMA = Family(
 
 
 class LogitFactor:
-    """Maps a factor that multiplies the logits, `logits_scaling` or another `key`."""
+    """Row for a factor that multiplies the logits, `logits_scaling` or another `key`."""
 
     def __init__(self, key: str = "logits_scaling"):
         self._key = key
@@ -134,7 +134,7 @@ class LogitFactor:
 
 
 class AttentionMultiplier:
-    """Maps `attention_multiplier`, by default 1 / √head_dim."""
+    """Row for `attention_multiplier`, by default 1 / √head_dim."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         value, heads = hf_config.get("attention_multiplier"), hf_config["num_attention_heads"] or 1
@@ -146,7 +146,7 @@ class AttentionMultiplier:
 
 
 class PostNorm:
-    """Maps `use_post_norm`, norms after attention and MLP in addition to the norms before them."""
+    """Row for `use_post_norm`, norms after attention and MLP in addition to the norms before them."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"norm_placement": "sandwich" if hf_config.get("use_post_norm", True) else "pre"}

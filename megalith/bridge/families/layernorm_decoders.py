@@ -319,7 +319,7 @@ ONE_NORM_TENSORS = {
 
 
 class FalconDecoder:
-    """Maps Falcon's two decoders.
+    """Row for Falcon's two decoders.
 
     The new one has GQA and one or two norms. The first one has one norm and MQA or MHA.
     """

@@ -101,7 +101,7 @@ LING2 = Family(
 
 
 class DeepseekYarn(MscaleRope):
-    """Maps RoPE as MscaleRope does, with YaRN's name in Sarvam's own files: `deepseek_yarn`."""
+    """Row for RoPE like MscaleRope, with YaRN's name in Sarvam's own files: `deepseek_yarn`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         old = hf_config.get("rope_scaling") or {}

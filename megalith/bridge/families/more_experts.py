@@ -34,7 +34,7 @@ WITHOUT_ROPE = tuple(row for row in SETTINGS if not isinstance(row, Rope))
 
 
 class RotaryDim(PartialRope):
-    """Maps RoPE on `rotary_dim` dimensions of a head, or on a fraction of them in rope_parameters."""
+    """Row for RoPE on `rotary_dim` dimensions of a head, or on a fraction of them in rope_parameters."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size, rotary = hf_config.get("head_dim") or 128, hf_config.get("rotary_dim")
@@ -119,7 +119,7 @@ def _queries_and_gates(model: ModelConfig, rows: int) -> list[RowRun]:
 
 
 class DenseLayers:
-    """Maps `num_dense_layers`, which counts the dense layers at the start. default: its value if config.json omits
+    """Row for `num_dense_layers`, which counts the dense layers at the start. default: its value if config.json omits
     it."""
 
     def __init__(self, default: int = 1):
@@ -176,7 +176,7 @@ AFMOE = Family(
 
 
 class FlintWindows(WindowsByLayer):
-    """Maps windows in all layers but the first two, every fourth and the last, unless `layer_types` lists them."""
+    """Row for windows in all layers but the first two, every fourth and the last, unless `layer_types` lists them."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("layer_types") is None:
@@ -190,7 +190,7 @@ class FlintWindows(WindowsByLayer):
 
 
 class FlintLayers(SparseLayers):
-    """Maps the layers with experts; the first two have none if config.json has no `mlp_only_layers`."""
+    """Row for the layers with experts; the first two have none if config.json has no `mlp_only_layers`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("mlp_only_layers") is None:

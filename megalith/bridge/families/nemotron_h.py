@@ -26,7 +26,7 @@ OLDER_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 class BlockTypes:
-    """Maps `layers_block_type`, or `hybrid_override_pattern`: the branch of every layer."""
+    """Row for `layers_block_type`, or `hybrid_override_pattern`: the branch of every layer."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         kinds, pattern = hf_config.get("layers_block_type"), hf_config.get("hybrid_override_pattern")
@@ -52,7 +52,7 @@ class BlockTypes:
 
 
 class NemotronExperts:
-    """Maps the experts, which config.json describes even if no layer has them."""
+    """Row for the experts, which config.json describes even if no layer has them."""
 
     _rows = (
         Field("num_experts", "n_routed_experts", default=8),

@@ -83,8 +83,10 @@ def export_megatron(
     Returns:
         The iteration's folder; `release` for step 0.
 
-    Raises: ConfigError: Megatron core cannot express the model, or sizes are not divisible. CheckpointError: there is
-        no complete checkpoint, or `out` exists or cannot be written. Nothing is left at `out`.
+    Raises:
+        ConfigError: Megatron core cannot express the model, or sizes are not divisible.
+        CheckpointError: there is no complete checkpoint, or `out` exists or cannot be written. Nothing is left at
+            `out`.
     """
     exported = _open_export_source(source, trust, with_optimizer, show_progress)
     if with_optimizer and ckpt_format != "torch_dist":

@@ -1,7 +1,7 @@
 """Modules in `lora.modules_to_save` and the Hugging Face modules that correspond to them.
 
-PEFT matches a name with the end of a module's name, without regard to dots: `norm` also means `input_layernorm`. If
-the output matrix is the embedding too, it is trained as one matrix, as PEFT does with `ensure_weight_tying`.
+PEFT matches a name with the end of a module's name, without regard to dots: `norm` also means `input_layernorm`. A tied
+embedding and output matrix are trained as one matrix, as PEFT does with `ensure_weight_tying`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_PEFT = (
 """Modules that PEFT adds before it looks for those to save."""
 
 EMBEDDING = WORD_EMBEDDINGS
-"""Path of the embedding, which a tied output matrix is too."""
+"""Path of the embedding, and of an output matrix that is tied to it."""
 
 
 def resolve_saved_modules(names: Iterable[str], family: Family, model: ModelConfig) -> list[str] | None:
@@ -93,7 +93,7 @@ def transformers_names(family: Family, group: Group) -> list[str]:
 
 
 def is_tied(model: ModelConfig) -> bool:
-    """Return whether the embedding is the output matrix too."""
+    """Return True if the output matrix is tied to the embedding."""
     return not (model.untie_embeddings_and_output_weights or model.score_head)
 
 

@@ -167,8 +167,8 @@ class PeftFolder:
         tensors = [self._tensors[name].read() for name in present]
         if len(present) < 2 or not torch.equal(*tensors):
             raise CheckpointError(
-                f"{self.path} has {' and '.join(present)}, trained apart from each other, but in the base the "
-                "embedding is the output matrix; train them in PEFT with ensure_weight_tying, or on a base with "
+                f"{self.path} has {' and '.join(present)} with different values, but the base ties the output matrix "
+                "to the embedding; train them in PEFT with ensure_weight_tying, or on a base with "
                 "tie_word_embeddings false"
             )
 

@@ -26,8 +26,8 @@ def resolve_tokens(
     tied, resolved = is_tied(model), {}
     if tied and tokens.keys() == {"lm_head"}:
         raise ConfigError(
-            f"{SETTING} names only lm_head, which is the embedding too in this model, and PEFT would then train the "
-            "output matrix apart from the embedding; name embed_tokens instead, which trains both"
+            f"{SETTING} names only lm_head, which is tied to the embedding in this model, and PEFT would then train "
+            "the output matrix apart from the embedding; name embed_tokens instead, which trains both"
         )
     for name, each in tokens.items():
         paths = [name] if name in (EMBEDDING, OUTPUT_LAYER) else _paths(name, family, model)

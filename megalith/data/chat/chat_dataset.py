@@ -91,7 +91,7 @@ class ChatDataset:
         return np.stack(rows).reshape(self.shape)
 
     def sequences(self, i: int) -> list[int]:
-        """Return the numbers of the sequences of row i, for `packed_row`, in data with one sequence per sample."""
+        """Return the indices of the sequences in row i, for `packed_row`, in data with one sequence per sample."""
         return self._samples_of(i)
 
     def attention_cost(self, indices: Sequence[int]) -> np.ndarray:

@@ -99,7 +99,7 @@ def read_arrow_blocks(path: Source, suffix: str, json_keys: Sequence[str]) -> It
 
     Raises:
         DataError: the source cannot be read, lacks a column, or has a column that does not hold strings.
-    ConfigError: a package is missing.
+        ConfigError: a package is missing.
     """
     keys = list(json_keys)
     yield from _blocks(path, _arrow_tables(path, suffix, keys), keys)

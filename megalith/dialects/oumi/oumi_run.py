@@ -100,8 +100,8 @@ def open_run(
             }
         if trains_tied_embedding(config):
             raise ConfigError(
-                f"peft.lora_modules_to_save is {config.lora.modules_to_save}, but the embedding of {run.model_name} "
-                "is its output matrix too, and Oumi would train a copy of one and leave the other unchanged; leave "
+                f"peft.lora_modules_to_save is {config.lora.modules_to_save}, but embedding and output matrix of "
+                f"{run.model_name} are tied, and Oumi would train a copy of one and leave the other unchanged; leave "
                 "embed_tokens and lm_head out, or use weights with tie_word_embeddings false"
             )
         if run.exports_hf and config.lora.rank is None:

@@ -5,7 +5,7 @@
 
 Both share the word embedding. Layer numbers run through both, so that a pipeline can be split anywhere. Both residual
 streams are sent from stage to stage. While the encoder runs, the decoder's stream holds its embedded tokens; while the
-decoder runs, the encoder's stream holds the encoder's output. Before T5 1.1 the output matrix is the embedding, and the
+decoder runs, the encoder's stream holds the encoder's output. Before T5 1.1 the output matrix is tied, and the
 stream is divided by √hidden before it is multiplied by that matrix.
 """
 

@@ -203,7 +203,7 @@ def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
         axis: the context axis.
 
     Returns:
-        The local batch, and the token index, int64 [seq / size], for `Transformer.forward(token_index=...)`.
+        The local batch, and the token index, int64 [seq / size], for `TokenInputs.token_index`.
     """
     if axis.size == 1:
         return batch, torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)

@@ -128,7 +128,7 @@ def _in_order(axis: Axis, every: Tensor) -> list[Tensor]:
 
 
 def _local_chunks(axis: Axis) -> tuple[int, int]:
-    """Return the numbers of this rank's chunks."""
+    """Return the indices of this rank's two chunks in the sequence."""
     return axis.rank, 2 * axis.size - 1 - axis.rank
 
 

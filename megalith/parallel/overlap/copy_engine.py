@@ -107,7 +107,7 @@ class Slot:
     """Symmetric memory for a rank's input, which its peers read, and flags for their progress.
 
     Each use of a slot is a turn. After the memory, every rank has two flags per peer: the last turn for which the peer
-    has filled the peer's slot, and the last turn in which the peer has read this rank's slot.
+    has filled its own slot, and the last turn in which the peer has read this rank's slot.
     """
 
     def __init__(self, size: int, group: str):

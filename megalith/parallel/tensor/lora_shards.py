@@ -12,7 +12,7 @@ the rank's inputs, x · Aᵀ is reduced as the linear's own output is, and B is 
 Where ranks share a KV group, B of keys and values is replicated, and each rank uses the group's rows of it; its
 gradient is always partial.
 
-Experts are sharded by expert parallelism (shard_expert_adapters): A and B of an expert are on its ranks. Over etp, B of
+Experts are sharded by expert parallelism (EXPERT_SHARDING): A and B of an expert are on its ranks. Over etp, B of
 fc1 has the rank's rows and A of fc2 its columns. The other matrix is replicated, and its gradient is summed over etp.
 """
 

@@ -77,7 +77,10 @@ class VocabParallel:
         bias: Tensor | None = None,
         math: HeadMath = ORDINARY,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the result of `models.loss.compute_logprobs` as tensors [batch, seq], the same on every rank."""
+        """Return the result of `models.loss.compute_logprobs`, the same on every rank, in the order of the sequences.
+
+        Log-probabilities are [batch, seq], or [batch, seq, k] for k targets per token, and entropies [batch, seq].
+        """
         layout = context.layout
         shard = dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias, math=math)
         tokens = {name: self.tensor.to_sp_order(x, layout) for name, x in objective.tokens.items()}

@@ -57,6 +57,8 @@ def total_rewards(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> np.
 def weighted_sum(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
     """Return Σ_k `rl.reward_weights`_k · rewards_k over the rewards that are present, NaN where all are absent.
 
+    The environment's own reward, which is last, has weight 1 if `rl.reward_weights` has no weight for it.
+
     Args:
         rl: section `rl` of the configuration.
         rewards: float64 [groups, completions, kinds], NaN where absent.

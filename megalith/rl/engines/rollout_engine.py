@@ -150,7 +150,7 @@ def request_samplings(
 
 
 def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:
-    """Return the rows of a replica's engine and the tokens per row, a multiple of 16."""
+    """Return the rows of a replica's engine, and the tokens per row: a multiple of 16, or the run's maximum."""
     rl = config.rl
     groups = config.train.global_batch_size * rl.mini_batches // rl.num_generations
     rows = -(-groups // replicas) * rl.num_generations

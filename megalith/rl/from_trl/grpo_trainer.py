@@ -169,8 +169,8 @@ def check_weight_tying(peft_config: Mapping[str, Any] | object | None, config: R
         return
     if trains_tied_embedding(config):
         raise ConfigError(
-            "peft_config has modules_to_save with the embedding, which is the output matrix of this model too, and "
-            "without ensure_weight_tying PEFT would train a copy and leave the other unchanged; set "
+            "peft_config has modules_to_save with the embedding, which is tied to the output matrix in this model, "
+            "and without ensure_weight_tying PEFT would train a copy and leave the other unchanged; set "
             "ensure_weight_tying to True"
         )
 

@@ -25,12 +25,12 @@ def column(prompt: Prompt, name: str) -> Any:
 
 
 def answer_of(prompt: Prompt) -> str:
-    """Return the text after "####" in the column `answer`, or verl's ground truth, without commas."""
+    """Return `true_answer` without commas, and only the text after "####" if it has this mark."""
     return str(true_answer(prompt)).rpartition("####")[2].strip().replace(",", "")
 
 
 def true_answer(prompt: Prompt) -> Any:
-    """Return verl's ground truth, or else the column `answer`."""
+    """Return `ground_truth`. Raise ValueError if the prompt has no such column."""
     truth = ground_truth(prompt)
     return column(prompt, "answer") if truth is None else truth
 

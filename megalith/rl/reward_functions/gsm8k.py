@@ -13,7 +13,7 @@ from megalith.rl.rollouts.prompts import Prompt
 def gsm8k(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
     """Return 1 if the last "#### number" is the answer, without commas.
 
-    The texts must be equal (strict); if the column `answer` is a number, it is enough that the values are equal.
+    The texts must be equal (strict). If the prompt's answer is a number, not a text, the values must be equal.
     """
     matches, answer = re.findall(r"#### (-?[0-9.,]+)", text), answer_of(prompt)
     if not matches:
