@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_runs import check_engine, check_resume, difference, run_config
 from default_cases import in_full
 from models.reference import CASES, VOCAB, random_reference
 from peft_formula import PREFIX, adapt, first_factors, modules_named, random_adapters, save
@@ -15,7 +16,6 @@ from megalith.bridge.adapters.merge_adapters import merge
 from megalith.bridge.initial_factors import decompose
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.generation.sync import engine_for, sync
 from megalith.parity.job import start
 from megalith.planner.layout import build_layout
 from megalith.training.build import prepare
@@ -33,20 +33,8 @@ SITES = {
 IDS = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
-def run_config(base: Path, output: Path, **lora: object) -> RunConfig:
-    train = {"train_iters": 3, "micro_batch_size": 2, "global_batch_size": 4, "eval_iters": 0}
-    tree = {
-        "model": {"init_from": str(base)},
-        "lora": {"rank": 3, "alpha": 5.0} | lora,
-        "data": {"mock": True, "seq_length": 16},
-        "optim": {"lr": 1e-2, "weight_decay": 0.0},
-        "train": train | {"output_dir": str(output)},
-    }
-    return RunConfig.from_tree(tree)
-
-
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+def factors_config(base: Path, output: Path, **lora: object) -> RunConfig:
+    return run_config(base, output, {"rank": 3, "alpha": 5.0} | lora)
 
 
 @torch.no_grad()
@@ -61,7 +49,7 @@ def test_a_run_begins_with_factors_of_the_base_as_peft_does_and_exports_plain_lo
     hf_folder, tmp_path: Path, method: str, rslora: bool
 ) -> None:
     base, lora = hf_folder("llama"), {"init_lora_weights": method, "use_rslora": rslora, "targets": TARGETS}
-    begun = run_config(base, tmp_path / "begun", **lora)
+    begun = factors_config(base, tmp_path / "begun", **lora)
     begun = megalith.train(begun.with_settings({"optim.lr": 0.0, "train.train_iters": 1})).checkpoint
     state, scale = megalith.load(begun).state_dict(), 5.0 / (3**0.5 if rslora else 3)
     for name, module in modules_named(random_reference(CASES["llama"][0]()), TARGETS).items():
@@ -72,7 +60,7 @@ def test_a_run_begins_with_factors_of_the_base_as_peft_does_and_exports_plain_lo
                 assert difference(ours, theirs) < 1e-6
     with torch.no_grad():
         assert difference(megalith.load(begun)(IDS), megalith.load(base)(IDS)) < 1e-6
-    run = megalith.train(run_config(base, tmp_path / "run", **lora)).checkpoint
+    run = megalith.train(factors_config(base, tmp_path / "run", **lora)).checkpoint
     with torch.no_grad():
         trained = megalith.load(run)(IDS)
     assert difference(trained, megalith.load(base)(IDS).detach()) > 1e-2
@@ -104,7 +92,7 @@ def test_a_folder_that_peft_did_not_convert_is_read_on_the_base_that_peft_would_
     theirs = adapted_logits("llama", given)
     base = hf_folder("llama")
     merge(given, tmp_path / "merged", base=str(base), show_progress=False)
-    config = run_config(base, tmp_path / "run", load=str(given), rank=None, alpha=32.0)
+    config = factors_config(base, tmp_path / "run", load=str(given), rank=None, alpha=32.0)
     step = megalith.train(config.with_settings({"optim.lr": 0.0, "train.train_iters": 1})).checkpoint
     export_adapters(step, tmp_path / "peft")
     with torch.no_grad():
@@ -120,38 +108,25 @@ def test_a_run_resumes_bitwise_with_the_factors_that_it_began_with(hf_folder, tm
         "use_dora": False,
         "targets": ["q_proj", "linear_fc2"],
     }
-    result = megalith.train(run_config(hf_folder("llama"), tmp_path / "whole", **lora))
-    part = run_config(hf_folder("llama"), tmp_path / "part", **lora)
-    part = part.with_settings({"checkpoint.load": str(tmp_path / "part")})
-    assert megalith.train(part.with_settings({"train.exit_interval": 2})).step == 2
-    ends = [megalith.load(run.checkpoint).state_dict() for run in (result, megalith.train(part))]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    with pytest.raises(CheckpointError, match=r"lora.init_lora_weights pissa, but this run has olora"):
-        megalith.train(part.with_settings({"lora.init_lora_weights": "olora", "train.train_iters": 4}))
+    message = r"lora.init_lora_weights pissa, but this run has olora"
+    lora |= {"rank": 3, "alpha": 5.0}
+    check_resume(hf_folder("llama"), lora, {"lora.init_lora_weights": "olora"}, message, tmp_path)
 
 
-def test_dora_begins_with_the_lengths_of_the_whole_base(hf_folder, tmp_path: Path) -> None:
+def test_dora_begins_with_the_norms_of_the_whole_base(hf_folder, tmp_path: Path) -> None:
     lora = {"init_lora_weights": "pissa", "use_dora": True, "targets": ["q_proj", "o_proj"]}
-    step = megalith.train(run_config(hf_folder("llama"), tmp_path / "run", **lora)).checkpoint
+    step = megalith.train(factors_config(hf_folder("llama"), tmp_path / "run", **lora)).checkpoint
     export_adapters(step, tmp_path / "peft")
     with torch.no_grad():
         assert difference(megalith.load(step)(IDS), adapted_logits("llama", tmp_path / "peft")) < 1e-6
 
 
 def test_an_engine_receives_a_and_b_alone_and_generates_as_the_model(hf_folder, tmp_path: Path) -> None:
-    model = start(run_config(hf_folder("llama"), tmp_path / "run", init_lora_weights="pissa")).model
-    engine = engine_for(model, max_rows=1, max_tokens=8)
-    report = sync(engine, model)
-    trained = [parameter for parameter in model.chunks[0].parameters() if parameter.requires_grad]
-    assert report.bytes == sum(parameter.nbytes for parameter in trained) > 0
-    assert all(
-        torch.equal(shard.values, model.parameters.shards[name].values)
-        for name, shard in engine.shards.items()
-    )
+    check_engine(factors_config(hf_folder("llama"), tmp_path / "run", init_lora_weights="pissa"))
 
 
 def test_the_plan_counts_the_frozen_factors(hf_folder, tmp_path: Path) -> None:
-    run = start(run_config(hf_folder("llama"), tmp_path / "run", init_lora_weights="olora"))
+    run = start(factors_config(hf_folder("llama"), tmp_path / "run", init_lora_weights="olora"))
     held = sum(parameter.nbytes for parameter in run.model.chunks[0].parameters())
     assert build_layout(run.config, 1).stages[0].memory.weights == pytest.approx(held, rel=1e-4)
 
@@ -170,10 +145,10 @@ def test_what_cannot_be_decomposed_or_read_is_named(hf_folder, tmp_path: Path) -
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            megalith.train(run_config(base, tmp_path / "run", **lora))
+            megalith.train(factors_config(base, tmp_path / "run", **lora))
     with pytest.raises(ConfigError, match="is pissa, which is not supported on experts, as in PEFT"):
-        prepare(run_config(hf_folder("mixtral"), tmp_path / "run", init_lora_weights="pissa"), 1)
-    assert run_config(base, tmp_path / "run", init_lora_weights=True).lora.init_lora_weights == "default"
+        prepare(factors_config(hf_folder("mixtral"), tmp_path / "run", init_lora_weights="pissa"), 1)
+    assert factors_config(base, tmp_path / "run", init_lora_weights=True).lora.init_lora_weights == "default"
     tensors = random_adapters(random_reference(CASES["llama"][0]()), ["q_proj"], rank=3)
     given = save(tensors, tmp_path / "given", 5.0, init_lora_weights="pissa_niter_4")
     assert any(name.startswith(PREFIX) for name in tensors)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_runs import check_resume, difference, run_config
 from default_cases import by_default, in_full
 from models.reference import CASES, VOCAB, random_reference
 from peft_formula import modules_named
@@ -45,17 +46,12 @@ def base(reference: torch.nn.Module, tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def run_config(base: Path, output: Path, settings: dict | None = None, **lora: object) -> RunConfig:
-    train = {"train_iters": 3, "micro_batch_size": 2, "global_batch_size": 4, "eval_iters": 0}
-    given = {"rank": RANK, "alpha": RANK * SCALE, "targets": [*TARGETS], "init_lora_weights": "loftq"}
-    tree = {
-        "model": {"init_from": str(base)},
-        "lora": given | {"quantize_base": "nf4"} | lora,
-        "data": {"mock": True, "seq_length": 16},
-        "optim": {"lr": 1e-2, "weight_decay": 0.0},
-        "train": train | {"output_dir": str(output)},
-    }
-    return RunConfig.from_tree(tree).with_settings(settings or {})
+LOFTQ = {"rank": RANK, "alpha": RANK * SCALE, "targets": [*TARGETS], "init_lora_weights": "loftq"}
+LOFTQ |= {"quantize_base": "nf4"}
+
+
+def loftq_config(base: Path, output: Path, settings: dict | None = None, **lora: object) -> RunConfig:
+    return run_config(base, output, LOFTQ | lora, settings)
 
 
 def int8(weight: torch.Tensor) -> torch.Tensor:
@@ -79,10 +75,6 @@ def loftq(weight: torch.Tensor, quantize, iterations: int) -> tuple[torch.Tensor
     return quantized, product
 
 
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
-
-
 @pytest.mark.parametrize(
     ("form", "iterations"), [("int8", 1), ("int8", 3), ("nf4", 3), in_full("nf4", 1), in_full("int8", 5)]
 )
@@ -91,7 +83,7 @@ def test_a_run_begins_with_what_the_algorithm_gives(
 ) -> None:
     still = {"optim.lr": 0.0, "train.train_iters": 1}
     lora = {"quantize_base": form, "loftq_iter": iterations}
-    step = megalith.train(run_config(base, tmp_path / "run", still, **lora)).checkpoint
+    step = megalith.train(loftq_config(base, tmp_path / "run", still, **lora)).checkpoint
     state, quantize = megalith.load(step).state_dict(), {"int8": int8, "nf4": nf4}[form]
     matrices = [name for name in state if ".linear_" in name and ".adapter." not in name]
     assert matrices
@@ -113,17 +105,11 @@ def test_a_run_begins_with_what_the_algorithm_gives(
 
 
 def test_a_run_resumes_bitwise_and_merges_as_it_computes(base: Path, tmp_path: Path) -> None:
-    lora = {"loftq_iter": 2, "dropout": 0.1}
-    whole = megalith.train(run_config(base, tmp_path / "whole", **lora)).checkpoint
-    part = run_config(base, tmp_path / "part", {"checkpoint.load": str(tmp_path / "part")}, **lora)
-    assert megalith.train(part.with_settings({"train.exit_interval": 2})).step == 2
-    ends = [megalith.load(step).state_dict() for step in (whole, megalith.train(part).checkpoint)]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    lora, message = LOFTQ | {"loftq_iter": 2, "dropout": 0.1}, r"lora\.loftq_iter 2, but this run has 1"
+    whole = check_resume(base, lora, {"lora.loftq_iter": 1}, message, tmp_path)
     merge(whole, tmp_path / "merged", show_progress=False)
     with torch.no_grad():
         assert difference(megalith.load(tmp_path / "merged")(IDS), megalith.load(whole)(IDS)) < 1e-6
-    with pytest.raises(CheckpointError, match=r"lora\.loftq_iter 2, but this run has 1"):
-        megalith.train(part.with_settings({"lora.loftq_iter": 1, "train.train_iters": 4}))
 
 
 LAYOUTS = {
@@ -136,7 +122,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, "tp2-sp"))
 def test_every_layout_begins_and_trains_alike(pool, base: Path, tmp_path: Path, layout: str) -> None:
     size, parallel = LAYOUTS[layout]
-    config = run_config(base, tmp_path / "run", loftq_iter=2, quantize_base="int8")
+    config = loftq_config(base, tmp_path / "run", loftq_iter=2, quantize_base="int8")
     alone, settings = run_job(config), {f"parallel.{name}": value for name, value in parallel.items()}
     errors = compare(pool.run(run_job, config.with_settings(settings), size=size), alone)
     assert errors.within(), errors
@@ -144,7 +130,7 @@ def test_every_layout_begins_and_trains_alike(pool, base: Path, tmp_path: Path, 
 
 
 def test_an_engine_and_the_plan_have_the_base_and_its_factors(base: Path, tmp_path: Path) -> None:
-    run = start(run_config(base, tmp_path / "run", loftq_iter=2))
+    run = start(loftq_config(base, tmp_path / "run", loftq_iter=2))
     engine = engine_for(run.model, max_rows=1, max_tokens=24)
     with torch.no_grad():
         logits = run.model.eval()(IDS)
@@ -167,13 +153,13 @@ def test_what_loftq_cannot_do_is_named(base: Path, tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            prepare(run_config(base, tmp_path / "run", **lora), 1)
+            prepare(loftq_config(base, tmp_path / "run", **lora), 1)
 
 
 def test_an_export_of_several_iterations_is_refused(base: Path, tmp_path: Path) -> None:
-    once = megalith.train(run_config(base, tmp_path / "once")).checkpoint
+    once = megalith.train(loftq_config(base, tmp_path / "once")).checkpoint
     export_adapters(once, tmp_path / "peft", show_progress=False)
     assert json.loads((tmp_path / "peft/adapter_config.json").read_bytes())["init_lora_weights"] is True
-    twice = megalith.train(run_config(base, tmp_path / "twice", loftq_iter=2)).checkpoint
+    twice = megalith.train(loftq_config(base, tmp_path / "twice", loftq_iter=2)).checkpoint
     with pytest.raises(CheckpointError, match=r"loftq_iter 2 .* merge the adapters"):
         export_adapters(twice, tmp_path / "no", show_progress=False)

@@ -1,31 +1,35 @@
 """Modules trained in full beside adapters: PEFT's formula and files, merged, resumed, and with the base's values in a
 reference."""
 
-import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from adapter_runs import (
+    ExportedRun,
+    check_engine,
+    check_plan,
+    check_resume,
+    check_there_and_back,
+    difference,
+    run_config,
+    stored_tensors,
+)
 from default_cases import by_default, in_full
 from models.reference import CASES, VOCAB, random_reference
-from peft_formula import PREFIX, adapt, assert_equal_folders, random_adapters, save
+from peft_formula import PREFIX, random_adapters, save
 from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy
 
 import megalith
-from megalith.bridge.adapters.adapter_folder import export_adapters, load_adapter_pairs
+from megalith.bridge.adapters.adapter_folder import load_adapter_pairs
 from megalith.bridge.adapters.merge_adapters import merge
 from megalith.bridge.adapters.open_adapters import fingerprint_of
-from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import family_of
 from megalith.bridge.importer import import_hf
 from megalith.bridge.peft.peft_modules import modules_to_save, resolve_saved_modules
-from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.generation.sync import engine_for, sync
 from megalith.parity.job import start
-from megalith.planner.layout import build_layout
 from megalith.rl.auxiliary_models.reference import without_adapters
 from megalith.rl.engines.weight_stream import WeightStream
 from megalith.rl.from_trl.tuning_trainers import SFTTrainer
@@ -50,22 +54,6 @@ SAVED = {
 IDS = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))  # without padding tokens
 
 
-def run_config(base: Path, output: Path, lora: dict, **settings: object) -> RunConfig:
-    train = {"train_iters": 3, "micro_batch_size": 2, "global_batch_size": 4, "eval_iters": 0}
-    tree = {
-        "model": {"init_from": str(base)},
-        "lora": lora,
-        "data": {"mock": True, "seq_length": 16},
-        "optim": {"lr": 1e-2, "weight_decay": 0.0},
-        "train": train | {"output_dir": str(output)},
-    }
-    return RunConfig.from_tree(tree).with_settings(settings)
-
-
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
-
-
 def lora_of(name: str) -> dict:
     targets, modules, _ = SAVED[name]
     return {"rank": 2, "alpha": 3.0, "targets": targets, "modules_to_save": modules}
@@ -75,44 +63,24 @@ def lora_of(name: str) -> dict:
 def test_a_run_trains_what_peft_trains_and_writes_what_peft_writes(
     hf_folder, tmp_path: Path, name: str
 ) -> None:
-    base, ends = hf_folder(name), SAVED[name][2]
-    step = megalith.train(run_config(base, tmp_path / "run", lora_of(name))).checkpoint
-    export_adapters(step, tmp_path / "peft", show_progress=False)
-    written = json.loads((tmp_path / "peft/adapter_config.json").read_bytes())
-    assert written["modules_to_save"] == ends
-    model, reference = megalith.load(step), random_reference(CASES[name][0]())
-    with torch.no_grad():
-        untrained = reference(IDS).logits
-    adapt(reference, tmp_path / "peft")
-    logits, theirs = model(IDS), reference(IDS).logits
-    assert difference(theirs, untrained) > 1e-4 and difference(logits, theirs) < 6e-7
-    for each in (logits, theirs):
-        cross_entropy(each.flatten(0, 1), IDS.roll(-1).flatten(), reduction="sum").backward()
-    trained = {parameter for name, parameter in model.named_parameters() if name in model.saved_names}
+    run = ExportedRun(name, hf_folder(name), lora_of(name), IDS, tmp_path)
+    assert run.settings["modules_to_save"] == SAVED[name][2]
+    assert run.error < 6e-7
+    trained = {parameter for name, parameter in run.model.named_parameters() if name in run.model.saved_names}
     assert trained and all(parameter.requires_grad for parameter in trained)
-    gradients = load_file(tmp_path / "peft/adapter_model.safetensors")
+    gradients = load_file(run.peft / "adapter_model.safetensors")
     gradients = {key.removeprefix(PREFIX): key for key in gradients if ".lora_" not in key}
     norms = sorted(parameter.grad.norm().item() for parameter in trained)
-    expected = {
-        id(each): each.grad.norm().item() for key, each in reference.named_parameters() if key in gradients
-    }
+    parameters = run.reference.named_parameters()
+    expected = {id(each): each.grad.norm().item() for key, each in parameters if key in gradients}
     assert norms == pytest.approx(sorted(expected.values()), rel=2e-6)
-    merge(step, tmp_path / "merged", show_progress=False)
-    export_hf(tmp_path / "merged", tmp_path / "hf", show_progress=False)
-    with torch.no_grad():
-        for folder in ("merged", "hf"):
-            assert difference(megalith.load(tmp_path / folder)(IDS), theirs) < 1e-6
+    run.check_merged(IDS)
 
 
 @pytest.mark.parametrize("name", by_default(SAVED, "gemma"))
 def test_a_folder_goes_into_a_run_and_back_bitwise(hf_folder, tmp_path: Path, name: str) -> None:
     base = hf_folder(name)
-    step = megalith.train(run_config(base, tmp_path / "run", lora_of(name))).checkpoint
-    export_adapters(step, tmp_path / "peft", show_progress=False)
-    still = {"optim.lr": 0.0, "train.train_iters": 1}
-    loaded = run_config(base, tmp_path / "again", {"load": str(tmp_path / "peft")}, **still)
-    export_adapters(megalith.train(loaded).checkpoint, tmp_path / "same", show_progress=False)
-    assert_equal_folders(tmp_path / "peft", tmp_path / "same")
+    step = check_there_and_back(base, lora_of(name), tmp_path)
     bases = [base] if name != "gemma" else [base, import_hf(base, tmp_path / "base", show_progress=False)]
     for number, each in enumerate(bases):
         merge(tmp_path / "peft", tmp_path / f"merged{number}", base=str(each), show_progress=False)
@@ -154,31 +122,15 @@ def test_a_run_resumes_bitwise_and_its_checkpoints_hold_what_is_trained(
     hf_folder, tmp_path: Path, quantize: str
 ) -> None:
     lora = lora_of("gemma") | {"dropout": 0.1, "quantize_base": quantize}
-    whole = megalith.train(run_config(hf_folder("gemma"), tmp_path / "whole", lora))
-    part = run_config(
-        hf_folder("gemma"), tmp_path / "part", lora, **{"checkpoint.load": str(tmp_path / "part")}
-    )
-    assert megalith.train(part.with_settings({"train.exit_interval": 2})).step == 2
-    ends = [megalith.load(run.checkpoint).state_dict() for run in (whole, megalith.train(part))]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    manifest = json.loads((whole.checkpoint / "manifest.json").read_bytes())
-    names = [name for name in manifest["tensors"]["model"] if ".adapter." not in name]
+    other = {"lora.modules_to_save": ["embed_tokens"]}
+    message = r"lora.modules_to_save \['embedding.word_embeddings'"
+    step = check_resume(hf_folder("gemma"), lora, other, message, tmp_path)
+    names = [name for name in stored_tensors(step) if ".adapter." not in name]
     assert len(names) == 1 + 2 * 3 + 1 and "embedding.word_embeddings.weight" in names
-    others = part.with_settings({"lora.modules_to_save": ["embed_tokens"], "train.train_iters": 4})
-    with pytest.raises(CheckpointError, match=r"lora.modules_to_save \['embedding.word_embeddings'"):
-        megalith.train(others)
 
 
 def test_an_engine_receives_what_is_trained_and_generates_as_the_model(hf_folder, tmp_path: Path) -> None:
-    model = start(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma"))).model
-    engine = engine_for(model, max_rows=1, max_tokens=8)
-    trained = [parameter for parameter in model.chunks[0].parameters() if parameter.requires_grad]
-    with torch.no_grad():
-        for parameter in trained:
-            parameter.add_(0.1)
-    assert sync(engine, model).bytes == sum(parameter.nbytes for parameter in trained) > 0
-    shards = model.parameters.shards
-    assert all(torch.equal(each.values, shards[name].values) for name, each in engine.shards.items())
+    check_engine(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma")))
 
 
 def test_a_reference_has_the_base_s_values(hf_folder, tmp_path: Path) -> None:
@@ -200,12 +152,7 @@ def test_a_reference_has_the_base_s_values(hf_folder, tmp_path: Path) -> None:
 
 
 def test_the_plan_counts_what_is_trained(hf_folder, tmp_path: Path) -> None:
-    run = start(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma")))
-    parameters = [*run.model.chunks[0].parameters()]
-    memory = build_layout(run.config, 1).stages[0].memory
-    assert memory.weights == pytest.approx(sum(each.nbytes for each in parameters), rel=1e-4)
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
-    assert memory.optimizer == pytest.approx(8 * trained, rel=1e-3)
+    check_plan(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma")))
 
 
 def test_servers_do_not_get_such_modules_with_adapters(hf_folder, tmp_path: Path) -> None:

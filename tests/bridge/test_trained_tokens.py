@@ -1,27 +1,31 @@
 """Rows of tokens trained beside adapters: PEFT's formula and files, layouts, merged, resumed, and in a reference."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from adapter_runs import (
+    ExportedRun,
+    check_engine,
+    check_plan,
+    check_resume,
+    check_there_and_back,
+    difference,
+    run_config,
+    stored_tensors,
+)
 from default_cases import by_default
 from models.reference import CASES, VOCAB, random_reference
-from peft_formula import PREFIX, adapt, assert_equal_folders, random_adapters, save
-from torch.nn.functional import cross_entropy
+from peft_formula import PREFIX, random_adapters, save
 
 import megalith
-from megalith.bridge.adapters.adapter_folder import export_adapters, load_adapter_pairs
+from megalith.bridge.adapters.adapter_folder import load_adapter_pairs
 from megalith.bridge.adapters.merge_adapters import merge
 from megalith.bridge.adapters.open_adapters import fingerprint_of
-from megalith.bridge.exporter import export_hf
-from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.generation.sync import engine_for, sync
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import BOUND, compare
 from megalith.parity.job import run_job, start
-from megalith.planner.layout import build_layout
 from megalith.rl.auxiliary_models.reference import without_adapters
 from megalith.rl.engines.weight_stream import WeightStream
 from megalith.rl.from_trl.tuning_trainers import SFTTrainer
@@ -42,69 +46,34 @@ IDS[:, :3] = torch.tensor([FIRST, LAST, 7])
 ROWS = {"embedding.word_embeddings.adapter.weight", "output_layer.adapter.weight"}
 
 
-def run_config(base: Path, output: Path, lora: dict, **settings: object) -> RunConfig:
-    train = {"train_iters": 3, "micro_batch_size": 1, "global_batch_size": 4, "eval_iters": 1}
-    tree = {
-        "model": {"init_from": str(base)},
-        "lora": lora,
-        "data": {"mock": True, "seq_length": 16},
-        "optim": {"lr": 1e-2, "weight_decay": 0.0},
-        "train": train | {"output_dir": str(output)},
-    }
-    return RunConfig.from_tree(tree).with_settings(settings)
-
-
 def lora_of(name: str) -> dict:
     targets, tokens = TRAINED[name]
     return {"rank": 2, "alpha": 3.0, "targets": targets, "trainable_token_indices": tokens}
-
-
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 @pytest.mark.parametrize("name", by_default(TRAINED, "llama", "gemma", "mixtral"))
 def test_a_run_trains_the_rows_that_peft_trains_and_writes_what_peft_writes(
     hf_folder, tmp_path: Path, name: str
 ) -> None:
-    base = hf_folder(name)
-    step = megalith.train(run_config(base, tmp_path / "run", lora_of(name))).checkpoint
-    export_adapters(step, tmp_path / "peft", show_progress=False)
-    written = json.loads((tmp_path / "peft/adapter_config.json").read_bytes())
-    tokens = TRAINED[name][1]
-    assert written["trainable_token_indices"] == (tokens["wte"] if name == "gpt2" else tokens)
-    model, reference = megalith.load(step), random_reference(CASES[name][0]())
-    with torch.no_grad():
-        untrained = reference(IDS).logits
-    rows = adapt(reference, tmp_path / "peft")
-    logits, theirs = model(IDS), reference(IDS).logits
-    assert difference(theirs, untrained) > 1e-4 and difference(logits, theirs) < 5e-7
-    for each in (logits, theirs):
-        cross_entropy(each.flatten(0, 1), IDS.roll(-1).flatten(), reduction="sum").backward()
-    ours = {key: each for key, each in model.named_parameters() if key in ROWS}
-    assert len(ours) == len(rows)
-    for (module, index, _), each in zip(rows, ours.values(), strict=True):
+    base, tokens = hf_folder(name), TRAINED[name][1]
+    run = ExportedRun(name, base, lora_of(name), IDS, tmp_path)
+    assert run.settings["trainable_token_indices"] == (tokens["wte"] if name == "gpt2" else tokens)
+    assert run.error < 5e-7
+    ours = {key: each for key, each in run.model.named_parameters() if key in ROWS}
+    assert len(ours) == len(run.rows)
+    for (module, index, _), each in zip(run.rows, ours.values(), strict=True):
         gradient = module.weight.grad[index]
         assert (each.grad - gradient).norm() < 5e-6 * gradient.norm() and gradient.norm() > 0
-    merge(step, tmp_path / "merged", show_progress=False)
-    export_hf(tmp_path / "merged", tmp_path / "hf", show_progress=False)
+    run.check_merged(IDS)
     with torch.no_grad():
-        for folder in ("merged", "hf"):
-            assert difference(megalith.load(tmp_path / folder)(IDS), theirs) < 1e-6
-        for adapter in (tmp_path / "peft", step):
+        for adapter in (run.peft, run.step):
             merged, _ = load_with_adapter(base, adapter, "cpu", False)
-            assert difference(merged(IDS), theirs) < 1e-6
+            assert difference(merged(IDS), run.logits) < 1e-6
 
 
 @pytest.mark.parametrize("name", by_default(TRAINED, "llama", "gemma"))
 def test_a_folder_goes_into_a_run_and_back_bitwise(hf_folder, tmp_path: Path, name: str) -> None:
-    base = hf_folder(name)
-    step = megalith.train(run_config(base, tmp_path / "run", lora_of(name))).checkpoint
-    export_adapters(step, tmp_path / "peft", show_progress=False)
-    still = {"optim.lr": 0.0, "train.train_iters": 1}
-    loaded = run_config(base, tmp_path / "again", {"load": str(tmp_path / "peft")}, **still)
-    export_adapters(megalith.train(loaded).checkpoint, tmp_path / "same", show_progress=False)
-    assert_equal_folders(tmp_path / "peft", tmp_path / "same")
+    check_there_and_back(hf_folder(name), lora_of(name), tmp_path)
 
 
 UNEVEN = {"pipeline_model_parallel_layout": "Ett|tL"}  # of three layers
@@ -122,7 +91,8 @@ def test_every_layout_trains_the_rows_of_one_process(
     hf_folder, pool, tmp_path: Path, layout: str, name: str
 ) -> None:
     lora = lora_of(name) | {"dropout": 0.1}
-    config = run_config(hf_folder(name), tmp_path / "run", lora, **{"optim.weight_decay": 0.1})
+    training = {"optim.weight_decay": 0.1, "train.micro_batch_size": 1, "train.eval_iters": 1}
+    config = run_config(hf_folder(name), tmp_path / "run", lora, training)
     one = run_job(config)
     assert ROWS & one.gradients.keys() and all(
         one.gradients[key].any() for key in ROWS & one.gradients.keys()
@@ -137,33 +107,15 @@ def test_every_layout_trains_the_rows_of_one_process(
 def test_a_run_resumes_bitwise_and_its_checkpoints_hold_only_what_is_trained(
     hf_folder, tmp_path: Path
 ) -> None:
-    lora = lora_of("gemma") | {"dropout": 0.1}
-    whole = megalith.train(run_config(hf_folder("gemma"), tmp_path / "whole", lora))
-    part = run_config(
-        hf_folder("gemma"), tmp_path / "part", lora, **{"checkpoint.load": str(tmp_path / "part")}
-    )
-    assert megalith.train(part.with_settings({"train.exit_interval": 2})).step == 2
-    ends = [megalith.load(run.checkpoint).state_dict() for run in (whole, megalith.train(part))]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    manifest = json.loads((whole.checkpoint / "manifest.json").read_bytes())
-    stored = manifest["tensors"]["model"]
-    assert all(".adapter." in name for name in stored) and ROWS & stored.keys()
-    others = part.with_settings({"lora.trainable_token_indices": [7, FIRST], "train.train_iters": 4})
-    with pytest.raises(CheckpointError, match=r"lora\.trainable_token_indices"):
-        megalith.train(others)
+    lora, other = lora_of("gemma") | {"dropout": 0.1}, {"lora.trainable_token_indices": [7, FIRST]}
+    step = check_resume(hf_folder("gemma"), lora, other, r"lora\.trainable_token_indices", tmp_path)
+    stored = stored_tensors(step)
+    assert all(".adapter." in name for name in stored) and ROWS & stored
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 def test_an_engine_receives_the_rows_and_generates_as_the_model(hf_folder, tmp_path: Path, name: str) -> None:
-    model = start(run_config(hf_folder(name), tmp_path / "run", lora_of(name))).model
-    engine = engine_for(model, max_rows=1, max_tokens=8)
-    trained = [parameter for parameter in model.chunks[0].parameters() if parameter.requires_grad]
-    with torch.no_grad():
-        for parameter in trained:
-            parameter.add_(0.1)
-    assert sync(engine, model).bytes == sum(parameter.nbytes for parameter in trained) > 0
-    shards = model.parameters.shards
-    assert all(torch.equal(each.values, shards[name].values) for name, each in engine.shards.items())
+    model, _ = check_engine(run_config(hf_folder(name), tmp_path / "run", lora_of(name)))
     stream = WeightStream(
         model, prepare(run_config(hf_folder(name), tmp_path / "r", lora_of(name)), 1).config
     )
@@ -188,12 +140,7 @@ def test_a_reference_has_the_base_s_rows(hf_folder, tmp_path: Path) -> None:
 
 
 def test_the_plan_counts_the_rows(hf_folder, tmp_path: Path) -> None:
-    run = start(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma")))
-    parameters = [*run.model.chunks[0].parameters()]
-    memory = build_layout(run.config, 1).stages[0].memory
-    assert memory.weights == pytest.approx(sum(each.nbytes for each in parameters), rel=1e-4)
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
-    assert memory.optimizer == pytest.approx(8 * trained, rel=1e-3)
+    check_plan(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma")))
 
 
 def test_a_server_of_several_adapters_names_the_way_out(hf_folder, tmp_path: Path) -> None:
