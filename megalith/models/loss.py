@@ -233,14 +233,16 @@ def cross_entropy_sum(
     *,
     bias: Tensor | None = None,  # float32 [padded vocab], added to the logits
     math: HeadMath = ORDINARY,
+    **shard,
 ) -> Tensor:
+    """Return the result of `linear_cross_entropy`, with the options of a pass. `shard`: its axis, first and rows."""
     of_tokens = labels, loss_mask, vocab_size, softcap, scale
     options = dict(
         max_label_tokens=context.max_label_tokens,
         z_loss_coeff=context.output_z_loss_coeff,
         z_loss_sum=context.output_z_loss_sum,
     )
-    return linear_cross_entropy(x, weight, *of_tokens, bias=bias, math=math, **options)
+    return linear_cross_entropy(x, weight, *of_tokens, bias=bias, math=math, **shard, **options)
 
 
 def target_logprobs(

@@ -104,11 +104,6 @@ class Decay(nn.Module):
 class GatedNorm(OutputNorm):
     """RMSNorm per head, in fp32, times SiLU of a gate."""
 
-    def __init__(self, size: int, epsilon: float, device: torch.device | None = None):
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(size, device=device))
-
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # [batch, seq, heads, size], both
         wide = x.float()
         normed = (wide * torch.rsqrt(self.total(wide) / x.shape[-1] + self.epsilon)).to(x.dtype)

@@ -91,11 +91,6 @@ class ChannelDecay(nn.Module):
 class SigmoidGatedNorm(OutputNorm):
     """RMSNorm per head, times the sigmoid of a gate, in fp32."""
 
-    def __init__(self, size: int, epsilon: float, device: torch.device | None = None):
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(size, device=device))
-
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # [batch, seq, heads, size], both
         wide = x.float()
         normed = wide * torch.rsqrt(self.total(wide) / x.shape[-1] + self.epsilon)

@@ -121,11 +121,10 @@ class GatedGroupNorm(OutputNorm):
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
-        super().__init__()
-        self.epsilon, self.norm_first = config.layernorm_epsilon, config.mamba_norm_before_gate
         width = config.mamba_heads * config.mamba_head_dim
+        super().__init__(width, config.layernorm_epsilon, device)
+        self.norm_first = config.mamba_norm_before_gate
         self.width = width // config.mamba_num_groups  # elements of a group
-        self.weight = nn.Parameter(torch.empty(width, device=device))
 
     def forward(self, x: Tensor, gate: Tensor, groups: int) -> Tensor:
         """Return [batch, seq, width] in x's dtype, for x and gate [batch, seq, heads, head_dim] with `groups` groups of

@@ -88,9 +88,17 @@ def sum_squares(x: Tensor) -> Tensor:
 
 
 class OutputNorm(nn.Module):
-    """A norm of a mixer's output. `total` is a seam: the sum of squares along the last dimension, over all ranks."""
+    """Base class of RMSNorms of a mixer's output, with a gate and `size` weights.
+
+    `total` is a seam: the sum of squares along the last dimension, over all ranks.
+    """
 
     total: Callable[[Tensor], Tensor] = staticmethod(sum_squares)
+
+    def __init__(self, size: int, epsilon: float, device: torch.device | None = None):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.empty(size, device=device))
 
 
 class UnitConvolution(nn.Module):

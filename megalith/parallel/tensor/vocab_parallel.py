@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megalith.comm.collectives import all_gather_replicated
-from megalith.models.loss import Objective, compute_logprobs
+from megalith.models.loss import Objective, compute_logprobs, cross_entropy_sum
 from megalith.models.pass_context import Context
-from megalith.ops.cross_entropy import linear_cross_entropy
 from megalith.ops.vocab_softmax import ORDINARY, HeadMath, linear_logits, local_rows, softcapped
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
@@ -25,6 +24,7 @@ class VocabParallel:
         self.tensor, self.axis = tensor, tensor.axis
         self.rows = -(-padded_vocab // self.axis.size)  # per rank; the last ranks may have fewer
         self.first = self.axis.rank * self.rows
+        self.shard = dict(axis=self.axis, first=self.first, rows=self.rows)
 
     def lookup(self, input_ids: Tensor, weight: Tensor, context: Context) -> Tensor:
         """Return the embeddings [batch, seq, hidden], under SP [1, tokens / tp, hidden], summed over the ranks."""
@@ -46,22 +46,11 @@ class VocabParallel:
         bias: Tensor | None = None,
         math: HeadMath = ORDINARY,
     ) -> Tensor:
-        """Return the result of `ops.cross_entropy.linear_cross_entropy`, the same on every rank. weight is [local rows,
-        hidden].
-        """
+        """Return the result of `cross_entropy_sum` for this rank's rows of the weight, the same on every rank."""
         labels, loss_mask = (self.tensor.to_sp_order(x, context.layout) for x in (labels, loss_mask))
-        shard = dict(
-            axis=self.axis,
-            first=self.first,
-            rows=self.rows,
-            bias=bias,
-            math=math,
-            max_label_tokens=context.max_label_tokens,
-            z_loss_coeff=context.output_z_loss_coeff,
-            z_loss_sum=context.output_z_loss_sum,
-        )
         hidden = self.tensor.gather(hidden, context)
-        return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)
+        of_tokens = labels, loss_mask, vocab_size, softcap, context, scale
+        return cross_entropy_sum(hidden, weight, *of_tokens, bias=bias, math=math, **self.shard)
 
     def logprobs(
         self,
@@ -82,7 +71,7 @@ class VocabParallel:
         Log-probabilities are [batch, seq], or [batch, seq, k] for k targets per token, and entropies [batch, seq].
         """
         layout = context.layout
-        shard = dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias, math=math)
+        shard = dict(self.shard, bias=bias, math=math)
         tokens = {name: self.tensor.to_sp_order(x, layout) for name, x in objective.tokens.items()}
         hidden, targets = self.tensor.gather(hidden, context), self.tensor.to_sp_order(targets, layout)
         *outputs, loss = compute_logprobs(
