@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalith.errors import ConfigError
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 TERA = 1e12
 GIGA = 1e9
 LAUNCHES = 1000  # that are timed
+CONTAINER_LIMITS = (  # of memory, as a container sees its own cgroup: version 2, version 1
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ def local_device_info(device: torch.device | str) -> DeviceInfo:
         properties = torch.cuda.get_device_properties(device)
         return device_info(properties.name, properties.total_memory)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return DeviceInfo(f"CPU ({cores} core{'s' if cores != 1 else ''})", memory_bytes=_host_memory_bytes())
+    return DeviceInfo(f"CPU ({cores} core{'s' if cores != 1 else ''})", memory_bytes=host_memory_bytes())
 
 
 def largest_gpu_memory() -> int | None:
@@ -176,11 +182,16 @@ def largest_gpu_memory() -> int | None:
         pynvml.nvmlShutdown()
 
 
-def _host_memory_bytes() -> int | None:
+def host_memory_bytes() -> int | None:
+    """Return the memory in bytes of this machine, or of this container if it is limited; None if unknown."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # a system without these names
         return None
+    for file in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # no such file, or no limit: "max"
+            memory = min(memory, int(Path(file).read_text()))
+    return memory
 
 
 def pick_device(request: str = "auto", local_rank: int = 0) -> torch.device:

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megalith import hardware
 from megalith.errors import ConfigError
 from megalith.hardware import DATASHEETS, device_info, local_device_info, pick_device, to_device
 
@@ -53,6 +54,14 @@ def test_cpu_has_a_name_and_memory_but_no_peak():
     assert info.name.startswith("CPU (")
     assert info.memory_bytes > 0
     assert info.peak("fp32") is None
+
+
+def test_memory_of_a_container_is_its_limit(monkeypatch, tmp_path):
+    machine, limit = hardware.host_memory_bytes(), tmp_path / "memory.max"
+    monkeypatch.setattr(hardware, "CONTAINER_LIMITS", (str(tmp_path / "none"), str(limit)))
+    for written, memory in (("max\n", machine), ("1000000\n", 10**6), (f"{2**63 - 4096}\n", machine)):
+        limit.write_text(written)
+        assert hardware.host_memory_bytes() == memory
 
 
 def test_table_figures_are_consistent_across_dtypes():

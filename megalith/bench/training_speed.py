@@ -36,7 +36,9 @@ from megalith.bench import step_breakdown
 from megalith.bench.bench_options import add_result_options, append_result, workload_parser
 from megalith.bench.corpus_text import build_dataset
 from megalith.bench.workloads import DEGREES, LAYOUTS, layout_of, run_tree
+from megalith.config import RunConfig
 from megalith.errors import ConfigError
+from megalith.hardware import pick_device
 from megalith.parallel.pipeline.schedules import Kind
 from megalith.parallel.pipeline.timeline import TIMELINE_FILE, Timeline, read_timeline
 
@@ -137,6 +139,20 @@ def check_devices(processes: int) -> None:
         )
 
 
+def check_memory(config: RunConfig, processes: int) -> None:
+    """Warn before a run on the CPU that this machine is not expected to have the memory for; the run's output is kept.
+
+    Raises:
+        ConfigError: the weights and optimizer states alone exceed this machine's memory.
+    """
+    from megalith.planner.fit import warnings_on_cpu
+    from megalith.training.build import prepare
+
+    if pick_device(config.runtime.device).type == "cpu":
+        for warning in warnings_on_cpu(prepare(config, processes).config, processes):
+            print(warning, file=sys.stderr, flush=True)
+
+
 def show(args: argparse.Namespace, name: str, result: dict[str, Any]) -> None:
     """Print a run's figures, and append them to --results."""
     figures = " | ".join(
@@ -232,6 +248,7 @@ def run_training(
     run_file, output = folder / "run.yaml", folder / "run"
     tree["train"] = {**tree["train"], "output_dir": str(output)}
     run_file.write_text(yaml.safe_dump(tree))
+    check_memory(RunConfig.load(str(run_file), list(options)), processes)
     command = [sys.executable, "-m", "megalith", program, str(run_file), "--nproc", str(processes), *options]
     returncode, printed = run_logged(command, folder / "printed.txt")
     metrics = output / "metrics.jsonl"

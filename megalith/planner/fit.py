@@ -1,14 +1,16 @@
 """Checks that compare a job's expected memory with the memory of its devices.
 
 `plan show` prints the result; `train --dry-run --device` and `launch --device` fail if the job does not fit. A training
-run fails only if the weights and the optimizer state alone, which are exact, exceed a device's memory. If only the full
-estimate exceeds it, the run prints a warning and starts.
+run fails only if the weights and the optimizer state alone, which are exact, exceed a device's memory, or on a CPU the
+machine's. If only the full estimate exceeds it, the run prints a warning and starts.
 """
 
 from __future__ import annotations
 
 from megalith.config import RunConfig
+from megalith.config.rules.auto_settings import Machine
 from megalith.errors import ConfigError
+from megalith.hardware import host_memory_bytes
 from megalith.planner.layout import Layout, build_layout
 from megalith.planner.memory import MemoryEstimate
 from megalith.planner.memory_choices import with_auto
@@ -58,6 +60,34 @@ def memory_warnings(layout: Layout, memory: int, device: str = "a GPU here") -> 
     return [
         f"warning: {estimate.total / GB:.1f} GB are expected on the fullest of {layout.world_size} "
         f"processes, but {device} has only {memory / GB:.1f} GB; {_search_hint(layout)}"
+    ]
+
+
+def warnings_on_cpu(config: RunConfig, world_size: int) -> list[str]:
+    """Return a warning if processes that train on the CPU of this machine, all of a job, are not expected to fit it.
+
+    Raises:
+        ConfigError: the weights and optimizer states alone exceed this machine's memory.
+    """
+    memory = host_memory_bytes()
+    if memory is None:
+        return []
+    layout = build_layout(with_auto(config, world_size, Machine())[0], world_size)
+    estimates = [layout.stage_of(rank).memory for rank in range(world_size)]
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    short = f"but this machine has only {memory / GB:.1f} GB of memory"
+    state = sum(estimate.weights + estimate.optimizer for estimate in estimates)
+    if state > memory:
+        raise ConfigError(
+            f"weights and optimizer state alone take {state / GB:.1f} GB in {processes} on the CPU, {short}; use a "
+            "smaller model, or a machine with more memory or a GPU"
+        )
+    total = sum(estimate.total for estimate in estimates)
+    if total <= memory:
+        return []
+    return [
+        f"warning: {total / GB:.1f} GB are expected in {processes} on the CPU, {short}; lower "
+        "train.micro_batch_size or data.seq_length, or use a smaller model"
     ]
 
 

@@ -40,7 +40,7 @@ from megalith.launch.lock import OutputLock, check_output_dir
 from megalith.local_shards import local
 from megalith.parallel.apply import apply
 from megalith.parallel.pipeline.pipeline_rules import check_layout
-from megalith.planner.fit import memory_warnings, require_fit
+from megalith.planner.fit import memory_warnings, require_fit, warnings_on_cpu
 from megalith.planner.layout import Layout, build_layout
 from megalith.planner.layout_text import layout_text
 from megalith.planner.memory_choices import with_auto
@@ -88,7 +88,12 @@ def check_job(
     if note := _forbidden_machines(prepared, world_sizes, nproc):
         print(wrap_paragraph(note), flush=True)
     device = pick_device(config.runtime.device, nproc - 1)
-    if device.type == "cuda" and (memory := largest_gpu_memory()):
+    if config.train.skip_train:
+        pass  # there is no optimizer state
+    elif device.type == "cpu" and one_machine:
+        for warning in warnings_on_cpu(prepared, world_size):
+            print(wrap_paragraph(warning), flush=True)
+    elif device.type == "cuda" and (memory := largest_gpu_memory()):
         machine = Machine(nproc, compiled=True, memory=memory, ranks=world_size)
         layout = build_layout(with_auto(prepared, world_size, machine)[0], world_size)
         for warning in memory_warnings(layout, memory):

@@ -38,7 +38,7 @@ from megalith.launch.restart import (
 from megalith.launch.signals import StopSignals
 from megalith.launch.spare import wait_as_spare
 from megalith.parallel.apply import compiles
-from megalith.planner.fit import memory_warnings
+from megalith.planner.fit import memory_warnings, warnings_on_cpu
 from megalith.planner.layout import build_layout
 from megalith.planner.memory_choices import with_auto
 from megalith.planner.micro_batches import micro_batch_notes
@@ -193,6 +193,8 @@ class _Job:
         notes += chosen + overlap_notes(config, compiles(config, device)) + host_notes(config, machine)
         if machine.memory and writes:
             notes += memory_warnings(build_layout(config, process.world_size), machine.memory)
+        elif device.type == "cpu" and writes and process.world_size == process.local_world_size:
+            notes += warnings_on_cpu(config, process.world_size)
         mesh = build_run_mesh(config, process.world_size, device.type)
         resuming = self.resuming or (restart.generation > 0 and process.is_first and has_saved(config))
         if any_rank(resuming, mesh.world):

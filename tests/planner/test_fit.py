@@ -1,17 +1,20 @@
-"""A job that its GPUs have no memory for is refused, or warned of, before a process starts."""
+"""A job that its GPUs, or its CPU's machine, have no memory for is refused, or warned of, before a process starts."""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 import megalith
+from megalith.bench import training_speed
 from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.config.rules.auto_settings import Machine
 from megalith.errors import ConfigError
+from megalith.planner import fit
 from megalith.planner.fit import fullest_stage
 from megalith.planner.layout import build_layout
 from megalith.training import precheck, training_job
@@ -107,6 +110,56 @@ def test_a_process_refuses_and_warns_before_it_makes_the_model(run_file, capsys,
     )
     megalith.train(config)
     assert "warning: " in text(capsys)
+
+
+def test_a_cpu_refuses_and_warns_by_the_memory_of_all_its_processes(run_file, capsys, monkeypatch):
+    config = RunConfig.load(run_file(SMALL), ["--runtime.device", "cpu"])
+    stages = [fullest_stage(build_layout(precheck.prepare(config, ranks).config, ranks)) for ranks in (1, 2)]
+
+    def checked(memory: int, ranks: int = 2) -> str:
+        monkeypatch.setattr(fit, "host_memory_bytes", lambda: memory)
+        precheck.check_job(config, [ranks], ranks, one_machine=True)
+        return text(capsys)
+
+    one, most = stages
+    assert "warning" not in checked(2 * most.total)
+    assert "are expected in 2 processes on the CPU, but this machine has only" in checked(2 * most.total - 1)
+    with pytest.raises(
+        ConfigError, match=r"state alone take .* GB in 2 processes on the CPU, but this machine"
+    ):
+        checked(2 * (most.weights + most.optimizer) - 1)
+    monkeypatch.setattr(training_job, "Run", None)
+    with pytest.raises(ConfigError, match="in 1 process on the CPU"):
+        checked(one.weights + one.optimizer - 1, 1)
+    with pytest.raises(ConfigError, match="in 1 process on the CPU"):
+        megalith.train(config)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_evaluation_needs_no_memory_for_an_optimizer(run_file, tmp_path, monkeypatch, device):
+    config = RunConfig.load(run_file(SMALL), ["--runtime.device", "cpu"])
+    megalith.train(config)
+    monkeypatch.setattr(fit, "host_memory_bytes", lambda: 1)
+    monkeypatch.setattr(precheck, "largest_gpu_memory", lambda: 1)
+    monkeypatch.setattr(precheck, "pick_device", lambda *_: torch.device(device))
+    with pytest.raises(ConfigError, match="weights and optimizer state alone"):
+        precheck.check_job(config, [1], 1, one_machine=True)
+    evaluated = {"train.skip_train": True, "checkpoint.load": str(tmp_path / "out")}
+    precheck.check_job(config.with_settings(evaluated), [1], 1, one_machine=True)
+
+
+def test_a_benchmark_on_a_cpu_without_the_memory_warns_before_it_starts(run_file, capsys, monkeypatch):
+    tree = yaml.safe_load(Path(run_file(SMALL)).read_text())
+    tree["runtime"] = {"device": "cpu"}
+    config = RunConfig.from_tree(tree)
+    most = fullest_stage(build_layout(precheck.prepare(config, 1).config, 1))
+    monkeypatch.setattr(fit, "host_memory_bytes", lambda: most.total - 1)
+    monkeypatch.setattr(training_speed, "run_logged", lambda *_: (1, text(capsys)))
+    _, printed = training_speed.run_training(tree, Path(run_file(SMALL)).parent, 1)
+    assert "failed with 1: warning: 0.0 GB are expected in 1 process on the CPU" in printed
+    monkeypatch.setattr(fit, "host_memory_bytes", lambda: most.weights)
+    with pytest.raises(ConfigError, match="weights and optimizer state alone"):
+        training_speed.run_training(tree, Path(run_file(SMALL)).parent, 1)
 
 
 def test_the_sentence_of_plan_show_and_its_json_agree(run_file, capsys):
