@@ -6,8 +6,8 @@
 The server has random weights and a tokenizer of made-up tokens. The clients run in another process. Each sends its
 requests one after the other; all completions have `--new-tokens` tokens. Prints a line of JSON per number of clients:
 `ratio` is the server's tokens per second over the engine's, `first_token_ms` is the median time to a stream's first
-token, and `http_us_per_token` and `engine_us_per_token` are the CPU times of the server's two threads;
-`batch_us_per_token` is the CPU time of the batch.
+token, and `http_us_per_token` and `engine_us_per_token` are the CPU times of the server's process and of the engine's
+main thread; `batch_us_per_token` is the CPU time of the batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import os
 import statistics
 import subprocess
 import sys
@@ -35,8 +37,8 @@ from megalith.data.tokenizers.tokenizer import TokenizerPaths
 from megalith.generation.engine import Engine
 from megalith.generation.live_engine import LiveEngine
 from megalith.generation.requests import Sampling
-from megalith.serve.http_server import HttpServer
-from megalith.serve.openai_service import Access, OpenAiService
+from megalith.serve.http_process import HttpProcess, ServerSettings
+from megalith.serve.openai_service import Access
 
 
 def main() -> None:
@@ -93,32 +95,31 @@ def measure(
     synchronize(args.device)
     batch, batch_cpu = tokens / (time.perf_counter() - start), time.thread_time() - cpu
     live = LiveEngine(engine, (tokenizer.eod,), tokenizer.vocab_size)
-    service = OpenAiService(live, tokenizer, None, "bench", Access(max_requests=count + 1))
-    server = HttpServer(service)
-    server.start()
+    settings = ServerSettings("127.0.0.1", 0, "bench", tokenizer, Access(max_requests=count + 1))
     engine_seconds: list[float] = []
+    with HttpProcess() as server:
+        url = server.start(settings, live)
 
-    def run() -> None:
-        live.run()
-        engine_seconds.append(time.thread_time())
+        def run() -> None:
+            server.run(live)
+            engine_seconds.append(time.thread_time())
 
-    thread = Thread(target=run)
-    thread.start()
-    job = {"port": server.port, "prompts": prompts, "clients": clients}
-    job |= {"new_tokens": args.new_tokens, "stream": args.stream}
-    before = http_seconds(server)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "job.json"
-            path.write_text(json.dumps(job), encoding="utf-8")
-            program = "from megalith.bench.serving_speed import run_clients; run_clients({!r})"
-            words = [sys.executable, "-c", program.format(str(path))]
-            ended = subprocess.run(words, capture_output=True, text=True, check=True)
-        http = http_seconds(server) - before
-    finally:
-        live.close()
-        thread.join()
-        server.close()
+        thread = Thread(target=run)
+        thread.start()
+        job = {"port": int(url.rpartition(":")[2]), "prompts": prompts, "clients": clients}
+        job |= {"new_tokens": args.new_tokens, "stream": args.stream}
+        before = processor_seconds(server.pid)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "job.json"
+                path.write_text(json.dumps(job), encoding="utf-8")
+                program = "from megalith.bench.serving_speed import run_clients; run_clients({!r})"
+                words = [sys.executable, "-c", program.format(str(path))]
+                ended = subprocess.run(words, capture_output=True, text=True, check=True)
+            http = processor_seconds(server.pid) - before
+        finally:
+            live.close()
+            thread.join()
     seen = json.loads(ended.stdout)
     served = tokens / seen["seconds"]
     return dict(
@@ -132,13 +133,13 @@ def measure(
     )
 
 
-def http_seconds(server: HttpServer) -> float:
-    """Return the CPU time that the HTTP thread has used so far."""
-
-    async def used() -> float:
-        return time.thread_time()
-
-    return asyncio.run_coroutine_threadsafe(used(), server.loop).result()
+def processor_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used so far, on Linux; NaN elsewhere."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_clients(path: str) -> None:

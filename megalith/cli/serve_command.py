@@ -15,9 +15,13 @@ from megalith.errors import ConfigError, printable
 from megalith.launch.signals import handled_stop_signals
 
 if TYPE_CHECKING:
+    from megalith.data.tokenizers.tokenizer import Tokenizer
     from megalith.generation.engine import Engine
     from megalith.generation.engine_model import SlotSizes
+    from megalith.generation.live_engine import LiveEngine
     from megalith.models.transformer import Transformer
+    from megalith.serve.chat_format import ChatFormat
+    from megalith.serve.http_process import HttpProcess
 
 DEFAULT_RANK = 16
 DEFAULT_LENGTH = 4096
@@ -90,6 +94,24 @@ def run_serve(args: Arguments) -> int:
         from megalith.launch.launcher import launch
 
         return launch(args.nproc, ["-m", "megalith", "serve", *without_nproc(args)])
+    from megalith.launch.launcher import this_process
+    from megalith.serve.http_process import HttpProcess
+
+    process, split = this_process(), args.tensor_model_parallel_size
+    if process.world_size == 1 != split:
+        raise ConfigError(
+            f"--tensor-model-parallel-size is {split}, but there is one process; start {split} processes with "
+            f"--nproc {split}"
+        )
+    key = _read_key(args.api_key_file)
+    if not process.is_first:
+        return _serve_ranks(args, None, None)
+    with HttpProcess() as server:
+        return _serve_ranks(args, server, key)
+
+
+def _serve_ranks(args: Arguments, server: HttpProcess | None, key: str | None) -> int:
+    """Load the model, and run this rank's engine. The first rank has the process of the server."""
     from megalith.data.chat.chat_template import template_of
     from megalith.generation.grammar import GrammarCompiler
     from megalith.generation.live_engine import LiveEngine
@@ -99,12 +121,6 @@ def run_serve(args: Arguments) -> int:
     from megalith.training.loading import load_with_tokenizer
 
     process, split = this_process(), args.tensor_model_parallel_size
-    if process.world_size == 1 != split:
-        raise ConfigError(
-            f"--tensor-model-parallel-size is {split}, but there is one process; start {split} processes with "
-            f"--nproc {split}"
-        )
-    key = _read_key(args.api_key_file)
     device, is_alone = pick_device(args.device, process.local_rank), process.world_size == 1
     model, tokenizer = load_with_tokenizer(
         args.checkpoint, device if is_alone else "cpu", show_progress=process.is_first
@@ -126,14 +142,14 @@ def run_serve(args: Arguments) -> int:
     if is_alone:
         engine, options = _single_process_engine(model, sizes, adapters), dict(load_adapter=adapters.load)
         live = LiveEngine(engine, stop, tokenizer.vocab_size, grammars=grammars, **options)
-        return _serve(args, live, tokenizer, chat, key)
+        return _serve(args, server, live, tokenizer, chat, key)
     init_distributed(device)
     try:
         engine, group = _engine_of_ranks(model, sizes, device, split, adapters)
         live = LiveEngine(engine, stop, tokenizer.vocab_size, group, grammars, load_adapter=adapters.load)
         del model
         if process.is_first:
-            return _serve(args, live, tokenizer, chat, key)
+            return _serve(args, server, live, tokenizer, chat, key)
         for number in handled_stop_signals():  # the first rank ends the others
             signal.signal(number, signal.SIG_IGN)
         live.follow()
@@ -265,24 +281,31 @@ def _engine_of_ranks(model: Transformer, sizes: dict[str, Any], device, split: i
     return engine, mesh.world
 
 
-def _serve(args: Arguments, live, tokenizer, chat, key: str | None) -> int:
+def _serve(
+    args: Arguments,
+    server: HttpProcess,
+    live: LiveEngine,
+    tokenizer: Tokenizer,
+    chat: ChatFormat | None,
+    key: str | None,
+) -> int:
     """Listen for requests, and run the engine until a signal arrives."""
-    from megalith.serve.http_server import HttpServer
-    from megalith.serve.openai_service import LOOPBACK, Access, OpenAiService
-    from megalith.serve.served_adapters import ServedAdapter, ServedAdapters
+    from megalith.serve.http_process import ServerSettings
+    from megalith.serve.openai_service import LOOPBACK, Access
+    from megalith.serve.served_adapters import ServedAdapter
 
     is_local = args.host in LOOPBACK_HOSTS
     access = Access(key, LOOPBACK if is_local else None, args.max_requests)
     name = _served_name(args)
     loaded = [ServedAdapter(*value.partition("=")[::2], slot) for slot, value in enumerate(args.adapter, 1)]
-    adapters = ServedAdapters(live, name, loaded, args.allow_runtime_lora_updating)
-    service = OpenAiService(live, tokenizer, chat, name, access, grammars=live.grammars, adapters=adapters)
-    server = HttpServer(service, args.host, args.port, report=lambda line: print(printable(line), flush=True))
-    server.start()
+    settings = ServerSettings(
+        args.host, args.port, name, tokenizer, access, args.tool_call_format, loaded, args.allow_runtime_lora_updating
+    )  # fmt: skip
+    url = server.start(settings, live)
     handlers = {number: signal.signal(number, lambda *_: live.close()) for number in handled_stop_signals()}
     engine = live.engine
     print(
-        f"serving {printable(name)} at {server.url}/v1: {engine.max_rows} rows of {engine.max_tokens:,} tokens"
+        f"serving {printable(name)} at {url}/v1: {engine.max_rows} rows of {engine.max_tokens:,} tokens"
         + ("" if chat is None else ", with chat" + (" and tools" if chat.supports_tools else "")),
         flush=True,
     )
@@ -291,9 +314,8 @@ def _serve(args: Arguments, live, tokenizer, chat, key: str | None) -> int:
     if not is_local and key is None:
         print("warning: anyone who can reach this address can use the model; set --api-key-file", flush=True)
     try:
-        live.run()
+        server.run(live)
     finally:
-        server.close()
         if (metrics := engine.take_draft_metrics()) is not None:
             print(f"speculative decoding: {metrics}", flush=True)
         for number, handler in handlers.items():

@@ -29,6 +29,7 @@ from megalith.generation.engine_rows import EngineRows
 from megalith.generation.exact_cache import ExactDecode, ExactPrefill
 from megalith.generation.logits_state import LogitsState
 from megalith.generation.mtp_drafter import MTPDrafter
+from megalith.generation.noise_keys import noise_keys
 from megalith.generation.prefill_passes import PrefillPasses
 from megalith.generation.prefix_reuse import PrefixReuse
 from megalith.generation.requests import (
@@ -37,7 +38,6 @@ from megalith.generation.requests import (
     Sampling,
     check_keys,
     make_sequences,
-    noise_keys,
 )
 from megalith.generation.running_batch import RunningBatch
 from megalith.generation.speculation import (

@@ -24,43 +24,16 @@ from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import ConfigError, MegalithError
 from megalith.generation.engine import Engine
 from megalith.generation.grammar import GrammarCompiler
+from megalith.generation.live_request import LiveRequest, OnTokens, check_requests
 from megalith.generation.logits_processing import OFF, LogitsProcessing
-from megalith.generation.requests import RowSequence, Sampling, check_prompt, noise_key
+from megalith.generation.noise_keys import noise_key
+from megalith.generation.requests import RowSequence, Sampling
 from megalith.generation.running_batch import KvCache, RunningBatch
 
 HEARTBEAT = 20.0  # seconds after which idle ranks exchange a message, so that no collective times out
 
 LoadAdapter = Callable[[str], Mapping[str, tuple[Tensor, Tensor]]]
 """Function that returns the A and B of the adapter in a folder, as `Engine.set_adapter` takes them."""
-OnTokens = Callable[[list[int], list[float], str | None], None]
-"""Callback that receives new ids, their log-probabilities, and the reason of the end (stop, length or closed), None
-before the end."""
-
-
-@dataclass(frozen=True)
-class LiveRequest:
-    """A prompt, and the settings of its completion (see Sampling)."""
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    key: int = 0
-    """Number that its samples depend on in addition to the seed, 0 to 2^63 - 1. In a batch call it is 2^16 times the
-    prompt's key plus the completion's number."""
-    ignores_stop: bool = False
-    """Continue after stop ids."""
-    processing: LogitsProcessing = OFF
-    adapter: int = 0
-    """Slot of its adapter in the engine. 0: none."""
-
-    @property
-    def settings(self) -> tuple[float, float, float, float]:
-        """Sampling settings of the request's row."""
-        return float(self.temperature), float(self.top_k), float(self.top_p), float(self.min_p)
 
 
 @dataclass
@@ -111,6 +84,8 @@ class LiveEngine:
         self.sampled_version = engine.version
         """Version of the weights that sampled the ids of the current callback."""
         self.grammars = grammars
+        self.on_delivered: Callable[[], None] = lambda: None
+        """Called by the thread of `run` after the callbacks of a window."""
         self.engine, self._load_adapter = engine, load_adapter
         self._stop, self._group = frozenset(stop), group
         self._sampling = Sampling(stop=tuple(stop), vocab_size=vocab_size, by_row=True)
@@ -132,20 +107,7 @@ class LiveEngine:
         Raises:
             ConfigError: if a request does not fit the engine, or the engine is closed.
         """
-        for request in requests:
-            engine = self.engine
-            Sampling(
-                request.max_new_tokens, request.temperature, request.top_k, request.top_p, request.min_p, request.seed
-            ).check()  # fmt: skip
-            request.processing.check(engine.config.vocab_size)
-            check_prompt(0, request.prompt, request.max_new_tokens, engine.config, engine.max_tokens)
-            if not 0 <= request.adapter <= engine.slots:
-                raise ConfigError(
-                    f"a request names adapter {request.adapter}, but the engine has {engine.slots} slots for "
-                    "adapters; load the adapter first"
-                )
-            if not 0 <= request.key < 2**63:
-                raise ConfigError(f"the key of a request is {request.key}; it must be from 0 to 2^63 - 1")
+        check_requests(requests, self.engine)
         with self._changed:
             if self._is_over:
                 raise ConfigError("the engine is closed; send the request to a running one")
@@ -211,6 +173,11 @@ class LiveEngine:
             self._changed.notify()
 
     @property
+    def is_over(self) -> bool:
+        """True once the engine is closed."""
+        return self._is_over
+
+    @property
     def open_requests(self) -> int:
         """Number of requests that have not ended."""
         return len(self._tickets) + len(self._inbox.added)
@@ -274,6 +241,7 @@ class LiveEngine:
             request.ignores_stop,
             processing,
             request.adapter,
+            request.reports_once,
         ]
 
     def _window(self, batch: RunningBatch, commands: dict[str, Any] | None) -> bool:
@@ -303,11 +271,13 @@ class LiveEngine:
             ignores_stop,
             values,
             adapter,
+            reports_once,
         ) in commands["added"]:
             if replica == self._replica:
                 stop = frozenset() if ignores_stop else self._stop
                 sequence = RowSequence(number, ids, prompt_index, 0, limit, stop, noise=noise)
                 sequence.sampling, sequence.adapter = tuple(settings), adapter
+                sequence.reports_once = reports_once
                 if values is not None:
                     compile_grammar = None if self.grammars is None else self.grammars.compile
                     sequence.processing = LogitsProcessing.from_json(values, compile_grammar)
@@ -346,6 +316,10 @@ class LiveEngine:
             if sequence.ended:
                 reason = "stop" if sequence.stopped else "length"
                 self._sequences.pop(sequence.number, None)
+            if sequence.reports_once:
+                if reason is None:
+                    continue
+                ids = sequence.ids
             begin = len(sequence.ids) - len(ids)
             version = sequence.versions[-1] if ids else self.engine.version
             events.append([sequence.number, ids, sequence.logprobs[begin:], reason, version])
@@ -363,6 +337,7 @@ class LiveEngine:
                 if reason is not None:
                     del self._tickets[number]
                 ticket.on_tokens(ids, logprobs, reason)
+        self.on_delivered()
 
     def _end_all(self) -> None:
         tickets, self._tickets = self._tickets, {}

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.generation.logits_processing import OFF, LogitsProcessing, TokenMask
 from megalith.generation.stop_strings import StopStrings, StopWatch
-from megalith.ops.dropout import token_keys
 
 MAX_GENERATIONS, MAX_KEYS = 2**16, 2**47
 
@@ -112,6 +110,7 @@ class RowSequence:
     masks: list[TokenMask] = field(default_factory=list)
     stop_watch: StopWatch | None = None
     adapter: int = 0  # slot of its adapter, 0 for none
+    reports_once: bool = False  # see LiveRequest
     is_cancelled: bool = False
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float]) -> int:
@@ -222,27 +221,6 @@ def check_prompt(
                 f"prompt {number} has {len(prompt)} tokens and up to {new_tokens} follow, {longest} in all, but "
                 f"{text.format(limit)}; lower max_new_tokens, or shorten the prompt"
             )
-
-
-def noise_keys(seed: int, stream_keys: Sequence[int]) -> list[int]:
-    """Return the keys of the sampling noise of completions with these stream keys."""
-    samples = torch.tensor(stream_keys, dtype=torch.int64)  # may be empty on a replica
-    return token_keys(seed, samples, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
-
-
-def noise_key(seed: int, stream_key: int) -> int:
-    """Return `noise_keys(seed, [stream_key])[0]`. Plain Python, because tensor operations take longer for one key."""
-    low, high = stream_key & 0xFFFFFFFF, stream_key >> 32 & 0xFFFFFFFF
-    sample = _mix(low ^ _mix(high ^ (seed * 0x9E3779B1 & 0xFFFFFFFF)))
-    key = _mix(sample ^ _mix(0x632BE5AB))
-    return key - (1 << 32) if key >= 1 << 31 else key
-
-
-def _mix(h: int) -> int:
-    """Apply Murmur3's finalizer to 32 bits."""
-    h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return h ^ h >> 16
 
 
 def check_keys(keys: Sequence[int], prompts: int, num_generations: int) -> None:

@@ -24,7 +24,7 @@ from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.generation.choice_text import ChoiceText
 from megalith.generation.grammar import GrammarCompiler, json_grammar
-from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.live_request import LiveRequest, OnTokens
 from megalith.generation.logits_processing import OFF, LogitsProcessing, bad_word_ids
 from megalith.generation.requests import MAX_GENERATIONS, MAX_KEYS
 from megalith.serve.chat_format import ChatFormat
@@ -32,6 +32,7 @@ from megalith.serve.event_relay import EventRelay
 from megalith.serve.http_server import HttpError, HttpRequest, HttpResponse
 from megalith.serve.openai_requests import CompletionRequest, parse_request, read_json
 from megalith.serve.openai_responses import DONE, ResponseWriter
+from megalith.serve.remote_engine import ServedEngine
 from megalith.serve.served_adapters import ServedAdapters
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
@@ -126,7 +127,7 @@ class OpenAiService:
 
     def __init__(
         self,
-        live: LiveEngine,
+        live: ServedEngine,
         tokenizer: Tokenizer,
         chat: ChatFormat | None,
         name: str,
@@ -308,7 +309,7 @@ class _Choices:
 
     def __init__(
         self,
-        live: LiveEngine,
+        live: ServedEngine,
         tokenizer: Tokenizer,
         chat: ChatFormat | None,
         conversation: Any,
@@ -336,28 +337,20 @@ class _Choices:
         request, room = self._request, self._live.engine.max_tokens
 
         # Without a stream and stops of its own, a choice is of interest when it has ended.
-        reads_each = request.stream or request.stop or request.stop_token_ids
+        reports_once = not (request.stream or request.stop or request.stop_token_ids)
 
-        def callback(index: int) -> Callable:
-            all_ids: list[int] = []
-            all_logprobs: list[float] = []
-
-            def on_tokens(ids: list[int], logprobs: list[float], reason: str | None) -> None:
-                if not reads_each:
-                    all_ids.extend(ids)
-                    all_logprobs.extend(logprobs)
-                    if reason is None:
-                        return
-                    ids, logprobs = all_ids, all_logprobs
-                self._mailbox.put((index, ids, logprobs, reason))
-
-            return on_tokens
+        def callback(index: int) -> OnTokens:
+            return lambda ids, logprobs, reason: self._mailbox.put((index, ids, logprobs, reason))
 
         for at, prompt in enumerate(self._prompts):
             limit = request.max_tokens or max(1, room - len(prompt.ids))
             indices = range(at * request.n, (at + 1) * request.n)
             requests = [
-                replace(self._conversation.live_request(request, prompt, index, limit), adapter=adapter)
+                replace(
+                    self._conversation.live_request(request, prompt, index, limit),
+                    adapter=adapter,
+                    reports_once=reports_once,
+                )
                 for index in indices
             ]
             self._request_ids += self._live.submit(requests, list(map(callback, indices)))

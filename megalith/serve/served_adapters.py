@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.errors import printable
-from megalith.generation.live_engine import LiveEngine
 from megalith.serve.http_server import HttpError
+from megalith.serve.remote_engine import ServedEngine
 
 LOAD_FIELDS = {"lora_name": str, "lora_path": str, "load_inplace": bool}
 UNLOAD_FIELDS = {"lora_name": str}
@@ -33,7 +33,7 @@ class ServedAdapters:
     """Adapters by name. All methods run in the server's event loop."""
 
     def __init__(
-        self, live: LiveEngine, base: str, adapters: Iterable[ServedAdapter] = (), may_change: bool = False
+        self, live: ServedEngine, base: str, adapters: Iterable[ServedAdapter] = (), may_change: bool = False
     ):
         """Serve adapters that the engine has in its slots.
 

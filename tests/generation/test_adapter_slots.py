@@ -16,7 +16,7 @@ from megalith.bridge.adapters.open_adapters import fingerprint_of
 from megalith.errors import CheckpointError, ConfigError
 from megalith.generation.engine import Engine
 from megalith.generation.engine_model import SlotSizes
-from megalith.generation.live_engine import LiveRequest
+from megalith.generation.live_request import LiveRequest
 from megalith.generation.requests import MAX_GENERATIONS, Completion, Sampling
 from megalith.generation.speculation import Speculation
 from megalith.models import adapter_slots

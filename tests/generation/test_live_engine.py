@@ -7,7 +7,8 @@ from generation.brief_training import chains, trained_model
 from generation.engine_job import live_tokens
 
 from megalith.errors import ConfigError
-from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.live_engine import LiveEngine
+from megalith.generation.live_request import LiveRequest
 from megalith.generation.requests import MAX_GENERATIONS, Sampling
 from megalith.generation.sync import engine_for
 
@@ -35,7 +36,7 @@ def expected(model) -> list[tuple[list[int], list[float]]]:
 
 def requests() -> list[LiveRequest]:
     return [
-        LiveRequest(prompt, 12, *settings, seed=4, key=number * MAX_GENERATIONS)
+        LiveRequest(prompt, 12, *settings, seed=4, key=number * MAX_GENERATIONS, reports_once=number % 3 == 0)
         for number, (prompt, settings) in enumerate(zip(CHAINS, SETTINGS))
     ]
 
@@ -50,11 +51,13 @@ def test_requests_get_the_tokens_of_a_batch_call_of_their_own(model, expected):
     """With settings that differ, some of them submitted while others run and one cancelled among them."""
     live = LiveEngine(engine_for(model, max_rows=3, max_tokens=96), stop=(3,))
     results, ended, seen = [([], []) for _ in CHAINS], [Event() for _ in CHAINS], []
+    calls = [0] * len(CHAINS)
 
     def callback(number: int):
         def on_tokens(ids, logprobs, reason):
             results[number][0].extend(ids)
             results[number][1].extend(logprobs)
+            calls[number] += 1
             if reason is not None:
                 assert reason == ("stop" if ids[-1] == 3 else "length")
                 ended[number].set()
@@ -75,6 +78,7 @@ def test_requests_get_the_tokens_of_a_batch_call_of_their_own(model, expected):
     thread.join()
     for (ids, logprobs), (their_ids, their_logprobs) in zip(results, expected):
         assert ids == their_ids and logprobs == pytest.approx(their_logprobs, abs=1e-4)
+    assert calls[0::3] == [1] * 4 and sum(calls) > 2 * len(calls)
     assert live.open_requests == 0 and len(seen) < 90 and all(reason is None for *_, reason in seen)
 
 

@@ -13,7 +13,8 @@ from megalith.config import ModelConfig
 from megalith.data.pairs import DECODER_START
 from megalith.data.tokenizers.plain import ByteTokenizer
 from megalith.errors import ConfigError
-from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.live_engine import LiveEngine
+from megalith.generation.live_request import LiveRequest
 from megalith.generation.logits_processing import LogitsProcessing, bad_word_ids
 from megalith.generation.requests import MAX_GENERATIONS, Sampling
 from megalith.generation.sampling import complete

@@ -12,7 +12,8 @@ from generation.engine_job import turns_over_tensor_ranks
 
 from megalith.config import ModelConfig
 from megalith.generation.engine import Engine
-from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.live_engine import LiveEngine
+from megalith.generation.live_request import LiveRequest
 from megalith.generation.requests import MAX_GENERATIONS, Sampling
 from megalith.generation.sync import engine_for
 from megalith.models.init import initialize

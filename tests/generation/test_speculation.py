@@ -11,7 +11,8 @@ from generation.engine_job import EXPERTS, speculative_over_tensor_ranks
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
-from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.live_engine import LiveEngine
+from megalith.generation.live_request import LiveRequest
 from megalith.generation.requests import Sampling
 from megalith.generation.sampling import complete
 from megalith.generation.speculation import NO_DRAFT, Speculation, accepted_tokens, ngram_drafts

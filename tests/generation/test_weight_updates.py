@@ -8,7 +8,8 @@ from generation.brief_training import chains, scored, trained_model
 from generation.engine_job import updated_over_ranks
 
 from megalith.errors import ConfigError
-from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.live_engine import LiveEngine
+from megalith.generation.live_request import LiveRequest
 from megalith.generation.requests import Sampling
 from megalith.generation.speculation import Speculation
 from megalith.generation.sync import engine_for, sync

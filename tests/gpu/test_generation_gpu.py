@@ -11,7 +11,8 @@ from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.tokenizers.plain import ByteTokenizer
 from megalith.generation.engine import Engine
 from megalith.generation.engine_model import SlotSizes
-from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.live_engine import LiveEngine
+from megalith.generation.live_request import LiveRequest
 from megalith.generation.logits_processing import LogitsProcessing
 from megalith.generation.requests import MAX_GENERATIONS, Sampling
 from megalith.generation.speculation import Speculation

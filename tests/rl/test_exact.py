@@ -33,7 +33,8 @@ from small_policy import configuration, metrics
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
-from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.live_engine import LiveEngine
+from megalith.generation.live_request import LiveRequest
 from megalith.generation.sync import engine_for
 from megalith.parity.job import start
 from megalith.rl.grpo import train_grpo

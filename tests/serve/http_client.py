@@ -6,7 +6,7 @@ from collections.abc import Callable
 from threading import Thread
 from types import SimpleNamespace
 
-from megalith.generation.live_engine import LiveRequest
+from megalith.generation.live_request import LiveRequest
 
 
 class Client:

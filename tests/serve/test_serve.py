@@ -28,7 +28,8 @@ from megalith.generation.engine import Engine
 from megalith.generation.grammar import GrammarCompiler
 from megalith.generation.live_engine import LiveEngine
 from megalith.generation.logits_processing import LogitsProcessing, bad_word_ids
-from megalith.generation.requests import Sampling, noise_key, noise_keys
+from megalith.generation.noise_keys import noise_key, noise_keys
+from megalith.generation.requests import Sampling
 from megalith.models.init import initialize
 from megalith.models.model_types import make_model
 from megalith.serve.chat_format import ChatFormat

@@ -21,7 +21,7 @@ from megalith.data.chat.call_formats import ParsedTurn
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.generation.choice_text import ChoiceText
-from megalith.generation.live_engine import LiveRequest
+from megalith.generation.live_request import LiveRequest
 from megalith.generation.requests import MAX_GENERATIONS, Completion, Sampling
 from megalith.rl.agents.trajectory import Message, Trajectory
 from megalith.rl.agents.turn_template import TurnTemplate

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from megalith.generation.live_engine import LiveRequest
+from megalith.generation.live_request import LiveRequest
 from megalith.generation.requests import Completion, Sampling
 from megalith.rl.agents.trajectory import Trajectory
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, MegalithError
-from megalith.generation.live_engine import LiveRequest, OnTokens
+from megalith.generation.live_request import LiveRequest, OnTokens
 from megalith.generation.requests import Sampling, check_prompt
 
 if TYPE_CHECKING:
