@@ -38,6 +38,12 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
         )
         for kind in ("BertForPreTraining", "BertForMaskedLM", "BertModel", "MegatronBertForMaskedLM")
     },
+    **{
+        kind: lambda kind=kind: _encoder(
+            f"{kind}ForMaskedLM", getattr(transformers, f"{kind}Config")(**BERT, type_vocab_size=2)
+        )
+        for kind in ("Roberta", "XLMRobertaXL", "RobertaPreLayerNorm", "Ernie")
+    },
     "modernbert": lambda: _encoder(
         "ModernBertForMaskedLM",
         transformers.ModernBertConfig(
@@ -246,7 +252,8 @@ def _encoder(kind: str, config: transformers.PreTrainedConfig) -> nn.Module:
 
 
 def _ids() -> Tensor:
-    return torch.randint(1, 151, (2, 48), generator=torch.Generator().manual_seed(3))
+    """Tokens without any family's padding."""
+    return torch.randint(2, 151, (2, 48), generator=torch.Generator().manual_seed(3))
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -2,12 +2,13 @@
 back."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from default_cases import by_default
+from default_cases import by_default, in_full
 from hostile import problems, spoiled
 from models.reference import random_parameters
 from safetensors.torch import load_file, save_file
@@ -29,7 +30,11 @@ SIZES = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attentio
              max_position_embeddings=32)  # fmt: skip
 KINDS = ["BertForPreTraining", "BertForMaskedLM", "BertModel",
          "MegatronBertForPreTraining", "MegatronBertForMaskedLM", "MegatronBertModel",
-         "ModernBertForMaskedLM"]  # fmt: skip
+         "ModernBertForMaskedLM",
+         "RobertaForMaskedLM", "RobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaModel", "CamembertForMaskedLM",
+         "CamembertModel", "Data2VecTextForMaskedLM", "Data2VecTextModel", "XLMRobertaXLForMaskedLM",
+         "XLMRobertaXLModel", "RobertaPreLayerNormForMaskedLM", "RobertaPreLayerNormModel",
+         "ErnieForPreTraining", "ErnieForMaskedLM", "ErnieModel"]  # fmt: skip
 LOCAL = dict(
     local_attention=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
 )
@@ -41,16 +46,16 @@ def reference(kind: str, **settings) -> torch.nn.Module:
         of, settings = transformers.ModernBertConfig, LOCAL | settings
         settings["hidden_activation"] = settings.pop("hidden_act", "gelu")
     else:
-        of = transformers.MegatronBertConfig if kind.startswith("Megatron") else transformers.BertConfig
+        settings = {"type_vocab_size": 2} | settings
+        of = getattr(transformers, re.sub("(ForPreTraining|ForMaskedLM|Model)$", "Config", kind))
     model = getattr(transformers, kind)._from_config(of(**SIZES | settings), attn_implementation="eager")
     return random_parameters(model)
 
 
 def batch() -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(1)
-    ids = torch.randint(
-        1, VOCAB, (3, SEQ), generator=random
-    )  # transformers leaves out the gradient of 0, [PAD]
+    # transformers leaves out the gradient of [PAD], which is 0, or 1 in RoBERTa.
+    ids = torch.randint(2, VOCAB, (3, SEQ), generator=random)
     lengths = torch.tensor(LENGTHS)[:, None]
     return dict(
         input_ids=ids,
@@ -93,7 +98,14 @@ def assert_same_function(model: Bert, expected_model: torch.nn.Module, padded_by
 
 @pytest.mark.parametrize(
     "kind",
-    by_default(KINDS, "BertForPreTraining", "BertModel", "MegatronBertForMaskedLM", "ModernBertForMaskedLM"),
+    by_default(
+        KINDS,
+        "BertForPreTraining",
+        "BertModel",
+        "MegatronBertForMaskedLM",
+        "ModernBertForMaskedLM",
+        "RobertaForMaskedLM",
+    ),
 )
 def test_there_and_back_is_bitwise_and_the_same_function(kind: str, tmp_path: Path) -> None:
     model = reference(kind, hidden_act="gelu_new" if kind == "BertForMaskedLM" else "gelu")
@@ -141,6 +153,51 @@ def test_choices_of_modernbert_are_read_and_written(settings: dict, tmp_path: Pa
     assert count == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "RobertaForMaskedLM", "XLMRobertaXLForMaskedLM"])
+@pytest.mark.parametrize("settings", by_default(
+    [
+        dict(type_vocab_size=1, hidden_act="relu", layer_norm_eps=1e-3),
+        dict(tie_word_embeddings=False, hidden_act="gelu_new", num_attention_heads=2),
+        dict(hidden_act="silu", type_vocab_size=5, hidden_dropout_prob=0.0, initializer_range=0.5),
+        dict(num_hidden_layers=1, intermediate_size=24, attention_probs_dropout_prob=0.3),
+        dict(hidden_size=48, num_attention_heads=8, num_hidden_layers=5, max_position_embeddings=26),
+        dict(hidden_act="gelu", vocab_size=203, num_attention_heads=1, tie_word_embeddings=False),
+    ],
+    dict(type_vocab_size=1, hidden_act="relu", layer_norm_eps=1e-3),
+))  # fmt: skip
+def test_choices_of_bert_and_roberta_are_read_and_written(kind: str, settings: dict, tmp_path: Path) -> None:
+    model = reference(kind, **settings)
+    model.save_pretrained(tmp_path / "hf")
+    ours = megalith.load(tmp_path / "hf")
+    ids, real = batch()["input_ids"], batch()["padding_mask"]
+    with torch.no_grad():
+        assert_close(ours(ids, padding_mask=real)[real], model(ids, attention_mask=real.long()).logits[real])
+    written, theirs = FAMILIES[kind].write_config(ours.config), model.config.to_dict()
+    assert {key: theirs[key] for key in written.keys() & theirs.keys()} | {
+        key: written[key] for key in ("architectures", "position_embedding_type")
+    } == written
+    count = count_parameters(ours.config, padded_vocab=False).total
+    unused = ours.config.untie_embeddings_and_output_weights * ours.config.vocab_size  # one of two biases
+    assert count == model.num_parameters() - unused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pad_token_id": 0}, "pad_token_id 0"),
+        ({"is_decoder": True}, "is_decoder True"),
+        ({"add_cross_attention": True}, "add_cross_attention True"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+    ],
+)
+def test_what_roberta_has_and_we_do_not_is_refused_by_its_key(change: dict, message: str) -> None:
+    tree = transformers.RobertaConfig(**SIZES).to_dict()
+    with pytest.raises(ConfigError, match=message):
+        FAMILIES["RobertaForMaskedLM"].read_config(tree | change)
+    with pytest.raises(ConfigError, match="use_task_id True"):
+        FAMILIES["ErnieModel"].read_config(transformers.ErnieConfig(use_task_id=True, **SIZES).to_dict())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -163,14 +220,20 @@ def test_what_modernbert_has_and_we_do_not_is_refused_by_its_key(change: dict, m
 
 
 @pytest.mark.parametrize(
-    "kind", ["BertForPreTraining", "MegatronBertForPreTraining", "ModernBertForMaskedLM"]
+    "kind",
+    [
+        "BertForPreTraining",
+        "MegatronBertForPreTraining",
+        "ModernBertForMaskedLM",
+        *map(in_full, ("RobertaForMaskedLM", "XLMRobertaXLForMaskedLM", "RobertaPreLayerNormForMaskedLM")),
+    ],
 )
 def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     expected_model, tokens = reference(kind), batch()
     expected_model.save_pretrained(tmp_path)
     model = megalith.load(tmp_path).requires_grad_(True)
     labels = tokens["labels"].masked_fill(tokens["loss_mask"] == 0, -100)
-    has_order = kind != "ModernBertForMaskedLM"
+    has_order = "MaskedLM" not in kind
     order = {"next_sentence_label": tokens["sentence_order"]} if has_order else {}
     expected = theirs(expected_model, tokens, labels=labels, **order).loss
     expected.backward()
@@ -178,7 +241,9 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path)
     del tokens["padding_mask"]
     inputs = TokenInputs(document_ends=tokens.pop("document_ends"))
     if not has_order:
-        del tokens["tokentype_ids"], tokens["sentence_order"]
+        del tokens["sentence_order"]
+    if kind.startswith("Modern"):
+        del tokens["tokentype_ids"]
     loss = model(**tokens, token_inputs=inputs, loss_mask=weights)
     loss.backward()
     assert torch.allclose(loss, expected, rtol=1e-5)

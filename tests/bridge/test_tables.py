@@ -277,9 +277,9 @@ def test_the_documentation_lists_every_architecture() -> None:
 def test_unknown_architectures_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"RobertaForMaskedLM, which is not supported; supported: .*, BertModel, .*, LlamaForCausalLM, ",
+        match=r"DebertaForMaskedLM, which is not supported; supported: .*, BertModel, .*, LlamaForCausalLM, ",
     ):
-        family_of({"architectures": ["RobertaForMaskedLM"]}, "x")
+        family_of({"architectures": ["DebertaForMaskedLM"]}, "x")
 
 
 @pytest.mark.parametrize(

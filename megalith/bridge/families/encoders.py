@@ -146,7 +146,7 @@ HEADS = (
 )  # heads in files of pre-training models, ignored by the smaller models
 OLD_COPIES = (
     r"^(bert\.)?embeddings\.position_ids$",
-    r"^cls\.predictions\.decoder\.bias$",
+    r"^cls\.predictions\.(decoder\.)?bias$",  # the one that the output matrix does not use
 )
 
 
@@ -158,7 +158,16 @@ def without_prefix(tensors: Mapping[str, Rule]) -> dict[str, Rule]:
     }
 
 
-BERT = Family(
+class BertFamily(Family):
+    """A family whose output matrix has its bias under another name if it is not tied to the embedding."""
+
+    def table(self, model: ModelConfig) -> Mapping[str, Rule]:
+        if not model.untie_embeddings_and_output_weights:
+            return self.tensors
+        return {**self.tensors, "lm_head.vocabulary.bias": same(self.tied.removesuffix("weight") + "bias")}
+
+
+BERT = BertFamily(
     architecture="BertForPreTraining",
     model_type="bert",
     tensors=SHARED_TENSORS | POST_NORMS,
