@@ -26,10 +26,17 @@ WRAPPERS = {
     "FunAsrNanoForConditionalGeneration": "qwen3",
     "FuyuForCausalLM": "persimmon",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Glm46VForConditionalGeneration": "glm4v_text",
+    "Glm4vForConditionalGeneration": "glm4v_text",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "GlmAsrForConditionalGeneration": "llama",
+    "GlmOcrForConditionalGeneration": "glm_ocr_text",
     "GotOcr2ForConditionalGeneration": "qwen2",
+    "Granite4VisionForConditionalGeneration": "granite4_vision_text",
+    "GraniteDoclingForConditionalGeneration": "granite_docling_text",
     "GraniteSpeechForConditionalGeneration": "granite",
     "GraniteSpeechPlusForConditionalGeneration": "granite",
+    "HunYuanVLForConditionalGeneration": "hunyuan_vl_text",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax",
     "Idefics2ForConditionalGeneration": "mistral",
     "Idefics3ForConditionalGeneration": "llama",
@@ -52,6 +59,7 @@ WRAPPERS = {
     "MusicFlamingoForConditionalGeneration": "qwen2",
     "OmniASRForConditionalGeneration": "llama",
     "Ovis2ForConditionalGeneration": "qwen2",
+    "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
     "PerceptionLMForConditionalGeneration": "llama",
     "QianfanOCRForConditionalGeneration": "qwen3",
     "Qwen2AudioForConditionalGeneration": "qwen2",
@@ -74,15 +82,39 @@ QWEN2_VL = {
     "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
     "vocab_size": 152064,
 }  # fmt: skip
-# Language models that compute as another family's on text: their model_type → that family's, and their defaults.
-ON_TEXT = {
-    "qwen2_vl_text": ("qwen2", QWEN2_VL),
-    "qwen2_5_vl_text": ("qwen2", QWEN2_VL),
-    "kimi_k2": ("deepseek_v3", {}),
-    "qwen3_vl_text": ("qwen3", {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5}),
+GLM4V = {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5}
+GRANITE_DOCLING = {
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "embedding_multiplier": 12.0, "attention_multiplier": 0.015625,
+    "residual_multiplier": 0.263, "logits_scaling": 4.0, "max_position_embeddings": 32768, "hidden_size": 1024,
+    "intermediate_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "vocab_size": 133800,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+PADDLE_OCR = {
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 131072,
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 16,
+    "vocab_size": 103424, "head_dim": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+# Language models that compute as another family's on text: their model_type → that family's, their defaults, and the
+# settings that all of them have.
+ON_TEXT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "glm4v_text": ("glm4", GLM4V, {"attention_bias": True}),
+    "glm4v_moe_text": (
+        "glm4_moe",
+        {"attention_bias": True},
+        {"use_qk_norm": False, "num_nextn_predict_layers": 0},
+    ),
+    "glm_ocr_text": ("glm4", {**GLM4V, "num_key_value_heads": 8}, {"attention_bias": False}),
+    "granite4_vision_text": ("granite", {}, {}),
+    "granite_docling_text": ("granite", GRANITE_DOCLING, {}),
+    "hunyuan_vl_text": ("hunyuan_v1_dense", {"tie_word_embeddings": True}, {}),
+    "kimi_k2": ("deepseek_v3", {}, {}),
+    "paddleocr_vl_text": ("llama", PADDLE_OCR, {"attention_bias": False, "mlp_bias": False}),
+    "qwen2_vl_text": ("qwen2", QWEN2_VL, {}),
+    "qwen2_5_vl_text": ("qwen2", QWEN2_VL, {}),
+    "qwen3_vl_text": ("qwen3", {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5}, {}),
 }
 # Positions in time, height and width (M-RoPE), which are equal on text.
-MROPE = ("mrope_section", "mrope_interleaved")
+MROPE = ("mrope_section", "mrope_interleaved", "xdrope_section")
 TOP_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")  # what the wrapper decides
 LANGUAGE = ("language_model.", "text_model.")
 LEFT_OUT = (
@@ -90,7 +122,8 @@ LEFT_OUT = (
     "visual_embeddings_table.", "high_res_vision_", "vision_embed_tokens.", "image_newline", "generation_",
     "audio_tower.", "encoder.", "acoustic_tokenizer_encoder.", "semantic_tokenizer_encoder.",
     "multi_modal_projector.", "mm_projector.", "vision_projection.", "vision_projector.", "projector.", "connector.",
-    "aligner.", "merger.", "mlp1.", "qformer.", "query_tokens", "language_projection.",
+    "aligner.", "merger.", "mlp1.", "mlp_AR.", "vit.", "layerwise_projectors.", "spatial_projectors.",
+     "qformer.", "query_tokens", "language_projection.",
 )  # fmt: skip
 # Names that transformers 5.24 saves of Kimi-K2.5's and Qianfan-OCR's language models, as if they were vision towers.
 SAVED_AS_VISION = {"model.blocks.": "model.layers.", "model.encoder.layers.": "model.layers."}
@@ -127,8 +160,18 @@ def _on_text(config: dict[str, Any]) -> dict[str, Any]:
             kept = {name: value for name, value in rope.items() if name not in MROPE}
             kinds = {name: "default" for name in ("type", "rope_type") if kept.get(name) == "mrope"}
             config = {**config, key: {**kept, **kinds}}
-    family, defaults = ON_TEXT.get(config["model_type"], (None, {}))
-    return config if family is None else {**defaults, **config, "model_type": family}
+    if config["model_type"] not in ON_TEXT:
+        return config
+    if config.get("use_bias"):
+        raise ConfigError(
+            f"config.json has text_config.use_bias {config['use_bias']!r}, but {config['model_type']} is supported "
+            "only with false; use a model without biases"
+        )
+    family, defaults, fixed = ON_TEXT[config["model_type"]]
+    size, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if family == "glm4" and type(size) is type(heads) is int and heads > 0:  # its own default is 128
+        defaults = {**defaults, "head_dim": size // heads}
+    return {**defaults, **config, **fixed, "model_type": family}
 
 
 def language_name(name: str) -> str | None:

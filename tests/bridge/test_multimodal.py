@@ -10,12 +10,17 @@ import transformers
 from default_cases import by_default
 from models.reference import random_parameters
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import megalith
 from megalith.bridge.exporter import export_hf
+from megalith.bridge.families import family_of
 from megalith.bridge.importer import import_hf
-from megalith.bridge.multimodal import language_name
+from megalith.bridge.model_differences import differences
+from megalith.bridge.multimodal import ON_TEXT, language_config, language_name
+from megalith.bridge.multimodal import WRAPPERS as WRAPPED
 from megalith.bridge.verify import certify
+from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 
 TEXT = dict(vocab_size=151, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
@@ -44,6 +49,10 @@ GRANITE_SPEECH = dict(
                           num_hidden_layers=1, encoder_hidden_size=32, vocab_size=8),
 )  # fmt: skip
 MINICPM = dict(text_config=dict(TEXT, model_type="qwen3_5_text", **DELTA_NETS), vision_config=VISION)
+GLM_ROPE = dict(rope_type="default", rope_theta=5e3, partial_rotary_factor=0.5)
+GLM_VISION = dict(
+    hidden_size=32, intermediate_size=32, num_heads=2, depth=1, out_hidden_size=64, patch_size=14
+)
 VIBE_ENCODER = dict(model_type="vibevoice_acoustic_tokenizer_encoder", depths=[1, 1], downsampling_ratios=[2],
                     hidden_size=8, num_filters=4)  # fmt: skip
 WRAPPERS = {
@@ -188,6 +197,28 @@ WRAPPERS = {
     "VibeVoiceAsr": dict(text_config=dict(TEXT, model_type="qwen2"), acoustic_tokenizer_encoder_config=VIBE_ENCODER,
                          semantic_tokenizer_encoder_config=VIBE_ENCODER),
     "Voxtral": dict(text_config=dict(TEXT, model_type="llama"), audio_config=AUDIO),
+    "Glm4v": dict(text_config=dict(TEXT, rope_parameters=dict(GLM_ROPE, mrope_section=[1, 2, 1])),
+                  vision_config=GLM_VISION),
+    "Glm46V": dict(text_config=dict(TEXT, model_type="glm4v_text", rope_parameters=dict(
+        GLM_ROPE, mrope_section=[1, 2, 1])), vision_config=dict(GLM_VISION, model_type="glm4v_vision")),
+    "GlmOcr": dict(text_config=dict(TEXT, rope_parameters=dict(MROPE, mrope_section=[4, 2, 2])),
+                   vision_config=GLM_VISION),
+    "Glm4vMoe": dict(
+        text_config=dict(TEXT, head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                         first_k_dense_replace=1, n_group=2, topk_group=1,
+                         rope_parameters=dict(GLM_ROPE, mrope_section=[1, 2, 1])),
+        vision_config=GLM_VISION,
+    ),
+    "PaddleOCRVL": dict(text_config=dict(TEXT, head_dim=16, rope_parameters=MROPE), vision_config=VISION),
+    "HunYuanVL": dict(
+        text_config=dict(TEXT, head_dim=16, pad_token_id=0, rope_parameters=dict(
+            rope_type="dynamic", rope_theta=1e4, alpha=1000.0, factor=1.0, mrope_section=[2, 2, 2, 2])),
+        vision_config=dict(VISION, text_hidden_size=64, spatial_merge_size=1),
+    ),
+    "Granite4Vision": dict(text_config=dict(TEXT, embedding_multiplier=3.0, residual_multiplier=0.5),
+                           vision_config=dict(SIGLIP, hidden_size=64), downsample_rate="1/2",
+                           deepstack_layer_map=[[0, 0]]),
+    "GraniteDocling": dict(text_config=dict(TEXT, pad_token_id=0), vision_config=dict(VISION, out_hidden_size=64)),
 }  # fmt: skip
 
 
@@ -257,3 +288,30 @@ def test_names_of_a_published_kimi_k25_and_of_one_that_transformers_saved_are_th
         assert name == "model.layers.0.input_layernorm.weight"
     assert language_name("vision_tower.encoder.blocks.0.norm0.weight") is None
     assert language_name("mm_projector.pre_norm.weight") is None
+
+
+@pytest.mark.parametrize("kind", sorted(ON_TEXT.keys() - {"kimi_k2"}))
+def test_a_key_that_text_config_leaves_out_has_the_default_of_transformers(kind: str) -> None:
+    theirs = json.loads(CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
+    wrapper = next(name for name, text in WRAPPED.items() if text == kind)
+
+    def read(text: dict) -> ModelConfig:
+        config = language_config({"architectures": [wrapper], "text_config": text})
+        return family_of(config, "the test").read_config(config)
+
+    whole = read(theirs)
+    for key in theirs.keys() - {"model_type"}:
+        try:
+            without = read({name: value for name, value in theirs.items() if name != key})
+        except ConfigError as error:
+            assert f"config.json has no {key}, which determines" in str(error)
+        else:
+            assert differences(without, whole) == [], key
+
+
+def test_biases_that_one_language_model_has_and_its_family_does_not_are_refused() -> None:
+    text = {"model_type": "paddleocr_vl_text", "use_bias": True}
+    with pytest.raises(
+        ConfigError, match=r"text_config\.use_bias True, but paddleocr_vl_text is supported only"
+    ):
+        language_config({"architectures": ["PaddleOCRVLForConditionalGeneration"], "text_config": text})
