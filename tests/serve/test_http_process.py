@@ -52,6 +52,14 @@ def answers(client: Client) -> dict:
     return result
 
 
+def logprobs_of(received: dict) -> list[float]:
+    """Remove the log-probabilities, whose last bits depend on the batch, and return them."""
+    choices = [choice for _, value in received.values() for choice in value.get("choices", ())]
+    lists = [one["logprobs"].pop("token_logprobs") for one in choices if one["logprobs"]]
+    assert len(lists) == 4
+    return sum(lists, [])
+
+
 class Served:
     """A server's process and the engine that runs for it, as a context manager."""
 
@@ -89,11 +97,13 @@ def test_answers_are_those_of_a_server_in_the_engines_process(serve, tokenizer):
     for in_process in run_live(engine, tokenizer):
         expected = answers(serve(in_process))
     with Served(tokenizer, engine) as served:
-        assert answers(served.client) == expected
+        received = answers(served.client)
         wait_for(lambda: served.live.open_requests == 0)
         assert served.http._request_ids == {}
         health = served.client.get("/health")[1]
     assert served.error is None and served.http._process.returncode == 0
+    assert logprobs_of(received) == pytest.approx(logprobs_of(expected), abs=1e-5)
+    assert received == expected
     statuses = {name: status for name, (status, _) in expected.items()}
     assert statuses == dict.fromkeys(REQUESTS, 200) | {"too long": 400, "no field": 400}
     assert health["prefill_tokens"] > 0
