@@ -57,7 +57,7 @@ def logprobs_of(received: dict) -> list[float]:
     choices = [choice for _, value in received.values() for choice in value.get("choices", ())]
     lists = [one["logprobs"].pop("token_logprobs") for one in choices if one["logprobs"]]
     assert len(lists) == 4
-    return sum(lists, [])
+    return [value for values in lists for value in values]
 
 
 class Served:
