@@ -3,6 +3,8 @@
 baseline   mean of the group, or of the other completions in it (rl.advantage_baseline)
 advantage  A_i = (r_i − baseline) / (s + ε)      s: standard deviation (n − 1) of the group, of the other completions
                                                  in it, or of the rollout batch; or no division (rl.scale_rewards)
+
+With the deviation of the other completions (rl.advantage_deviation), there is no division where it is 0.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ LARGEST_EXPONENT = 80.0  # exp of it is finite in float32
 
 
 def divergence_scores(dpo: DpoConfig, log_ratios: Tensor) -> Tensor:
-    """Return f′(t) for the ratios t = π / π_ref of answers, given as log t.
+    """Return f′(t) − f′(1) for the ratios t = π / π_ref of answers, given as log t.
 
-    | dpo.f_divergence_type | f′(t) |
+    | dpo.f_divergence_type | f′(t) − f′(1) |
     |---|---|
     | reverse_kl | log t |
     | forward_kl | 1 − 1 / t |

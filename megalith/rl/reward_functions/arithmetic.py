@@ -10,6 +10,6 @@ from megalith.rl.rollouts.prompts import Prompt
 
 
 def arithmetic(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
-    """Return 1 if the last number of the text is the column `answer`."""
+    """Return 1 if the last number of the text is the prompt's answer (`answer_of`)."""
     matches = re.findall(NUMBER, text)
     return float(bool(matches) and parse_number(matches[-1]) == parse_number(answer_of(prompt)))

@@ -16,7 +16,8 @@ SIGNS = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 
 
 def countdown(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
-    """Return 1 if the last <answer> evaluates to the column `target` and uses each number of the column `nums` once."""
+    """Return 1 if the last <answer> on the text's last line evaluates to the column `target` and uses each number of
+    the column `nums` once."""
     target, nums = column(prompt, "target"), column(prompt, "nums")
     closed = text.strip().rpartition("\n")[2].split("</answer>")[:-1]
     formulas = [one.partition("<answer>")[2].strip() for one in closed if "<answer>" in one]

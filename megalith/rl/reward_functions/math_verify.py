@@ -16,7 +16,8 @@ VERIFY_CHARACTERS, VERIFY_SECONDS = 4096, 2  # end of the text; limit for each o
 def math_verify(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
     r"""Return 1 if the text's last \boxed{…}, or else its last formula or number, equals the answer by math-verify.
 
-    1/2 equals 0.5. NaN (absent) if math-verify cannot parse the answer.
+    1/2 equals 0.5. Only the last VERIFY_CHARACTERS of the text are read. NaN (absent) if math-verify cannot parse the
+    answer.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
