@@ -89,7 +89,7 @@ def to_theirs(
         tensor: Megalith's tensor; with one source per expert it may contain only some experts.
         dtypes: dtype of each source.
         scratch: buffer for the results, each of which is then valid until the next. A result may be `tensor` itself.
-        first_expert: number of the first expert in `tensor`.
+        first_expert: index of the first expert in `tensor`.
     """
     empty = scratch.empty if scratch else lambda shape, dtype: torch.empty(shape, dtype=dtype)
     if group.rule.stacked:

@@ -32,7 +32,9 @@ def _finite(value: Any) -> Any:
 
 
 def print_written(args: argparse.Namespace, path: Any, note: str = "", **more: Any) -> None:
-    """Print the path of a written file or folder: as `wrote PATH` followed by `note`, or as JSON with `more`."""
+    """Print the path of a written file or folder: as `wrote PATH` followed by `note`, or as JSON with the additional
+    keys `more`.
+    """
     if args.json:
         print_json({"path": str(path), **more})
     else:

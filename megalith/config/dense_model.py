@@ -66,7 +66,7 @@ class DenseModel(DenseSettings):
 
     @property
     def mtp_layers(self) -> list[int]:
-        """Numbers of the MTP layers, which follow the model's own."""
+        """Indices of the MTP layers, which follow the model's own."""
         return list(range(self.num_layers, self.num_layers + (self.mtp_num_layers or 0)))
 
     @property

@@ -138,7 +138,7 @@ class LoraConfig(Section):
     layers_to_transform: Annotated[list[Annotated[int, Field(ge=0)]] | None, Decides.FUNCTION] = Field(
         default=None, min_length=1
     )
-    """Numbers of the layers with adapters, from 0 in each stack. Default: all."""
+    """Indices of the layers with adapters, from 0 in each stack. Default: all."""
 
     use_dora: Annotated[bool, Decides.FUNCTION] = False
     """Also train the magnitude of each row of the adapted matrices, separately from its direction (DoRA, Liu et al.
@@ -161,7 +161,7 @@ class LoraConfig(Section):
     trainable_token_indices: Annotated[
         list[TokenId] | dict[str, Annotated[list[TokenId], Field(min_length=1)]] | None, Decides.FUNCTION
     ] = Field(default=None, min_length=1)
-    """Tokens whose rows of the embedding are trained: numbers of tokens, or numbers by matrix, such as
+    """Tokens whose rows of the embedding are trained: token ids, or token ids by matrix, such as
     {embed_tokens: [5, 9], lm_head: [9]}, as in PEFT. A tied output matrix uses the same rows."""
 
     loraplus_lr_ratio: Annotated[PositiveFloat | None, Decides.UPDATES] = None
@@ -339,7 +339,7 @@ def adapter_names(layer: str, site: str, part: str) -> list[str]:
 
 
 def index_in_stack(number: int, model: ModelConfig) -> int:
-    """Return the number of a layer in its stack, from 0: a decoder's layers follow the encoder's in the model."""
+    """Return the index of a layer in its stack: a decoder's layers follow the encoder's in the model."""
     return number - model.encoder_layers if number >= model.encoder_layers else number
 
 

@@ -38,7 +38,8 @@ class ParallelConfig(Section):
     again in the backward pass, as Megatron-LM does."""
 
     tp_comm_overlap: bool | Literal["auto"] = "auto"
-    """Ping-pong micro-batches: one half computes while the collectives of the other half (TP, or CP's a2a) run."""
+    """Divide micro-batches into halves (ping-pong): one computes while the collectives of the other (TP, or CP's a2a)
+    run."""
 
     symmetric_memory_groups: list[Literal["tp", "cp", "dp"]] | Literal["auto"] = "auto"
     """Axes whose large collectives use the GPUs' copy engines, on one host with NVLink. dp is accepted and has no

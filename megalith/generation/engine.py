@@ -264,7 +264,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         """Put an adapter into a slot, in place, so CUDA graphs stay valid. Every tensor-parallel rank calls it.
 
         Args:
-            slot: number of the slot, from 1. No sequence in progress may use it.
+            slot: the slot, counted from 1. No sequence in progress may use it.
             pairs: full A and B by the name of the matrix (`Adapter.pair`). Empty: no adapter.
 
         Raises:
@@ -368,7 +368,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         Args:
             prompts: token ids.
             sampling: sampling settings.
-            keys: number of each prompt, 0 to 2^47 - 1, that its samples depend on. Default: the prompt's index.
+            keys: key of each prompt, 0 to 2^47 - 1, that its samples depend on. Default: the prompt's index.
             num_generations: completions per prompt.
             on_token: called with (prompt, generation, id) soon after each token is sampled.
             max_new_tokens: maximum tokens of the completions of each prompt. Default: sampling.max_new_tokens.

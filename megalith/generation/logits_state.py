@@ -57,7 +57,7 @@ class LogitsState:
 
         Args:
             rows: number of rows.
-            first: number of this rank's first vocabulary entry.
+            first: index of this rank's first vocabulary entry.
             entries: number of this rank's entries.
             vocab_size: entries of all ranks, with padding.
             device: device of the state.

@@ -130,7 +130,7 @@ class Prefill:
 
     In the cache of one layer the first dimension is absent; None if the layer has no keys and values.
     """
-    attention_layers: Sequence[int]  # numbers of the layers with keys and values
+    attention_layers: Sequence[int]  # indices of the layers with keys and values
     rows: Tensor  # int64 [filled rows]
     prompts: Tensor  # int64 [filled rows]: sequence of the pass for each row; several rows may share one
     lengths: Tensor | None = None  # int64 [sequences], needed for states

@@ -185,7 +185,7 @@ class InProcessRestart:
         return self._store.invited()
 
     def request_resize(self) -> None:
-        """Ask the launchers to take in the machines that wait."""
+        """Ask the launchers to let the waiting machines join."""
         self._store.request_resize(self.generation)
 
     def wait_for_abort(self) -> bool:

@@ -94,7 +94,7 @@ class RestartStore:
         return int(self._get("invited") or self.world_size)
 
     def request_resize(self, generation: int) -> None:
-        """Ask the launchers to take in the machines that wait. All ranks have paused for it."""
+        """Ask the launchers to let the waiting machines join. All ranks have paused for it."""
         self._store.set(f"growing/{generation}", "1")
 
     def is_resize_requested(self, generation: int) -> bool:

@@ -1,6 +1,6 @@
 """Several adapters of one frozen base, applied in one batch: each sequence names the one that it uses.
 
-    y = x · Wᵀ + bias + x · Aᵢᵀ · Bᵢᵀ        i: number of the sequence's adapter, 0 for none
+    y = x · Wᵀ + bias + x · Aᵢᵀ · Bᵢᵀ        i: slot of the sequence's adapter, 0 for none
 
 The matmul with W is computed once for the whole batch, and A and B are gathered per sequence (Chen et al. 2023, Sheng
 et al. 2023). A site is a matrix with adapters. It holds the adapters of all slots in two tensors whose storage stays in

@@ -11,11 +11,11 @@ Phi-3).
 
 Each expert has its own pair; the pairs of all experts are stacked in two tensors.
 
-DoRA (Liu et al. 2024) also trains a length m for each row of the adapted matrix, initially the row's actual length:
+DoRA (Liu et al. 2024) also trains a magnitude m for each row of the adapted matrix, initially the norm of the row of W:
 
     y = (x · Wᵀ + x · ΔWᵀ) · m / ‖W + ΔW‖ + bias        no gradient flows through the norms of the rows
 
-PiSSA and OLoRA begin with factors A₀, B₀ of W and train on W − B₀ · A₀. Here W stays as it is, A₀ and B₀ are kept,
+PiSSA and OLoRA begin with factors A₀, B₀ of W and train on W − B₀ · A₀. Here W is not changed: A₀ and B₀ are kept,
 frozen, and ΔW is the scale times B · A − B₀ · A₀. LoftQ with several iterations keeps A₀ and B₀ because the base is W −
 scale · B₀ · A₀, quantized.
 """
@@ -119,11 +119,13 @@ class LinearAdapter(Adapter):
         return self.factors_of(norms)
 
     def factors_of(self, norms: Tensor, first_row: int = 0) -> Tensor:
-        """Return trained length / norm for each row from `first_row` on; 1 for rows without an adapter."""
-        lengths = {part: each.rows(local(each.weight)).float() for part, each in self.lora_magnitude.items()}
-        adapted = self.join({part: torch.ones_like(each) for part, each in lengths.items()})
-        lengths, adapted = (x.narrow(0, first_row, len(norms)) for x in (self.join(lengths), adapted))
-        return torch.where(adapted > 0, lengths / norms, 1.0)
+        """Return trained magnitude / norm for each row from `first_row` on; 1 for rows without an adapter."""
+        magnitudes = {
+            part: each.rows(local(each.weight)).float() for part, each in self.lora_magnitude.items()
+        }
+        adapted = self.join({part: torch.ones_like(each) for part, each in magnitudes.items()})
+        magnitudes, adapted = (x.narrow(0, first_row, len(norms)) for x in (self.join(magnitudes), adapted))
+        return torch.where(adapted > 0, magnitudes / norms, 1.0)
 
     def merged(self, weight: Tensor) -> Tensor:
         weight = weight.float()

@@ -77,16 +77,14 @@ class Context:
     window_mask: Tensor | None = None  # `mask` of an encoder's layers with a window
     padding: Tensor | None = None  # bool [batch, seq] of the local tokens, as in Batch
     dropout: DropoutKeys | None = None  # None: no dropout
-    layers: Tensor | None = None  # int32 [num_layers], numbers of the layers, with dropout
+    layers: Tensor | None = None  # int32 [num_layers], indices of the layers; with dropout
     output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows
     cache: Cache | None = None  # earlier tokens, in generation
     global_token_ids: Tensor | None = None
     """int64 [tokens of the residual stream], token_index · batch + sequence, for experts."""
     real: Tensor | None = None
     """bool [tokens of the residual stream], False for padding, which the balance of experts omits. None: no padding."""
-    routes: Mapping[int, LayerRoutes] | None = (
-        None  # by number of the layer; None: routers choose, unrecorded
-    )
+    routes: Mapping[int, LayerRoutes] | None = None  # by index of the layer; None: routers choose, unrecorded
     layer_routes: LayerRoutes | None = None  # a layer's entry of `routes`
     mtp_embeddings: Tensor | None = None  # [batch, seq, hidden], embeddings of an MTP layer's input tokens
     max_label_tokens: int | None = None  # local tokens with a nonzero loss_mask, at most; None: unknown

@@ -329,7 +329,7 @@ class Transformer(Stack):
         stage with layers of a stack has a copy of the stack's relative positions.
 
         Args:
-            layers: numbers of the stage's layers.
+            layers: indices of the stage's layers.
             is_first: True for the first stage.
             is_last: True for the last stage.
         """
@@ -378,7 +378,7 @@ class Transformer(Stack):
         return self._call_head(self.loss, x, labels, loss_mask, *sizes, context, scale)
 
     def head_input(self, x: Tensor) -> Tensor:
-        """Return the output matrix's input for the last norm's output x [batch, seq, hidden]."""
+        """Return the output matrix's input for the last norm's output x […, hidden]."""
         divisor = self.config.logits_divisor
         return x if divisor == 1 else x / divisor
 

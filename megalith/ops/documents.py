@@ -36,7 +36,7 @@ def mark_dynamic_documents(ends: Tensor) -> Tensor:
 
 
 def document_ids(ends: Tensor, seq: int) -> Tensor:
-    """Return the number of each token's document, int32 [batch, seq]."""
+    """Return the document number of each token, int32 [batch, seq]."""
     positions = torch.arange(seq, dtype=ends.dtype, device=ends.device).expand(ends.shape[0], seq)
     return torch.searchsorted(ends.contiguous(), positions.contiguous(), right=True, out_int32=True)
 

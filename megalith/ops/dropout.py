@@ -90,7 +90,7 @@ def output_rows(stream: Tensor, layers: Tensor) -> Tensor:
     """Return the keys of the residual stream's tokens for ATTENTION_OUTPUT and MLP_OUTPUT in each layer, int32 [layers,
     2, …].
 
-    `stream` int32 […] is that of DropoutKeys, `layers` int32 [layers] are layer numbers. Call it outside of compiled
+    `stream` int32 […] is that of DropoutKeys, `layers` int32 [layers] are layer indices. Call it outside of compiled
     code, which would recompute a token's key for each of its elements.
     """
     sites = torch.arange(ATTENTION_OUTPUT, MLP_OUTPUT + 1, dtype=torch.int32, device=stream.device)

@@ -12,7 +12,7 @@ def gathered_linear(x: Tensor, weights: Tensor, *indices: Tensor) -> Tensor:
     Args:
         x: the sequences. Rows [batch, in] are sequences of one token.
         weights: the matrices, [n, out, in], or with more dimensions before these.
-        indices: number of each sequence's matrix, int64 [batch] per dimension before [out, in].
+        indices: index of each sequence's matrix, int64 [batch] per dimension before [out, in].
     """
     if x.ndim == 2:
         return gathered_linear(x[:, None], weights, *indices)[:, 0]

@@ -129,7 +129,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _first_kept(tokens: int, chunk: int, rows: int, device_type: str) -> int:
-    """Return the number of the first chunk of `tokens` whose logits are kept.
+    """Return the index of the first chunk of `tokens` whose logits are kept.
 
     The last chunk is always kept, and so are those before it that fit KEPT_ELEMENTS.
     """

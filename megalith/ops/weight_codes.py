@@ -58,9 +58,9 @@ class WeightCodes(NamedTuple):
 
     codes: Tensor  # [..., rows, columns], or two per byte [..., rows, columns / 2]
     scales: Tensor  # [..., rows, blocks]: nf4 uint8 or float32, mxfp4 uint8, int8 float32
-    block_index: Tensor  # int32 [..., rows]: nf4: number of the row's first absmax; fp8: row of `table`
+    block_index: Tensor  # int32 [..., rows]: nf4: index of the row's first absmax; fp8: row of `table`
     table: Tensor  # float32: nf4 [groups of absmaxes, 2], scale and mean; fp8 [blocks of rows, blocks of columns]
-    levels: Tensor  # float32: the numbers of the codes, and in nf4 those of the absmaxes' codes
+    levels: Tensor  # float32: the values of the codes, and in nf4 those of the absmaxes' codes
 
     def to(self, device: torch.device) -> WeightCodes:
         return WeightCodes(*(part.to(device) for part in self))
@@ -197,7 +197,7 @@ def take(form: str, weight: WeightCodes, rows: slice, columns: slice) -> WeightC
 def decode(form: str, weight: WeightCodes, dtype: torch.dtype, first_column: int = 0) -> Tensor:
     """Return the weight [..., rows, columns] in `dtype`, computed in fp32 and rounded once.
 
-    `first_column` is the number of the first column in the full weight.
+    `first_column` is the index of the first column in the full weight.
     """
     codes, scales, block_index, table, levels = weight
     if form in BLOCK:

@@ -167,7 +167,7 @@ class MetaModel:
         return total - active_experts(model, total)
 
     def kinds(self, layer_numbers: Iterable[int]) -> Counter[int]:
-        """Count these layers by kind. A kind is identified by the number of its first layer."""
+        """Count these layers by kind. A kind is identified by the index of its first layer."""
         key = tuple(layer_numbers)
         if key not in self._kinds:
             self._kinds[key] = Counter(map(self._first.__getitem__, key))

@@ -197,7 +197,7 @@ def data_bytes(
 def _neighbours(chunks: Sequence[Stage], last: int, ranks: int) -> int:
     """Return the number of stages that the chunks of a rank send to per micro-batch, forward and backward.
 
-    `last` is the number of the last stage.
+    `last` is the index of the last stage.
     """
     positions = [chunk.chunk * ranks + chunk.rank for chunk in chunks]
     return sum((number < last) + (number > 0) for number in positions)

@@ -183,7 +183,7 @@ class Report:
         profiler: StepProfiler | None = None,
         startup_timer: StartupTimer | None = None,
     ):
-        """Start to report after `step`, the last completed step; 0 for a new run."""
+        """Prepare to report the steps after `step`, the last completed one; 0 for a new run."""
         self._config = config = layout.config
         self._clock = StepTimer(device)
         self.last_loss: float | None = None

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 Event = tuple[int, list[int], list[float], str | None]
-"""Number of the choice, new ids, their log-probabilities, and the reason of the choice's end, None before the end."""
+"""Index of the choice, new ids, their log-probabilities, and the reason for its end, None before the end."""
 
 
 class EventRelay:

@@ -1,7 +1,7 @@
 """A bounded HTTP/1.1 server on asyncio, in a thread of its own.
 
 It has what an API for JSON needs: bodies with a Content-Length, keep-alive, and responses as a whole or in chunks.
-Everything that a client decides is bounded: connections, sizes of heads and bodies, and the time to send and to take
+Everything that a client decides is bounded: connections, sizes of heads and bodies, and the time to send and receive
 them. A client that leaves cancels its handler.
 """
 
@@ -33,7 +33,7 @@ class Limits:
     max_body: int = 16 << 20
     """Bytes of a request's body."""
     seconds: float = 60.0
-    """Time for a client to send a request, and to take a part of the response."""
+    """Time for a client to send a request, and to receive a part of the response."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class ResponseWriter:
         }
 
     def usage(self, choices: Sequence[ChoiceText]) -> dict[str, int]:
-        """Return the numbers of tokens."""
+        """Return the token counts."""
         prompt, completion = sum(map(len, self._prompts)), sum(len(one.ids) for one in choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -90,7 +90,7 @@ class ResponseWriter:
         return self._chunk([one | ({"delta": delta} if self._request.is_chat else {"text": ""})])
 
     def usage_chunk(self, choices: Sequence[ChoiceText]) -> bytes:
-        """Return the chunk with the numbers of tokens."""
+        """Return the chunk with the token counts."""
         return self._chunk([], usage=self.usage(choices))
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:

@@ -98,7 +98,7 @@ class PlainConversation:
     def live_request(
         self, request: CompletionRequest, prompt: PlainPrompt, choice: int, limit: int
     ) -> LiveRequest:
-        """Return the request. Its samples depend on the request's seed and the number of the choice."""
+        """Return the request. Its samples depend on the request's seed and the index of the choice."""
         seed = self._random.getrandbits(64) if request.seed is None else request.seed
         key = (seed >> 32) % (MAX_KEYS // MAX_GENERATIONS) * MAX_GENERATIONS + choice % MAX_GENERATIONS
         sampling = request.temperature, request.top_k, request.top_p, request.min_p
@@ -117,7 +117,7 @@ class Access:
     key: str | None = None
     """Required as `Authorization: Bearer KEY`, except for /health."""
     hosts: tuple[str, ...] | None = LOOPBACK
-    """Accepted names in the header Host, which keeps web pages from this machine's server; None: all."""
+    """Accepted host names in the Host header, so that web pages cannot use this machine's server; None: all."""
     max_requests: int = 256
     """Maximum number of completions in progress or waiting; further requests are refused with 429."""
 

@@ -19,7 +19,7 @@ from megalith.training.run_snapshots import RunSnapshots
 
 
 class GrowingJob:
-    """Decides when a job takes in the machines that wait. Every rank makes the same calls.
+    """Decides when the waiting machines join a job. Every rank makes the same calls.
 
     Args:
         config: the run's configuration.
@@ -44,7 +44,7 @@ class GrowingJob:
         self._rejected = 0  # number of ranks that the layout forbids
 
     def after_snapshot(self, step: int) -> None:
-        """Take in the machines that wait, if there are any. Does not return on any rank if the job is resized.
+        """Let the waiting machines join, if there are any. Does not return on any rank if the job is resized.
 
         Raises:
             RankLost: the job is being resized; this process continues from memory.

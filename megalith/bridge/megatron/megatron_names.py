@@ -62,12 +62,12 @@ GATED = ("linear_fc1.weight", "linear_fc1.bias")  # by rows; with a gate, each r
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of a tensor's layer, or None."""
+    """Return the layer index in a tensor's name, or None."""
     return int(match[2]) if (match := LAYER.match(name)) else None
 
 
 def renumber_layers(name: str, offset: int) -> str:
-    """Return a tensor's name with `offset` added to the number of its layer."""
+    """Return a tensor's name with `offset` added to its layer index."""
     return LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + offset}.", name)
 
 

@@ -26,7 +26,7 @@ class AdapterTarget:
     """A matrix that can have adapters, and the Hugging Face modules that correspond to it."""
 
     layer: str  # name of the layer, such as layers.0
-    number: int  # number of the layer in the model
+    number: int  # index of the layer in the model
     site: str  # path in the layer
     group: Group  # the group of its weight
 

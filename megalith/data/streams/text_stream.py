@@ -139,7 +139,7 @@ class TextStream(SampleStream):
             self._workers, self._readers = [], {}
 
     def _next_sample(self, lane: int, position: int) -> int:
-        """Return the number of the first sample of a lane at or after a position of the stream."""
+        """Return the index of the first sample of a lane at or after a position of the stream."""
         return max(0, -(-(position - lane) // self.settings.lanes))
 
     def _next(self, lane: int) -> LaneSample:

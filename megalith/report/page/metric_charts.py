@@ -65,7 +65,7 @@ def last_reward(run: RunFiles) -> str:
 
 
 def policy_runs(runs: Sequence[RunFiles]) -> list[int]:
-    """Return the numbers of the runs with rewards."""
+    """Return the indices of the runs with rewards."""
     return [n for n, run in enumerate(runs) if is_policy(run)]
 
 

@@ -169,7 +169,7 @@ def _score_group(
 ) -> dict[str, Any]:
     """Return the rewards of a group and the logged values, as JSON values.
 
-    After an error, the result has `error` instead, and `at`: the number of the completion, if known.
+    After an error, the result has `error` instead, and `at`: the index of the completion, if known.
     """
     log, count = RewardResults([]), len(group.texts)
     try:

@@ -224,7 +224,7 @@ class RolloutData:
         return [replace(one, entropy_weights=weight.expand(one.labels.shape)) for one in batches]
 
     def local_rows(self, step: int) -> list[tuple[int, list[list[Sample]]]]:
-        """Return this rank's micro-batches of a step: the number of the first row within the step, and the rows."""
+        """Return this rank's micro-batches of a step: the index of the first row within the step, and the rows."""
         dp, rows, size = self._run.mesh.dp, self.step(step).rows, self._run.config.train.micro_batch_size
         rows_per_micro_batch = size * dp.size
         count = self.micro_batches(step * self._size)

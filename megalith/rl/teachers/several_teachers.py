@@ -50,7 +50,7 @@ class SeveralTeachers:
         return merged
 
     def _owners(self, batch: Batch) -> Tensor:
-        """Return the number of each row's teacher, int64 [batch]."""
+        """Return the index of each row's teacher, int64 [batch]."""
         data = self._run.data
         sources = [
             data_source(data.train, data.order(position)) for position in batch.sample_numbers.tolist()
