@@ -19,7 +19,7 @@ from megalith.comm.collectives import Axis
 from megalith.errors import ConfigError
 from megalith.ops import kernels as fused
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.loss_chunks import CHUNK_MULTIPLE, add_matmul, loss_chunk_tokens
+from megalith.ops.loss_chunks import CHUNK_MULTIPLE, HeadGradients, loss_chunk_tokens
 from megalith.ops.vocab_softmax import ORDINARY, HeadMath, logits_gradient, real_logits
 
 FEW_LABELS = 0.75  # fraction of tokens with labels above which all tokens get logits
@@ -168,10 +168,9 @@ class _LinearLosses(torch.autograd.Function):
         wants_gradient = hidden.requires_grad or weight.requires_grad
         plain = of is None and axis.size == 1 and softcap is None and math is ORDINARY and not z_loss_coeff
         fuses = fused.AVAILABLE and hidden.is_cuda and wants_gradient and plain
-        losses, grads, results = [], [], []
+        losses, results = [], []
         factor = scale if wants_gradient and scale is not None else torch.ones((), device=hidden.device)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        grad_bias = None if bias is None else torch.zeros_like(bias)
+        gradients = HeadGradients(weight, bias, weight.requires_grad)
         for x, row, *values in zip(*(t.split(chunk) for t in (hidden, index, *tokens.values()))):
             if fuses:
                 grad = F.linear(x, matrix, added)  # [chunk, rows]: logits, overwritten by their gradient
@@ -196,14 +195,10 @@ class _LinearLosses(torch.autograd.Function):
                     )
                 del logits
             if wants_gradient:
-                grads.append(grad @ matrix)
-                if grad_weight is not None:  # None if the matrix is frozen
-                    grad_weight = add_matmul(grad_weight, grad.T, x)
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0, dtype=torch.float32)
+                gradients.add(grad, x, matrix)
                 del grad  # before the next chunk's is allocated
         if wants_gradient:
-            ctx.save_for_backward(torch.cat(grads), grad_weight, grad_bias)
+            ctx.save_for_backward(torch.cat(gradients.inputs), gradients.weight, gradients.bias)
         each = (None if of is None or part[0] is None else torch.cat(part) for part in zip(*results))
         logprobs, entropies = each if results else (None, None)
         ctx.mark_non_differentiable(*(x for x in (logprobs, entropies) if x is not None))

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from megalith.comm.collectives import Axis, all_gather_replicated, all_reduce_no_grad
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.loss_chunks import add_matmul, loss_chunk_tokens
+from megalith.ops.loss_chunks import HeadGradients, loss_chunk_tokens
 from megalith.ops.vocab_softmax import real_logits, softcap_slope
 
 Divergence = Literal["forward_kl", "reverse_kl", "generalized_jsd", "skewed_forward_kl", "skewed_reverse_kl"]
@@ -205,9 +205,7 @@ class _LinearDistillation(torch.autograd.Function):
         matrix, added = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         wants_gradient = hidden.requires_grad or weight.requires_grad
         factor = torch.ones((), device=hidden.device) if scale is None else scale
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        grad_bias = None if bias is None else torch.zeros_like(bias)
-        grads, results = [], []
+        gradients, results = HeadGradients(weight, bias, weight.requires_grad), []
         whole = (hidden, targets.teacher, index, weights)
         for x, teacher, row, w in zip(*(t.split(chunk) for t in whole)):
             logits, at, is_local = real_logits(x, matrix, row, real, softcap, added)
@@ -218,15 +216,11 @@ class _LinearDistillation(torch.autograd.Function):
                 if softcap is not None:
                     grad = grad * softcap_slope(logits, softcap)
                 grad = (grad * (w * factor)[:, None]).to(x.dtype)
-                grads.append(grad @ matrix)
-                if grad_weight is not None:
-                    grad_weight = add_matmul(grad_weight, grad.T, x)
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0, dtype=torch.float32)
+                gradients.add(grad, x, matrix)
             del logits, expected, grad
         logprobs, divergences = (torch.cat(part) for part in zip(*results))
         if wants_gradient:
-            ctx.save_for_backward(torch.cat(grads), grad_weight, grad_bias)
+            ctx.save_for_backward(torch.cat(gradients.inputs), gradients.weight, gradients.bias)
         ctx.mark_non_differentiable(logprobs, divergences)
         share = targets.share * targets.temperature**2
         return (weights * (share * divergences - (1 - targets.share) * logprobs)).sum(), logprobs, divergences

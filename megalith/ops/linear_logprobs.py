@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalith.comm.collectives import Axis
-from megalith.ops.loss_chunks import add_matmul, loss_chunk_tokens
+from megalith.ops.loss_chunks import HeadGradients, loss_chunk_tokens
 from megalith.ops.vocab_softmax import ORDINARY, HeadMath, local_rows, logits_gradient, real_logits
 
 # Logits that `linear_logprobs` keeps on a CPU for its backward pass. Elsewhere it keeps one chunk, as many as its
@@ -102,10 +102,8 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor | None):
         hidden, weight, index, log_sum, entropy, bias = ctx.saved_tensors
-        matrix, grads = weight.to(hidden.dtype), []
-        added = None if bias is None else bias.to(hidden.dtype)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        matrix, added = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        gradients = HeadGradients(weight, bias, ctx.needs_input_grad[1])
         grad_logprobs = grad_logprobs / ctx.temperature
         whole = [hidden, index, grad_logprobs, log_sum]
         if entropy is not None:
@@ -119,13 +117,9 @@ class _LinearLogprobs(torch.autograd.Function):
             by_entropy, entropies = entropy_parts or (None, None)
             softmax = (log_sums, entropies, ctx.temperature, ctx.softcap)
             product = logits_gradient(logits, row, is_local, grad, by_entropy, *softmax)
-            grads.append(product @ matrix)
-            if grad_weight is not None:
-                grad_weight = add_matmul(grad_weight, product.T, x)
-            if grad_bias is not None:
-                grad_bias += product.sum(0, dtype=torch.float32)
+            gradients.add(product, x, matrix)
             del logits, product  # before the next chunk's are allocated
-        return torch.cat(grads[::-1]), grad_weight, *[None] * 7, grad_bias, None
+        return torch.cat(gradients.inputs[::-1]), gradients.weight, *[None] * 7, gradients.bias, None
 
 
 def _first_kept(tokens: int, chunk: int, rows: int, device_type: str) -> int:

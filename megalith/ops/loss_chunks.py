@@ -1,4 +1,4 @@
-"""Sizes of the chunks of tokens in which losses compute their logits, and the sum of the chunks' weight gradients."""
+"""Sizes of the chunks of tokens in which losses compute their logits, and the gradients of the chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,29 @@ def loss_chunk_tokens(rows: int, device_type: str = "cuda") -> int:
     return max(1, tokens - tokens % CHUNK_MULTIPLE if tokens > CHUNK_MULTIPLE else tokens)
 
 
-def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+class HeadGradients:
+    """Gradients of the output matrix, its bias and its input, collected chunk by chunk."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, has_wgrad: bool):
+        """Start with zeros for `weight` [rows, hidden], unless it is frozen, and for `bias` [rows], if there is one."""
+        self.inputs: list[Tensor] = []
+        """Gradients of the chunks' inputs, [tokens, hidden] each, in the order of `add`."""
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if has_wgrad else None
+        self.bias = None if bias is None else torch.zeros_like(bias)
+
+    def add(self, grad: Tensor, x: Tensor, matrix: Tensor) -> None:
+        """Add a chunk, whose logits x · matrixᵀ have the gradient `grad` [tokens, rows].
+
+        `matrix` is the weight in x's dtype.
+        """
+        self.inputs.append(grad @ matrix)
+        if self.weight is not None:
+            self.weight = _add_matmul(self.weight, grad.T, x)
+        if self.bias is not None:
+            self.bias += grad.sum(0, dtype=torch.float32)
+
+
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Add a · b to total, float32.
 
     On a GPU the matmul accumulates directly, without rounding to the dtype of a and b.

@@ -29,14 +29,24 @@ from megalith.ops.delta_rule import gated_delta_rule
 class DeltaNet(Recurrent):
     """Base class of mixers whose state follows the gated delta rule."""
 
+    out_norm: OutputNorm
+    linear_out: Linear
+
     def __init__(self) -> None:
         super().__init__(gated_delta_rule)
 
-    def apply_rule(self, inputs: Sequence[Tensor], documents: Tensor | None, context: Context) -> Tensor:
-        """Return the rule's result for its `inputs` (ops/delta_rule.py), [batch, seq, value heads, value size]."""
+    def output(
+        self, inputs: Sequence[Tensor], gate: Tensor, documents: Tensor | None, context: Context
+    ) -> Tensor:
+        """Return the mixer's output for the rule's `inputs` (ops/delta_rule.py).
+
+        `gate` of the norm is [batch, seq, value heads, value size].
+        """
         if context.cache is not None:
-            return context.cache.delta_rule(*inputs)
-        return self.recurrence_of(context)(*inputs, documents)
+            y = context.cache.delta_rule(*inputs)
+        else:
+            y = self.recurrence_of(context)(*inputs, documents)
+        return self.linear_out(self.out_norm(y, gate).flatten(2), context)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -81,9 +91,7 @@ class GatedDeltaNet(DeltaNet):
         gates = self.linear_gates(x, context).view(context.batch, -1, heads, 2, self.sharing)
         beta, step = sigmoid(gates[..., 0, :].flatten(2)), gates[..., 1, :].flatten(2)
         inputs = query, key, value, self.decay(step), beta
-        return self.linear_out(
-            self.out_norm(self.apply_rule(inputs, documents, context), gate).flatten(2), context
-        )
+        return self.output(inputs, gate, documents, context)
 
 
 class Decay(nn.Module):

@@ -67,9 +67,7 @@ class KimiDeltaAttention(DeltaNet):
         gate = gate.view(*value.shape)
         share = sigmoid(self.linear_gates(x, context).view(*value.shape[:3]))
         inputs = query, key, value, self.time_step(decay.view(*query.shape)), share
-        return self.linear_out(
-            self.out_norm(self.apply_rule(inputs, documents, context), gate).flatten(2), context
-        )
+        return self.output(inputs, gate, documents, context)
 
 
 class ChannelDecay(nn.Module):
