@@ -245,7 +245,10 @@ class IndexedWriter:
         self._documents.frombytes(ends.tobytes())
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Add every document of another indexed dataset, which must have the same token dtype."""
+        """Add every document of another indexed dataset.
+
+        Raises DataError unless it has the same token dtype and no modes.
+        """
         if dataset.dtype != self.dtype:
             raise DataError(
                 f"{dataset.prefix} holds {dataset.dtype} tokens and {self.bin_path} {self.dtype}; only datasets of "
@@ -371,7 +374,10 @@ class _PrefixLock:
 
 
 def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrite: bool = False) -> None:
-    """Write the documents of `prefixes`, one dataset after another, as one dataset at `output_prefix`."""
+    """Write the documents of `prefixes`, one dataset after another, as one dataset at `output_prefix`.
+
+    Raises DataError if there are none or they cannot be merged.
+    """
     if not prefixes:
         raise DataError(f"there is nothing to merge into {output_prefix}; name at least one dataset prefix")
     datasets = [IndexedDataset(prefix) for prefix in prefixes]

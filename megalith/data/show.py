@@ -38,6 +38,10 @@ def show_samples(
     Returns:
         A dict `{"index": i, "tokens": [seq_length + 1 ids]}` for each index, then one for each position, with the key
         "position" added.
+
+    Raises:
+        ConfigError: the split is unknown, or num_samples or seq_length is below 1.
+        DataError: the data cannot be read, or there is no such sample.
     """
     if which not in SPLITS:
         raise ConfigError(f"split {which!r} is not known; choose {', '.join(SPLITS)}")

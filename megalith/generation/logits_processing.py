@@ -156,7 +156,7 @@ OFF = LogitsProcessing()
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of bad words as vLLM does: of each word as it is, and of the word after a space if those are as
-    many."""
+    many. Raises ConfigError for a word without tokens."""
     results: dict[tuple[int, ...], None] = {}
     for word in words:
         plain, spaced = (tuple(map(int, tokenizer.encode(prefix + word.lstrip()))) for prefix in ("", " "))

@@ -108,7 +108,7 @@ class RunData:
 
     def samples_at(self, positions: Sequence[int]) -> list[dict[str, object]]:
         """Return the samples at these positions of the run's stream, in the format of `samples_of_next_step`. Positions
-        count consumed samples.
+        count consumed samples. Raises DataError for a negative one.
         """
         if negative := [position for position in positions if position < 0]:
             raise DataError(f"position {negative[0]} is before the first one; give positions of at least 0")
@@ -133,7 +133,7 @@ class RunData:
         return sample
 
     def advance_to(self, step: int) -> None:
-        """Set the number of finished steps to `step`, from the start of the run."""
+        """Set the number of finished steps to `step`, from the start of the run. Raises ConfigError after the last."""
         if not 0 <= step < self.sizes.iterations(self.config.train):
             total = self.sizes.iterations(self.config.train)
             raise ConfigError(

@@ -72,8 +72,9 @@ def fingerprint_of(model: Transformer) -> str:
 def open_adapters_of(
     source: str | Path, base: str | Path, model: ModelConfig, fingerprint: str | None
 ) -> tuple[Transformer, RunConfig | None]:
-    """Return a model on the meta device with the adapters loaded, and the adapters' run. Raises if they have another
-    base."""
+    """Return a model on the meta device with the adapters loaded, and the adapters' run.
+
+    Raises ConfigError if they have another base, or are those of a reward model."""
     _, adapted, adapter_run, config = open_adapters(source, str(base), show_progress=False)
     if config is not None:
         if others := changed_settings(config.model, model):

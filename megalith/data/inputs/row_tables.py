@@ -171,7 +171,10 @@ def _undecodable_row(path: Source, table: Any, rows: int) -> DataError:
 
 
 def open_dataset(path: Path | HubDataset) -> Any:
-    """Return the Dataset or IterableDataset of a saved folder or a name of the hub. Raise DataError if it fails."""
+    """Return the Dataset or IterableDataset of a saved folder or a name of the hub.
+
+    Raises DataError if it cannot be read, and ConfigError if the folder contains several splits.
+    """
     if isinstance(path, HubDataset):
         return path.load()
     datasets = import_package("datasets", str(path))

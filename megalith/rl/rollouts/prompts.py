@@ -227,7 +227,11 @@ class _PromptReader:
         self.template: ChatTemplate | None = template_of(tokenizer) if tokenizer is not None else None
 
     def prompt(self, record: Mapping[str, Any], where: str, number: int) -> Prompt:
-        """Return the prompt of a record. Raise ValueError with the reason if there is none."""
+        """Return the prompt of a record.
+
+        Raises ValueError, with the reason, for an invalid record, and DataError if the run has no tokenizer, or no chat
+        template for a prompt that needs one.
+        """
         content = record.get(self.column)
         if content is None:
             raise ValueError(
