@@ -432,7 +432,10 @@ def environment() -> dict[str, Any]:
 
 @cache
 def host_launch() -> float | None:
-    """Return the host's microseconds per kernel launch, measured by another process so that this one uses no GPU."""
+    """Return the host's microseconds per kernel launch, measured by another process so that this one uses no GPU.
+
+    None if that process fails.
+    """
     program = "from megalith.hardware import launch_microseconds; print(launch_microseconds('cuda:0'))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     return round(float(result.stdout), 2) if result.returncode == 0 else None

@@ -173,7 +173,7 @@ def taken_by_loftq(
     config: RunConfig, chunks: Sequence[torch.nn.Module], world: Axis
 ) -> Callable[[str], Tensor | None]:
     """Return a function from a parameter's name to the matrix that LoftQ subtracts from it, read from the adapters of
-    all ranks.
+    all ranks; None for a parameter that LoftQ does not change.
 
     Every rank of `world` calls it, and gets the factors of all matrices.
     """
@@ -194,8 +194,8 @@ def taken_by_loftq(
 
 
 def taken_from(config: RunConfig, read: Callable[[str], Tensor]) -> Callable[[str], Tensor | None]:
-    """Return a function from a parameter's name to the matrix that LoftQ subtracts from it; `read` returns the
-    adapters' factors."""
+    """Return a function from a parameter's name to the matrix that LoftQ subtracts from it, or None; `read` returns
+    the adapters' factors."""
     if not (config.lora.begins_with_loftq and config.lora.keeps_initial_factors):
         return lambda name: None
     with_factors = dict(adapters(build_on_meta(config.model, config.lora)))

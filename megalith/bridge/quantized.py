@@ -187,7 +187,7 @@ class QuantizedMatrix:
 
     @property
     def form(self) -> str | None:
-        """Form of ops/weight_codes.py that has the same codes and scales, if any."""
+        """Form of ops/weight_codes.py that has the same codes and scales; None: there is none."""
         if self.codes.dtype == DTYPE_CODES[torch.int8]:
             return "int8" if self.block[0] == 1 else None
         return "fp8" if self.block == (BLOCK, BLOCK) else None

@@ -48,7 +48,7 @@ class Checkpoint:
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """Folder of the run's tokenizer, if it was saved."""
+        """Folder of the run's tokenizer; None if it was not saved."""
         file = next((name for name in self.manifest.files if is_tokenizer_file(name)), None)
         if file is None:
             return None

@@ -171,7 +171,7 @@ def load_base(
 def base_fingerprint(
     model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
 ) -> str | None:
-    """Return the fingerprint of all weights except adapters, on rank 0. Every rank of `world` calls it.
+    """Return the fingerprint of all weights except adapters on rank 0, None on others. Every rank of `world` calls it.
 
     Modules in `lora.modules_to_save` must have the base's values.
     """

@@ -55,7 +55,7 @@ def check_devices(timeout: float = 300.0, measured: bool = True) -> Iterator[Che
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, from the kernel module or else from NVML."""
+    """Return the version of the NVIDIA driver, from the kernel module or else from NVML; None if neither has it."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
         if match := re.search(r"Kernel Module(?: for \S+)?\s+(\d+\.[\d.]+)", text):

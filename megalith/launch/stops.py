@@ -66,7 +66,7 @@ class Stops:
             self._answer = begin_all_reduce(torch.tensor([self._local_reason()]), self._world, "max")
 
     def after_work(self) -> str | None:
-        """Update and return `stop_reason`."""
+        """Update and return `stop_reason`, None while the run goes on."""
         reason = self._local_reason() if self._world.size == 1 else int(wait(self._answer))
         if reason and self.stop_reason is None:
             self.stop_reason = STOP_REASONS[reason]

@@ -40,9 +40,7 @@ def add_expert_metrics(
     return expert_metrics, dict(zip(model.expert_layers, counts.long().tolist()))
 
 
-def extra_losses(
-    metrics: StepMetrics, mtp_losses: Sequence[float], model: ModelConfig
-) -> dict[str, float | None]:
+def extra_losses(metrics: StepMetrics, mtp_losses: Sequence[float], model: ModelConfig) -> dict[str, float]:
     """Return the auxiliary and MTP losses of a step, under Megatron-LM's names and in its order, and the output z-loss.
 
     `mtp_losses`: the loss of each MTP layer.

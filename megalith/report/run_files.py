@@ -118,7 +118,7 @@ class RunFiles:
 
     @cached_property
     def experts(self) -> Record | None:
-        """The last line of experts.jsonl."""
+        """The last line of experts.jsonl; None without the file."""
         return next(reversed(tail(self.folder / EXPERTS_FILE)), None)
 
     @cached_property

@@ -298,7 +298,10 @@ class PolicyTask(ReferenceTask):
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
     ) -> dict[str, float] | None:
-        """Evaluate the held-out prompts. The evaluation does not count toward the time of a step."""
+        """Evaluate the held-out prompts. Return None if the run samples no completions or is to stop.
+
+        The evaluation does not count toward the time of a step.
+        """
         if self._live is None:
             return None
         self._live.settle()

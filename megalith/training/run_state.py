@@ -95,8 +95,8 @@ class Task:
         )
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]] | None:
-        """Return a function that reads the metrics of the current step, for metrics.jsonl. Called once gradients are
-        ready."""
+        """Return a function that reads the metrics of the current step, for metrics.jsonl; None: there are none. Called
+        once gradients are ready."""
         return None
 
     def state_files(self, run: Run) -> dict[str, bytes]:

@@ -32,7 +32,8 @@ class SampleStream(ABC):
         """Return this rank's state before the sample at `position`; None without a state."""
 
     def merged_state(self, position: int, states: Sequence[State | None]) -> State | None:
-        """Return the state before the sample at `position` from the states of all data-parallel ranks."""
+        """Return the state before the sample at `position` from the states of all data-parallel ranks; None without
+        a state."""
         return states[0]
 
     @abstractmethod

@@ -169,7 +169,10 @@ def _split_padding(padding: Tensor, counts: Tensor) -> tuple[Tensor | None, Tens
 
 
 def document_ends_of(documents: Tensor) -> Tensor | None:
-    """Return a Batch's document ends from document ids, int [batch, seq], which change where a document begins."""
+    """Return a Batch's document ends from document ids, int [batch, seq], which change where a document begins.
+
+    None if each sequence is a single document.
+    """
     return document_ends(nn.functional.pad(documents.diff(dim=1) != 0, (1, 0)).cpu().numpy())
 
 

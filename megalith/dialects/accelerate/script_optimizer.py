@@ -44,7 +44,7 @@ class StepGradients:
         self.sums: list[Tensor | None] = [None] * len(parameters)
 
     def take(self) -> list[Tensor | None]:
-        """Return the gradients that a backward pass left in `.grad`."""
+        """Return the gradients that a backward pass left in `.grad`, None where it left none."""
         return [parameter.grad for parameter in self._parameters]
 
     @torch.no_grad()

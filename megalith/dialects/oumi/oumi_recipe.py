@@ -179,7 +179,10 @@ def set_precision(keys: OumiKeys) -> bool:
 
 
 def set_steps(keys: OumiKeys, trainer: str) -> float | None:
-    """Set the number of steps or epochs; return GRPO's epochs, whose steps depend on the number of prompts."""
+    """Set the number of steps or epochs; return GRPO's epochs, whose steps depend on the number of prompts.
+
+    Returns None if the number of steps is known, or for another trainer.
+    """
     steps = keys.value_of("training.max_steps", f"{VERL_PREFIX}trainer.total_training_steps", default=-1)
     if steps > 0:
         keys.set("train.train_iters", steps)

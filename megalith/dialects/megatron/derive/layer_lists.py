@@ -14,7 +14,10 @@ MOST_LAYERS = 10_000
 
 
 def layer_list(flags: ParsedFlags, flag: str, text: Any) -> int | list[int] | None:
-    """Parse a number, or lists of numbers with `*` and `+` such as `([0]*3+[1]*58)`."""
+    """Parse a number, or lists of numbers with `*` and `+` such as `([0]*3+[1]*58)`.
+
+    Any other text adds a problem to `flags` and gives None.
+    """
 
     def value(node: ast.expr) -> int | list[int]:
         match node:
