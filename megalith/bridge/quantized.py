@@ -85,7 +85,7 @@ def is_linear(name: str) -> bool:
 def with_scales(
     tensors: Layout, names: set[str], form: Form
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the folder's tensors with the dtype of codes for `names`, each followed by its scales."""
+    """Return the layout of a folder whose tensors `names` are stored as codes, each followed by its scales."""
     stored = {}
     for name, (dtype, shape) in dict(tensors).items():
         stored[name] = (CODES[form] if name in names else dtype, shape)

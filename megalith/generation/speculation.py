@@ -143,9 +143,11 @@ class Drafter(Protocol):
         """Return drafts, int64 [rows, K]; NO_DRAFT for none."""
 
     def add(self, position: Tensor, ids: Tensor) -> None:
-        """Take the samples that follow the newest tokens at `position`, int64 [rows, K + 1].
+        """Take the samples of a step. Samples after the accepted ones are replaced later.
 
-        Samples after the accepted ones are replaced later.
+        Args:
+            position: position of each row's newest token before the step, int64 [rows].
+            ids: the samples that follow it, int64 [rows, K + 1].
         """
 
     def release(self) -> None:

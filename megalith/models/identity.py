@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def identity(x: Tensor, *_: object) -> Tensor:
-    """Return x. Parallelism replaces this function with one of x and of the pass (`Context` or `PassLayout`)."""
+    """Return x. Parallelism replaces this function; its second argument is the pass (`Context` or `PassLayout`)."""
     return x

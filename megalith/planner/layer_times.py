@@ -365,8 +365,8 @@ class LayerTimes:
             self._sharded(local_weights, forward, backward)
 
     def _decode(self, number: int, here: Counter[str], passes: Iterable[Counter[str]]) -> None:
-        """Add the decoding of a layer's quantized weights to each pass, and remove these weights from the counts of
-        weights.
+        """Add the decoding of a layer's quantized weights to each pass, and subtract them from `here`, the layer's
+        numbers of weights.
         """
         shapes = self.meta.base_matrices(number)
         for work in passes:

@@ -28,8 +28,8 @@ class StretchedRope(Rope):
             size = hf_config.get("head_dim") or hf_config.get("hidden_size", 0) // heads
             if size <= 2:
                 raise ConfigError(
-                    f"config.json has rotary scaling with alpha {rope['alpha']} for heads of size {size}; its exponent "
-                    "needs more than 2"
+                    f"config.json has rotary scaling with alpha {rope['alpha']} for heads of size {size}, but "
+                    "its exponent needs heads larger than 2; correct head_dim"
                 )
             base = rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0
             rope = {"rope_type": "default", "rope_theta": base * rope["alpha"] ** (size / (size - 2))}

@@ -1,4 +1,4 @@
-"""Tokenized chat data: every sample of the files with its learned tokens.
+"""Tokenized chat data: every sample of the files, and which of its tokens are learned (in the loss).
 
 A sample is a sequence of tokens, or two, such as a chosen and a rejected answer, each after its prompt
 (sample_forms.py). An unusable sample ends the run with file, line and number, or is counted (`skip_bad_samples`).

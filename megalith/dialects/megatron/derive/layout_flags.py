@@ -79,7 +79,7 @@ def stages(flags: ParsedFlags) -> None:
 
 
 def context(flags: ParsedFlags) -> None:
-    """Set parallel.cp_comm_type, to the first value for all layers."""
+    """Set parallel.cp_comm_type to the first of the layers' types, which all layers then use."""
     kinds = flags["--cp-comm-type"]
     if "--cp-comm-type" in flags:
         flags.set("parallel.cp_comm_type", kinds[0])
