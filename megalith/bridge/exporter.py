@@ -284,7 +284,7 @@ def _config_json(
     family: Family, model: ModelConfig, origin: Origin, dtype: torch.dtype, tokenizer: Tokenizer | None
 ) -> Tree:
     """Return the origin's config.json if it describes this model, else the family's merged into the origin's other
-    keys."""
+    keys. A language model's in a multimodal model does not name its class; the export does."""
     spelled = str(dtype).removeprefix("torch.")
     if origin.config is None:
         end = tokenizer.eod if tokenizer else None
@@ -302,7 +302,7 @@ def _config_json(
     candidate = next(
         each for each in (tree, besides | written, tokens | written) if _describes(family, each, model)
     )
-    return {**candidate, key: spelled}
+    return {"architectures": written["architectures"], **candidate, key: spelled}
 
 
 def _describes(family: Family, tree: Tree, model: ModelConfig) -> bool:

@@ -21,6 +21,7 @@ WRAPPERS = {
     "CohereCompassForConditionalGeneration": "cohere_compass_text",
     "DeepseekVLForConditionalGeneration": "llama",
     "DeepseekVLHybridForConditionalGeneration": "llama",
+    "Emu3ForConditionalGeneration": "emu3_text_model",
     "Exaone4_5_ForConditionalGeneration": "exaone4",
     "FastVlmForConditionalGeneration": "qwen2",
     "FunAsrNanoForConditionalGeneration": "qwen3",

@@ -53,7 +53,7 @@ OPERATORS: Mapping[str, str] = {
 SCOPES: Mapping[str, str] = {
     "an encoder that transformers can also run as a decoder (train it as a masked language model)": "bert-generation "
     "electra rembert roc_bert roformer xlm xmod",
-    "images": "emu3 git gemma3n gemma4 gemma4_unified mllama phi4_multimodal",
+    "images": "git gemma3n gemma4 gemma4_unified mllama phi4_multimodal",
     "audio": "moshi musicgen musicgen_melody nemo_speechlm seamless_m4t seamless_m4t_v2 voxtral_realtime whisper",
     "two models of any families": "encoder-decoder",
     "bytes in patches of varying length": "blt",

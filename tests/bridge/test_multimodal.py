@@ -141,6 +141,11 @@ WRAPPERS = {
     ),
     "DeepseekVLHybrid": dict(text_config=dict(TEXT, model_type="llama"), vision_config=SIGLIP,
                              high_res_vision_config=dict(SAM, model_type="sam_vision_model")),
+    "Emu3": dict(
+        text_config=dict(TEXT, pad_token_id=0),
+        vq_config=dict(codebook_size=8, base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1, hidden_size=32),
+        vocabulary_map={"<image>": 1},
+    ),
     "Exaone4_5_": dict(
         text_config=dict(TEXT, model_type="exaone4", sliding_window=11,
                          layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
@@ -251,9 +256,9 @@ def test_a_multimodal_model_gives_its_language_model(name: str, tmp_path: Path) 
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     out = export_hf(tmp_path / "run", tmp_path / "out", show_progress=False).path
     with torch.no_grad():
-        again = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")(
-            ids
-        ).logits
+        class_name = json.loads((out / "config.json").read_text())["architectures"][0]
+        exported = getattr(transformers, class_name).from_pretrained(out, attn_implementation="eager")
+        again = exported(ids).logits
     assert (again - expected).abs().max() <= 1e-5 * expected.abs().max()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -307,6 +312,18 @@ def test_a_key_that_text_config_leaves_out_has_the_default_of_transformers(kind:
             assert f"config.json has no {key}, which determines" in str(error)
         else:
             assert differences(without, whole) == [], key
+
+
+def test_dropout_of_emu3_is_that_of_attention_and_of_residual_branches() -> None:
+    tree = json.loads(
+        transformers.Emu3TextConfig(**TEXT, attention_dropout=0.3, pad_token_id=0).to_json_string()
+    )
+    family = family_of(tree, "the test")
+    model = family.read_config(tree)
+    assert model.attention_dropout == model.hidden_dropout == 0.3
+    assert differences(family.read_config(family.write_config(model)), model) == []
+    del tree["attention_dropout"]
+    assert family.read_config(tree).hidden_dropout == transformers.Emu3TextConfig().attention_dropout == 0.1
 
 
 def test_biases_that_one_language_model_has_and_its_family_does_not_are_refused() -> None:

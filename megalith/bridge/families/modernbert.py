@@ -7,6 +7,7 @@ dense layer without a bias. Layers with a window have their own base of RoPE.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megalith.bridge.families.layernorm_decoders import activation
@@ -86,6 +87,11 @@ class GlobalAndLocalRope:
 
 
 # fmt: off
+ENCODER = FixedSettings(
+    model_type="bert", normalization="LayerNorm", gated_linear_unit=True, add_bias_linear=False,
+    embedding_layernorm=True, add_first_input_layernorm=False, num_tokentypes=0, bert_binary_head=False,
+    add_pooler=False, hidden_dropout=0.0, attention_dropout=0.0,
+)
 LAYER = "model.layers.{layer}."
 MODERNBERT = Family(
     architecture="ModernBertForMaskedLM",
@@ -159,12 +165,33 @@ MODERNBERT = Family(
         GlobalAndLocalRope(),
         TIED,
         RequiredKeys(decoder_bias=True, attention_dropout=0.0, embedding_dropout=0.0, mlp_dropout=0.0),
-        FixedSettings(model_type="bert", normalization="LayerNorm", gated_linear_unit=True, add_bias_linear=False,
-                      embedding_layernorm=True, add_first_input_layernorm=False, num_tokentypes=0, add_lm_head=True,
-                      bert_binary_head=False, add_pooler=False, hidden_dropout=0.0, attention_dropout=0.0),
+        ENCODER,
+        FixedSettings(add_lm_head=True),
     ),
     tied="decoder.weight",
 )
 # fmt: on
 
-FAMILIES = (MODERNBERT,)
+HEADS = (r"^head\.", r"^decoder\.")  # in files of the model with the head
+MODERNBERT_MODEL = replace(
+    MODERNBERT,
+    architecture="ModernBertModel",
+    tensors={
+        ours: replace(rule, names=tuple(name.removeprefix("model.") for name in rule.names))
+        for ours, rule in MODERNBERT.tensors.items()
+    },
+    settings=(
+        *[
+            row
+            for row in MODERNBERT.settings
+            if getattr(row, "setting", None) not in ("add_lm_head_dense_bias", "lm_head_activation")
+            and not isinstance(row, FixedSettings)
+        ],
+        ENCODER,
+        FixedSettings(add_lm_head=False),
+    ),
+    ignored=HEADS,
+    prefix="",
+)
+
+FAMILIES = (MODERNBERT, MODERNBERT_MODEL)
