@@ -109,15 +109,6 @@ def test_answers_are_those_of_a_server_in_the_engines_process(serve, tokenizer):
     assert health["prefill_tokens"] > 0
 
 
-def test_a_client_that_leaves_ends_its_completions_in_the_engine(tokenizer):  # noqa: F811
-    with Served(tokenizer, make_engine(tokenizer, 3000)) as served:
-        connection = begin(served.client, n=3)
-        wait_for(lambda: served.live.open_requests == 3)
-        connection.close()
-        wait_for(lambda: served.live.open_requests == 0)
-        assert served.http._request_ids == {} and not served.live.is_over
-
-
 def begin(client: Client, **fields) -> socket.socket:
     """Send a request for completions that take long, and return its connection."""
     body = json.dumps({"prompt": "x", "max_tokens": 2900, "ignore_eos": True, **fields}).encode()
@@ -127,8 +118,13 @@ def begin(client: Client, **fields) -> socket.socket:
     return connection
 
 
-def test_an_engine_that_closes_ends_the_server_with_requests_in_progress(tokenizer):  # noqa: F811
+def test_completions_end_with_their_client_and_the_server_ends_with_its_engine(tokenizer):  # noqa: F811
     with Served(tokenizer, make_engine(tokenizer, 3000)) as served:
+        connection = begin(served.client, n=3)
+        wait_for(lambda: served.live.open_requests == 3)
+        connection.close()
+        wait_for(lambda: served.live.open_requests == 0)
+        assert served.http._request_ids == {} and not served.live.is_over
         connection = begin(served.client)
         wait_for(lambda: served.live.open_requests == 1)
     assert served.error is None and served.http._process.returncode == 0
