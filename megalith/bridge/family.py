@@ -66,7 +66,8 @@ FROM_ZERO = (
     "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps",
 )
 NAMES = (
-    "hybrid_override_pattern", "model_type", "rope_type", "type", "topk_method", "feed_forward_proj", "dense_act_fn",
+    "hybrid_override_pattern", "mtp_hybrid_override_pattern", "model_type", "rope_type", "type", "topk_method",
+    "feed_forward_proj", "dense_act_fn",
 )
 OBJECTS = (  # checked recursively
     "rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "attn_config", "ffn_config",
@@ -75,7 +76,7 @@ LISTS = {
     "architectures": str, "layer_types": str, "mlp_only_layers": int, "moe_layers": int, "no_rope_layers": int,
     "short_factor": float, "long_factor": float, "mlp_layer_types": str, "attention_layers": str,
     "layer_rope_theta": float, "attn_layer_indices": int, "full_attn_idxs": int, "layers_block_type": str,
-    "ssm_multipliers": float, "mlp_multipliers": float,
+    "mtp_layers_block_type": str, "ssm_multipliers": float, "mlp_multipliers": float,
 }
 # fmt: on
 

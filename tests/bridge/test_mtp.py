@@ -1,5 +1,6 @@
 """Layers of multi-token prediction go to Hugging Face's files and back, and compute what transformers computes."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -7,16 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from default_cases import in_full
 from models.reference import CASES
 from safetensors.torch import load_file, save_file
 
 import megalith
 from megalith.bridge.exporter import export_hf
+from megalith.bridge.families import FAMILIES as FAMILY_TABLE
 from megalith.bridge.importer import import_hf
 from megalith.bridge.verify import same_bits
 from megalith.checkpoint import RunRecord, StepWriter
 from megalith.config import RunConfig
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, ConfigError
 from megalith.models.transformer import Transformer
 
 FAMILIES = ["deepseek-v3", "glm4-moe"]
@@ -64,6 +67,65 @@ def test_an_mtp_layer_computes_what_transformers_does(folder: Path, monkeypatch:
     context.mtp_embeddings = model.embed(IDS[:, 1:].contiguous(), context)
     found = model.layers["3"](hidden[:, :-1], context)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("folder", ["nemotron-h, experts", in_full("nemotron-h")], indirect=True)
+@torch.no_grad()
+def test_an_mtp_layer_of_nemotron_h_is_two_layers_of_transformers(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    main = transformers.NemotronHForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    has_experts = "moe" in main.config.layer_types
+    kinds = json.loads((folder / "config.json").read_text())["mtp_layers_block_type"]
+    assert kinds == ["full_attention", "moe" if has_experts else "mlp"]
+
+    def part(name: str) -> torch.Tensor:
+        return tensors[f"mtp.layers.{name}.weight"]
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], part(name), main.config.layer_norm_epsilon)
+
+    hidden = main.model(IDS).last_hidden_state[:, :-1]
+    embedded = main.get_input_embeddings()(IDS[:, 1:])
+    x = torch.cat([norm(embedded, "0.enorm"), norm(hidden, "0.hnorm")], -1) @ part("0.eh_proj").T
+    mask = torch.full((1, 1, 23, 23), float("-inf")).triu(1)
+    for number, kind in enumerate(kinds):
+        prefix = f"mtp.layers.{number}."
+        block = copy.deepcopy(main.model.layers[main.config.layer_types.index(kind)])
+        state = {
+            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+        }
+        for matrix in ("up_proj", "down_proj") if kind == "moe" else ():
+            names = [f"mixer.experts.{n}.{matrix}.weight" for n in range(main.config.n_routed_experts)]
+            state[f"mixer.experts.{matrix}"] = torch.stack([state.pop(name) for name in names])
+        result = block.load_state_dict(state, strict=False)
+        assert result.missing_keys == []
+        x = block(x, attention_mask=mask)
+    expected = norm(x, "1.final_layernorm")
+    model = megalith.load(folder)
+    context = model.context(IDS[:, :-1].contiguous(), None)
+    context.mtp_embeddings = model.embed(IDS[:, 1:].contiguous(), context)
+    found = model.layers[str(model.config.num_layers)](hidden, context)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    import_hf(folder, tmp_path / "run", show_progress=False)
+    out = export_hf(tmp_path / "run", tmp_path / "out", show_progress=False).path
+    after = load_file(out / "model.safetensors")
+    assert tensors.keys() == after.keys() and all(same_bits(tensors[name], after[name]) for name in after)
+    assert (out / "config.json").read_text() == (folder / "config.json").read_text()
+
+
+@pytest.mark.parametrize("change", [
+    {"mtp_layers_block_type": ["linear_attention", "moe"]}, {"mtp_hybrid_override_pattern": "M-"},
+    {"mtp_hybrid_override_pattern": "*-"}, {"mtp_layers_block_type": ["attention", "moe"] * 2},
+])  # fmt: skip
+def test_other_mtp_layers_of_nemotron_h_are_refused(change: dict) -> None:
+    tree = CASES["nemotron-h, experts"][0]().to_dict() | {"num_nextn_predict_layers": 1}
+    family = FAMILY_TABLE["NemotronHForCausalLM"]
+    older = {"mtp_layers_block_type": None, "mtp_hybrid_override_pattern": "*E"}
+    assert family.read_config(tree).mtp_num_layers == family.read_config(tree | older).mtp_num_layers == 1
+    with pytest.raises(
+        ConfigError, match=r"multi-token prediction with .* only with full_attention and moe; set"
+    ):
+        family.read_config(tree | {"mtp_layers_block_type": None} | change)
 
 
 @pytest.mark.parametrize("folder", FAMILIES[:1], indirect=True)

@@ -1,8 +1,13 @@
-"""Nemotron-H: layers with a single branch, which is Mamba-2, attention without positions, an MLP or experts."""
+"""Nemotron-H: layers with a single branch, which is Mamba-2, attention without positions, an MLP or experts.
+
+A layer for multi-token prediction is stored as two under `mtp.layers.`: attention, with the projection and the norms
+of its inputs, then experts or an MLP, with the norm of the output. transformers does not read these layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megalith.bridge.families.experts import RouterGroups, SigmoidScores
@@ -10,7 +15,8 @@ from megalith.bridge.families.layernorm_decoders import activation
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, SIZES, UNTIED
 from megalith.bridge.family import Family
 from megalith.bridge.mamba_rows import StepLimit, mamba_tensors
-from megalith.bridge.rows import qkv, same
+from megalith.bridge.mtp_rows import MTPLayers
+from megalith.bridge.rows import Rule, qkv, same
 from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WrittenKeys
 from megalith.config import ModelConfig
 from megalith.config.hybrid import PATTERN_LAYERS
@@ -100,9 +106,62 @@ class UnlimitedSteps:
         return {}
 
 
+class PatternMTP(MTPLayers):
+    """Row for the number of MTP layers, which have attention, then experts or, in a model without experts, an MLP."""
+
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        fields = super().read(hf_config)
+        if not fields:
+            return {}
+        kinds, pattern = hf_config.get("mtp_layers_block_type"), hf_config.get("mtp_hybrid_override_pattern")
+        if kinds is None and pattern is None:
+            kinds = ["full_attention", "moe"]
+        elif kinds is None:
+            kinds = [
+                NEMOTRON_LAYERS[PATTERN_LAYERS[letter]] if letter in "M*-E" else letter for letter in pattern
+            ]
+        kinds = [OLDER_LAYERS.get(kind, kind) for kind in kinds]
+        has_experts = "E" in BlockTypes().read(hf_config)["hybrid_layer_pattern"]
+        supported = ["full_attention", "moe" if has_experts else "mlp"]
+        if kinds != supported:
+            raise ConfigError(
+                f"config.json has layers of multi-token prediction with {', '.join(map(str, kinds))}, but models of "
+                f"this family are supported only with {' and '.join(supported)}; set num_nextn_predict_layers to 0 to "
+                "leave them out"
+            )
+        return fields
+
+    def write(self, model: ModelConfig) -> Tree:
+        if not model.mtp_num_layers:
+            return {}
+        second = "moe" if model.num_experts is not None else "mlp"
+        return {**super().write(model), "mtp_layers_block_type": ["full_attention", second]}
+
+
+class NemotronFamily(Family):
+    """A family that stores an MTP layer as two layers under `mtp.`."""
+
+    def table(self, model: ModelConfig) -> Mapping[str, Rule]:
+        table = dict(self.tensors)
+        for index, layer in enumerate(model.mtp_layers):
+            first, second = (f"mtp.layers.{2 * index + part}." for part in (0, 1))
+            for name, rule in self.tensors.items():
+                if name.startswith("layers.{layer}."):
+                    part = second if ".mlp." in name or "pre_mlp" in name else first
+                    names = tuple(source.replace("backbone.layers.{layer}.", part) for source in rule.names)
+                    table[name.replace("{layer}", str(layer))] = replace(rule, names=names)
+            table |= {
+                f"layers.{layer}.join.embedding_layernorm.weight": same(f"{first}enorm.weight"),
+                f"layers.{layer}.join.hidden_layernorm.weight": same(f"{first}hnorm.weight"),
+                f"layers.{layer}.join.linear_join.weight": same(f"{first}eh_proj.weight"),
+                f"layers.{layer}.final_layernorm.weight": same(f"{second}final_layernorm.weight"),
+            }
+        return table
+
+
 # fmt: off
 MIXER = "backbone.layers.{layer}.mixer."
-NEMOTRON_H = Family(
+NEMOTRON_H = NemotronFamily(
     architecture="NemotronHForCausalLM",
     model_type="nemotron_h",
     defaults={"num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 0},
@@ -165,6 +224,7 @@ NEMOTRON_H = Family(
         Field("mamba_out_bias", "use_bias", default=False),
         UnlimitedSteps(),
         NemotronExperts(),
+        PatternMTP(),
         FixedSettings(normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0,
                       position_embedding_type="none"),
         RequiredKeys(mamba_hidden_act="silu", sliding_window=None),
