@@ -101,6 +101,7 @@ def compute_advantages(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -
         lengths: int [groups, completions], tokens per completion.
 
     Raises:
+        ConfigError: if `rl.reward_weights` does not have one weight per kind of reward.
         DataError: if a user's estimator does not return one finite number per completion.
     """
     total = total_rewards(rl, rewards, lengths)

@@ -36,7 +36,7 @@ class PairLoss(GrpoLoss):
         partners: Tensor,
         sequences: Sequences,
     ) -> Tensor:
-        """Return each sequence's part of its pair's loss at its first token in the loss, [batch, seq].
+        """Return each sequence's part of its pair's loss, divided equally among its tokens in the loss, [batch, seq].
 
         The preferred completion's part has the value of the pair's loss. The other completion's part has the value 0,
         but its own gradient.

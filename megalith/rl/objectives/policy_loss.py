@@ -33,7 +33,8 @@ from megalith.rl.objectives.summed_loss import SummedLoss
 class RolloutBatch(Batch):
     """A micro-batch of prompts with completions. `loss_mask` is 1 where the label is a completion token in the loss.
 
-    Without `old_logprobs` the old policy is the trained policy: the ratio is 1, with its gradient.
+    Without `old_logprobs` the old policy is the engine's with rl.old_logprobs rollout, otherwise the trained policy;
+    the ratio is then 1, with its gradient.
     """
 
     advantages: Tensor  # float32 [batch, seq], the advantage of the token's sequence
