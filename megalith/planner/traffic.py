@@ -81,7 +81,11 @@ def transfers(
 
 
 def expert_bytes(config: RunConfig) -> int:
-    """Return the bytes per rank, MoE layer and micro-batch, forward and backward, with balanced experts."""
+    """Return the bytes per rank, MoE layer and micro-batch, forward and backward, with balanced experts.
+
+    With alltoall this is an upper bound: it counts a row for each expert of a token, but experts of a token on one rank
+    share a row.
+    """
     model, parallel = config.model, config.parallel
     size = parallel.expert_model_parallel_size
     # A tensor-parallel rank has its share of the tokens. Expert tensor parallelism gathers those of its ranks.
