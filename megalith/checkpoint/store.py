@@ -48,7 +48,10 @@ def step_folder(checkpoints: Path | StorePath, step: int) -> StepFolder:
 
 
 class StepFolder:
-    """`step_NNNNNNNN` in a run's `checkpoints`, from `begin` to `commit` or `abandon`. All methods raise OSError."""
+    """`step_NNNNNNNN` in a run's `checkpoints`, from `begin` to `commit` or `abandon`.
+
+    Methods raise OSError if the storage fails.
+    """
 
     shared = "train.output_dir must be a folder that all machines share"
 
@@ -62,7 +65,10 @@ class StepFolder:
         """Prefix of the files' names in the manifest."""
 
     def begin(self) -> str:
-        """Create the temporary folder and remove remains of killed saves. Return its name, for `use_folder`."""
+        """Create the temporary folder and remove remains of killed saves. Return its name, for `use_folder`.
+
+        Raises CheckpointError if `latest` is a folder.
+        """
         make_folder(self.checkpoints)
         latest = self.checkpoints / LATEST
         if latest.is_dir() and not latest.is_symlink():
