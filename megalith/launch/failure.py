@@ -146,8 +146,8 @@ class Failure:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key. Errors raised by the rank itself come first, then crashes and kills, then lost connections; within
-        each kind, failures are sorted by time.
+        """Sort key. Errors raised by the rank itself come first, then crashes and kills, then lost connections, then
+        ranks that SIGTERM or SIGINT ended; within each kind, failures with an error file are sorted by time.
         """
         if self.error is not None:
             return (2 if self.error["collective"] else 0), self.error["nanoseconds"]

@@ -214,7 +214,7 @@ class HangWatch:
 
 
 def differing_ranks(statuses: Mapping[int, RankStatus | None]) -> set[int]:
-    """Return the ranks whose step, phase or pending collective differs from the majority's."""
+    """Return the ranks whose step, phase or pending collective differs from the majority's; empty without one."""
     ranks_by_text: dict[str, set[int]] = {}
     for rank, status in statuses.items():
         ranks_by_text.setdefault("" if status is None else status.text(), set()).add(rank)

@@ -123,7 +123,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         running: member 0 of the job that the last round has joined or continued; None if the round starts all
             processes.
         members: launchers whose ranks continue in their processes after the last round; their group ranks come first.
-        hides_waiting: report no waiting machines, because they are taken in without a restart of all processes.
+        hides_waiting: report no waiting machines, because they join without a restart of all processes.
     """
 
     use_agent_store = True

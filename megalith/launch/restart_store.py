@@ -86,7 +86,7 @@ class RestartStore:
         return bool(self._get(f"lost/{generation}"))
 
     def invite(self, world_size: int) -> None:
-        """Record the number of ranks that the job would have if the machines that wait joined it."""
+        """Record the number of ranks that the job would have if the waiting machines joined it."""
         self._store.set("invited", str(world_size))
 
     def invited(self) -> int:
