@@ -37,7 +37,6 @@ OPERATORS: Mapping[str, str] = {
     "embeddings per layer and shared keys and values": "gemma3n_text gemma4_text gemma4_unified_text",
     "drafting from another model's states": "gemma4_assistant gemma4_unified_assistant",
     "sinusoidal positions": "ctrl xglm",
-    "post-norm layers without a norm after the embedding": "openai-gpt",
     "a head with a dense layer and a norm": "modernbert-decoder",
     "LSH attention": "reformer",
     "block-sparse or local attention with global tokens": "big_bird bigbird_pegasus led longt5 pegasus_x",

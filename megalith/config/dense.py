@@ -132,10 +132,9 @@ class DenseSettings(Section):
     embedding_layernorm: bool = False
     """Add a norm between the embedding and the layers (BLOOM)."""
 
-    add_first_input_layernorm: Annotated[bool, RequiresSetting("embedding_layernorm", True, strict=True)] = (
-        True
-    )
-    """Add the norm before attention in the first layer too (off for ModernBERT, whose embedding has a norm)."""
+    add_first_input_layernorm: bool = True
+    """Add the norm before attention in the first layer too (off for ModernBERT, whose embedding has a norm, and GPT-1,
+    whose norms all follow a branch)."""
 
     scale_embeddings: bool = False
     """Multiply the word embedding by √hidden_size (Gemma, BioGPT)."""
@@ -199,7 +198,7 @@ class DenseSettings(Section):
         RequiresSetting("parallel_attn_mlp", False, strict=True),
     ] = False
     """Continue the residual stream from the output of each norm instead of its input: post-LN, as in the original
-    BERT."""
+    BERT and GPT-1."""
 
     parallel_attn_mlp: Annotated[bool, RequiresSetting("norm_placement", "pre", strict=True)] = False
     """Compute attention and MLP in parallel: x + attention(norm(x)) + mlp(norm(x)) (GPT-NeoX, Falcon)."""

@@ -29,6 +29,7 @@ IMPOSSIBLE = [
         {"model": {"add_proj_bias": True, "proj_bias_in_last_layer_only": True, "multi_latent_attention": True}},
         "multi_latent_attention is True, but only decoders with ordinary attention",
     ),
+    ({"model": {"add_first_input_layernorm": False}}, "requires model.embedding_layernorm .* or model.apply_residual_"),
     ({"model": {"shared_layernorm": True}}, "shared_layernorm is True, but it requires model.parallel_attn_mlp"),
     ({"model": {**ROPE, "kv_channels": 15}}, "15 of a head's 15 are rotary"),
     ({"model": {**ROPE, "rotary_percent": 0.2}}, "3 of a head's 16 are rotary .*rotary_percent 0.2.*number is even"),

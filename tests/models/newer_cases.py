@@ -52,6 +52,12 @@ OUR_LLAMA4 = dict(OURS, kv_channels=24, ffn_hidden_size=80, moe_ffn_hidden_size=
 LATENTS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 NEWER_CASES: dict[str, tuple[Callable, dict]] = {
+    "gpt1": (
+        lambda: transformers.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64,
+                                             attn_pdrop=0.2),
+        dict(vocab_size=VOCAB, hidden_size=64, num_layers=3, num_attention_heads=4, max_position_embeddings=64,
+             attention_dropout=0.2, apply_residual_connection_post_layernorm=True, add_first_input_layernorm=False),
+    ),
     "glm": (
         lambda: transformers.GlmConfig(**LLAMA, head_dim=24, pad_token_id=None),
         dict(OURS, kv_channels=24, rotary_percent=0.5, rotary_interleaved=True, layernorm_epsilon=1.5625e-07,

@@ -44,6 +44,7 @@ def check_model(model: ModelConfig) -> None:
             f"model.parallel_attn_mlp is on and model.num_experts is {model.num_experts}, but experts in parallel with "
             "attention need one norm for both; set model.shared_layernorm, or leave out one of the two"
         )
+    _check_first_norm(model)
     _check_gate(model)
     _check_last_bias(model)
     _check_sink(model)
@@ -74,6 +75,17 @@ def _check_mup(model: ModelConfig) -> None:
             f"model.mup_base_num_layers {model.mup_base_num_layers} scales the branches of a residual stream, but "
             "model.apply_residual_connection_post_layernorm normalizes the stream after each branch; leave one of "
             "the two settings out"
+        )
+
+
+def _check_first_norm(model: ModelConfig) -> None:
+    if model.add_first_input_layernorm or model.embedding_layernorm:
+        return
+    if not model.apply_residual_connection_post_layernorm:
+        raise ConfigError(
+            "model.add_first_input_layernorm is false, but a first layer without that norm requires "
+            "model.embedding_layernorm (ModernBERT) or model.apply_residual_connection_post_layernorm (GPT-1); set one "
+            "of the two, or leave model.add_first_input_layernorm out"
         )
 
 
