@@ -287,7 +287,10 @@ class Family:
             layer = LAYER.match(name)
             row = name if name in table else LAYER.sub(r"\1.{layer}.", name)
             if row not in table:
-                raise ConfigError(f"{self.architecture} has no tensor for {name}")
+                raise ConfigError(
+                    f"{self.architecture} has no tensor for {name}; add a row for {row} to the tensors of the family, "
+                    "or correct the setting that gives the model this tensor"
+                )
             shape = tuple(tensor.shape)
             if name in VOCABULARY:
                 shape = (model.vocab_size, *shape[1:])
@@ -347,7 +350,19 @@ class Group:
         if self.layer is not None:
             placeholders["before"] = int(self.layer) - 1
             placeholders["decoder"] = int(self.layer) - self.model.encoder_layers
-        return [name.format(**placeholders) for name in self.rule.names]
+        try:
+            names = [name.format(**placeholders) for name in self.rule.names]
+        except KeyError as error:
+            supported = " or ".join(f"{{{name}}}" for name in placeholders)
+            raise ConfigError(
+                f"the row of {self.name} has the placeholder {{{error.args[0]}}}; use {supported}"
+            ) from None
+        if self.layer == "0" and any("{before}" in name for name in self.rule.names):
+            raise ConfigError(
+                f"the row of {self.name} has the placeholder {{before}}, but no layer is before layer 0; add a row for "
+                f"{self.name}"
+            )
+        return names
 
     @cached_property
     def sources(self) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """The families' tables: every row goes both ways, and configurations mean the same on both sides."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megalith.bridge.exporter import _config_json
 from megalith.bridge.families import FAMILIES, family_for, family_of
 from megalith.bridge.model_differences import differences
 from megalith.bridge.origin import Origin
+from megalith.bridge.rows import same
 from megalith.bridge.transfer import to_ours, to_theirs
 from megalith.bridge.unsupported import describe_types, markdown, reasons
 from megalith.config import ModelConfig, RunConfig
@@ -80,6 +82,29 @@ def test_tensors_go_there_and_back_bitwise_and_any_box_is_a_part_of_the_whole(na
         shape = [max(1, size // 2) for size in group.shape]
         box = tuple(slice(at, at + size) for at, size in zip(offset, shape))
         assert torch.equal(to_ours(group, theirs.__getitem__, offset, shape), whole[box])
+
+
+@pytest.mark.parametrize(
+    ("row", "their_name", "message"),
+    [
+        ("final_layernorm.bias", None, r"no tensor for final_layernorm\.bias; add a row for final_layernorm\.bias"),
+        ("layers.{layer}.input_layernorm.bias", None, r"for layers\.1\..*; add a row for layers\.\{layer\}\.input_"),
+        ("final_layernorm.bias", "h.{final}.ln_2.bias", "has the placeholder {final}; use {layer} or .* or {last}$"),
+        ("layers.{layer}.pre_mlp_layernorm.bias", "h.{before}.ln_1.bias", "add a row for layers.0.pre_mlp_layernorm.b"),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_of_a_table_is_named(row: str, their_name: str | None, message: str) -> None:
+    family = family_named_by("gpt1")
+    tensors = {name: rule for name, rule in family.tensors.items() if name != row or their_name}
+    if their_name:
+        tensors[row] = same(their_name)
+    with pytest.raises(ConfigError, match=message):
+        [group.names() for group in replace(family, tensors=tensors).groups(model_of("gpt1"))]
+
+
+def test_the_name_of_a_tied_output_matrix_is_that_of_its_row() -> None:
+    rows = {family.tied: family.tensors.get("output_layer.weight") for family in FAMILIES.values()}
+    assert [tied for tied, rule in rows.items() if rule is not None and tied not in rule.names] == []
 
 
 @pytest.mark.parametrize(
