@@ -65,8 +65,13 @@ WRAPPERS = {
     "QianfanOCRForConditionalGeneration": "qwen3",
     "Qwen2AudioForConditionalGeneration": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5OmniForConditionalGeneration": "qwen2_5_omni_text",
+    "Qwen2_5OmniModel": "qwen2_5_omni_text",
+    "Qwen2_5OmniThinkerForConditionalGeneration": "qwen2_5_omni_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3ASRForConditionalGeneration": "qwen3",
+    "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe_text",
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen3_omni_moe_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
@@ -82,6 +87,16 @@ QWEN2_VL = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768,
     "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
     "vocab_size": 152064,
+}  # fmt: skip
+QWEN2_OMNI = {
+    "num_key_value_heads": 4, "rope_theta": 1e6, "max_position_embeddings": 32768, "hidden_size": 3584,
+    "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "vocab_size": 152064,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3_OMNI = {
+    "num_key_value_heads": 4, "rope_theta": 1e6, "max_position_embeddings": 32768, "hidden_size": 2048,
+    "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "vocab_size": 3584,
+    "norm_topk_prob": True,
 }  # fmt: skip
 GLM4V = {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5}
 GRANITE_DOCLING = {
@@ -112,11 +127,14 @@ ON_TEXT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "paddleocr_vl_text": ("llama", PADDLE_OCR, {"attention_bias": False, "mlp_bias": False}),
     "qwen2_vl_text": ("qwen2", QWEN2_VL, {}),
     "qwen2_5_vl_text": ("qwen2", QWEN2_VL, {}),
+    "qwen2_5_omni_text": ("qwen2", QWEN2_OMNI, {}),
+    "qwen3_omni_moe_text": ("qwen3_moe", QWEN3_OMNI, {}),
     "qwen3_vl_text": ("qwen3", {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5}, {}),
 }
 # Positions in time, height and width (M-RoPE), which are equal on text.
 MROPE = ("mrope_section", "mrope_interleaved", "xdrope_section")
 TOP_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")  # what the wrapper decides
+THINKER = "thinker_config"  # of models that also speak, which have a thinker and a talker
 LANGUAGE = ("language_model.", "text_model.")
 LEFT_OUT = (
     "vision_tower.", "vision_model.", "vision_encoder.", "image_tower.", "video_tower.", "visual.", "vqmodel.",
@@ -125,6 +143,7 @@ LEFT_OUT = (
     "multi_modal_projector.", "mm_projector.", "vision_projection.", "vision_projector.", "projector.", "connector.",
     "aligner.", "merger.", "mlp1.", "mlp_AR.", "vit.", "layerwise_projectors.", "spatial_projectors.",
      "qformer.", "query_tokens", "language_projection.",
+    "talker.", "token2wav.", "code2wav.",
 )  # fmt: skip
 # Names that transformers 5.24 saves of Kimi-K2.5's and Qianfan-OCR's language models, as if they were vision towers.
 SAVED_AS_VISION = {"model.blocks.": "model.layers.", "model.encoder.layers.": "model.layers."}
@@ -143,14 +162,33 @@ def language_config(config: dict[str, Any]) -> dict[str, Any]:
     wrapper = wrapper_of(config)
     if wrapper is None:
         return config
-    text = config.get("text_config")
+    inner = thinker_of(config)
+    text = inner.get("text_config")
     if not isinstance(text, dict):
         raise ConfigError(
             f"config.json of {wrapper} has no text_config, which is its language model; fetch it again"
         )
-    top = {key: config[key] for key in TOP_KEYS if config.get(key) is not None}
+    top = {key: both[key] for both in (config, inner) for key in TOP_KEYS if both.get(key) is not None}
     without = {key: value for key, value in text.items() if key != "architectures"}
     return _on_text({"model_type": WRAPPERS[wrapper], **without, **top})
+
+
+def with_text_config(config: dict[str, Any], text: dict[str, Any], **top: Any) -> dict[str, Any]:
+    """Return a multimodal model's config.json with another text_config.
+
+    Args:
+        config: the multimodal model's config.json.
+        text: the language model's configuration.
+        top: keys beside text_config.
+    """
+    changed = {**thinker_of(config), "text_config": text, **top}
+    return {**config, THINKER: changed} if THINKER in config else changed
+
+
+def thinker_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that contains text_config: the thinker's, if the model also speaks."""
+    thinker = config.get(THINKER)
+    return thinker if isinstance(thinker, dict) else config
 
 
 def _on_text(config: dict[str, Any]) -> dict[str, Any]:
@@ -180,6 +218,7 @@ def language_name(name: str) -> str | None:
 
     None for tensors of other parts, such as the vision encoder.
     """
+    name = name.removeprefix("thinker.")
     plain = name.removeprefix("model.")
     for prefix in LANGUAGE:
         if plain.startswith(prefix):

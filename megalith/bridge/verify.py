@@ -167,6 +167,7 @@ def _hugging_face_logits(matched: Match, ids: Tensor) -> Tensor | None:
         return None
     with no_progress_bars():
         model = kind.from_pretrained(matched.source.path, dtype=torch.float32, attn_implementation="eager")
+    model = getattr(model, "thinker", model)  # of a model that also speaks
     if name == "Llama4ForConditionalGeneration":
         model = model.language_model  # transformers 5.24 fails in the whole model without an image
     decoder_inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}

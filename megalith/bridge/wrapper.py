@@ -22,7 +22,14 @@ from megalith.bridge.folder import (
 )
 from megalith.bridge.fused_experts import split_fused_experts
 from megalith.bridge.model_differences import differences
-from megalith.bridge.multimodal import WRAPPERS, language_config, language_name, wrapper_of
+from megalith.bridge.multimodal import (
+    WRAPPERS,
+    language_config,
+    language_name,
+    thinker_of,
+    with_text_config,
+    wrapper_of,
+)
 from megalith.bridge.settings import Tree
 from megalith.checkpoint.files import DTYPES, Layout
 from megalith.config import ModelConfig
@@ -116,10 +123,11 @@ class WrapperFolder:
         """
         if not differences(family.read_config(self.language_config), model):
             return self.config
-        text = {**self.config["text_config"], **family.write_config(model)}
+        inner = thinker_of(self.config)
+        text = {**inner["text_config"], **family.write_config(model)}
         text.pop("rope_parameters", None)
-        top = {key: tree[key] for key in ("tie_word_embeddings",) if key in self.config and key in tree}
-        return {**self.config, "text_config": {**text, "model_type": family.model_type}, **top}
+        top = {key: tree[key] for key in ("tie_word_embeddings",) if key in inner and key in tree}
+        return with_text_config(self.config, {**text, "model_type": family.model_type}, **top)
 
     def files(self) -> list[Path]:
         """Return the small files of the tokenizer and of the processor."""
