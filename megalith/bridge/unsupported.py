@@ -57,12 +57,18 @@ SCOPES: Mapping[str, str] = {
     "two models of any families": "encoder-decoder",
     "bytes in patches of varying length": "blt",
 }
+# The same for language models and multimodal models that are in neither of transformers' two lists.
+FURTHER: Mapping[str, str] = {
+    "attention to the whole prompt (prefix LM)": "paligemma",
+    "queries scaled by their position in latent attention": "mistral4",
+    "experts for text and experts for images in one tensor": "ernie4_5_vl_moe",
+}
 
 
 def reasons() -> dict[str, str]:
     """Return the reason for every model type that is not supported."""
     return {
-        **{kind: f"needs {name}" for name, kinds in OPERATORS.items() for kind in kinds.split()},
+        **{kind: f"needs {name}" for name, kinds in (OPERATORS | FURTHER).items() for kind in kinds.split()},
         **{kind: f"is out of scope: {name}" for name, kinds in SCOPES.items() for kind in kinds.split()},
     }
 
@@ -70,7 +76,7 @@ def reasons() -> dict[str, str]:
 def markdown() -> str:
     """Return the table of docs/models.md."""
     rows = [
-        *((f"operator: {name}", kinds) for name, kinds in OPERATORS.items()),
+        *((f"operator: {name}", kinds) for name, kinds in (OPERATORS | FURTHER).items()),
         *((f"out of scope: {name}", kinds) for name, kinds in SCOPES.items()),
     ]
     lines = [

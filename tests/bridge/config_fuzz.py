@@ -56,6 +56,9 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
             sep_token_id=2,
         ),
     ),
+    "emu3": lambda: _encoder(
+        "Emu3ForCausalLM", transformers.Emu3TextConfig(**BERT, num_key_value_heads=2, pad_token_id=0)
+    ),
     "t5": lambda: _encoder(
         "T5ForConditionalGeneration", transformers.T5Config(**T5, feed_forward_proj="relu")
     ),
