@@ -16,6 +16,7 @@ from default_cases import by_default
 
 from megalith.cli.main import main
 from megalith.config import RunConfig
+from megalith.parallel.pipeline.stages import assign_layers
 from megalith.parity.sizes import shrink
 from megalith.recipes.catalogue import MODELS, RECIPES, TASKS, Recipe
 from megalith.recipes.plans import FILES
@@ -127,6 +128,12 @@ def small_job(recipe: Recipe, layout: Callable[[int], int]) -> dict[str, Any]:
         tree["parallel"] = {name: value for name, value in parallel.items() if name not in SEVERAL_RANKS}
     elif "virtual_pipeline_model_parallel_size" in parallel:
         parallel["virtual_pipeline_model_parallel_size"] = 2
+        chunks = 2 * parallel["pipeline_model_parallel_size"]
+        others = sum(
+            parallel.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss")
+        )
+        if others:
+            tree["model"]["num_layers"] += -(tree["model"]["num_layers"] + others) % chunks
     return tree
 
 
@@ -148,6 +155,17 @@ def run_small(recipe: Recipe, layout: Callable[[int], int], output: str) -> list
     words = shlex.split(f"{TASKS[recipe.task].command} run.yaml")
     assert main([*words, *(["--nproc", str(processes)] if processes > 1 else [])]) == 0
     return [record["loss"] for record in read_records(Path(output) / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("name", [name for name, each in BY_NAME.items() if each.gpus > 1])
+def test_the_layers_of_a_shrunk_recipe_fill_its_stages(name):
+    """The longer cases below, which run them, are few by default."""
+    tree = small_job(BY_NAME[name], lambda size: min(size, 2))
+    if "init_from" in tree["model"]:
+        tree["model"] = small_model(BY_NAME[name].preset)
+    config = RunConfig.from_tree(tree)
+    stages = assign_layers(config.model, config.parallel)
+    assert len(stages) == config.parallel.pipeline_model_parallel_size
 
 
 @pytest.mark.parametrize("name", by_default(BY_NAME, *BY_DEFAULT))
