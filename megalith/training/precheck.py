@@ -256,7 +256,8 @@ def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus
     used = "no device was used"
     if rates is None and config.runtime.device != "cpu":
         used += ", and auto settings were chosen for CPUs; pass --device NAME to choose them for that GPU"
-    return "\n".join([*lines, *weight_lines, f"dry run: {world_size} processes can train this; {used}"])
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    return "\n".join([*lines, *weight_lines, f"dry run: {processes} can train this; {used}"])
 
 
 def build_ranks(layout: Layout) -> list[BuiltRank]:
@@ -273,7 +274,8 @@ def _build(layout: Layout, rank: int) -> BuiltRank:
         chunks = apply(build_meta_model(config), config.with_settings({"runtime.compile": False}), mesh, meta)
         parameters = [parameter for chunk in chunks for parameter in _unique(chunk.parameters())]
         weights, even = sum(local(each).nbytes for each in parameters), sum(map(_even_share, parameters))
-    return BuiltRank(rank, weights, even, layout.stage_of(rank).memory.weights)
+    models = 2 if config.has_reference_model else 1  # the reference is a second model with the same layout
+    return BuiltRank(rank, models * weights, models * even, layout.stage_of(rank).memory.weights)
 
 
 def _even_share(parameter: torch.nn.Parameter) -> float:

@@ -559,6 +559,9 @@ def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
     ranks = build_ranks(build_layout(config, 32))
     assert [built.rank for built in ranks] == [0, 16, 31]
     assert all(built.agrees for built in ranks)
+    tuned = {"dpo.enabled": True, "train.train_iters": None}
+    with_reference = build_ranks(build_layout(config.with_settings(tuned), 32))
+    assert all(two.agrees and two.weights == 2 * one.weights for two, one in zip(with_reference, ranks))
     small = {"model.hidden_size": 96, "train.global_batch_size": 80}
     first, *_, last = build_ranks(build_layout(config.with_settings(small), 320))  # 48 or 96 rows of 80 ranks
     assert first.weights > 1.1 * first.expected and last.weights < 0.9 * last.expected
