@@ -1,5 +1,6 @@
 """An Accelerate script with its own model, optimizer, scheduler and loop: transformers' GPT-2 learns to count.
 
+pip install 'megalith[accelerate]'
 python examples/accelerate/train.py                                                              # one process
 megalith accelerate launch --multi_gpu --num_processes 2 examples/accelerate/train.py --tp 2     # two, with TP
 """
@@ -29,7 +30,9 @@ def train(tp: int = 1, pp: int = 1, micro_batches: int = 2, steps: int = 60) -> 
     accelerator = Accelerator(megatron_lm_plugin=plugin)
     torch.manual_seed(0)
     sizes = dict(n_layer=2, n_embd=64, n_head=4, vocab_size=VOCABULARY, n_positions=TOKENS)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    no_tokens = dict(bos_token_id=None, eos_token_id=None)  # GPT-2's are beyond this vocabulary
+    no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **no_tokens, **no_dropout))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
     loader = DataLoader(TensorDataset(samples(8 * micro_batches * steps, seed=1)), batch_size=8)
