@@ -117,6 +117,8 @@ FOUR = dict(
     ),
 )
 
+WIDE = dict(linear_num_key_heads=4, linear_num_value_heads=8)  # a key head for each of four ranks
+
 
 @pytest.mark.parametrize("kind", ["few", in_full("two ranks"), in_full("four ranks")])
 def test_parallel_engines_and_trainers_have_the_bits_of_one_process(pool, tmp_path, kind):
@@ -128,7 +130,8 @@ def test_parallel_engines_and_trainers_have_the_bits_of_one_process(pool, tmp_pa
     for name, layout in chosen:
         if layout.startswith("ep") and "num_experts" not in LAYERS[name]:
             continue
-        config = run_config(tmp_path, LAYERS[name])
+        wide = WIDE if kind == "four ranks" and name == "qwen3-next" else {}
+        config = run_config(tmp_path, LAYERS[name] | wide)
         if name not in alone:
             alone[name] = engine_samples(parallel_model(config), 4, LONG_PROMPTS)
         settings = {f"parallel.{key}": value for key, value in layouts[layout].items()}
