@@ -48,6 +48,8 @@ def test_a_row_of_a_matmul_has_the_same_bits_at_every_position_and_in_every_batc
         assert torch.equal(matmul(x[:rows], weight), every[:rows])
     for position in range(TILE):  # the first row, among others
         assert torch.equal(matmul(x.roll(position, 0)[: TILE + 3], weight)[position], every[0])
+    for first in range(1, 9):  # whole tiles that begin anywhere in memory
+        assert torch.equal(matmul(x[first : first + TILE], weight), every[first : first + TILE])
 
 
 @pytest.mark.parametrize(("inner", "out"), [(16, 32), (88, 40), (250, 1000), (1024, 96)])
@@ -66,6 +68,9 @@ def test_sums_of_parts_are_the_matmul_and_ranks_add_subtrees_of_them(inner, part
     every = sum_of_parts(x, weight, parts, torch.float32)
     assert (every - x @ weight.T).abs().max() <= 1e-5 * inner**0.5
     assert torch.equal(sum_of_parts(x[3:4], weight, parts, torch.float32), every[3:4])
+    for first in range(1, 6):
+        tile = slice(first, first + TILE)
+        assert torch.equal(sum_of_parts(x[tile], weight, parts, torch.float32), every[tile])
     for ranks in (2, 4, 8):
         if parts % ranks == 0:
             assert local_parts(inner // ranks, ranks) == parts // ranks
@@ -118,6 +123,12 @@ def test_whole_vectors_cover_what_threads_and_ends_of_tensors_compute_otherwise(
             assert torch.equal(y, y[:1].expand_as(y))
     finally:
         torch.set_num_threads(threads)
+
+
+def test_elements_with_gaps_between_them_are_computed_as_without():
+    x = torch.randn(6400)
+    for function in (F.silu, torch.sigmoid, torch.exp):
+        assert torch.equal(by_whole_vectors(function, x[::2]), by_whole_vectors(function, x)[::2])
 
 
 def test_a_gated_activation_keeps_its_bias_clamp_and_offset():

@@ -27,7 +27,7 @@ def by_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.is_cuda or torch.compiler.is_compiling():
         return function(x)
     flat = x.reshape(-1)
-    padded = pad(flat, (0, -flat.numel() % WHOLE))
+    padded = pad(flat, (0, -flat.numel() % WHOLE))  # a copy, because elements with gaps are computed one by one
     if padded.numel() > PIECE and torch.get_num_threads() > 1:
         y = torch.cat([function(piece) for piece in padded.split(PIECE)])
     else:
@@ -53,8 +53,8 @@ def softplus(x: Tensor) -> Tensor:
 
 def sum_by_halves(x: Tensor) -> Tensor:
     """Return the sum over the last dimension, [...], added in an order that depends only on its size."""
-    while x.shape[-1] > 1:
-        first, second = pad(x, (0, x.shape[-1] % 2)).chunk(2, -1)
+    while (size := x.shape[-1]) > 1:
+        first, second = (pad(x, (0, 1)) if size % 2 else x).chunk(2, -1)
         x = first + second
     return x[..., 0]
 
@@ -66,8 +66,9 @@ def sum_by_pairs(x: Tensor) -> Tensor:
     entries first.
     """
     while len(x) > 1:
-        pairs = x[: len(x) // 2 * 2].unflatten(0, (-1, 2))
-        x = torch.cat([pairs[:, 0] + pairs[:, 1], x[len(pairs) * 2 :]])
+        whole = len(x) // 2 * 2
+        sums = x[0:whole:2] + x[1:whole:2]
+        x = torch.cat([sums, x[whole:]]) if whole < len(x) else sums
     return x[0]
 
 

@@ -43,13 +43,39 @@ def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tenso
 
 
 def _by_tiles(x: Tensor, weight: Tensor) -> Tensor:
-    rows, columns = len(x), len(weight)
-    matrix = pad(weight, (0, 0, 0, -columns % COLUMNS)).contiguous().T
-    padded = pad(x, (0, 0, 0, -rows % TILE)).contiguous()
-    y = padded.new_empty(len(padded), matrix.shape[1])
-    for part, result in zip(padded.split(TILE), y.split(TILE)):
+    filled, matrix = _filled(x, TILE), _filled(weight, COLUMNS).T
+    y = x.new_empty(len(filled), matrix.shape[1])
+    _multiply_tiles(filled, matrix, y)
+    return y[: len(x), : len(weight)]
+
+
+def _by_tiles_of_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """Return the products of equal parts of the inner dimension, float32 [parts, tokens, out]."""
+    pieces, matrices = (
+        _filled(each, multiple).unflatten(1, (parts, -1)).transpose(0, 1).contiguous()
+        for each, multiple in ((x, TILE), (weight, COLUMNS))
+    )
+    y = x.new_empty(parts, pieces.shape[1], matrices.shape[1])
+    for piece, matrix, result in zip(pieces.unbind(), matrices.mT.unbind(), y.unbind()):
+        _multiply_tiles(piece, matrix, result)
+    return y[:, : len(x), : len(weight)]
+
+
+def _filled(x: Tensor, multiple: int) -> Tensor:
+    """Return a contiguous copy of x [rows, columns] with rows of zeros up to a multiple.
+
+    It is a copy even if no row is missing: the bits of a product depend on the alignment of its factors, and only new
+    memory has always the same.
+    """
+    return pad(x, (0, 0, 0, -len(x) % multiple)).contiguous()
+
+
+def _multiply_tiles(x: Tensor, matrix: Tensor, out: Tensor) -> None:
+    if len(x) == TILE:
+        torch.mm(x, matrix, out=out)
+        return
+    for part, result in zip(x.split(TILE), out.split(TILE)):
         torch.mm(part, matrix, out=result)
-    return y[:rows, :columns]
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -86,8 +112,7 @@ def sum_of_parts(x: Tensor, weight: Tensor, parts: int, dtype: torch.dtype) -> T
     """
     if x.is_cuda:
         return matmul_in_parts(x, weight, dtype, parts)
-    pieces = zip(x.float().chunk(parts, 1), weight.float().chunk(parts, 1))
-    return sum_by_pairs(torch.stack([_by_tiles(*each) for each in pieces])).to(dtype)
+    return sum_by_pairs(_by_tiles_of_parts(x.float(), weight.float(), parts)).to(dtype)
 
 
 class BatchInvariantRowGemm(Gemm):
