@@ -1,5 +1,6 @@
 """Where processes meet: what is reachable, and what is told where another program, or another job, has the port."""
 
+import inspect
 import os
 import socket
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 from forked import free_port
 from sockets import LOOPBACK_INTERFACE, listening
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megalith.errors import ConfigError
 from megalith.launch import network, peer_watch
@@ -29,6 +31,13 @@ from megalith.launch.rendezvous import (
 from megalith.launch.tcp_store import connect_store, serve_store
 
 MINUTE = timedelta(minutes=1)
+
+
+@pytest.fixture(autouse=True)
+def torch_asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's rendezvous asks for its state once per second."""
+    assert inspect.signature(dynamic_rendezvous._delay).parameters.keys() == {"seconds"}
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: time.sleep(0.05))
 
 
 @pytest.fixture
