@@ -29,6 +29,7 @@ def collapse_memory() -> None:
             libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE), MADV_COLLAPSE)
 
 
+os.fsync = os.fstat  # waiting for the disk took a tenth of a short run
 environment, random = dict(os.environ), torch.get_rng_state()
 torch.set_num_threads(1)
 with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):

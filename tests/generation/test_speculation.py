@@ -144,13 +144,13 @@ def test_logprobs_are_those_that_the_model_scores(model, speculation):
     Sampling(max_new_tokens=3, temperature=1.3, top_p=0.7, seed=21),
     in_full(Sampling(max_new_tokens=3, temperature=0.6, seed=21)),
 ])  # fmt: skip
-def test_samples_have_the_models_distribution(model, speculation, sampling):
+def test_samples_have_the_models_distribution(speculation, sampling, model, joint_of):
     """A chi-square test of the joint distribution of three tokens, whose prompt is one that n-grams can continue."""
     prompt, count = [*PROMPTS[4], *PROMPTS[4][:6]], 4000
     engine = engine_for(model, max_rows=1000, max_tokens=40, speculation=speculation)
     done = engine.generate([prompt], sampling, num_generations=count)
     assert engine.take_draft_metrics().accepted > 100
-    expected = probabilities(model, prompt, sampling) * count
+    expected = joint_of(prompt, sampling) * count
     seen = torch.zeros_like(expected)
     seen.index_put_(
         torch.tensor([each.ids for each in done]).unbind(1), torch.ones(count).double(), accumulate=True
@@ -164,6 +164,19 @@ def test_samples_have_the_models_distribution(model, speculation, sampling):
         # Wilson and Hilferty's normal approximation: the bound has a probability of 0.0005
         deviation = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
         assert freedom > (40 if summed else 8) and deviation < 3.3, summed
+
+
+@pytest.fixture(scope="module")
+def joint_of(model):
+    """Return `probabilities` of the model, computed once per sampling, all of one prompt."""
+    joints = {}
+
+    def joint(prompt, sampling):
+        if repr(sampling) not in joints:
+            joints[repr(sampling)] = probabilities(model, prompt, sampling)
+        return joints[repr(sampling)]
+
+    return joint
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ async def rewriting(client, row) -> float:
 KINDS = {
     "tools": dict(tools="{examples}/grpo/calculator.py:add", tool_call_format="{folder}/calls.py:always",
                   max_turns=3, reward_funcs="length", tool_workers=0),
-    "agent": dict(agent="{folder}/calls.py:rewriting", agent_workers=0),
+    "agent": dict(agent="{folder}/calls.py:rewriting", agent_workers=0, max_completion_length=24),
 }  # fmt: skip
 
 

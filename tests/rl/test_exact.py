@@ -100,7 +100,7 @@ def test_an_engine_that_takes_requests_at_any_time_has_the_same_bits(tmp_path):
         assert np.array_equal(np.array(found[number], np.float32), sample.completion.logprobs)
 
 
-@pytest.mark.parametrize(("packing", "mini_batches", "count"), [(True, 1, 20), (False, 2, 4)])
+@pytest.mark.parametrize(("packing", "mini_batches", "count"), [(True, 1, 10), (False, 2, 4)])
 def test_on_policy_the_ratio_is_1_and_the_drift_0_in_every_step(tmp_path, packing, mini_batches, count):
     config = configuration(
         tmp_path,
@@ -174,23 +174,6 @@ TENSOR_MODELS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, in_full(4)])
-def test_tensor_parallel_engines_and_trainers_have_the_bits_of_one_process(pool, tmp_path, size):
-    cases, alone = {}, {}
-    for name, model in TENSOR_MODELS.items():
-        config = run_config(tmp_path, model)
-        alone[name] = engine_samples(parallel_model(config), 4)
-        for layout, parallel in tensor_layouts(size).items():
-            settings = {f"parallel.{key}": value for key, value in parallel.items()}
-            cases[name, layout] = (config.with_settings(settings),)
-    for (name, layout), ranks in pool.run_cases(exact_in_layout, cases, size=size).items():
-        for samples, is_exact in ranks:
-            assert is_exact, (name, layout)
-            if "uneven" in name:  # its parts are not those of one process
-                continue
-            assert equal_samples(samples, alone[name]), (name, layout)
-
-
 EXPERT_MODELS = {
     "experts": MODELS["experts"],
     "sigmoid experts": MODELS["sigmoid experts"],
@@ -203,24 +186,38 @@ CONTEXT_MODELS = {
 }
 
 
-KINDS = {"experts": (EXPERT_MODELS, expert_layouts), "context": (CONTEXT_MODELS, context_layouts)}
+KINDS = {
+    "tensor": (TENSOR_MODELS, tensor_layouts),
+    "experts": (EXPERT_MODELS, expert_layouts),
+    "context": (CONTEXT_MODELS, context_layouts),
+}
+BY_DEFAULT = {  # every model and every layout of two ranks
+    *((name, "tp2 sp") for name in TENSOR_MODELS), ("gpt2", "tp2"), ("sigmoid experts", "tp2"),
+    *(("sigmoid experts", layout) for layout in expert_layouts(2)),
+    ("experts", "ep2"), ("experts with biases", "etp2"), ("experts with biases", "ep2 tp2"),
+    ("llama with grouped queries", "cp2 a2a"), ("windows", "cp2 all_gather"), ("latent attention", "cp2 a2a"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, in_full(4)])
+@pytest.mark.parametrize("pairs", ["by default", in_full("others"), in_full("four ranks")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_expert_and_context_parallel_trainers_have_the_bits_of_one_process(pool, tmp_path, kind, size):
+def test_parallel_engines_and_trainers_have_the_bits_of_one_process(pool, tmp_path, kind, pairs):
     models, layouts = KINDS[kind]
+    size = 4 if pairs == "four ranks" else 2
     cases, alone = {}, {}
-    for name, model in models.items():
-        config = run_config(tmp_path, model)
-        alone[name] = engine_samples(parallel_model(config), 4)
-        for layout, parallel in layouts(size).items():
-            settings = {f"parallel.{key}": value for key, value in parallel.items()}
-            cases[name, layout] = (config.with_settings(settings),)
+    for name, layout in itertools.product(models, layouts(size)):
+        if size == 2 and ((name, layout) in BY_DEFAULT) != (pairs == "by default"):
+            continue
+        config = run_config(tmp_path, models[name])
+        if name not in alone:
+            alone[name] = engine_samples(parallel_model(config), 4)
+        settings = {f"parallel.{key}": value for key, value in layouts(size)[layout].items()}
+        cases[name, layout] = (config.with_settings(settings),)
     for (name, layout), ranks in pool.run_cases(exact_in_layout, cases, size=size).items():
         for samples, is_exact in ranks:
             assert is_exact, (name, layout)
-            assert equal_samples(samples, alone[name]), (name, layout)
+            if "uneven" not in name:  # whose parts are not those of one process
+                assert equal_samples(samples, alone[name]), (name, layout)
 
 
 FEW = {"tp2", "ep2 static", "etp2 tp2 sp", "cp2 a2a"}
@@ -237,7 +234,7 @@ def test_on_policy_the_ratio_is_1_in_every_step_of_a_parallel_run(pool, tmp_path
             model=model,
             parallel=parallel,
             optim=dict(lr=1e-3),
-            train=dict(train_iters=5),
+            train=dict(train_iters=4),
             rl=dict(exact=True, temperature=0.9, reward_workers=0, packing="sp" in name or "all" in name),
         )
 

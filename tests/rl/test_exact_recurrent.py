@@ -160,7 +160,7 @@ def test_on_policy_the_ratio_is_1_in_every_step(pool, tmp_path, few):
             model=LAYERS[name],
             parallel=LAYOUTS[layout],
             optim=dict(lr=1e-3),
-            train=dict(train_iters=5),
+            train=dict(train_iters=4),
             rl=dict(exact=True, temperature=0.9, reward_workers=0, packing="2" in layout),
         )
         cases[name, layout] = (config,)

@@ -2,12 +2,14 @@
 
 import math
 import random
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from default_cases import by_default, in_full
 from torch import nn
 from tuning_runs import VOCAB, config_of, token_samples, tuning_tree
 
@@ -86,6 +88,20 @@ PIPELINES = {
 }
 
 
+BY_DEFAULT = {  # every way of attention, of sharding and of pipelining once; test-all runs the others, too
+    "dp2 cp2", "cp4", "dp4 zero3", "dp2 cp2 at least 2", "dp4 saved attention", "dp2 tp2 sp",
+    "dp2 cp2 ep4", "dp4 ep2 zero3", "pp2 cp2 ep2",
+    "pp2 cp2 zero bubble", "pp2 dp2 interleaved zero2", "pp2 tp2 sp",
+}  # fmt: skip
+LATENT_BY_DEFAULT = {"dp4 a2a zero3", "cp2 tp2", "pp2 cp2"}
+by_default_and_others = pytest.mark.parametrize("others", [False, in_full(True)])
+
+
+def chosen(layouts: dict, others: bool, names: set = BY_DEFAULT) -> dict:
+    """Return the layouts that `make test` runs, or the others."""
+    return {name: layout for name, layout in layouts.items() if (name in names) != others}
+
+
 def samples(count: int) -> list[dict]:
     """Tokens of lognormal lengths: many short samples, a few as long as a row, and one token to learn in the first."""
 
@@ -108,9 +124,11 @@ def alone(tree: dict) -> Outcome:
     return run_job(config_of(tree))
 
 
-def test_every_layout_equals_one_process(pool, tree: dict, alone: Outcome):
+@by_default_and_others
+def test_every_layout_equals_one_process(pool, tree: dict, alone: Outcome, others: bool):
     """Losses, gradients, evaluation and generated tokens."""
-    cases = {name: (config_of(tree, parallel=DYNAMIC | layout),) for name, layout in LAYOUTS.items()}
+    layouts = chosen(LAYOUTS, others)
+    cases = {name: (config_of(tree, parallel=DYNAMIC | layout),) for name, layout in layouts.items()}
     for name, ranks in pool.run_cases(run_job, cases, size=4).items():
         errors = compare(ranks, alone)
         assert errors.within(), (name, errors)
@@ -131,7 +149,8 @@ def test_adapters_and_padded_rows_equal_one_process(pool, tree: dict):
         assert errors.within(), (name, errors)
 
 
-def test_learned_positions_and_mtp_equal_one_process(pool, tree: dict):
+@by_default_and_others
+def test_learned_positions_and_mtp_equal_one_process(pool, tree: dict, others: bool):
     """Padding after the longest sample has no position, and MTP's targets are those of the sample's own group."""
     dense = {name: value for name, value in EXPERTS.items() if not name.startswith(("moe", "num_experts"))}
     models = {
@@ -143,6 +162,7 @@ def test_learned_positions_and_mtp_equal_one_process(pool, tree: dict):
         (name, layout): (config_of(tree, model=model, parallel=DYNAMIC | layouts[layout]),)
         for name, model in models.items()
         for layout in layouts
+        if ((name, layout) in (("learned positions", "pp2"), ("mtp", "dp4"))) != others
     }
     alone = {name: run_job(config_of(tree, model=model)) for name, model in models.items()}
     for (name, layout), ranks in pool.run_cases(run_job, cases, size=4).items():
@@ -150,7 +170,8 @@ def test_learned_positions_and_mtp_equal_one_process(pool, tree: dict):
         assert errors.within(), (name, layout, errors)
 
 
-def test_experts_equal_one_process(pool, tree: dict):
+@by_default_and_others
+def test_experts_equal_one_process(pool, tree: dict, others: bool):
     """Experts distributed over ranks whose groups differ, and all experts on each rank."""
     layouts = {
         "dp2 cp2 ep4": LAYOUTS["dp2 cp2"] | {"expert_model_parallel_size": 4},
@@ -161,7 +182,8 @@ def test_experts_equal_one_process(pool, tree: dict):
         | {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
     }
     cases = {
-        name: (config_of(tree, model=EXPERTS, parallel=DYNAMIC | layout),) for name, layout in layouts.items()
+        name: (config_of(tree, model=EXPERTS, parallel=DYNAMIC | layout),)
+        for name, layout in chosen(layouts, others).items()
     }
     alone = run_job(config_of(tree, model=EXPERTS))
     for name, ranks in pool.run_cases(run_job, cases, size=4).items():
@@ -169,14 +191,16 @@ def test_experts_equal_one_process(pool, tree: dict):
         assert errors.within(), (name, errors)
 
 
-def test_pipelines_equal_one_process(pool, tree: dict):
+@by_default_and_others
+def test_pipelines_equal_one_process(pool, tree: dict, others: bool):
     """Stages exchange rows of a different length in each pass."""
     model = {name: value for name, value in EXPERTS.items() if not name.startswith(("moe", "num_experts"))}
     model |= {"num_layers": 4}
     stages = DYNAMIC | {"pipeline_model_parallel_size": 2}
     alone = run_job(config_of(tree, model=model))
     cases = {
-        name: (config_of(tree, model=model, parallel=stages | each),) for name, each in PIPELINES.items()
+        name: (config_of(tree, model=model, parallel=stages | each),)
+        for name, each in chosen(PIPELINES, others).items()
     }
     for name, ranks in pool.run_cases(run_job, cases, size=4).items():
         errors = compare(ranks, alone)
@@ -231,7 +255,8 @@ def test_a_pipeline_gets_passes_of_padding_that_fit_its_schedule(tree: dict):
     assert odd
 
 
-def test_latent_attention_equals_one_process(pool, tree: dict):
+@by_default_and_others
+def test_latent_attention_equals_one_process(pool, tree: dict, others: bool):
     layouts = {
         "dp2 cp2": LAYOUTS["dp2 cp2"],
         "cp4": LAYOUTS["cp4"],
@@ -241,7 +266,8 @@ def test_latent_attention_equals_one_process(pool, tree: dict):
         "pp2 cp2": PIPELINES["pp2 cp2"] | {"pipeline_model_parallel_size": 2},
     }
     cases = {
-        name: (config_of(tree, model=LATENT, parallel=DYNAMIC | layout),) for name, layout in layouts.items()
+        name: (config_of(tree, model=LATENT, parallel=DYNAMIC | layout),)
+        for name, layout in chosen(layouts, others, LATENT_BY_DEFAULT).items()
     }
     alone = run_job(config_of(tree, model=LATENT))
     for name, ranks in pool.run_cases(run_job, cases, size=4).items():
@@ -332,7 +358,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("layout", RESUMED)
+@pytest.mark.parametrize("layout", by_default(RESUMED, "pp2 cp2"))
 def test_a_run_resumes_bitwise_and_in_a_static_layout(pool, tree: dict, tmp_path, layout: str):
     parallel, model = RESUMED[layout]
     steps = dict(train_iters=4, deterministic=True)
@@ -348,11 +374,11 @@ def test_a_run_resumes_bitwise_and_in_a_static_layout(pool, tree: dict, tmp_path
 
     straight, state = pool.run(train_to, config("straight"), 4, size=4)[0]
     before, _ = pool.run(train_to, config("parts"), 2, size=4)[0]
+    shutil.copytree(tmp_path / "parts", tmp_path / "other")
     after, resumed = pool.run(train_to, config("parts", load=True), 4, size=4)[0]
     assert before + after == straight
     assert state.keys() == resumed.keys() and all(torch.equal(state[name], resumed[name]) for name in state)
 
-    pool.run(train_to, config("other"), 2, size=4)
     static = {"parallel": {"context_parallel_size": 2}}
     other, _ = pool.run(train_to, config("other", load=True, **static), 4, size=2)[0]
     for (loss, norm, *counts), (other_loss, other_norm, *other_counts) in zip(
