@@ -126,14 +126,12 @@ HUGE = {
 
 @pytest.mark.parametrize("what", HUGE)
 def test_a_huge_formula_of_countdown_takes_no_time(what):
-    began = time.process_time()
-    assert (
-        reward_function("countdown").function(
-            f"<answer>{HUGE[what]}</answer>", prompt(target=7, nums=[7]), [], 10
-        )
-        == 0.0
-    )
-    assert time.process_time() - began < 0.5
+    function, text, seconds = reward_function("countdown").function, f"<answer>{HUGE[what]}</answer>", []
+    for _ in range(3):  # the shortest of three has no pause of the interpreter
+        began = time.process_time()
+        assert function(text, prompt(target=7, nums=[7]), [], 10) == 0.0
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < 0.5
 
 
 VERIFIED = [
@@ -285,8 +283,8 @@ def test_a_reward_may_start_processes_and_they_end_with_it(tmp_path):
         (tmp_path / "child").write_text(f"{child.pid}")
         time.sleep(600)
 
-    judge = rewards(leaves_one, timeout=1.0, workers=1)
-    with pytest.raises(DataError, match="did not return within 1 s"):
+    judge = rewards(leaves_one, timeout=3.0, workers=1)
+    with pytest.raises(DataError, match="did not return within 3 s"):
         judge([GROUP])
     judge.close()
     state = Path(f"/proc/{(tmp_path / 'child').read_text()}/status")
