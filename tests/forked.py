@@ -143,7 +143,9 @@ class ForkedPopen(subprocess.Popen):
             for descriptor, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
                 if given[name] != -1:
                     os.dup2(given[name], descriptor)
-            os.closerange(3, DESCRIPTORS)
+            passed = sorted(given["pass_fds"])
+            for first, end in zip((3, *(each + 1 for each in passed)), (*passed, DESCRIPTORS)):
+                os.closerange(first, end)
             _run_python(words, given["env"] or dict(os.environ))
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
