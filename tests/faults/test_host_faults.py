@@ -177,9 +177,7 @@ def test_a_clock_that_jumps_a_day_forward_and_a_month_back_changes_nothing(tmp_p
         jump = next(jumps, None)
         while running.poll() is None:
             if jump and len(steps(output)) >= jump[0]:
-                with offset.open(
-                    "r+b"
-                ) as mapped:  # in place: whoever reads a file cut to 0 bytes gets SIGBUS
+                with offset.open("r+b") as mapped:  # in place: to read a file cut to 0 bytes is a SIGBUS
                     mapped.write(jump[1].to_bytes(8, "little", signed=True))
                 jump = next(jumps, None)
             time.sleep(0.02)
