@@ -48,11 +48,12 @@ class LocalAttention:
         return {"window_size": [width // 2, width // 2], "window_attn_skip_freq": skip}
 
     def write(self, model: ModelConfig) -> Tree:
-        windows = [window for window in model.windows if window is not None]
-        if any(before != after for before, after in windows):
+        before, after = model.window_size or (0, 0)
+        if before != after:
             raise ConfigError(f"its window has different sides (window_size {model.window_size})")
-        kinds = [FULL if window is None else SLIDING for window in model.windows]
-        return {"layer_types": kinds} | ({"local_attention": 2 * windows[0][0]} if windows else {})
+        windows = [model.two_sided_window(layer) for layer in range(model.num_layers)]
+        kinds = [FULL if window is None else SLIDING for window in windows]
+        return {"layer_types": kinds} | ({"local_attention": 2 * before} if before else {})
 
 
 class GlobalAndLocalRope:
