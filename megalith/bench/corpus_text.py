@@ -1,6 +1,4 @@
-"""Real text for benchmarks: Python's standard library, repeated or cut to a given size, and a tokenizer
-trained on it.
-"""
+"""Real text for benchmarks: Python's standard library, repeated or cut to a given size, and a tokenizer of it."""
 
 from __future__ import annotations
 

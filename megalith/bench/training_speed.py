@@ -140,7 +140,7 @@ def check_devices(processes: int) -> None:
 
 
 def check_memory(config: RunConfig, processes: int) -> None:
-    """Warn before a run on the CPU that this machine is not expected to have the memory for; the run's output is kept.
+    """Warn if a run on the CPU is expected to exceed this machine's memory. The run's own warning is only in its log.
 
     Raises:
         ConfigError: the weights and optimizer states alone exceed this machine's memory.

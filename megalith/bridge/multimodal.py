@@ -110,8 +110,8 @@ PADDLE_OCR = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 16,
     "vocab_size": 103424, "head_dim": 128, "tie_word_embeddings": True,
 }  # fmt: skip
-# Language models that compute as another family's on text: their model_type → that family's, their defaults, and the
-# settings that all of them have.
+# Language models that compute as another family's on text: their model_type → that family's, their defaults, and values
+# that are fixed in their code, whatever config.json says.
 ON_TEXT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4v_text": ("glm4", GLM4V, {"attention_bias": True}),
     "glm4v_moe_text": (

@@ -8,7 +8,7 @@ both sides once, so one list serves import, export and sharded reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from megalith.config import ModelConfig
@@ -62,6 +62,19 @@ class Rule:
         """Return the runs that make up `rows` rows of Megalith's tensor."""
         runs = self.order(model, rows)
         return runs if len(self.names) > 1 else _from_one_tensor(runs)
+
+
+def replace_prefix(tensors: Mapping[str, Rule], old: str, new: str = "") -> dict[str, Rule]:
+    """Return a table whose Hugging Face names begin with `new` where they began with `old`."""
+    return {
+        ours: replace(
+            rule,
+            names=tuple(
+                new + name.removeprefix(old) if name.startswith(old) else name for name in rule.names
+            ),
+        )
+        for ours, rule in tensors.items()
+    }
 
 
 def same(name: str) -> Rule:

@@ -5,7 +5,7 @@
                                                                    └── tokens, once per window ◀────┘
 
 Python runs one thread of a process at a time. A server in a thread of the engine's process would delay the launch of
-steps, by up to 5 ms whenever both have something to do.
+steps by up to 5 ms, Python's switch interval, whenever both have work.
 """
 
 from __future__ import annotations
@@ -179,10 +179,16 @@ class HttpProcess:
             self._has_ended = not live.is_over
             live.close()
 
-    def _submit(self, live: LiveEngine, first: int, requests: list[LiveRequest], processing: Any) -> None:
-        if processing is not None:
-            settings = LogitsProcessing.from_json(processing, live.grammars and live.grammars.compile)
-            requests = [replace(request, processing=settings) for request in requests]
+    def _submit(
+        self, live: LiveEngine, first: int, requests: list[LiveRequest], processing: list[Any | None]
+    ) -> None:
+        compile_grammar = live.grammars and live.grammars.compile
+        requests = [
+            request
+            if values is None
+            else replace(request, processing=LogitsProcessing.from_json(values, compile_grammar))
+            for request, values in zip(requests, processing, strict=True)
+        ]
         server_ids = range(first, first + len(requests))
         with self._lock:
             try:

@@ -70,8 +70,8 @@ class RemoteEngine:
         self._next += len(requests)
         for number, (request, callback) in enumerate(zip(requests, on_tokens, strict=True), first):
             self._tickets[number] = callback, request.adapter
-        processing = None if requests[0].processing is OFF else requests[0].processing.to_json()
-        plain = [replace(request, processing=OFF) for request in requests] if processing else list(requests)
+        processing = [None if one.processing is OFF else one.processing.to_json() for one in requests]
+        plain = [replace(request, processing=OFF) for request in requests]  # compiled grammars are not sent
         if not self._send("submit", first, plain, processing):
             for number in range(first, self._next):
                 self._tickets.pop(number, None)

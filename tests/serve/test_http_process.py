@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+from multiprocessing import Pipe
 from threading import Thread
 
 import pytest
@@ -13,8 +14,11 @@ from serve.test_serve import chat, live, make_engine, run_live, serve, tokenizer
 from megalith.errors import ConfigError
 from megalith.generation.grammar import GrammarCompiler
 from megalith.generation.live_engine import LiveEngine
+from megalith.generation.live_request import LiveRequest
+from megalith.generation.logits_processing import LogitsProcessing
 from megalith.serve.http_process import HttpProcess, ServerSettings
 from megalith.serve.openai_service import Access
+from megalith.serve.remote_engine import EngineFacts, RemoteEngine
 
 USER = [{"role": "user", "content": "the sum"}]
 TEXT = {
@@ -148,3 +152,15 @@ def test_a_port_that_is_taken_is_refused_by_name(tokenizer):  # noqa: F811
         settings = ServerSettings("127.0.0.1", port, "tiny", tokenizer, Access())
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1 port {port}"):
             http.start(settings, live)
+
+
+def test_each_request_is_sent_with_its_own_processing(tokenizer):  # noqa: F811
+    engine = make_engine(tokenizer)
+    ours, theirs = Pipe()
+    remote = RemoteEngine(theirs, EngineFacts(engine.config, engine.max_tokens, engine.slots))
+    penalty = LogitsProcessing(repetition_penalty=2.0)
+    requests = [LiveRequest([1], 2), LiveRequest([1], 2, processing=penalty)]
+    remote.submit(requests, [lambda *event: None] * 2)
+    kind, first, sent, (without, values) = ours.recv()
+    assert (kind, first, without) == ("submit", 0, None) and sent == [requests[0]] * 2
+    assert LogitsProcessing.from_json(values, None) == penalty

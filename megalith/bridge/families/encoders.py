@@ -16,7 +16,7 @@ from typing import Any
 from megalith.bridge.families.layernorm_decoders import activation
 from megalith.bridge.families.llama import TIED
 from megalith.bridge.family import Family
-from megalith.bridge.rows import Rule, gate_up, keys_values, qkv, same
+from megalith.bridge.rows import Rule, gate_up, keys_values, qkv, replace_prefix, same
 from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WrittenKeys
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
@@ -150,14 +150,6 @@ OLD_COPIES = (
 )
 
 
-def without_prefix(tensors: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return a table with the names of the bare model, without a prefix."""
-    return {
-        ours: replace(rule, names=tuple(name.removeprefix("bert.") for name in rule.names))
-        for ours, rule in tensors.items()
-    }
-
-
 class BertFamily(Family):
     """A family whose output matrix has its bias under another name if it is not tied to the embedding."""
 
@@ -187,7 +179,7 @@ BERT_MODEL = replace(
     BERT,
     architecture="BertModel",
     settings=(*SETTINGS, POST_NORM, BARE),
-    tensors=without_prefix(BERT.tensors),
+    tensors=replace_prefix(BERT.tensors, "bert."),
     ignored=(*OLD_COPIES, *HEADS),
     prefix="",
 )
@@ -208,7 +200,7 @@ MEGATRON_BERT_MODEL = replace(
     MEGATRON_BERT,
     architecture="MegatronBertModel",
     settings=(*SETTINGS, PRE_NORM, BARE),
-    tensors=without_prefix(MEGATRON_BERT.tensors),
+    tensors=replace_prefix(MEGATRON_BERT.tensors, "bert."),
     ignored=(*OLD_COPIES, *HEADS),
     prefix="",
 )

@@ -14,7 +14,7 @@ from megalith.bridge.families.layernorm_decoders import activation
 from megalith.bridge.families.llama import TIED
 from megalith.bridge.family import Family
 from megalith.bridge.rope_settings import RopeByLayer
-from megalith.bridge.rows import gate_up, qkv, same
+from megalith.bridge.rows import gate_up, qkv, replace_prefix, same
 from megalith.bridge.settings import LAYER_KINDS, Field, FixedSettings, RequiredKeys, Tree, check_layer_types
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
@@ -177,10 +177,7 @@ HEADS = (r"^head\.", r"^decoder\.")  # in files of the model with the head
 MODERNBERT_MODEL = replace(
     MODERNBERT,
     architecture="ModernBertModel",
-    tensors={
-        ours: replace(rule, names=tuple(name.removeprefix("model.") for name in rule.names))
-        for ours, rule in MODERNBERT.tensors.items()
-    },
+    tensors=replace_prefix(MODERNBERT.tensors, "model."),
     settings=(
         *[
             row

@@ -22,10 +22,9 @@ from megalith.bridge.families.encoders import (
     SETTINGS,
     SHARED_TENSORS,
     BertFamily,
-    without_prefix,
 )
 from megalith.bridge.family import Family
-from megalith.bridge.rows import Rule, first_last, same
+from megalith.bridge.rows import Rule, first_last, replace_prefix, same
 from megalith.bridge.settings import FixedSettings, RequiredKeys
 
 # fmt: off
@@ -92,14 +91,6 @@ MASKED_LM = FixedSettings(
 POSITIONS_AFTER_PADDING = RequiredKeys(pad_token_id=1)
 
 
-def with_prefix(tensors: Mapping[str, Rule], prefix: str) -> dict[str, Rule]:
-    """Return a table of BERT's names with another prefix."""
-    return {
-        ours: replace(rule, names=tuple(name.replace("bert.", prefix, 1) for name in rule.names))
-        for ours, rule in tensors.items()
-    }
-
-
 def two_shapes(
     name: str,
     model_type: str,
@@ -114,7 +105,7 @@ def two_shapes(
         name: common part of both classes' names.
         model_type: config.json's `model_type`.
         norms: the table of norms.
-        order: the settings of the norms' places.
+        order: the settings of the norms' positions.
         prefix: prefix of the encoder's names.
         defaults: values of keys that config.json omits, if they differ from RoBERTa's.
     """
@@ -123,7 +114,7 @@ def two_shapes(
         architecture=f"{name}ForMaskedLM",
         model_type=model_type,
         defaults=defaults,
-        tensors=with_prefix({**SHARED_TENSORS, **HEAD, **norms}, prefix),
+        tensors=replace_prefix({**SHARED_TENSORS, **HEAD, **norms}, "bert.", prefix),
         settings=(*settings, MASKED_LM),
         tied="lm_head.decoder.weight",
         ignored=(*OLD_COPIES, HEADS[0]),
@@ -132,7 +123,7 @@ def two_shapes(
     bare = replace(
         masked_lm,
         architecture=f"{name}Model",
-        tensors=without_prefix({**SHARED_TENSORS, **HEAD, **norms}),
+        tensors=replace_prefix({**SHARED_TENSORS, **HEAD, **norms}, "bert."),
         settings=(*settings, BARE),
         ignored=(*OLD_COPIES, *HEADS),
         prefix="",
@@ -148,7 +139,7 @@ ERNIES = tuple(
         family,
         architecture=family.architecture.replace("Bert", "Ernie"),
         model_type="ernie",
-        tensors=with_prefix(family.tensors, "ernie.") if family.prefix else family.tensors,
+        tensors=replace_prefix(family.tensors, "bert.", "ernie."),
         settings=(*family.settings, WITHOUT_TASKS),
         ignored=tuple(pattern.replace("bert", "ernie") for pattern in family.ignored),
         renamed={},

@@ -27,9 +27,8 @@ def by_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.is_cuda or torch.compiler.is_compiling():
         return function(x)
     flat = x.reshape(-1)
-    padded = pad(
-        flat, (0, -flat.numel() % WHOLE)
-    )  # a copy, because elements with gaps are computed one by one
+    # This copies even without padding, because elements with gaps between them are computed one by one.
+    padded = pad(flat, (0, -flat.numel() % WHOLE))
     if padded.numel() > PIECE and torch.get_num_threads() > 1:
         y = torch.cat([function(piece) for piece in padded.split(PIECE)])
     else:
