@@ -62,7 +62,7 @@ def make_mtp_targets(
     """
     seq = labels.shape[1]
     documents = None if document_ends is None else document_ids(document_ends, seq)
-    counts = torch.zeros(layers, *labels.shape)
+    counts = torch.zeros(layers, *labels.shape, device=loss_mask.device)
     for k in range(1, min(layers, seq - 1) + 1):
         counts[k - 1, :, : seq - k] = loss_mask[:, k:]
         if documents is not None:

@@ -299,7 +299,7 @@ def visible_gpus() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--logs", type=Path, default=Path("build/gpu"))
+    parser.add_argument("--logs", type=lambda path: Path(path).resolve(), default=Path("build/gpu").resolve())
     parser.add_argument(
         "--record", type=Path, help="write the record here; tests/gpu/record.json is the one in git"
     )

@@ -128,6 +128,13 @@ def test_depths_behind_the_end_of_a_short_sequence_count_nothing():
     assert mtp_targets.tokens.shape == mtp_targets.labels.shape == (4, 1, 2)
 
 
+def test_targets_are_on_the_device_of_the_labels():
+    labels = torch.zeros(2, 4, dtype=torch.int64, device="meta")
+    mtp_targets = make_mtp_targets(labels, torch.ones(2, 4, device="meta"), None, 2)
+    parts = (mtp_targets.tokens, mtp_targets.labels, mtp_targets.loss_mask)
+    assert all(part.is_meta for part in parts)
+
+
 def test_further_layers_are_counted_and_left_out_without_a_future():
     model, tokens = model_and_tokens()
     assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(CONFIG).total
