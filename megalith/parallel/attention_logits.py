@@ -97,9 +97,9 @@ def record_max_logits(
     rank: int,
     group: str,
 ) -> None:
-    """Raise a layer's maxima to those of this pass. Collective over the context group, of `size` ranks.
+    """Raise a layer's recorded maxima to the largest logits of this pass, per head. Collective over the context group.
 
-    It does nothing during recomputation.
+    Does nothing during recomputation. Under context parallelism the keys of all `size` ranks are all-gathered.
     """
     if in_backward_pass():
         return

@@ -1,4 +1,4 @@
-"""Replace a model's operators by batch-invariant ones (ops/batch_invariant), in trainer and engine."""
+"""Replacement of a model's operators by batch-invariant ones (ops/batch_invariant), for the trainer and the engine."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def _apply_to_recurrent(mixer: Recurrent, cp: Axis) -> None:
 
 
 def _apply_to_group_norm(norm: GatedGroupNorm, tp: Axis, ranks: int) -> None:
-    """Add the squares of a group in an order that does not depend on the number of `ranks` that share it."""
+    """Make a group norm add the squares of a group in an order that does not depend on the number of `ranks` that share
+    it.
+    """
     exact = partial(norms.sum_squares, ranks=ranks)
     if ranks > 1:
         exact = partial(with_gradient_of, norm.total, partial(_sum_over_group, tp, ranks))

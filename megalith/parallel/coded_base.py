@@ -34,7 +34,7 @@ def base_matrices(model: Transformer) -> Iterator[tuple[str, Linear | GroupedLin
 
 
 def is_base_matrix(name: str, module: nn.Module) -> bool:
-    """Return True if a module of a layer is one of `base_matrices`. `name` is its path in the layer."""
+    """Return True if `lora.quantize_base` quantizes a module of a layer. `name` is the module's path in the layer."""
     is_matrix = isinstance(module, Linear | GroupedLinear) and ADAPTER not in f".{name}."
     return is_matrix and name.rpartition(".")[2].startswith("linear_")
 
@@ -49,7 +49,9 @@ def coded_weights(model: nn.Module) -> dict[str, CodedWeight]:
 
 @dataclass(frozen=True)
 class CodedShard:
-    """This rank's shard of a quantized weight, for readers of LocalShard. Each access to `values` decodes it."""
+    """This rank's shard of a quantized weight, with the attributes of LocalShard. Each access to `values`
+    decodes it.
+    """
 
     weight: CodedWeight
     owned: bool = True  # also by the ranks with the same shard

@@ -140,8 +140,10 @@ def apply_fp8(
 
 
 def _shared_outputs(linear: str, model: ModelConfig, ranks: int) -> tuple[int, int, int] | None:
-    """Return the number of groups, and the index of the first and the number of the outputs that a rank shares with
-    other ranks of its group: keys and values of attention, or B and C of Mamba-2. None if no ranks share a group.
+    """Return (groups, first, count) for a linear whose outputs of a group several ranks compute, otherwise None.
+
+    `groups` is the number of groups, `first` the index of the first shared output in the rank's outputs, and `count`
+    the number of shared outputs: keys and values of attention, or B and C of Mamba-2.
     """
     if linear in ("linear_qkv", "linear_kv") and model.query_groups < ranks:
         queries = (
@@ -155,7 +157,7 @@ def _shared_outputs(linear: str, model: ModelConfig, ranks: int) -> tuple[int, i
 
 
 class SharedGradient:
-    """The style of a linear some of whose outputs are replicated, because several ranks share a group.
+    """Style of a linear with replicated outputs, which a rank computes because it shares a group with other ranks.
 
     A run in one process casts the sum of the replicas' gradients to FP8. To match it, the first rank of a group gets
     that sum, and the others get zeros.

@@ -23,7 +23,7 @@ from megalith.parallel.model_spec import LocalMicroBatch
 
 
 class LocalLosses:
-    """Prepares this data-parallel rank's micro-batches for a loss.
+    """Preparation of this data-parallel rank's micro-batches for a loss.
 
     Args:
         mesh: this rank's axes.
@@ -38,7 +38,7 @@ class LocalLosses:
         self.checks_labels, self.mtp_layers = checks_labels, mtp_layers
 
     def prepare(self, micro_batches: Sequence[Batch], loss: Loss) -> list[LocalMicroBatch]:
-        """Return this rank's micro-batches with their weights of `loss`, objectives and MTP targets."""
+        """Return this rank's micro-batches with the weights that `loss` gives to tokens, objectives and MTP targets."""
         self.ids.check_batches(micro_batches, labels=self.checks_labels)
         return [self._prepare_micro_batch(batch, loss) for batch in micro_batches]
 
@@ -95,7 +95,11 @@ class LocalLosses:
     def denominators(
         self, loss: Loss, micro_batches: Sequence[Batch], local_batches: list[LocalMicroBatch]
     ) -> Tensor:
-        """Return denominators of the loss, of each MTP loss and of the logged loss: float32 [1 + MTP layers + 1]."""
+        """Return the denominators of the loss, of each MTP loss and of the logged loss, summed over data × context
+        ranks.
+
+        Also sets `logged_weight` of the local batches. The result is float32 [1 + MTP layers + 1].
+        """
         sums = torch.zeros(1 + self.mtp_layers + 1, dtype=torch.float64)
         for batch, micro_batch in zip(micro_batches, local_batches):
             micro_batch.logged_weight = loss.logged_weight(batch)

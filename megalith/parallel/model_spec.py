@@ -49,14 +49,15 @@ class Head:
         self.axis, self.micro_batch = axis, micro_batch
 
     def __call__(self, hidden: Tensor, output: nn.Module) -> Tensor:
-        """Multiply hidden states by the output matrix, and return the loss or the logits.
+        """Return the loss or the logits of hidden states.
 
         Args:
             hidden: [batch, seq, hidden].
             output: a ColumnParallelLinear without bias, or the VocabParallelEmbedding of a tied embedding.
 
         Returns:
-            The loss, a float32 scalar; no rank holds full logits. Or logits [batch, seq, vocab] in hidden's dtype.
+            The loss, a float32 scalar, for which no rank holds full logits; or logits [batch, seq, vocab] in hidden's
+                dtype.
         """
         vocabulary, size = vocab_parallel_of(output, self.axis)
         micro_batch = self.micro_batch

@@ -291,7 +291,7 @@ class ParallelModel:
         return sizes[0] if len(sizes) == 1 else None
 
     def _begin_logged(self, local_batches: list[LocalMicroBatch]) -> None:
-        """Give the step's passes the tensors that logged losses are summed in."""
+        """Attach to each local micro-batch the zeros to which its passes add z-loss, logged loss and MTP losses."""
         logged = torch.zeros((), dtype=self._loss_dtype, device=self.device)
         mtp_sums = torch.zeros(self.spec.mtp_layers, dtype=self._loss_dtype, device=self.device)
         if self.config is not None and self.config.output_z_loss_coeff:

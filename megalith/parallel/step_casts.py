@@ -1,4 +1,4 @@
-"""Weights that are cast once per step for all micro-batches: FP8 data, and experts in the compute dtype.
+"""Casts of weights that are made once per step for all micro-batches: to FP8, and of experts to the compute dtype.
 
 Weights are stored in fp32, and by default a layer casts them in each pass. An FP8 cast computes a maximum, the data and
 the transposed data. Experts hold most weights of their model: if they are cast in every forward and backward pass, they
@@ -104,8 +104,8 @@ def _cast(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> None:
 def _can_free_weight(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> bool:
     """Return True if passes read only the FP8 data, not the weight.
 
-    They read the weight if a linear uses only some of its rows or another dtype, and for CountedGemm, which compares
-    weight and codes.
+    A pass reads the weight of a linear that uses only some of its rows or another dtype. So does CountedGemm, which
+    compares the weight with its FP8 data.
     """
     is_counted = isinstance(linear.gemm, CountedGemm)
     return linear.rows is identity and linear.weight.dtype == gemm.dtype and not is_counted

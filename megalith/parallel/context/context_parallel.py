@@ -132,8 +132,10 @@ def _dynamic_layout(
     has_position_ids: bool,
     cp_size: int | None = None,
 ) -> PassLayout:
-    """Return the layout of a pass over rows that `cp_size` ranks share. Without position ids, such as in generation,
-    every rank has full sequences."""
+    """Return the layout of a pass over rows that `cp_size` ranks share.
+
+    A pass without position ids, such as in generation, has full sequences on every rank.
+    """
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
     if not has_position_ids or cp_size is None:
         return replace(layout, full_sequence=True)
@@ -145,7 +147,7 @@ RECURRENCES = {gated_delta_rule: context_delta_rule, state_space: context_state_
 
 
 def _pass_states(mixer: Recurrent, axis: Axis) -> None:
-    """Let a mixer with a state compute this rank's chunks of a sequence."""
+    """Plug the context-parallel convolution, document numbers and recurrence into a mixer with a state, in place."""
     plug(mixer, "convolution", ShardedOrFull(partial(context_convolution, axis), mixer.convolution))
     plug(mixer, "document_numbers", partial(local_document_ids, axis))
     if mixer.recurrence is not None:
@@ -156,8 +158,8 @@ def _pass_states(mixer: Recurrent, axis: Axis) -> None:
 def _scores_of_heads(
     axis: Axis, weight: Tensor, token_index: Tensor, layout: PassLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns of the relative bias table `weight` [buckets, heads] for this rank's heads, and all token
-    positions.
+    """Return the columns of the relative bias table `weight` [buckets, heads] that belong to this rank's heads, and the
+    token index of the full sequence.
 
     In passes over full sequences, return `weight` and `token_index` unchanged.
     """
@@ -233,8 +235,8 @@ def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 
 
 def unshard_replicated(x: Tensor, axis: Axis) -> Tensor:
-    """Unshard along dimension 1, for ranks that all compute the same from the result. The gradient is this rank's
-    slice.
+    """Unshard x along dimension 1 for a computation that is the same on all ranks: the gradient is this
+    rank's slice.
     """
     return x if axis.size == 1 else from_zigzag(all_gather_replicated(x[None], axis), 1)
 
@@ -293,7 +295,7 @@ def context_attention(
 def _inner_and_outer(
     axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None
 ) -> tuple[Axis, Axis]:
-    """Return two axes: `inner` for the all-to-all of heads, and `outer` for the ring or all-gather.
+    """Return the `inner` axis of the all-to-all of heads and the `outer` axis of the ring or all-gather.
 
     An axis that cp_comm_type does not use has size 1.
     """

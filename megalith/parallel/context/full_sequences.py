@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class ShardedOrFull:
-    """A core of attention, a convolution or a recurrence for both kinds of passes.
+    """A core of attention, a convolution or a recurrence that handles sharded and full sequences.
 
     Args:
         sharded: computes this rank's tokens of sequences that are sharded over the context axis.
@@ -19,5 +19,5 @@ class ShardedOrFull:
         self.sharded, self.full = sharded, full
 
     def __call__(self, *args, full_sequence: bool = False, **settings) -> Tensor:
-        """Compute a pass."""
+        """Call `full` if `full_sequence` is set, otherwise `sharded`."""
         return (self.full if full_sequence else self.sharded)(*args, **settings)

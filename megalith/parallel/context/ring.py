@@ -63,9 +63,7 @@ def ring_attention(
 
 
 class KVExchange(ABC):
-    """Exchange of keys and values among ranks. Gradients are sent back to the ranks that the keys and
-    values came from.
-    """
+    """Exchange of keys and values among ranks. Sends gradients back to the ranks that the keys and values came from."""
 
     def __init__(self, pair: Tensor, size: int, rank: int, group: str, causal: bool):
         self.pair, self.size, self.rank, self.group = pair.contiguous(), size, rank, group
@@ -157,7 +155,9 @@ class _Gather(KVExchange):
 
 
 def _steps(size: int, gather: bool) -> int:
-    """Return the maximum number of shards, for the table of random states."""
+    """Return the maximum number of blocks that KVExchange.shards yields: the table of random states has a row per
+    block.
+    """
     return 4 if gather else size
 
 
@@ -283,7 +283,7 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 class _WithSink(torch.autograd.Function):
-    """Ring attention with a sink, as ops.attention_sink.SinkAttention."""
+    """Autograd function of ring attention with an attention sink (ops/attention_sink.py)."""
 
     @staticmethod
     def forward(ctx, sink: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments) -> Tensor:

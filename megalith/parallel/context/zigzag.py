@@ -4,10 +4,11 @@ A sequence is split into 2·size chunks, and rank r has chunks r and 2·size −
 late tokens than for early ones; with an early and a late chunk, all ranks have the same work (Brandon et al. 2023;
 Megatron-LM does the same). For size 2, rank 0 has chunks 0 and 3, and rank 1 has 1 and 2.
 
-When keys and values are sent (ring.py), each shard is one attention block. Kernels take documents; a window with
-dropout is a mask. A window without dropout is computed by pairs of chunks, limited to the queries and keys that are
-within the window of each other, so that no mask [queries, keys] is needed: the kernel gets the window and the distance
-from the last key to the last query. Documents with a window need a mask where two chunks meet, at most window × window.
+A ring (ring.py) computes one attention block per shard of keys and values. Kernels mask documents themselves. A window
+without dropout is computed per pair of chunks, on the queries and keys of the pair that can see each other. The kernel
+then gets the window and the distance from the last key to the last query, and no mask [queries, keys] is needed. A
+window with dropout needs such a mask. A window with documents needs one of at most window × window where two chunks
+meet.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class ShardMasks:
 
     @property
     def by_chunk(self) -> bool:
-        """True if a shard is computed in several parts. False with dropout, which has one random state per shard."""
+        """True if a shard is computed per pair of chunks. False with dropout, which has one random state per shard."""
         return self.window is not None and not self.dropout
 
     def parts(self, shard: KeyBlock) -> Iterator[ShardPart]:

@@ -103,9 +103,9 @@ def prepare_backward(
 ) -> None:
     """Set whether the next backward pass reduces gradients. Call it before each micro-batch's backward pass.
 
-    If the pass `is_last` in the step on these chunks, it reduces the gradients, also over replicas, and reshards the
-    parameters, so that the next step gathers the updated ones. With `in_order`, FSDP2 reduces the gradients of every
-    pass and waits for them, and replicas reduce theirs after the step's passes.
+    With `is_last`, the next pass is the step's last one on these chunks. It reduces the gradients, also over replicas,
+    and reshards the parameters, so that the next step gathers the updated ones. With `in_order`, FSDP2 reduces the
+    gradients of every pass and waits for them, and replicas reduce theirs after all passes of the step.
     """
     if _is_replicated(parallel):
         for chunk in chunks:
@@ -125,10 +125,10 @@ def prepare_backward(
 def finish_weight_gradients(
     chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool, in_order: bool = False
 ) -> None:
-    """Accumulate wgrads that a zero-bubble schedule computed outside of a backward pass, and reduce the last ones.
+    """Accumulate wgrads that a zero-bubble schedule computed outside of a backward pass. With `is_last`, reduce them.
 
-    Gradients in the compute dtype are added to the fp32 sums, which the step's `is_last` call reduces. With `in_order`,
-    FSDP2 reduces the gradients of every pass, and replicas reduce theirs after the step's passes.
+    Gradients in the compute dtype are added to the fp32 sums, and the call with `is_last` reduces the sums. With
+    `in_order`, FSDP2 reduces the gradients of every pass, and replicas reduce theirs after all passes of the step.
     """
     if _is_replicated(parallel):
         for chunk in chunks if is_last and not in_order else ():
@@ -175,8 +175,9 @@ def _is_replicated(parallel: ParallelConfig) -> bool:
 
 
 def _has_untied_head(chunk: nn.Module) -> bool:
-    """Return True if the output matrix is an FSDP2 unit of its own. With MTP, which calls it several times per pass, it
-    is not.
+    """Return True if the output matrix is an FSDP2 unit of its own.
+
+    With MTP it is not, because a pass with MTP uses the output matrix several times.
     """
     head = getattr(chunk, "output_layer", None)
     return isinstance(head, OutputMatrix) and not chunk.config.mtp_layers

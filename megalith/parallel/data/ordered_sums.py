@@ -2,9 +2,9 @@
 
 Of R ranks, rank r has the rows r, r + R, r + 2R, … of a step. The rows are the leaves of a binary tree. With R = 2^k:
 
-     no_shard    splits rows by their numbers' lowest bit first: (0, 4, …) + (2, 6, …), … The rows of a rank are a
+     no_shard    splits rows by the lowest bit of their index first: (0, 4, …) + (2, 6, …), … The rows of a rank are a
                  subtree, k levels below the root. Each rank adds its own rows; the levels above add the ranks' sums.
-     sharded     splits them by their highest bit first, so neighbours are added: (0 + 1) + (2 + 3), … The ranks' rows
+     sharded     splits them by the highest bit first, so neighbours are added: (0 + 1) + (2 + 3), … The ranks' rows
                  of one pass are a subtree, which their reduce-scatter adds; each rank adds the passes' sums.
 
 A rank holds one partial sum per level of its part of the tree.
@@ -27,10 +27,10 @@ def additions(count: int, neighbours: bool = False) -> list[tuple[int, int]]:
 
     Args:
         count: number of terms, at least one.
-        neighbours: split terms by the highest bit of their numbers first. Default: by the lowest.
+        neighbours: split the terms by the highest bit of their index first. Default: by the lowest bit.
 
     Returns:
-        For each term, in order: its number, and how many additions of the two newest sums follow it.
+        A pair per term, in order: its index, and how many times the two newest sums are added to each other after it.
     """
     bits = range((count - 1).bit_length())
     return _additions(range(count), [*reversed(bits)] if neighbours else [*bits])
@@ -58,7 +58,7 @@ class OrderedGradients:
         self._begun: deque[list[Tensor | None]] = deque()
 
     def begin_pass(self) -> None:
-        """Set the gradients of a backward pass aside until its weight gradients are computed (zero-bubble)."""
+        """Set aside the gradients of a backward pass whose weight gradients are still to be computed (zero-bubble)."""
         self._begun.append(self._take())
 
     def _take(self) -> list[Tensor | None]:
@@ -69,10 +69,10 @@ class OrderedGradients:
 
     @torch.no_grad()
     def add_pass(self) -> None:
-        """Add the gradients of a complete backward pass. After the last one, `.grad` is the sum.
+        """Add the gradients of a complete backward pass. After the last pass, `.grad` is the sum.
 
-        If passes have been begun (`begin_pass`), this completes the oldest of them, and `.grad` has only its weight
-        gradients.
+        If `begin_pass` has set gradients aside, add them too: the oldest ones belong to the weight gradients that are
+        now in `.grad`.
         """
         gradients = self._take()
         if self._begun:

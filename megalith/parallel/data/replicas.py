@@ -7,9 +7,9 @@ Each layer is a bucket; its experts are another bucket, because they have fewer 
 layers are one bucket, so that a tied weight is reduced once.
 
 All ranks must start their all-reduces in the same order. They do, because they run the same code and autograd runs the
-ready node that was created last, so a layer's gradients are complete before those of the layer before it. A bucket in
-which some parameter gets no gradient, which depends only on the configuration, is started after the pass, in the
-model's order.
+ready node that was created last, so a layer's gradients are complete before those of the layer before it. If some
+parameter of a bucket gets no gradient, the bucket is started after the pass, in the model's order. Which buckets these
+are depends only on the configuration.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GradientBucket:
 
 
 class Replicated:
-    """The replicated parameters of a chunk. Every rank of their axes makes the same calls.
+    """The replicated parameters of a chunk. Its methods are collective over the axes that replicate them.
 
     It may be created while parameters are on the meta device: it refers to them by name until the first backward pass.
     """
@@ -89,10 +89,10 @@ class Replicated:
         return {name: bucket.axis for bucket in self._buckets for name in bucket.names}
 
     def prepare_backward(self, is_last: bool, in_order: bool = False) -> None:
-        """Prepare the hooks for a backward pass. If it `is_last`, its hooks start the all-reduces.
+        """Prepare the hooks for a backward pass. With `is_last`, the hooks start the all-reduces during the pass.
 
-        With `in_order`, all-reduces wait for the end of the step, and their order of additions does not depend on the
-        number of ranks.
+        With `in_order`, the all-reduces start after all passes of the step, and their order of additions does not
+        depend on the number of ranks.
         """
         self._hook()
         self._is_last, self._in_order = is_last and not in_order, in_order

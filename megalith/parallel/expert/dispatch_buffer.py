@@ -108,7 +108,7 @@ def unpack_replicated(
 ) -> tuple[Tensor, Tensor, Permutation]:
     """Unpack rows that were sent by `replicate_rows`, into a buffer sized for any routing.
 
-    Returns the same as `unpack`. Rows from position `end`, int32 [1], on are undefined.
+    Returns the same as `unpack`. Rows at or after position `end`, int32 [1], are undefined.
     """
     rows, weights = _UnpackReplicated.apply(packed, plan.pair, plan.row, end, hidden, fused)
     order = Permutation(plan.pair // plan.row.shape[1], plan.row, all_kept=False, all_hold=False, end=end)
@@ -203,7 +203,7 @@ def _sum_row_gradients(x: Tensor, weights: Tensor, row: Tensor) -> tuple[Tensor,
 def _unpack_rows(
     x: Tensor, weights: Tensor, row_ids: Tensor, first: Tensor, rows: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return len(`rows`) rows, their weights, the index of the dispatch row that each came from, and the rows of each
+    """Return len(`rows`) rows, their weights, the index of the dispatch row of each, and the rows of each
     dispatch row.
     """
     topk, count = row_ids.shape[1], len(rows)

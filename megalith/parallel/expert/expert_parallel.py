@@ -136,8 +136,8 @@ class ExpertParallel(Dispatch):
     Batch-invariant runs add a token's outputs in the order of its experts. So each (token, expert) pair is dispatched,
     and its output comes back, as if it were a token with one expert; each rank then adds the outputs of its tokens.
 
-    Work that needs no tokens overlaps the all-to-alls. The backward pass runs in reverse order, so the same two
-    rows hide its all-to-alls too:
+    Work that needs no tokens overlaps the all-to-alls. The backward pass runs in reverse order, so the same work
+    overlaps its all-to-alls:
 
                          forward                              backward, read upwards
         dispatch         weights cast, while the host reads   wgrads of the experts
@@ -190,7 +190,9 @@ class ExpertParallel(Dispatch):
     def __call__(
         self, x: Tensor, plan: DispatchPlan | ExpertRows, experts: Experts, shared: Shared, layout: PassLayout
     ) -> Tensor:
-        """Run x [tokens, hidden] through the experts of `plan`, and add the output of `shared`: [tokens, hidden]."""
+        """Run x [tokens, hidden] through the experts of `plan`, add the output of `shared`, and return [tokens,
+        hidden].
+        """
         sizes = HostCopy(plan.sizes) if isinstance(plan, DispatchPlan) else None
         shared = None if shared is None else cache(shared)  # may be called early, to overlap
         overlapped_fn = shared if self.overlaps else None
@@ -217,7 +219,7 @@ class ExpertParallel(Dispatch):
         return self.adds_in_order and self.is_distributed
 
     def _pairs(self, tokens: int, device: torch.device) -> Permutation:
-        """Return the order of rows for the pairs of tokens and experts, sorted by token."""
+        """Return the permutation with one row per (token, expert) pair, sorted by token."""
         pair = torch.arange(tokens * self.topk, device=device)
         return Permutation(pair // self.topk, pair.view(tokens, self.topk))
 
@@ -311,20 +313,20 @@ def local_expert_ids(destinations: Tensor, rank: int, local_experts: int, droppe
 
 
 def max_micro_batches(ranks: int, sharing: int) -> int:
-    """Return the maximum number of different micro-batches that `ranks` adjacent ranks have tokens of.
+    """Return the maximum number of micro-batches whose tokens a group of `ranks` adjacent ranks can hold together.
 
     Each micro-batch is shared by a group of `sharing` adjacent ranks. Both kinds of groups start at multiples of their
     size.
 
-    An expert accepts its capacity from each micro-batch, so this bounds the rows that it gets from the gathered
-    tokens.
+    An expert accepts up to its capacity from each micro-batch, so this number bounds the rows that an expert gets from
+    gathered tokens.
     """
     return 1 + -(-(ranks - math.gcd(ranks, sharing)) // sharing)
 
 
 def _shard_experts(experts: Experts, mesh: Mesh) -> None:
-    """Replace the experts' parameters by DTensors over "ep" and "etp", or over the one of these axes that has several
-    ranks.
+    """Replace the experts' parameters by DTensors over "ep" and "etp", or over one of the two if the other has one
+    rank.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -8,9 +8,9 @@ of n + 1:
     forward    [ layer 0 ][ layer 1 ][ layer 2 ] …      backward  … [ layer 2 ][ layer 1 ][ layer 0 ]
     down                  [0        ][1        ]        up          [1        ][0        ]
 
-What is copied is storage, not tensors: views of the same memory, saved by several operations, are copied once.
-Parameters (also those that FSDP2 has gathered), tensors that all layers share, and small tensors are not offloaded.
-The copies are hidden as long as copying a layer takes no longer than computing it.
+The copies are of storages, not of tensors: memory that several saved views share is copied once. Parameters (also those
+that FSDP2 has gathered), tensors that all layers share, and small tensors are not offloaded. The copies are hidden as
+long as copying a layer takes no longer than computing it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _CopyStreams:
         self.down, self.up = self.module.Stream(), self.module.Stream()
 
     def copied(self, target: Tensor, source: Tensor, stream: torch.Stream) -> torch.Event:
-        """Start a copy on `stream` after the work queued on the current stream. Return an event after the copy."""
+        """Start a copy on `stream` after the work queued on the current stream. Return an event that marks its end."""
         event = self.module.Event()
         stream.wait_stream(self.module.current_stream())
         with self.module.stream(stream):

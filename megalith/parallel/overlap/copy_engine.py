@@ -209,13 +209,15 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 
 def _current_stream(device: int) -> torch.cuda.Stream:
-    """Return torch.cuda.current_stream(device) from a cache. Creating the object takes longer than a kernel launch."""
+    """Return torch.cuda.current_stream(device) from a cache: creating the object takes longer than launching a
+    kernel.
+    """
     return _stream_of(device, symmetric.current_stream_handle(device))
 
 
 @cache
 def _stream_of(device: int, handle: int) -> torch.cuda.Stream:
-    """Return the current stream, which has this handle."""
+    """Return the current stream. The argument `handle` is its handle, by which the result is cached."""
     return torch.cuda.current_stream(device)
 
 

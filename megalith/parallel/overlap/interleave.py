@@ -205,7 +205,7 @@ class Merge:
         chain[:] = [step for step in chain if step in self._unplaced]
 
     def _missing(self, node: Node) -> list[Node]:
-        """Return the unplaced nodes that `node` depends on, in order."""
+        """Return the nodes that `node` depends on and that have no place in the order yet, in graph order."""
         missing: dict[Node, None] = {}
 
         def visit(node: Node) -> None:
@@ -283,7 +283,10 @@ def _size_hint(size: int | torch.SymInt) -> int:
 
 
 def _bytes_sent(node: Node) -> int:
-    """Return the bytes that one of a few ranks sends. An all-reduce over many ranks sends up to twice as much."""
+    """Return the number of bytes that a rank sends in this collective.
+
+    An all-reduce counts its input once, as in a group of two ranks; with many ranks it sends up to twice as much.
+    """
     before = _bytes(node.args[0])
     if node.target is operators.functional_collectives.all_to_all_single.default:
         ranks = len(node.args[1])

@@ -78,10 +78,9 @@ def distribute_parameters(module: nn.Module, role: Role, axis: Axis) -> None:
 
 
 def _shard_heads(attention: Attention, tensor: TensorParallel, groups: int) -> None:
-    """Assign this rank's contiguous range of query heads to the attention module, even if several ranks share a KV
-    group.
+    """Assign this rank's contiguous range of query heads to the attention module.
 
-    `groups` is the model's number of KV groups.
+    `groups` is the model's number of KV groups. If there are fewer groups than ranks, several ranks share a group.
     """
     size, in_group = tensor.axis.size, attention.heads.in_group
     first = tensor.axis.rank * groups * in_group // size

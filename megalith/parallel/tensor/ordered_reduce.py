@@ -1,9 +1,9 @@
-"""Sums over tensor-parallel ranks in the order in which one device adds the parts of a row-parallel linear, or of the
-second linear of experts under expert tensor parallelism.
+"""Sums over tensor-parallel ranks, added in the order of one device.
 
-Ranks exchange their partial sums in fp32 and add them by a binary tree of neighbours (ops/batch_invariant/matmul.py).
-Thus 1, 2, 4 and 8 ranks give the same bits. NCCL and gloo add in an order that depends on the number of ranks and the
-size. The exchange sends as many bytes as an all-reduce in fp32, or with sequence parallelism a reduce-scatter in fp32.
+The sums are those of row-parallel linears and, under expert tensor parallelism, of the experts' second linear. Ranks
+exchange their partial sums in fp32 and add them by a binary tree of neighbours (ops/batch_invariant/matmul.py). Thus 1,
+2, 4 and 8 ranks give the same bits. NCCL and gloo add in an order that depends on the number of ranks and the size. The
+exchange sends as many bytes as an all-reduce in fp32, or with sequence parallelism a reduce-scatter in fp32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megalith.ops.gemm import Gemm, linear
 
 
 class OrderedRow:
-    """The style of a row-parallel linear whose ranks' sums are added in a fixed order, as TensorParallel.row adds them.
+    """Style of a row-parallel linear. It computes TensorParallel.row, but adds the ranks' sums in a fixed order.
 
     Its Gemm is a BatchInvariantRowGemm.
     """
@@ -64,11 +64,10 @@ def sum_over_neighbours(axis: Axis, count: int, x: Tensor) -> Tensor:
 
 
 def ordered_columns(y: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
-    """Return the sum over ranks in this rank's columns, and zeros in other columns: [rows, h] in `dtype`. Without a
-    gradient.
+    """Return this rank's columns of the sum over ranks, and zeros in the other columns: [rows, h] in `dtype`.
 
-    The ranks can then add their results in any order. The gradient of the sum is the gradient of each rank's partial
-    sums.
+    The ranks can then add their results in any order. No gradient is recorded here: the gradient of the sum is the
+    gradient of each rank's partial sums.
 
     Args:
         y: float32 [rows, h], partial sums of the same rows on all ranks.

@@ -1,7 +1,7 @@
-"""Sum of the gradients that are partial on a tensor-parallel rank.
+"""Sums of gradients that are partial on each tensor-parallel rank.
 
-A replicated parameter that a rank uses only on its own tokens or heads has a partial gradient there. One all-reduce
-after the backward pass sums all partial gradients.
+If a rank uses a replicated parameter only on its own tokens or heads, the parameter's gradient on that rank is partial.
+One all-reduce after the backward pass sums all partial gradients.
 """
 
 from __future__ import annotations
