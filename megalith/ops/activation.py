@@ -1,5 +1,5 @@
-"""Activation functions of MLPs. Each takes a linear layer's output including its bias, and the bias, whose gradient it
-computes.
+"""Activation functions of MLPs. The input is a linear layer's output including its bias. Each function also takes the
+bias, to compute its gradient.
 
 GELU's tanh approximation (Hendrycks and Gimpel 2016) is computed as a sigmoid: (1 + tanh u) / 2 = sigmoid(2u). On an
 H200 this takes four fifths of the time, because the kernel becomes memory-bound. This needs a compiled layer.
@@ -22,7 +22,8 @@ from megalith.ops.kernels import CUBIC, SLOPE
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))) in x's dtype, computed in fp32.
 
-    `bias`, float32 [width], is already part of x [..., width]. Its gradient is computed here, not where it was added.
+    `bias`, float32 [width], is already included in x [..., width]. It is passed only because its gradient is computed
+    here.
     """
     if bias is not None and bias.requires_grad and kernels.fuses_backward(x):
         return _BiasedGelu.apply(x, bias)  # one kernel computes the gradient of x and its sum over tokens
@@ -97,7 +98,7 @@ def weighted_activation(
         fusion: use one kernel on a GPU, even outside of compiled layers.
         clamp: see `gated_activation`.
         offset: see `gated_activation`.
-        end: int32 [1]; rows from here on are undefined in inputs, outputs and gradients.
+        end: int32 [1]; rows at or after this index are undefined in inputs, outputs and gradients.
 
     Returns:
         [rows, expert size].

@@ -6,8 +6,8 @@ returns its own output o and, for each query, the log l of the sum of its expone
     l = log(exp(l₁) + exp(l₂))        o = o₁ · exp(l₁ − l) + o₂ · exp(l₂ − l)
 
 The backward pass through a block needs nothing of the other blocks except the merged o and l: the probabilities are
-exp(scores − l), and the softmax's own term is the sum of o · grad over head_dim. So every kernel that PyTorch has for
-whole attention also works for blocks if its backward gets the merged o and l.
+exp(scores − l), and the softmax's own term is the sum of o · grad over head_dim. So each of PyTorch's attention kernels
+also works for blocks if its backward gets the merged o and l.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 
 
 def _chosen(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[_Kernel, Block]:
-    """Return the fastest suitable kernel, and the block in the form that it takes: most kernels take documents and
-    windows as a mask."""
+    """Return the fastest suitable kernel, and the block with a mask in place of the documents and windows that the
+    kernel does not support.
+    """
     if not block.changes_scores:
         for name in ("cudnn", "flash"):
             if KERNELS[name].suits(query, key, value, block):

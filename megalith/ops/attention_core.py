@@ -2,10 +2,10 @@
 
 On a GPU, causal attention uses cuDNN's kernel if possible, about twice as fast as torch's flash kernel on training
 shapes. Documents and windows in fp16 and bf16 use flash's kernel, which skips what they mask. Other masks, and fp32,
-use the memory-efficient kernel with a dense mask, because cuDNN's kernel has given NaN gradients with such a mask;
-block_attention.py repeats keys and values for it inside an operator. Attention dropout on a GPU uses the fused kernel's
-random numbers and so depends on the layout, unlike all other dropout; on a CPU it uses the plain path with masks keyed
-by position.
+use the memory-efficient kernel with a dense mask, because cuDNN's kernel has given NaN gradients with such a mask. The
+memory-efficient kernel has no grouped heads, so block_attention.py repeats keys and values inside an operator.
+Attention dropout on a GPU uses the fused kernel's random numbers and so depends on the layout, unlike all other
+dropout; on a CPU it uses the plain path with masks keyed by position.
 
 Soft-capped scores and ALiBi use the plain path or, in compiled code on a GPU, flex_attention, which skips masked
 blocks. A trained bias goes with the mask to the memory-efficient kernel.
@@ -128,9 +128,9 @@ class Visibility(NamedTuple):
 def _in_window(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
-    """Return the keys and values that are within the window of some query, their mask, and the window.
+    """Return the keys and values that some query can see in its window, their mask, and the window.
 
-    The window is None if the mask alone suffices.
+    The returned window is None if the mask alone suffices.
     """
     if window is None or window >= key.shape[2]:
         return key, value, mask, None
@@ -182,9 +182,9 @@ def _on_gpu(
 
 
 def supports_heads(query: Tensor, key: Tensor) -> bool:
-    """Return whether torch has a fused kernel without a mask for these heads [batch, ·, seq, head_dim].
+    """Return True if torch has a fused kernel without a mask for these heads [batch, ·, seq, head_dim].
 
-    Only cuDNN's and flash support grouped heads.
+    Only cuDNN's and flash's kernels support grouped heads.
     """
     if query.shape[1] == key.shape[1]:
         return True
@@ -257,7 +257,9 @@ def _flex(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of set columns in each row of bool [·, ·, rows, columns], and all columns, set ones first."""
+    """Return the number of True columns per row of bool [·, ·, rows, columns], and the columns' indices, True ones
+    first.
+    """
     blocks = blocks.int()
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
 

@@ -21,7 +21,9 @@ def merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the gradient of the sink, float32 [heads]. `grad`, `out` and `lse` are those of the merged attention."""
+    """Return the gradient of the sink, float32 [heads]. `out` and `lse` are results of `merge_sink`, `grad` is the
+    gradient of `out`.
+    """
     share = (sink[:, None] - lse).exp()  # [batch, heads, queries]
     return -(share * (grad.float() * out.float()).sum(-1)).sum((0, 2))
 

@@ -1,8 +1,8 @@
 """Attention as a single block, as operators that torch.compile traces.
 
-They make the kernels of attention_kernels.py usable for features for which torch's function uses its slowest kernel.
-Between forward and backward they save neither repeated heads nor a bias, nor masks of windows and documents.
-Recomputation can reuse the results of the first pass.
+They apply the kernels of attention_kernels.py where torch's own function would fall back to its slowest kernel. They
+save neither repeated heads nor a bias, nor masks of windows and documents for the backward pass. Recomputation can
+reuse the results of the first pass.
 """
 
 from __future__ import annotations

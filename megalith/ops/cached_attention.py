@@ -1,7 +1,7 @@
 """Attention of new tokens over cached keys and values, for generation.
 
-One new token per row uses a kernel on a GPU that reads only the filled part of the cache (kernels/decode_kernel.py). On
-a CPU, the query heads of a group become the queries of one head, so that keys need not be repeated.
+For one new token per row, a kernel on a GPU reads only the filled part of the cache (kernels/decode_kernel.py). On a
+CPU, the query heads of a group become the queries of one head, so that keys need not be repeated.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def continued_attention(
     sink: Tensor | None = None,
     chunk: int | None = None,  # as in `cached_attention`
 ) -> Tensor:
-    """Return the attention of new tokens over the keys of earlier tokens, which come first, and their own.
+    """Return the attention of new tokens over the keys of the earlier tokens and their own.
 
-    Returns [rows, seq, heads, head_dim].
+    `key` and `value` contain the earlier tokens first. Returns [rows, seq, heads, head_dim].
     """
     keys = torch.arange(key.shape[1], device=positions.device)
     visible = keys <= positions[..., None]
@@ -103,9 +103,10 @@ def continued_attention(
 
 
 def visible_positions(positions: Tensor, longest: int) -> Tensor | None:
-    """Return which of the first `longest` positions each row sees, bool [rows, longest].
+    """Return a mask of the positions that each row sees, bool [rows, longest], for the positions int64 [rows] of new
+    tokens.
 
-    positions are int64 [rows]. Returns None if the kernel determines visibility itself.
+    Returns None if the kernel determines visibility itself.
     """
     if positions.is_cuda and kernels.AVAILABLE:
         return None

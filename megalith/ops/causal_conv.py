@@ -1,4 +1,4 @@
-"""Short causal convolution per unit, as before linear attention and state space models."""
+"""Short causal convolution of each unit (channel), applied before linear attention and state space models."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ def _solve(system: Tensor, y: Tensor) -> Tensor:
 
 
 class ChunkMath(NamedTuple):
-    """The functions of a recurrence whose results are rounded: PyTorch's, or batch-invariant ones
-    (batch_invariant/recurrences.py)."""
+    """The rounding functions that a recurrence uses: PyTorch's, or batch-invariant ones
+    (batch_invariant/recurrences.py).
+    """
 
     matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul
     exp: Callable[[Tensor], Tensor] = torch.exp

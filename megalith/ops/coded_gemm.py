@@ -1,4 +1,4 @@
-"""Matmuls by a quantized frozen weight, which decode it at use and save nothing decoded for the backward pass."""
+"""Matmuls by a quantized frozen weight, which is decoded at each use; the backward pass saves nothing decoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Coded(Protocol):
 
 
 class CodedGemm(Gemm):
-    """The matmuls of a linear whose weight is quantized. They ignore the weight that they are called with."""
+    """The matmuls of a linear with a quantized weight. They ignore the weight that is passed to their methods."""
 
     def __init__(self, weight: Coded):
         self.weight = weight

@@ -41,9 +41,9 @@ def mark_dynamic(x: Tensor, dim: int) -> None:
 def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary: bool = False):
     """Run function(*args) compiled on a GPU. Within code that is being compiled, run it as part of that code.
 
-    The first argument is a tensor. With `sizes_vary`, a size that changes is compiled as dynamic instead of once per
-    value, and after a few variants the function runs eagerly. `rows_vary` does the same and makes dimension 0 of each
-    tensor dynamic from the start.
+    The first argument is a tensor. By default every new size is compiled. With `sizes_vary`, torch compiles a size as
+    dynamic when it changes, and runs the function eagerly after a few variants. `rows_vary` does the same, and
+    dimension 0 of each tensor is dynamic from the start.
     """
     if not _on_gpu(args[0]) or torch.compiler.is_compiling():
         return function(*args)
@@ -57,10 +57,10 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
 
 
 def run_with_breaks(method: partial, *args, dynamic: bool | None = None):
-    """Run a Runnable's method whose graph has breaks.
+    """Compile and run a Runnable's method outside of its module, because its graph has breaks.
 
     If the method were compiled as part of its module, the graph would break in the code that all Runnables share. The
-    compiler would then skip that code, and with it every other layer.
+    compiler would then skip that code for all other layers too.
     """
     return _in_pieces(method.func, dynamic)(*method.args, *args)
 

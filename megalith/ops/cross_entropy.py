@@ -2,8 +2,8 @@
 
 The logits of a batch are by far the largest tensor of training (32 × 1024 tokens over 50,304 entries are 6.6 GB in
 fp32). Here only one chunk's logits exist at a time. The gradient is computed in the forward pass, together with the
-softmax; the backward pass scales it. This is possible for every sum over tokens (`linear_token_losses`), because its
-derivatives with respect to a token's log-probability and entropy are known at once.
+softmax; the backward pass scales it. This works for every loss that is a sum over tokens (`linear_token_losses`),
+because its derivatives with respect to a token's log-probability and entropy need no other token.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label], a float32 scalar.
 
-    Softmax and sums are in fp32. Rows of `weight` from vocab_size on are padding and ignored. With `softcap` c, logits
-    become c · tanh(logits / c) (Gemma 2). Over an `axis`, `weight` is this rank's shard of rows, starting at `first`; a
-    rank with a full shard has `rows` rows. The result is the same on every rank, and the gradient of hidden must be
-    summed over ranks. The gradient is multiplied by `scale` before it is first rounded, so that an fp16 loss scale
-    preserves small probabilities; the result is not. If `max_label_tokens` is small, logits of the other tokens are not
-    computed.
+    Softmax and sums are in fp32. Rows of `weight` at or after vocab_size are padding and ignored. With `softcap` c,
+    logits become c · tanh(logits / c) (Gemma 2). Over an `axis`, `weight` is this rank's shard of rows, starting at
+    `first`; a rank with a full shard has `rows` rows. The result is the same on every rank, and the gradient of hidden
+    must be summed over ranks. The gradient is multiplied by `scale` before it is first rounded, so that an fp16 loss
+    scale preserves small probabilities; the result is not multiplied. If `max_label_tokens` is small, logits of the
+    other tokens are not computed.
 
-    The gradient includes that of the z-loss z_loss_coeff · Σ loss_mask · (log Σ exp logits)² (Chowdhery et al. 2022,
-    section 5); the result does not. With a coefficient, Σ loss_mask · (log Σ exp logits)² is added to `z_loss_sum`.
+    The gradient includes the z-loss z_loss_coeff · Σ loss_mask · (log Σ exp logits)² (Chowdhery et al. 2022, section
+    5); the returned loss does not. With a coefficient, Σ loss_mask · (log Σ exp logits)² is added to `z_loss_sum`.
     """
     if not torch.is_grad_enabled():  # in an autograd function, parameters require gradients even then
         hidden, weight = hidden.detach(), weight.detach()
@@ -117,8 +117,8 @@ def linear_token_losses(
     """Return the sum of the token losses that `of` returns, a float32 scalar, and the log-probabilities and entropies
     of the targets.
 
-    Log-probabilities and entropies are those of `linear_logprobs`, without gradient. Without `entropy`, entropies are
-    None and `of` gets None.
+    Log-probabilities and entropies equal the results of `linear_logprobs`, and have no gradient. Without `entropy`,
+    `of` gets None for the entropies, and None is returned.
 
     This needs one pass with three matmuls, like `linear_cross_entropy`; `linear_logprobs` and its backward need four.
     """
@@ -248,7 +248,7 @@ def _loss_and_slopes(
 
 
 def _each_token(losses: Tensor, logprobs: Tensor) -> Tensor:
-    """Return `losses`. Raises ConfigError unless there is one per token."""
+    """Check that a token loss function returned one loss per token, and return `losses`. Raises ConfigError."""
     if losses.shape != logprobs.shape:
         raise ConfigError(
             f"token_losses returned a tensor of shape {list(losses.shape)} for log-probabilities "

@@ -6,9 +6,9 @@ it is replaced by v. The query q reads the result:
      S_t = α_t S_{t-1} + k_t ⊗ β_t (v_t − α_t S_{t-1}ᵀ k_t),        o_t = S_tᵀ q_t
 
 Token by token this is a chain of small products. In chunks of C tokens (Yang et al. 2024, the WY form) it becomes
-matmuls. Let G be the running sum of log α in a chunk and Γ_ij = exp(G_i − G_j). The chunk's writes for a zero initial
-state are U, the rows of (I + tril(β K Kᵀ ⊙ Γ, −1))⁻¹ β V; its corrections for the state are W S, with W likewise from β
-e^G K. Then
+matmuls. Let G be the running sum of log α in a chunk and Γ_ij = exp(G_i − G_j). From a zero initial state, the chunk
+writes U = (I + tril(β K Kᵀ ⊙ Γ, −1))⁻¹ β V. For an initial state S, W S is subtracted, where W = (I + tril(β K Kᵀ ⊙ Γ,
+−1))⁻¹ β e^G K. Then
 
      V' = U − W S,      O = e^G Q S + tril(Q Kᵀ ⊙ Γ) V',      S ← e^{G_C} S + (e^{G_C − G} K)ᵀ V'
 

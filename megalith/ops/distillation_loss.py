@@ -2,8 +2,9 @@
 
 As in ops/cross_entropy.py, a chunk's gradient is computed together with its loss.
 
-A teacher's predictions come from its own forward pass, or were stored: for each token the k largest log-probabilities K
-and that of all other entries together, the tail. Then distributions over k + 1 entries are compared,
+A teacher's predictions come from its own forward pass, or were stored: per token the k largest log-probabilities
+(entries K), and the log-probability of all other entries together (the tail). With stored predictions, distributions
+over k + 1 entries are compared,
 
      D = Σ_K p · log(p / q) + p_tail · log(p_tail / q_tail)        q_tail = 1 − Σ_K q
 
@@ -64,7 +65,7 @@ class TopLogProbs:
         return [TopLogProbs(*chunk) for chunk in zip(*flat)]
 
     def logits(self, row: Tensor, real: int, logits: Tensor, temperature: float, axis: Axis) -> Tensor:
-        """Return log p̃ · T, [tokens, local rows] in fp32, for the model's own logits."""
+        """Return log p̃ · T (module docstring), float32 [tokens, local rows]. `logits` are the model's own."""
         is_local = (self.indices >= 0) & (self.indices < logits.shape[1])  # [tokens, k]
         at = torch.where(
             is_local, self.indices, logits.shape[1]
@@ -259,7 +260,9 @@ def _loss_of_logits(
 
 
 def _log_sums(logits: Tensor, expected: Tensor, temperature: float) -> Tensor:
-    """Return log Σ exp of three logits: the model's, the model's / T, and the teacher's / T, float32 [3, tokens]."""
+    """Return log Σ exp of the model's logits, of the model's logits / T, and of the teacher's logits / T: float32 [3,
+    tokens].
+    """
     z, t = logits.float(), expected.float() / temperature
     return torch.stack([z.logsumexp(-1), (z / temperature).logsumexp(-1), t.logsumexp(-1)])
 
@@ -293,8 +296,10 @@ def _divergences(
 
 
 def _derivative(log_p: Tensor, log_q: Tensor, kind: Divergence, mixture: float) -> Tensor:
-    """Return the derivative of the divergence with respect to q, up to a constant; 0 for forward_kl, whose slope is q −
-    p."""
+    """Return the derivative of the divergence with respect to q, up to a constant.
+
+    Returns 0 for forward_kl: the gradient of its logits is q − p, without this derivative.
+    """
     match kind:
         case "forward_kl":
             return torch.zeros_like(log_q)

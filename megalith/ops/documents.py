@@ -4,8 +4,9 @@ Documents are described by their ends: int32 [batch, documents], ascending; `end
 document d in sequence b, the last one the sequence length. Rows are padded by repeating the sequence length, which adds
 empty documents. Otherwise code would be compiled again whenever the number of documents changes.
 
-Attention computes everything from the ends on their device without waiting: cumulative lengths for variable-length
-kernels, or document numbers and a mask for others. `ends_in_spans` gives the ends for a rank of context parallelism.
+Attention derives what a kernel needs from the ends on their device, without waiting: cumulative lengths for
+variable-length kernels, or document numbers and a mask for others. `ends_in_spans` returns the ends within the tokens
+of a context-parallel rank.
 
 ALiBi (Press et al. 2022) subtracts slope · n from the score of the key n positions earlier, with slope 2^(−8·k/heads)
 for head k = 1, 2, …. If the number of heads is not a power of two, the remaining heads use the odd powers of twice as
@@ -42,7 +43,7 @@ def document_ids(ends: Tensor, seq: int) -> Tensor:
 
 
 def chunk_ends(ends: Tensor, size: int, length: int) -> Tensor:
-    """Return the ends of documents divided into chunks, int32 [batch, documents · chunks].
+    """Return the ends of chunks of `size` tokens into which each document is cut, int32 [batch, documents · chunks].
 
     Args:
         ends: ends of the documents, int32 [batch, documents].
@@ -55,17 +56,19 @@ def chunk_ends(ends: Tensor, size: int, length: int) -> Tensor:
 
 
 def same_document_mask(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
-    """Return a mask of pairs with equal numbers, bool [batch, 1, queries, keys], from int [batch, queries] and [batch,
-    keys]."""
+    """Return a mask of (query, key) pairs in the same document, bool [batch, 1, queries, keys].
+
+    Arguments are document numbers, int [batch, queries] and [batch, keys].
+    """
     same = queries[:, :, None] == keys[:, None, :]
     return (same.tril() if causal else same)[:, None]
 
 
 def padding_attention_mask(padding: Tensor) -> Tensor:
-    """Return the causal mask that excludes padding, bool [batch, 1, queries, keys], from bool [batch, seq], True for
-    padding.
+    """Return the causal mask that excludes padding, bool [batch, 1, queries, keys].
 
-    A token without any visible key sees itself, because kernels disagree about rows without keys.
+    `padding` is bool [batch, seq], True for padding. A token without any visible key sees itself, because kernels
+    disagree about rows without keys.
     """
     visible = ~padding[:, None, :].expand(-1, padding.shape[1], -1)
     visible = visible.tril()

@@ -48,7 +48,9 @@ ADAPTER_INPUTS = {
 
 @dataclass
 class DropoutKeys:
-    """Keys of the dropout masks; a site within the layer completes them."""
+    """Keys from which the dropout masks of a layer are computed. Each method adds the site of a mask within
+    the layer.
+    """
 
     queries: Tensor  # int32 [batch, seq]: keys of the tokens that attend
     stream: Tensor  # int32: keys of the residual stream's tokens, in its shape
@@ -65,9 +67,9 @@ class DropoutKeys:
         return mix(self.stream ^ self._site_key(site))
 
     def token_rows(self, site: int) -> Tensor:
-        """Return the keys of all tokens of this rank, int32 [batch, seq].
+        """Return the keys of all tokens of this rank at a site of this layer, int32 [batch, seq].
 
-        `stream_rows` returns those of the residual stream, which may hold only some of these tokens.
+        `stream_rows` returns the keys of the residual stream's tokens, which may be only some of these tokens.
         """
         return mix(self.queries ^ self._site_key(site))
 
@@ -76,8 +78,10 @@ class DropoutKeys:
         return replace(self, layer=-2 - self.layer, outputs=None)
 
     def output_rows(self, site: int) -> Tensor:
-        """Return the keys of the residual stream's tokens for the output of a branch of this layer, int32 in the
-        stream's shape."""
+        """Return the keys of the residual stream's tokens for the output of a branch of this layer, int32.
+
+        The result has the stream's shape.
+        """
         if site == CROSS_ATTENTION_OUTPUT:
             return self.cross_attention_keys().stream_rows(ATTENTION_OUTPUT)
         return self.outputs[site - ATTENTION_OUTPUT]
@@ -90,8 +94,8 @@ def output_rows(stream: Tensor, layers: Tensor) -> Tensor:
     """Return the keys of the residual stream's tokens for ATTENTION_OUTPUT and MLP_OUTPUT in each layer, int32 [layers,
     2, …].
 
-    `stream` int32 […] is that of DropoutKeys, `layers` int32 [layers] are layer indices. Call it outside of compiled
-    code, which would recompute a token's key for each of its elements.
+    `stream` int32 […] is the attribute of DropoutKeys, `layers` int32 [layers] are layer indices. Call it outside of
+    compiled code, which would recompute a token's key for each of its elements.
     """
     sites = torch.arange(ATTENTION_OUTPUT, MLP_OUTPUT + 1, dtype=torch.int32, device=stream.device)
     site_keys = mix(layers[:, None] * 8 + (sites + 1))  # [layers, 2]
@@ -153,11 +157,14 @@ def _drop(x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tenso
 def attention_keep_mask(
     rows: Tensor, heads: int, key_positions: Tensor, probability: float, first_head: int = 0
 ) -> Tensor:
-    """Return True for attention probabilities that are kept: bool [batch, heads, queries, keys], from rows int32
-    [batch, queries].
+    """Return a mask of the attention probabilities that dropout keeps, bool [batch, heads, queries, keys].
 
-    `key_positions` int64 [keys] are positions in the full sequence, `first_head` is the first of these heads in the
-    layer.
+    Args:
+        rows: int32 [batch, queries], keys of the tokens that attend (`DropoutKeys.query_rows`).
+        heads: number of heads.
+        key_positions: int64 [keys], positions in the full sequence.
+        probability: dropout probability.
+        first_head: index of the first of these heads in the layer.
     """
     head = torch.arange(first_head, first_head + heads, device=rows.device)[:, None]
     columns = _mixed_indices((head + 1) * 0x1000000 ^ key_positions)  # [heads, keys]
@@ -165,7 +172,7 @@ def attention_keep_mask(
 
 
 def keep(keys: Tensor, probability: float) -> Tensor:
-    """Return True for elements that are kept, by their keys."""
+    """Return a mask of the elements that dropout keeps, by their int32 keys."""
     return (mix(keys) & 0x7FFFFFFF) >= int(probability * 0x80000000)
 
 
@@ -177,10 +184,10 @@ def mix(h: Tensor) -> Tensor:
 
 
 def _mixed_indices(indices: Tensor) -> Tensor:
-    """Apply `mix` to int64 indices below 2^32; returns int32.
+    """Apply `mix` to int64 indices below 2^32. Returns int32.
 
-    Computed in int64 with masks: a compiler that computes an index on the fly does so in wider integers than the
-    tensor's, where an int32 product does not wrap. (Seen with torch 2.13 on CPU.)
+    It computes in int64 and masks the results, because a compiler may compute an index in wider integers than the
+    tensor's, in which an int32 product does not wrap (seen with torch 2.13 on a CPU).
     """
     h = indices
     h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF

@@ -4,8 +4,9 @@
      dgrad     grad · weight                 gradient of x; grad [tokens, out] is that of y
      wgrad     gradᵀ · x                     gradient of weight
 
-Linear layers are composed around it: plain here, column- and row-parallel in parallel/tensor/, with deferred wgrads for
-zero-bubble schedules in parallel/pipeline/deferred_wgrad.py. Other arithmetic is another Gemm.
+Linear layers are composed around it: plain ones here, column- and row-parallel ones in parallel/tensor/, and those with
+deferred wgrads for zero-bubble schedules in parallel/pipeline/deferred_wgrad.py. Subclasses of Gemm use other
+arithmetic, such as FP8.
 
 Split-K: wgrad sums over all tokens. A GPU computes it in tiles, one per SM at a time; with one and a half times as many
 tiles as SMs, the second wave leaves half of them idle. On an H200 the two wgrads of GPT-2-large's MLP (1280 × 5120,
@@ -60,12 +61,16 @@ class Gemm:
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
         """Return x [tokens, in] in two forms: for `forward` and an all-gather, and saved for `wgrad`.
 
-        The saved part is empty unless `saves`. `sharded`: the saved part will be gathered too.
+        The second form is empty unless `saves`. `sharded`: the second form will be all-gathered too, in the backward
+        pass.
         """
         return (x,), (x,) if saves else ()
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
-        """Return the weight in two forms: for `forward`, and saved for `dgrad`. `trains`: there is a backward pass."""
+        """Return the weight in two forms: for `forward`, and saved for `dgrad`.
+
+        `trains`: there is a backward pass; otherwise the second form is not used.
+        """
         return (weight,), (weight,)
 
     def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
@@ -91,7 +96,7 @@ class Gemm:
         return gemm
 
     def edge(self, weight: Tensor) -> GradientEdge | None:
-        """Return the autograd edge of a deferred wgrad. None if it is not deferred."""
+        """Return the autograd edge of the weight for a deferred wgrad. None if wgrads are not deferred."""
         return get_gradient_edge(weight) if self.deferred is not None and has_wgrad(weight) else None
 
 
@@ -113,7 +118,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gemm: Gemm = G
 
 
 def has_wgrad(weight: Tensor) -> bool:
-    """Return whether a matmul by `weight` saves its input for a wgrad.
+    """Return True if a matmul by `weight` needs a wgrad and so saves its input.
 
     Call it before the autograd function's `apply`; gradients are disabled inside its `forward`.
     """
@@ -123,7 +128,7 @@ def has_wgrad(weight: Tensor) -> bool:
 def add_bias_gradient(y: Tensor, bias: Tensor | None) -> Tensor:
     """Return y [..., out] unchanged. Its gradient, summed over tokens, becomes the gradient of `bias` [out].
 
-    The bias was added to y before, without a gradient.
+    y already includes the bias, which was added without a gradient.
     """
     if bias is None or not bias.requires_grad:
         return y
@@ -206,9 +211,9 @@ def float32_matmul(x: Tensor, weight: Tensor) -> Tensor:
     x is [tokens, in] and weight [out, in], of one dtype. Routers use it, because their scores depend on small
     differences.
 
-    Products of bf16 numbers fit into fp32, so tensor cores, which accumulate in fp32, lose nothing and take a fraction
-    of the time. The fp32 gradient does not fit into bf16: it is split into two bf16 numbers, which together keep 16 of
-    its 24 bits, more than the resulting bf16 gradients have.
+    Products of two bf16 numbers are exact in fp32. So tensor cores, which accumulate in fp32, are as exact as fp32
+    matmuls and take a fraction of their time. The fp32 gradient does not fit into bf16: it is split into two bf16
+    numbers, which together keep 16 of its 24 bits, more than the resulting bf16 gradients have.
     """
     if x.dtype == torch.bfloat16:
         return _Float32Matmul.apply(x, weight)

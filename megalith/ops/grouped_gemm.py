@@ -9,8 +9,8 @@ them must set them to zero.
 wgrad is computed separately from dgrad, in the backward pass of `prepare_weight`. Operations between the two in the
 forward pass thus come before wgrad in the backward pass, so that an all-to-all started there overlaps with it.
 
-The gradient of a group's bias equals the wgrad of one more input column of ones, or of the factors that the bias was
-multiplied by, so the same kernels compute it, in the same order of additions.
+The gradient of a group's bias equals the wgrad for an additional input column, which holds ones, or the factors that
+multiply the bias. So the same kernels compute it, in the same order of additions.
 
 The backward pass saves the parameter and casts it again: saved casts would stay in memory for every layer and
 micro-batch in flight. If one cast serves all passes of a step, that cast is saved.
@@ -50,7 +50,7 @@ class RowGroups:
 
     @cached_property
     def on_host(self) -> tuple[int, ...]:
-        """Sizes on the host. Waits for the device if only it knows them."""
+        """Group sizes on the host. Waits for the device if they are not on the host yet."""
         return tuple(self.counts.tolist()) if self.sizes is None else self.sizes
 
     @cached_property
@@ -81,7 +81,7 @@ class RowGroups:
 
 @dataclass(frozen=True, eq=False)
 class GroupedWeight:
-    """A weight, or a bias, prepared for one matmul."""
+    """A weight, or a bias, of the groups, prepared for one matmul."""
 
     value: Tensor  # [groups, out, in] in the matmul's dtype, or [groups, out]
     saved: Tensor  # for the backward pass: the parameter, which is cast again, or the cast
@@ -151,9 +151,9 @@ class GroupedGemm:
 
 
 def has_kernel(rows: Tensor, width: int) -> bool:
-    """Return whether torch's grouped GEMM supports matmuls from rows of this width to rows of `width`.
+    """Return True if torch's grouped GEMM supports these rows [·, in] with outputs of `width` columns.
 
-    It needs bf16 on a GPU, and rows of a multiple of 16 bytes.
+    It needs bf16 on a GPU, and rows of a multiple of 16 bytes in both.
     """
     aligned = all(size * rows.element_size() % ALIGNMENT == 0 for size in (rows.shape[1], width))
     return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
@@ -178,8 +178,9 @@ def add_bias(
 ) -> Tensor:
     """Add the bias [groups, columns] of each row's group to rows y [rows, out]. Returns [rows, out].
 
-    It is added to the columns from `first` on, multiplied by the row's factor if there are `factors`, float32 [rows,
-    1]. `kernel` is as in GroupedGemm; `fused` runs one compiled kernel on a GPU. The bias always gets a gradient.
+    The bias is added to y's columns starting at `first`. With `factors`, float32 [rows, 1], it is first multiplied by
+    the row's factor. `kernel` is as in GroupedGemm; `fused` runs one compiled kernel on a GPU. The bias always gets a
+    gradient.
     """
     return _AddBias.apply(
         y, bias.value, bias.saved, bias.pending_wgrads, factors, groups, first, kernel, fused
@@ -287,7 +288,7 @@ def _bias_gradient(
 ) -> Tensor:
     """Return the bias's gradient [groups, columns] from grad [rows, columns] and the rows' factors [rows, 1].
 
-    None: all factors are 1.
+    `factors` is None if all factors are 1.
     """
     x = grad.new_ones(len(grad), 1) if factors is None else factors.to(grad.dtype)
     width = ALIGNMENT // x.element_size()  # minimum number of columns for the kernel
@@ -297,5 +298,5 @@ def _bias_gradient(
 
 
 def _without_empty(result: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Set groups without rows to zero, which the kernels of some GPUs leave uninitialized."""
+    """Set the results of groups without rows to zero: the kernels of some GPUs leave them uninitialized."""
     return torch.where((counts == 0)[:, None, None], 0.0, result).to(dtype)

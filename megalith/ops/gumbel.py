@@ -4,10 +4,10 @@ The noise of a vocabulary entry is a function of the row's key and the entry's n
 of a random state. Samples thus do not depend on the other rows or on the sharding of the vocabulary: each rank finds
 the best of its entries, and five numbers per row are exchanged.
 
-Top-k, top-p and min-p keep entries above a minimum logit, which is found without sorting the vocabulary: the mass of
-all more likely entries falls as the logit rises, so bisection over the 2^32 floats finds the smallest logit for which
-it is below top_p. Entries with equal logits are kept or dropped together. On a CPU, ranks that share the vocabulary
-exchange their logits first, because a collective per bisection takes longer.
+Top-k, top-p and min-p keep the entries above a minimum logit. It is found without sorting the vocabulary: the total
+probability of the entries above a logit falls as the logit rises, so bisection over the 2^32 floats finds the smallest
+logit for which it is below top_p. Entries with equal logits are kept or dropped together. On a CPU, ranks that share
+the vocabulary exchange their logits first, because a collective per bisection takes longer.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def sampled_blocks(
     Args:
         logits: [rows, local entries].
         keys: int32 [rows], keys of the noise.
-        least: float32 [rows], the smallest logit that counts, or None.
+        least: float32 [rows], the smallest logit that may be sampled, or None for no limit.
         first: index of the first local entry.
         real: number of local entries without vocabulary padding.
         temperature: factor on the Gumbel noise; 0: no noise.
@@ -150,8 +150,10 @@ def _combine_blocks(blocks: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
 
 
 def _entries_to_search(logits: Tensor, real: int, axis: Axis) -> tuple[Tensor, Axis]:
-    """Return the logits that the smallest kept one is searched in, and the ranks that search together: on a GPU this
-    rank's real entries and the axis, on a CPU those of all ranks and this rank alone.
+    """Return the logits to search for the smallest kept one, and the axis of the ranks that search together.
+
+    On a GPU, each rank searches its own entries without padding, and the axis reduces the sums. On a CPU, each rank
+    gathers the entries of all ranks and searches them alone.
     """
     if axis.size == 1 or logits.is_cuda:
         return logits[:, :real], axis
@@ -163,12 +165,11 @@ def _entries_to_search(logits: Tensor, real: int, axis: Axis) -> tuple[Tensor, A
 def least_logit(
     logits: Tensor, inverse: float, top_k: int, top_p: float, min_p: float, axis: Axis = ALONE
 ) -> Tensor:
-    """Return, for each row, the smallest logit that top_k, then top_p, and min_p keep, float32 [rows].
+    """Return the smallest logit that the filters top_k, top_p and min_p keep, float32 [rows].
 
-    logits are [rows, local entries].
-
-    An entry is kept if fewer than top_k entries are more likely, if the more likely ones have less than top_p of the
-    mass kept by top_k, and if its probability is at least min_p of the largest.
+    logits are [rows, local entries]. An entry is kept if fewer than top_k entries are more likely, if the more likely
+    ones have less than top_p of the probability mass that top_k keeps, and if its probability is at least min_p times
+    the largest.
     """
     z = logits.float() if logits.shape[1] else logits.new_full((len(logits), 1), LOWEST, dtype=torch.float32)
     top = all_reduce_no_grad(z.amax(-1), axis, "max")
@@ -195,7 +196,7 @@ def least_logit(
 
 
 def least_logit_by_row(z: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, axis: Axis = ALONE) -> Tensor:
-    """Return `least_logit` for logits z, already divided by the temperature, with separate settings for each row."""
+    """Return `least_logit` with separate settings for each row. The logits z are already divided by the temperature."""
     z = z if z.shape[1] else z.new_full((len(z), 1), LOWEST)
     top = all_reduce_no_grad(z.amax(-1), axis, "max")
     most = torch.where(top_k > 0, top_k, math.inf)

@@ -39,8 +39,8 @@ def linear_logprobs(
 
     With `entropy`, the entropies of the softmax are float32 [...]; otherwise they are None.
 
-    Padding, softcap (applied before the temperature) and `axis` are as in `linear_cross_entropy`: results are the same
-    on every rank, and the gradient of hidden must be summed over ranks.
+    Padding, softcap and `axis` are as in `linear_cross_entropy`; the softcap is applied before the temperature. Results
+    are the same on every rank, and the gradient of hidden must be summed over ranks.
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
@@ -123,9 +123,9 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _first_kept(tokens: int, chunk: int, rows: int, device_type: str) -> int:
-    """Return the index of the first chunk of `tokens` whose logits are kept.
+    """Return the index of the first chunk whose logits the forward pass keeps.
 
-    The last chunk is always kept, and so are those before it that fit KEPT_ELEMENTS.
+    The last chunk is always kept, and as many chunks before it as fit into KEPT_ELEMENTS.
     """
     count = -(-tokens // chunk)
     fit = KEPT_ELEMENTS // rows // chunk if device_type == "cpu" else 0

@@ -1,8 +1,8 @@
-"""Largest attention logit of each head: the maximum of scale · query · key over the pairs that attention sees.
+"""Largest attention logit of each head: the maximum of scale · query · key over all visible pairs.
 
-Fused attention kernels do not return it. It is computed in tiles of scores, so that no score matrix is in memory, and
-tiles that causality or a window hides are skipped. The cost is that of one of the two matmuls of attention's forward
-pass, and of writing and reading each score once.
+Fused attention kernels do not return it. Here it is computed in tiles of scores, so that no full score matrix is in
+memory. Tiles that causality or a window hides are skipped. The cost is one of the two matmuls of attention's forward
+pass, and writing and reading each score once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Penalties on tokens that a sequence already has, as OpenAI, vLLM and transformers define them."""
+"""Penalties on tokens that a sequence already contains, as OpenAI, vLLM and transformers define them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def penalize(
 
 
 def allowed_entries(masks: Tensor, first: int, count: int) -> Tensor:
-    """Unpack bit masks, int32 [rows, words] with 32 entries per word, to bool [rows, count] for entries from `first`
-    on."""
+    """Unpack the bits of vocabulary entries from masks, int32 [rows, words] with 32 entries per word.
+
+    Returns bool [rows, count] for the `count` entries starting at `first`.
+    """
     entries = torch.arange(first, first + count, device=masks.device)
     return (masks[:, entries >> 5] >> (entries & 31).int()) & 1 != 0

@@ -32,7 +32,7 @@ class Permutation:
     end: Tensor | None = None  # int32 [1], in an oversized buffer: end of the rows with a token
 
     def inverse(self) -> Permutation:
-        """Return the inverse of a pure reordering of rows."""
+        """Return the inverse of a permutation with one row per token."""
         return Permutation(self.row.flatten(), self.token[:, None])
 
 
@@ -45,7 +45,7 @@ def transpose_blocks(sizes: Tensor, rows: int) -> Permutation:
 
 
 def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return `token` and `row` of the Permutation that moves each row as far as its block."""
+    """Return the fields `token` and `row` of the Permutation of `transpose_blocks`."""
     across = sizes.T
     begin = group_starts(sizes.flatten()).view_as(sizes)
     end = group_starts(across.flatten()).view_as(across).T
@@ -98,10 +98,8 @@ def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
 def sort_pairs_in_buffer(destinations: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs as `sort_pairs` does, into a buffer of `rows` rows.
 
-    The buffer is large enough for all pairs with a destination.
-
-    The sorted pair numbers are int64 [rows], followed by the total number of pairs; pairs without a destination have
-    the position `rows`.
+    The buffer is large enough for all pairs that are not dropped. The sorted pair numbers are int64 [rows]; after the
+    last pair they are the total number of pairs. Dropped pairs have the position `rows`.
     """
     sizes, before, _ = count_destinations(destinations, count + 1)
     row = group_starts(sizes)[destinations] + before.gather(1, destinations)
@@ -118,7 +116,7 @@ def replicate_tokens(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor
 
     Returns:
         Token of each copy, int64 [tokens · count + 1], undefined after the last copy; position of each token's copy in
-            each group, int64 [tokens, count], after all copies if the token is not in the group.
+            each group, int64 [tokens, count]. A token that is not in a group has a position after all copies.
     """
     last = has.numel()
     row = torch.where(has == 1, group_starts(sizes) + before, last)
@@ -185,7 +183,7 @@ class _SumRows(torch.autograd.Function):
 
 
 def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
-    """Return rows of x [n, width] by an index of any shape; zeros for an index of n or more.
+    """Return rows of x [n, width] by an index of any shape. Rows for indices of n or more are zeros.
 
     `complete`: no index is n or more.
     """

@@ -19,8 +19,8 @@ def split_qkv(
 
     qkv is [..., groups · (heads_in_group + 2) · head_dim]. Each group has its queries, then its key, then its value.
 
-    `bias`, float32 [rows of linear_qkv], is already part of qkv. Its gradient is computed here, not where it was
-    added.
+    `bias`, float32 [rows of linear_qkv], is already included in qkv. It is passed only because its gradient is computed
+    here.
     """
     qkv = qkv.view(batch, -1, qkv.shape[-1])
     if bias is not None and bias.requires_grad and kernels.fuses_backward(qkv):
@@ -36,7 +36,9 @@ def split_heads(qkv: Tensor, heads_in_group: int, head_dim: int, flat: bool = Tr
 
 
 class _SplitQKV(torch.autograd.Function):
-    """Split in which one kernel assembles the gradient of qkv and sums it over tokens for the bias."""
+    """Split whose backward pass is one kernel: it assembles the gradient of qkv, and sums it over tokens for
+    the bias.
+    """
 
     @staticmethod
     def forward(

@@ -118,7 +118,7 @@ def with_states(
 
 
 def _scan(written: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-    """Compute `scan_states` with a product and a sum that are rounded separately."""
+    """Compute `scan_states` with a multiplication and an addition that are rounded separately."""
     states = [state]
     for i in range(written.shape[2]):
         states.append(decay[:, :, i] * states[-1] + written[:, :, i])
@@ -177,7 +177,7 @@ def _(written: Tensor, decay: Tensor, state: Tensor) -> Tensor:
 
 @torch.library.custom_op("megalith::scan_states_backward", mutates_args=())
 def scan_states_backward(grad: Tensor, decay: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of written, decay and state, for the gradient of all states."""
+    """Return the gradients of written, decay and state from `grad`, the gradient of the returned states."""
     grad_written = torch.empty_like(states[:, :, 1:])
     carried = grad[:, :, -1]
     for i in reversed(range(decay.shape[2])):

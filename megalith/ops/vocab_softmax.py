@@ -73,10 +73,10 @@ def _logit_statistics(
 def _reduce_vocab(
     log_sum: Tensor, targets: Tensor, is_local: Tensor, entropy: Tensor | None, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Reduce statistics of each rank's shard of the vocabulary to those of the full vocabulary.
+    """Reduce statistics of each rank's shard of the vocabulary to statistics of the full vocabulary.
 
-    They are log Σ exp [tokens], the targets' logits [tokens, k] and the softmax's entropy [tokens]. `is_local` marks
-    the targets on this rank.
+    The statistics are log Σ exp [tokens], the targets' logits [tokens, k] and the softmax's entropy [tokens].
+    `is_local` marks the targets on this rank.
     """
     if axis.size == 1:
         return log_sum, targets, entropy
@@ -121,7 +121,9 @@ def local_rows(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def mask_padding(logits: Tensor, real: int) -> Tensor:
-    """Set the entries of logits [tokens, rows] from `real` on so low that their probability is 0, in place."""
+    """Set the entries of logits [tokens, rows] at or after index `real` so low that their probability is 0,
+    in place.
+    """
     logits[:, real:] = max(torch.finfo(logits.dtype).min, -1e30)
     return logits
 
@@ -186,5 +188,5 @@ def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def softcap_slope(logits: Tensor, softcap: float) -> Tensor:
-    """Return the derivative of `softcapped` at its results; 0 where they are -inf, as for padding."""
+    """Return the derivative of `softcapped`, given its results; 0 where a result is -inf, as for padding."""
     return 1 - (logits.clamp(min=-softcap) / softcap).square()

@@ -7,10 +7,10 @@ mxfp4  e2m1, one power of two per 32 values (OCP Microscaling Formats 1.0)
 fp8    e4m3, one scale per block of 128 × 128
 int8   one scale per row
 
-All are plain PyTorch, on any device, and element by element, so a compiled layer decodes in one kernel. A weight may be
+All decode with elementwise PyTorch operations on any device, so a compiled layer decodes in one kernel. A weight may be
 several matrices of a Hugging Face model (queries, keys and values), each coded by itself, with its rows in any order.
-Codes and scales of a row stay together; `block_index` gives, for each row, the index of the scales that it shares with
-other rows. So any rows, and any whole blocks of columns, can be taken without the rest.
+Each row has its own codes and, in some forms, its own scales. Scales that rows share are in a table, and `block_index`
+holds each row's index into it. So any rows, and any complete blocks of columns, can be taken alone.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def coded_bytes(form: str, shape: Sequence[int]) -> int:
 
 
 def levels_of(form: str) -> Tensor:
-    """Return `WeightCodes.levels` of a form."""
+    """Return the numbers that the codes of a form stand for (`WeightCodes.levels`)."""
     if form == "nf4":
         return torch.cat([torch.tensor(NF4), dynamic_map()])
     return torch.tensor(MXFP4 if form == "mxfp4" else ())
@@ -179,7 +179,9 @@ def stack(form: str, weights: Sequence[WeightCodes]) -> WeightCodes:
 
 
 def take(form: str, weight: WeightCodes, rows: slice, columns: slice) -> WeightCodes:
-    """Return some rows and columns of a weight, as contiguous copies. Columns begin and end with a block of scales."""
+    """Return some rows and columns of a weight, as contiguous copies. `columns` starts and stops at block
+    boundaries.
+    """
     codes, scales, block_index, table, levels = weight
     block = BLOCK.get(form)
     per_byte = 1 if block is None else 2
@@ -236,8 +238,9 @@ def _nf4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes and exponents. A block's exponent is chosen so that its largest value gets e2m1's largest exponent;
-    values round to even and saturate."""
+    """Return codes and exponents. A block's exponent is chosen so that its largest value has e2m1's largest exponent.
+    Values are rounded to nearest even and saturate.
+    """
     blocks = matrix.unflatten(1, (-1, BLOCK["mxfp4"]))
     largest = blocks.abs().amax(2)
     exponents = (largest.view(torch.int32) >> MANTISSA_BITS) - 2  # e2m1's largest is 1.5 · 2²

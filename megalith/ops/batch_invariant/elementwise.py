@@ -1,8 +1,8 @@
 """Elementwise functions and sums that do not depend on an element's position in its tensor.
 
-PyTorch computes most of a tensor on a CPU with vector instructions and the last elements, fewer than two vectors, one
-by one, with another implementation of SiLU, the sigmoid and GELU. Threads split a tensor anywhere, so such ends also
-occur in its middle. Additions, products, divisions and square roots are correctly rounded, and equal everywhere.
+On a CPU, PyTorch computes most of a tensor with vector instructions, and the last elements (fewer than two vectors) one
+by one, with another implementation of SiLU, the sigmoid and GELU. Threads split a tensor anywhere, so such elements
+also occur in its middle. Additions, products, divisions and square roots are correctly rounded, and equal everywhere.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ PIECE = 2**15  # elements that PyTorch computes in one thread
 
 
 def by_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return function(x) for an elementwise function, computed with vector instructions for every element, the last
-    ones too.
-    """
+    """Return function(x) for an elementwise function, with every element computed by vector instructions."""
     if x.is_cuda or torch.compiler.is_compiling():
         return function(x)
     flat = x.reshape(-1)

@@ -1,10 +1,10 @@
 """Matmuls in which a row's result does not depend on the other rows or on their number.
 
-On a CPU, the library behind torch.mm takes other code for few rows: with 1,024 inputs, up to 15 rows give other bits
-than 67 do. Here every call has TILE rows, the last one padded with zeros. Within a tile the position of a row does not
-matter (tests/ops/test_batch_invariant.py); on an AMD CPU it would with fewer than 12 columns, so those are padded too.
-Lower precisions are multiplied in fp32 and rounded once. On a GPU a Triton kernel has tiles of a fixed size and adds
-along the inner dimension in one order.
+On a CPU, the library behind torch.mm uses different code for few rows: with 1,024 inputs, a row's bits in a matmul of
+up to 15 rows differ from those in one of 67. Here every call has TILE rows, the last one padded with zeros. Within a
+tile the position of a row does not matter (tests/ops/test_batch_invariant.py); on an AMD CPU it would with fewer than
+12 columns, so those are padded too. Lower precisions are multiplied in fp32 and rounded once. On a GPU a Triton kernel
+has tiles of a fixed size and adds along the inner dimension in one order.
 
 Row-parallel linears, and the second linears of experts, add parts of the inner dimension by a binary tree, so that
 tensor parallelism does not change the result.
@@ -64,8 +64,8 @@ def _by_tiles_of_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
 def _filled(x: Tensor, multiple: int) -> Tensor:
     """Return a contiguous copy of x [rows, columns] with rows of zeros up to a multiple.
 
-    It is a copy even if no row is missing: the bits of a product depend on the alignment of its factors, and only new
-    memory has always the same.
+    It is a copy even if no row is missing: the bits of a product depend on the alignment of its factors, and only newly
+    allocated memory always has the same alignment.
     """
     return pad(x, (0, 0, 0, -len(x) % multiple)).contiguous()
 
@@ -95,7 +95,7 @@ PARTS = 8  # of the inner dimension of a row-parallel linear
 
 
 def local_parts(size: int, ranks: int, parts: int = PARTS) -> int:
-    """Return the number of equal parts that a rank's shard of `size` elements is divided into.
+    """Return the number of equal parts into which a rank's shard of `size` elements is divided.
 
     All ranks together have `parts` parts, or fewer if the global size is not a multiple of `parts`. If there are more
     ranks than parts, each rank has one.

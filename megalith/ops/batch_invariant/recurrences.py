@@ -7,8 +7,8 @@ on the tokens up to i: later ones have a factor of 0, whether they are present o
 products of the current chunk for every token, from the state before the chunk. Packed documents are first moved so that
 each of them begins a chunk.
 
-Products have one shape for every batch. A library for matrices of this shape computes them on a CPU, a Triton kernel on
-a GPU. Only the forward pass is batch invariant. The backward pass is that of the ordinary operator.
+Products have one shape for every batch. On a CPU, PyTorch's matmul of this shape computes them; on a GPU, a Triton
+kernel. Only the forward pass is batch invariant. The backward pass is that of the ordinary operator.
 """
 
 from __future__ import annotations

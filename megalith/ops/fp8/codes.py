@@ -28,8 +28,10 @@ EXPONENT_BITS = 0x7F800000  # of a float32
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
-    """Return largest / amax / 2^margin in fp32, rounded once, where largest is the dtype's largest number. 1 for an
-    amax of 0, NaN for an amax that is not finite."""
+    """Return the dtype's largest number / amax / 2^margin in fp32, rounded once; 1 for an amax of 0.
+
+    NaN for an amax that is not finite.
+    """
     scale = (LARGEST[dtype] / amax.double() / 2**margin).clamp(max=LARGEST_SCALE).float()
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 
@@ -85,8 +87,8 @@ def cast(
     `by_row` requests the first, `by_column` the second. The maximum of |x| is merged into `running_amax`, a float32
     scalar.
 
-    autograd does not track `running_amax`: it does not affect results, and merging the same maximum again in
-    recomputation changes nothing.
+    autograd does not track the change of `running_amax`. It does not affect results, and recomputation merges the same
+    maximum again, which changes nothing.
     """
     if running_amax is not None:
         with keep_version_counter(running_amax):
@@ -216,7 +218,7 @@ def _block_codes(blocks: Tensor, dims: tuple[int, ...]) -> Operand:
 
 
 def _first_fastest(x: Tensor) -> Tensor:
-    """Return the same matrix [m, n] with dimension 0 contiguous in memory."""
+    """Return the matrix x [m, n] in a layout with dimension 0 contiguous in memory."""
     return x.t().contiguous().t()
 
 

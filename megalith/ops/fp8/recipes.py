@@ -116,9 +116,9 @@ class AmaxTable:
         return rows | {f"{name}.scale": self.scale[row] for name, row in self.rows.items()}
 
     def load_state(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-        """Load the tensors `names` with `read`. Of a longer history, load the most recent entries.
+        """Load the tensors `names` with `read`. If a stored history is longer, only its most recent entries are loaded.
 
-        Delayed scaling starts at once if all tensors are loaded and their history is not all zero.
+        If all tensors are loaded and their history is not all zero, delayed scaling starts with the next step.
         """
         state = self.state()
         for name in state.keys() & names:
@@ -130,7 +130,7 @@ class AmaxTable:
 
 
 class CurrentScaling:
-    """Scales from the tensors themselves; amaxes are reduced over the `axes` that shard them."""
+    """Scales computed from the tensors themselves. The amaxes are reduced over the `axes` that shard the tensors."""
 
     def __init__(self, formats: str, axes: Sequence[Axis] = ()):
         self.formats, self.axes = FORMATS[formats], axes
@@ -149,8 +149,10 @@ class CurrentScaling:
 
 
 class DelayedScaling:
-    """Delayed scaling of one linear layer, with its row of an AmaxTable; current scaling over the `axes` until the
-    table has scales."""
+    """Delayed scaling of one linear layer, with its row of an AmaxTable.
+
+    Until the table has scales, it uses current scaling, whose amaxes are reduced over `axes`.
+    """
 
     def __init__(self, table: AmaxTable, name: str, axes: Sequence[Axis] = ()):
         row = table.rows[name]
@@ -180,7 +182,7 @@ def _both(codes: tuple[Tensor, Tensor], inverse: Tensor) -> tuple[Operand, Opera
 
 
 class StepCodes:
-    """A weight's FP8 data for all passes of a step, shared by copies of a Gemm. None between steps."""
+    """A weight's FP8 data for all passes of a step, shared by copies of a Gemm. Empty between steps."""
 
     operands: tuple[Operand, Operand] | None = None
     """By row, and by column with the same shape."""
@@ -255,8 +257,8 @@ class Fp8Gemm(Gemm):
 class BlockGemm(Gemm):
     """Matmuls of e4m3 data with one power-of-two scale per block. Sizes and tokens must be multiples of 128.
 
-    x and gradients have blocks of 1 × 128 along each dimension, and therefore two sets of data. A weight has blocks of
-    128 × 128. `saves_weights` and `step_codes` are as in Fp8Gemm.
+    x and gradients are cast twice, with blocks of 1 × 128 along each dimension. A weight has blocks of 128 × 128.
+    `saves_weights` and `step_codes` are as in Fp8Gemm.
     """
 
     def __init__(self, dtype: torch.dtype, saves_weights: bool = True, step_codes: StepCodes | None = None):

@@ -1,9 +1,10 @@
 """Triton kernels for backward passes and optimizer steps whose Inductor versions would read memory more often.
 
 In compiled code on a GPU, some functions of ops/ use them for their backward pass. A kernel that computes the gradient
-of a linear layer's output also sums it over tokens, which is the gradient of the layer's bias. The layer then gets its
-bias detached, and the following function takes the bias and returns its gradient. Elsewhere PyTorch's operators compute
-the same. Triton is part of PyTorch's GPU builds; its interpreter runs the kernels on a CPU, for tests.
+of a linear layer's output also sums it over tokens: the sum is the gradient of the layer's bias. For this, the linear
+layer adds a detached bias, and the function after it takes the bias and returns its gradient. Elsewhere PyTorch's
+operators compute the same. Triton is part of PyTorch's GPU builds; its interpreter runs the kernels on a CPU, for
+tests.
 """
 
 from __future__ import annotations
@@ -35,5 +36,5 @@ if AVAILABLE:
 
 
 def fuses_backward(x: Tensor) -> bool:
-    """Return True if these kernels compute the gradient of functions of x."""
+    """Return True if these kernels compute the gradients of functions of x: in compiled code on a GPU."""
     return AVAILABLE and x.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()

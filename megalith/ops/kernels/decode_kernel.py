@@ -119,7 +119,8 @@ def decode_attention(
     """Return the attention of one new token per row over the cache, [rows, heads, head_dim].
 
     query is [rows, heads, head_dim], key and value are [rows, groups, head_dim], positions int64 [rows], and the cache
-    is as above. `window`, `softcap` and `chunk` (the length of chunks that attention stays within) are 0 for none.
+    is as above. `window`, `softcap` and `chunk` are 0 if not used. `chunk` is the length of the chunks of positions
+    within which attention stays.
     """
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     positions = positions.contiguous()  # a column of several tokens' positions is not

@@ -100,7 +100,7 @@ _launch_take, _launch_forward, _launch_backward = map(
 def take_rows(x: Tensor, index: Tensor, end: Tensor, each: int = 1) -> Tensor:
     """Gather the rows `index // each` of contiguous x [n, width] on a GPU. `index` is int64 [rows].
 
-    Rows from `end`, int32 [1], on are left uninitialized.
+    Rows at or after index `end`, int32 [1], are left uninitialized.
     """
     rows, width = len(index), x.shape[1]
     out = x.new_empty(rows, width)
@@ -113,8 +113,8 @@ def take_rows(x: Tensor, index: Tensor, end: Tensor, each: int = 1) -> Tensor:
 def weighted_swiglu(x: Tensor, weights: Tensor, end: Tensor | None) -> Tensor:
     """Return silu(gate) · up · weight, [rows, width], computed in fp32 on a GPU.
 
-    Gates and ups alternate in the contiguous rows x [rows, 2 · width]. weights are float32 [rows, 1]. Rows from `end`,
-    int32 [1], on are left uninitialized.
+    Gates and ups alternate in the contiguous rows x [rows, 2 · width]. weights are float32 [rows, 1]. Rows at or after
+    index `end`, int32 [1], are left uninitialized.
     """
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)

@@ -87,16 +87,16 @@ _launch = Launcher(_share_heads)
 
 
 def share_heads(xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads: bool) -> None:
-    """Copy the shares of one or three tensors: this rank's into `out`, those that other ranks fetch into `slot`.
+    """Copy each rank's share of one or three tensors: this rank's share into `out`, the others' into `slot`.
 
     Both are contiguous. `slot` has a part per other rank, in order: [ranks - 1, batch, seq, share of all heads, size].
-    A share contains its heads of the first tensor, then of the second, then of the third. Without `to_heads` this order
-    applies within each group, and there are as many groups as the third tensor has heads.
+    A share contains its heads of the first tensor, then of the second, then of the third. Without `to_heads`, heads are
+    in this order within each group, and the third tensor has one head per group.
 
     Args:
         xs: with `to_heads` this rank's tokens [batch, seq, heads, size], otherwise [batch, ranks · seq, share of the
             heads, size].
-        slot: see above.
+        slot: the memory from which other ranks fetch their shares.
         out: with `to_heads` [batch, ranks · seq, share of all heads, size], otherwise [batch, seq, all heads, size],
             ordered by rank.
         rank: this rank.

@@ -128,10 +128,13 @@ def _entries(logits, columns, real, WIDTH: tl.constexpr):
 def softmax_loss_(logits: Tensor, index: Tensor, weight: Tensor, real: int) -> Tensor:
     """Return weight · −log softmax(logits)[index] per token, float32 [tokens].
 
-    logits are overwritten with the gradient of the sum.
+    Overwrites `logits` with the gradient of the sum of the results.
 
-    `logits` [tokens, rows], `index` int64 [tokens], `weight` float32 [tokens]; rows from `real` on are padding and
-    ignored.
+    Args:
+        logits: [tokens, rows].
+        index: int64 [tokens], the target of each token.
+        weight: float32 [tokens].
+        real: number of rows without vocabulary padding; the rows after them are ignored.
     """
     tokens, rows = logits.shape
     losses, real = torch.empty_like(weight), min(real, rows)

@@ -1,9 +1,9 @@
 """Adam step for moments in bf16 or 8 bits (optim/moments.py), in one pass over memory.
 
-A program handles complete blocks, so that their largest elements are known before anything is written. A code is
-computed from its number, assuming that `dynamic_code` were exact, then corrected by at most one using the table. The
-result is the code that a search in the table would find, with two reads of the table and, at decade boundaries, two
-more.
+A program handles complete blocks, so that their largest elements are known before anything is written. A number's code
+is first computed by a formula for the table `dynamic_code` without its rounding, then corrected by at most one using
+the table. The result is the code that a search in the table would find. It takes two reads of the table, and two more
+at decade boundaries.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def _store(values, scales, code, moment, random, offsets, mask, rows, row_mask, 
 
 @triton.jit
 def _coded(x, random, code, SIGNED: tl.constexpr):
-    """Return the codes of numbers in [-1, 1] or [0, 1], int32. Decades and steps are those of `dynamic_code` in
-    optim.moments."""
+    """Return int32 codes of numbers in [-1, 1] (`SIGNED`) or [0, 1], rounded stochastically. See
+    optim.moments.dynamic_code.
+    """
     ZERO: tl.constexpr = 127 if SIGNED else 0  # the code of 0
     LAST: tl.constexpr = 253 if SIGNED else 254  # last code with a successor
     size, count = tl.abs(x), 64.0 if SIGNED else 128.0  # codes per decade, beginning with 0.1 to 1
@@ -118,10 +119,7 @@ def _coded(x, random, code, SIGNED: tl.constexpr):
 
 @triton.jit
 def _bits(position, age, rows, columns, BLOCK: tl.constexpr):
-    """Return the random bits of optim.moments, uint32 [ROWS, COLUMNS].
-
-    Integers wrap here, where optim.moments masks them to 32 bits.
-    """
+    """Return the random bits that optim.moments computes, uint32 [ROWS, COLUMNS]. Here the integers wrap around."""
     key, first = tl.load(position).to(tl.uint32), tl.load(position + 1).to(tl.uint32)
     rows_here, rows_there = tl.load(position + 2).to(tl.int32), tl.load(position + 3).to(tl.uint32)
     in_a_row, column = tl.load(position + 4).to(tl.int32) // BLOCK, tl.load(position + 5).to(tl.uint32)
