@@ -11,10 +11,10 @@ UNFINISHED = "\ufffd"  # at the end of a text: the bytes of a character are not 
 
 
 class ChoiceText:
-    """Decodes ids as they arrive.
+    """Decodes the ids of a choice as they arrive.
 
-    A window of ids is decoded again with each new one, because an id's text depends on those before it. The text was
-    complete before the window's first id.
+    The text of an id depends on the ids before it, so each new id is decoded together with a window of ids before it.
+    The window begins where the text so far consisted of complete characters.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class ChoiceText:
 
         Args:
             tokenizer: decodes ids.
-            stop: texts that end the choice; the choice's text ends before them.
+            stop: texts that end the choice; a stop text is not part of the choice's text.
             stop_ids: ids that end the choice and have no text.
             ends_with_eod: the engine ends the choice at the tokenizer's end-of-document id, which has no text either.
         """
@@ -45,7 +45,10 @@ class ChoiceText:
         """Reason of the end, "stop" or "length"; None before the end."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], reason: str | None) -> None:
-        """Append ids. Ids after a stop are dropped, and the reason is then "stop" instead of `reason`."""
+        """Append sampled ids, and the reason if the choice has ended.
+
+        Ids after a stop text or stop id are dropped, and the choice's reason is then "stop" whatever `reason` is.
+        """
         if self.reason is None and not self._stop and self._silent.isdisjoint(ids):
             self.ids += ids
             self.logprobs += logprobs
@@ -92,7 +95,7 @@ class ChoiceText:
         return self._text
 
     def take(self) -> str:
-        """Return the text since the last call, except for an end that may become a stop text."""
+        """Return the new text since the last call. An end that may be the start of a stop text is held back."""
         end = len(self._text) - (self._held_back if self.reason is None else 0)
         part = self._text[self._emitted : max(end, self._emitted)]
         self._emitted += len(part)

@@ -1,8 +1,8 @@
 """Decoding: steps that sample the next token of every row of the engine, in windows.
 
-A step's inputs and outputs stay on the device, so that it is a CUDA graph and the host never waits for it: the host
-launches a window of steps and meanwhile reads the results of the previous window. With speculation (speculation.py), a
-step also verifies drafts of the next tokens and returns up to that many more.
+A step's inputs and outputs stay on the device. So a step can be a CUDA graph, and the host need not wait for each one:
+it launches a window of steps and meanwhile reads the results of the previous window. With speculation (speculation.py),
+a step also verifies drafts of the next tokens, and each accepted draft is an additional token.
 
 Samples depend only on the weights and on (seed, key of the prompt, generation, index in the completion), not on rows,
 order, batch, layout or drafts (ops/gumbel.py).
@@ -25,7 +25,7 @@ from megalith.ops.vocab_softmax import linear_logits
 
 
 class DecodeSteps:
-    """Decode steps of the engine, whose cache, stack and state of the rows they use."""
+    """Base class of Engine: decode steps on the engine's cache, layers and row state."""
 
     def run_window(
         self,
@@ -37,18 +37,20 @@ class DecodeSteps:
     ) -> tuple[Tensor, Tensor, Tensor | None, torch.cuda.Event | None]:
         """Launch a window of steps and the copy of their samples to the host. Does not wait on a GPU.
 
+        A step has a slot for one token per row, and for one more per draft.
+
         Args:
             sampling: settings of the samples.
-            rows: rows that are in use, from the first. A GPU runs all rows.
+            rows: number of first rows that are in use. A GPU runs all rows.
             longest: maximum length of the sequences in these rows.
             steps: number of steps, at most the engine's window. Default: the engine's window.
             used: parts of logits processing that the rows need.
 
         Returns:
-            Ids, int64 [tokens, rows], -1 where a row got no token; log-probabilities, float32 [tokens, rows]; the
-            experts chosen for the tokens before these, int16 [tokens, rows, layers with experts, topk], or None if not
-            recorded; the CUDA event of the copy's end, None on a CPU. Each step contributes one token per row, and one
-            more per draft.
+            Ids, int64 [slots, rows], -1 for a slot without a token.
+            Log-probabilities, float32 [slots, rows].
+            Experts of the tokens that were read, int16 [slots, rows, layers with experts, topk]; None if not recorded.
+            CUDA event after the copy; None on a CPU.
         """
         steps = self.window if steps is None else steps
         if self._graphed:
@@ -115,7 +117,7 @@ class DecodeSteps:
         """Return the logits after each token, [rows * tokens, this rank's entries].
 
         Args:
-            tokens: int64 [rows, tokens], for the first rows: each row's newest token and the drafts after it.
+            tokens: int64 [rows, tokens], newest token and drafts of each of the first rows.
             positions: positions of the tokens, int64 [rows, tokens].
             longest: maximum length of the sequences up to the newest token.
             routes: see `_hidden`.
@@ -140,7 +142,7 @@ class DecodeSteps:
         return linear_logits(self.model.head_input(hidden), *head, math=self._head_math)
 
     def sampling_keys(self, noise: Tensor, index: Tensor) -> Tensor:
-        """Return the noise keys, int32, of rows with key `noise` at these indices of their completions."""
+        """Return int32 keys of the sampling noise, from each row's `noise` and a token's `index` in the completion."""
         return mix(noise.to(torch.int32) ^ self._position_keys[index])
 
     def sample_logits(
@@ -220,8 +222,10 @@ class DecodeSteps:
 
     @staticmethod
     def _exact_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, **shard) -> Tensor:
-        """Return the log-probabilities that the trainer's loss computes, float32 [rows]; for greedy samples, at
-        temperature 1."""
+        """Return the log-probabilities that the trainer's loss computes, float32 [rows].
+
+        For greedy samples they are computed at temperature 1.
+        """
         if isinstance(temperature, Tensor):
             temperature = torch.where(temperature == 0, 1.0, temperature)
         elif temperature == 0:

@@ -1,7 +1,8 @@
 """Generation with an encoder-decoder: the encoder reads the prompt once, the decoder generates token by token.
 
-The decoder starts with DECODER_START, as T5's does. Its keys and values are cached; those of the encoder's output are
-recomputed in each pass. With tensor parallelism, every rank has its heads and samples from the logits of all ranks.
+The decoder starts with DECODER_START, as T5's does. The decoder's keys and values are cached; the keys and values of
+the encoder's output are recomputed in each pass. With tensor parallelism, every rank has its heads and samples from the
+logits of all ranks.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ progress; a finished row is given to the next prompt (running_batch.py).
      last token ──▶ decode step ──▶ logits ──▶ Gumbel sampling ──▶ next token, and so on, all rows in one pass
                                                                                       (decode_steps.py)
 
-A finished row idles, attending to one key, until the host has seen it.
+A finished row attends to a single key, until the host has read the end of its sequence.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ OnToken = Callable[[int, int, int], None]  # prompt, generation, id
 
 
 class Engine(PrefillPasses, DecodeSteps, EngineRows):
-    """Generates with its own weights in `dtype`, or with those of a given model.
+    """Generation engine, with weights of its own in `dtype` or with a model that is passed to it.
 
     At most `max_rows` sequences of `max_tokens` tokens each (prompt and completion) are in progress. With `tp`, every
     rank makes the same calls with the same prompts and receives every completion.
@@ -232,7 +232,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Load complete weights under Megalith's names: each is sharded, cast and copied in place, so CUDA graphs stay
+        """Load complete weights under Megalith's names. Each is sharded, cast and copied in place, so CUDA graphs stay
         valid.
 
         Raises ConfigError if a tensor is missing, unexpected or has another shape.
@@ -292,7 +292,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             self._prefixes.forget()
 
     def is_mtp_parameter(self, name: str) -> bool:
-        """Return True for parameters of multi-token prediction, if the engine omits them."""
+        """Return True if the parameter belongs to an MTP layer and this engine has no MTP layers."""
         parts = name.split(".")
         omits = not self.config.mtp_layers
         return omits and parts[0] == "layers" and int(parts[1]) >= self.config.num_layers
@@ -319,8 +319,9 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         return {"weights": sum(weights.values()) + drafter[0], "cache": cache + drafter[1]}
 
     def take_prefill_tokens(self) -> tuple[int, int]:
-        """Return how many prompt tokens were prefilled since the last call, and how many were not because their keys
-        and values were reused. The completions of a prompt that begin together count once.
+        """Return the numbers of prompt tokens since the last call that were prefilled, and that reused keys and values.
+
+        Completions of a prompt that begin together count its tokens once.
         """
         counts = self.prefill_tokens, self.reused_tokens
         self.prefill_tokens = self.reused_tokens = 0
@@ -335,7 +336,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             self._drafter.release()
 
     def take_draft_metrics(self) -> DraftMetrics | None:
-        """Return the counts of speculative decoding since the last call. None: it is off."""
+        """Return the counts of speculative decoding since the last call. None without speculation."""
         if self._drafter is None:
             return None
         counts = self._draft_counts.tolist()
@@ -368,7 +369,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         Args:
             prompts: token ids.
             sampling: sampling settings.
-            keys: key of each prompt, 0 to 2^47 - 1, that its samples depend on. Default: the prompt's index.
+            keys: sampling key of each prompt, 0 to 2^47 - 1. Default: the prompt's index.
             num_generations: completions per prompt.
             on_token: called with (prompt, generation, id) soon after each token is sampled.
             max_new_tokens: maximum tokens of the completions of each prompt. Default: sampling.max_new_tokens.

@@ -32,7 +32,7 @@ from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class SlotSizes:
-    """Room for several adapters."""
+    """Number of adapters that an engine has room for, and their largest ranks."""
 
     slots: int
     """Number of adapters."""
@@ -42,7 +42,7 @@ class SlotSizes:
 
 @dataclass(frozen=True)
 class SiteSlots:
-    """The slots of a matrix on this rank."""
+    """The adapter slots of one weight matrix, for this rank's shard of it."""
 
     slots: AdapterSlots
     linear: Linear | GroupedLinear

@@ -1,4 +1,4 @@
-"""Rows of the engine's cache: they are filled with sequences, moved and cleared."""
+"""Rows of the engine's cache: filling them with sequences, moving and clearing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalith.hardware import to_device
 
 
 class EngineRows:
-    """Rows of the engine: which sequence each one holds, and its state on the device."""
+    """Base class of Engine: the sequence of each row, and the row's state on the device."""
 
     @torch.no_grad()
     def reset_state(self, sampling: Sampling) -> None:
@@ -74,7 +74,7 @@ class EngineRows:
         return self._prefixes.choose_rows(sequences, free)
 
     def fill_rows(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
-        """Give rows to sequences: prefill them and set their state."""
+        """Assign rows to sequences: prefill the rows and set their state."""
         rows = to_device(torch.tensor([row for row, _ in begun]), self.device)
         if self._states is not None:
             self._states.clear(rows)
@@ -94,7 +94,7 @@ class EngineRows:
         self._logits_state.begin(begun, lambda sequence: sequence.prompt)
 
     def set_masks(self, masks: np.ndarray) -> None:
-        """Set the tokens that the next step may sample in each of the first rows, as bits, int32 [rows, words]."""
+        """Set bit masks of the tokens that the next step may sample, for the first rows: int32 [rows, words]."""
         self._logits_state.set_masks(masks)
 
     def _first_state(self, sequence: RowSequence) -> list[int]:

@@ -54,7 +54,7 @@ class _ExactRecurrences:
 
 @dataclass(frozen=True)
 class ExactPrefill(_ExactRecurrences, Prefill):
-    """Prefill that keeps the state before the last chunk, and that chunk's inputs."""
+    """Prefill cache of a batch-invariant engine. It keeps the state before the last chunk, and that chunk's inputs."""
 
     def _by_chunk(self, rule: Rule, inputs: Sequence[Tensor]) -> Tensor:
         out, states = rule(*inputs)
@@ -70,7 +70,7 @@ class ExactPrefill(_ExactRecurrences, Prefill):
 
 @dataclass(frozen=True)
 class ExactDecode(_ExactRecurrences, Decode):
-    """Decode that computes the current chunk again."""
+    """Decode cache of a batch-invariant engine. Each step computes the current chunk again."""
 
     def _by_chunk(self, rule: Rule, inputs: Sequence[Tensor]) -> Tensor:
         ((positions, _),) = self.tokens

@@ -23,7 +23,7 @@ CACHED_GRAMMARS = 64
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """Return the source of the grammar of a JSON schema's instances.
+    """Return the source of a grammar for JSON values that follow a schema.
 
     Raises:
         ConfigError: if llguidance is not installed, or the schema is not valid.
@@ -36,9 +36,10 @@ def json_grammar(schema: dict[str, Any]) -> str:
 
 
 def call_grammar(before: str, schema: dict[str, Any], after: str) -> str:
-    """Return the source of the grammar of a schema's instances between two texts, in llguidance's Lark syntax.
+    """Return the source of a grammar, in llguidance's Lark syntax, for a JSON value between two texts.
 
-    `before` and `after` are special tokens, written `<name>`, quoted texts, or sequences of these.
+    The value follows `schema`. `before` and `after` are special tokens, written `<name>`, quoted texts, or sequences of
+    these.
     """
     return _llguidance().LLMatcher.grammar_from_lark(
         f"start: {before} call {after}\ncall: %json {json.dumps(schema)}"
@@ -110,7 +111,9 @@ class GrammarMatcher:
 
     @property
     def has_failed(self) -> bool:
-        """True if no token could be sampled, as after a limit of llguidance."""
+        """True if no token is allowed although the grammar is not finished, for example after reaching a limit of
+        llguidance.
+        """
         return self._matcher.is_error()
 
 

@@ -38,7 +38,7 @@ LoadAdapter = Callable[[str], Mapping[str, tuple[Tensor, Tensor]]]
 
 @dataclass
 class _Ticket:
-    """An open request on the first rank."""
+    """An open request, as the first rank records it."""
 
     on_tokens: OnTokens
     replica: int
@@ -47,7 +47,7 @@ class _Ticket:
 
 @dataclass
 class _Inbox:
-    """Requests since the last window."""
+    """Requests and changes that have arrived since the last window."""
 
     added: list[tuple[int, int, LiveRequest, OnTokens]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class _Inbox:
 
 
 class LiveEngine:
-    """Requests that run on an engine."""
+    """Runs requests of any thread on an engine, together with the other ranks."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class LiveEngine:
             self._changed.notify()
 
     def set_adapter(self, slot: int, path: str) -> Future[str | None]:
-        """Put the adapter in `path` into a slot that no open request uses, between two windows.
+        """Load the adapter in `path` into a slot between two windows. No open request may use the slot.
 
         Returns:
             A future: None, or the reason why a rank could not load it.
@@ -288,7 +288,7 @@ class LiveEngine:
         return False
 
     def _change_adapters(self, changes: Sequence[Sequence[Any]]) -> None:
-        """Load adapters on every rank, and tell the first rank's callers."""
+        """Load adapters on every rank, and set the results of the first rank's futures."""
         for number, (slot, path) in enumerate(changes):
             error = None
             try:
@@ -309,7 +309,7 @@ class LiveEngine:
         self._deliver(self._events(batch.update_weights(load, kv_cache)))
 
     def _events(self, added: list[tuple[RowSequence, list[int]]]) -> list[list[Any]]:
-        """Return the new tokens of all replicas, on the first rank."""
+        """Return all replicas' events on the first rank: a request's new tokens, and the reason if it has ended."""
         events = []
         for sequence, ids in added:
             reason = None
@@ -329,7 +329,7 @@ class LiveEngine:
         return [event for share in gather_json(mine, self._group, to_first=True) for event in share]
 
     def _deliver(self, events: list[list[Any]]) -> None:
-        """Call the callbacks, which only the first rank has."""
+        """Call the callbacks of open requests with these events. Only the first rank has open requests."""
         for number, ids, logprobs, reason, version in events:
             ticket = self._tickets.get(number)
             if ticket is not None:

@@ -155,8 +155,10 @@ OFF = LogitsProcessing()
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of bad words as vLLM does: of each word as it is, and of the word after a space if those are as
-    many. Raises ConfigError for a word without tokens."""
+    """Return the tokens of bad words, as vLLM does. Raises ConfigError for a word without tokens.
+
+    Each word is encoded as it is, and also after a space if that gives as many tokens and another first token.
+    """
     results: dict[tuple[int, ...], None] = {}
     for word in words:
         plain, spaced = (tuple(map(int, tokenizer.encode(prefix + word.lstrip()))) for prefix in ("", " "))

@@ -1,4 +1,4 @@
-"""Device state of logits processing: per row its penalties, the tokens that it has, its biases and its mask.
+"""Device state of logits processing: each row's penalties, token counts, biases and mask.
 
 A part is allocated when a sequence first needs it, in static tensors as CUDA graphs require, and covers this rank's
 vocabulary entries. A row without logits processing has values that leave its logits unchanged.
@@ -29,7 +29,7 @@ class UsedParts(NamedTuple):
 
     @classmethod
     def by(cls, sequences: Iterable[RowSequence | None]) -> UsedParts:
-        """Return the parts that any of these sequences needs."""
+        """Return the parts that at least one of these sequences needs."""
         processing = {id(one.processing): one.processing for one in sequences if one is not None}
         return cls(*map(any, zip(*map(cls.of, processing.values())))) if processing else cls()
 
@@ -50,7 +50,7 @@ class _Penalties:
 
 
 class LogitsState:
-    """State of the rows of an engine."""
+    """State of logits processing for the rows of an engine."""
 
     def __init__(self, rows: int, first: int, entries: int, vocab_size: int, device: torch.device):
         """Begin without any part.
@@ -96,7 +96,7 @@ class LogitsState:
     def begin(
         self, begun: Sequence[tuple[int, RowSequence]], prompt_of: Callable[[RowSequence], Sequence[int]]
     ) -> None:
-        """Set the state of rows when sequences get them. `prompt_of` returns a sequence's prompt."""
+        """Set the state of rows that have been assigned to sequences. `prompt_of` returns a sequence's prompt."""
         self.allocate(UsedParts.by(sequence for _, sequence in begun))
         if self._penalties is None and self._biases is None:
             return
@@ -175,7 +175,7 @@ class LogitsState:
         return torch.stack(results, 1).flatten(0, 1)
 
     def count(self, ids: Tensor, is_counted: Tensor, used: UsedParts, times: int = 1) -> None:
-        """Count ids, int64 [rows, tokens], at the places where `is_counted`, bool [rows, tokens], is True."""
+        """Add `times` to the counts of ids, int64 [rows, tokens], where `is_counted`, bool [rows, tokens], is True."""
         if used.penalties:
             entries = ids - self._first
             is_counted = is_counted & (entries >= 0) & (entries < self._entries)

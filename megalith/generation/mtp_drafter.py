@@ -1,12 +1,13 @@
 """Drafts of the model's own multi-token prediction layers (models/mtp.py), for speculative decoding.
 
-With the newest token t_p at position p, the head's inputs h are known up to p - 1. MTP layer 1 predicts t_{p+1} from
-h_{p-1} and the embedding of t_p, layer 2 predicts t_{p+2} from the first's output and the embedding of that draft, and
-so on. After that, the last layer runs again on its own output, one position further for each draft.
+With the newest token t_p at position p, the inputs h of the output layer are known up to position p - 1. MTP layer 1
+predicts t_{p+1} from h_{p-1} and the embedding of t_p, layer 2 predicts t_{p+2} from the first's output and the
+embedding of that draft, and so on. After that, the last layer runs again on its own output, one position further for
+each draft.
 
 MTP layers have keys and values of their own. Verification computes h of the newest token and of the drafts. In the next
-step, the layers first read h of the tokens that were accepted, in one window per row with a place for each draft; what
-they compute for the other places is overwritten later.
+step, the layers first read h of the accepted tokens. Every row has a window with a position for each draft; results at
+positions of rejected drafts are overwritten later.
 
 Cached keys and values of layers after the first can come from drafts that were not accepted or, at the end of a prompt,
 from tokens that were not known yet. This changes drafts, but not what the model samples.
@@ -59,7 +60,9 @@ class MTPDrafter:
         self._first.fill_(NO_DRAFT)
 
     def take_prompts(self, ids: Tensor, positions: Tensor, cache: Prefill, hidden: Tensor) -> None:
-        """Take the head's inputs of a prefill, [sequences, seq, hidden], which covers all tokens but the newest."""
+        """Take the output layer's inputs of a prefill, [sequences, seq, hidden], which covers all tokens but the
+        newest.
+        """
         mtp_cache = replace(cache, keys_values=self._cache, attention_layers=self._layers, states=None)
         last = hidden[torch.arange(len(ids), device=ids.device), cache.lengths - 1]
         self._hidden[cache.rows, 0] = last[cache.prompts]
@@ -106,7 +109,7 @@ class MTPDrafter:
         return torch.where(has_window[:, None], torch.stack(drafts, 1), NO_DRAFT)
 
     def take_hidden(self, hidden: Tensor) -> None:
-        """Take the head's inputs of the newest tokens and the drafts, [rows, drafts + 1, hidden]."""
+        """Take the output layer's inputs of the newest tokens and the drafts, [rows, drafts + 1, hidden]."""
         self._hidden[: len(hidden)].copy_(hidden)
 
     def add(self, position: Tensor, ids: Tensor) -> None:
@@ -139,7 +142,7 @@ class MTPDrafter:
         cache: Cache,
         length: int | None = None,
     ) -> Tensor:
-        """Return an MTP layer's output, [batch, seq, hidden], for the tokens `ids` that follow those of `hidden`."""
+        """Return MTP layer `number`'s output, [batch, seq, hidden]. `ids` are the tokens after those of `hidden`."""
         model, config = self._engine.model, self._engine.config
         if config.learns_positions:  # drafts may follow the last position
             positions = positions.clamp(max=config.max_position_embeddings - 1)

@@ -39,7 +39,7 @@ class _Prefix:
 
 
 class PrefillPasses:
-    """Prefill passes of the engine, whose cache and stack they use."""
+    """Base class of Engine: prefill passes with the engine's cache and layers."""
 
     @property
     def _original_context(self) -> float:

@@ -57,7 +57,7 @@ class PrefixReuse:
 
         Args:
             cache: the engine's keys and values, [attention layers, 2, rows, room, groups, head_dim].
-            budget: bytes of copies of rows that other sequences have taken.
+            budget: maximum bytes of copies, which are made of rows before other sequences overwrite them.
         """
         self._cache, self._budget = cache, budget
         self._first = torch.zeros_like(cache[:, :, :, 0])  # of the first token of each row
@@ -80,8 +80,10 @@ class PrefixReuse:
     # Choice of rows
 
     def choose_rows(self, sequences: Sequence[RowSequence], free: Collection[int]) -> list[int]:
-        """Return a free row for each sequence: the one that holds its prefix, otherwise the one whose content is least
-        useful.
+        """Return a free row for each sequence.
+
+        This is the row that holds its longest known prefix, if that is more than half of the row's tokens. Otherwise it
+        is the least recently used free row.
         """
         self._refresh()
         rows: list[int | None] = [None] * len(sequences)
@@ -220,13 +222,13 @@ class PrefixReuse:
 
 
 def _prefilled(sequence: RowSequence, first: int = 0) -> list[int]:
-    """Return the tokens of a row from `first` on, without the last one, whose keys and values are not computed yet."""
+    """Return a row's tokens starting at index `first`, except the newest one, which has no keys and values yet."""
     prompt, sampled = sequence.prompt[first:], sequence.ids[max(first - len(sequence.prompt), 0) :]
     return tokens_of_adapter([*prompt, *sampled][:-1], sequence.adapter)
 
 
 def tokens_of_adapter(tokens: list[int], adapter: int) -> list[int]:
-    """Return tokens as numbers that differ between adapters, because keys and values depend on the adapter."""
+    """Return tokens with the adapter's slot in their high bits, because keys and values depend on the adapter."""
     return tokens if adapter == 0 else [token + (adapter << TOKEN_BITS) for token in tokens]
 
 

@@ -114,7 +114,7 @@ class RowSequence:
     is_cancelled: bool = False
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float]) -> int:
-        """Append sampled tokens up to the end of the completion, and return how many were appended."""
+        """Append sampled tokens up to the end of the completion, and return the number of appended tokens."""
         count = len(ids) if self.stop_watch is None else self.stop_watch.count(ids)
         for at, token in enumerate(ids[:count] if self.masks else ()):
             for mask in self.masks:
@@ -155,7 +155,7 @@ class RowSequence:
 
     @property
     def ended_on_host(self) -> bool:
-        """True if the completion has ended, but its row on the device would go on."""
+        """True if only the host knows that the completion has ended, so that the device would continue its row."""
         return self.ended and not self.ends_with_stop_id and len(self.ids) < self.limit
 
     @property
@@ -171,9 +171,10 @@ def make_sequences(
     max_tokens: int,
     max_new_tokens: Sequence[int] | None = None,
 ) -> list[RowSequence]:
-    """Return the requested completions by prompt, then generation, for rows of `max_tokens` tokens.
+    """Return the requested completions, not yet begun, ordered by prompt, then generation.
 
-    `max_new_tokens` are the prompts' own limits. Default: sampling.max_new_tokens.
+    A prompt and its completion must fit into `max_tokens` tokens. `max_new_tokens` has a limit per prompt. Default:
+    sampling.max_new_tokens.
     """
     sampling.check()
     sampling.processing.check(config.vocab_size)

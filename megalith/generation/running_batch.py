@@ -44,7 +44,7 @@ class RunningBatch:
     """The sequences of an engine. An engine has one at a time."""
 
     def __init__(self, engine: Engine, sampling: Sampling):
-        """Begin without sequences. With `sampling.by_row`, each has settings of its own."""
+        """Begin without sequences. With `sampling.by_row`, each sequence has its own sampling settings."""
         self._engine, self._sampling = engine, sampling
         self._on_cpu = engine.device.type == "cpu"
         self._owners: list[RowSequence | None] = [None] * engine.max_rows
@@ -74,7 +74,8 @@ class RunningBatch:
     @torch.no_grad()
     def step(self) -> list[tuple[RowSequence, list[int]]]:
         """Launch a window of steps if any row holds a sequence. Return the new tokens of an earlier window, or of this
-        one."""
+        one.
+        """
         self._fill()
         if any(owner is not None and owner.masks for owner in self._owners):
             return self._masked_step()

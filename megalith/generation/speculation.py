@@ -4,8 +4,8 @@
                                                                                            sample that is not its draft
 
 Each x is sampled from the model's own distribution with the noise of its index in the completion, and is valid if all
-drafts before it equal their samples. Completions are thus those of plain sampling, token by token: drafts only change
-the number of passes. An n-gram's draft is accepted with its probability, as by rejection sampling. A draft model
+drafts before it equal their samples. Completions are thus the same as without drafts, token by token: drafts only
+change the number of passes. An n-gram's draft is accepted with its probability, as by rejection sampling. A draft model
 samples with the noise of the index that it predicts, and so proposes x more often the closer its distribution is (the
 Gumbel coupling of Daliri et al. 2024). So do the model's own MTP layers (mtp_drafter.py).
 
@@ -155,11 +155,11 @@ class Drafter(Protocol):
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of the weights, and bytes of the rows' memory."""
+        """Bytes of the drafter's weights, and bytes of its memory for the rows."""
 
 
 class NgramDrafter:
-    """Copies the tokens that followed the longest match of the last tokens, at its most recent occurrence."""
+    """Drafter that copies the tokens after an earlier occurrence of the last tokens (`ngram_drafts`)."""
 
     def __init__(self, speculation: Speculation, rows: int, room: int, device: torch.device):
         self._speculation, self._sizes, self._device = speculation, (rows, room), device
@@ -201,10 +201,10 @@ class NgramDrafter:
 
 
 def ngram_drafts(history: Tensor, last: Tensor, drafts: int, shortest: int, longest: int) -> Tensor:
-    """Return the tokens that followed an earlier occurrence of the last ones (prompt lookup; Saxena 2023).
+    """Return the tokens that followed an earlier occurrence of the last tokens (prompt lookup; Saxena 2023).
 
-    The longest match wins, and among those the most recent one. A match that overlaps the end is continued with its own
-    period.
+    The longest match wins; among equally long matches the most recent one wins. If fewer tokens follow a match than
+    drafts are needed, the tokens from the match to the end repeat.
 
     Args:
         history: int64 [rows, room], tokens up to `last`.
@@ -231,7 +231,7 @@ def ngram_drafts(history: Tensor, last: Tensor, drafts: int, shortest: int, long
 
 
 class ModelDrafter:
-    """Samples from a smaller model, with an engine of its own for the same rows."""
+    """Drafter that samples from a smaller model. That model has its own engine with the same rows."""
 
     def __init__(self, engine: Engine, drafts: int):
         self._engine, self._drafts = engine, drafts
@@ -270,12 +270,14 @@ class ModelDrafter:
 
 
 def accepted_tokens(ids: Tensor, drafts: Tensor, stops: Tensor) -> Tensor:
-    """Return how many samples of each row are valid, int64 [rows].
+    """Return the number of valid samples of each row, int64 [rows].
+
+    A sample is valid if all drafts before it equal their samples and none of these ends the completion.
 
     Args:
         ids: int64 [rows, K + 1], samples.
         drafts: int64 [rows, K].
-        stops: bool [rows, K + 1], samples that end the completion.
+        stops: bool [rows, K + 1], True for samples that end the completion.
     """
     continues = (ids[:, :-1] == drafts) & ~stops[:, :-1]
     return 1 + continues.long().cumprod(1).sum(1)

@@ -4,9 +4,9 @@
 
 Other mixers instead have one state per row, independent of the sequence length (RecurrentStates).
 
-A row belongs to one sequence at a time. `Prefill` fills rows with the tokens of prompts, `ContinuedPrefill` with those
-after a prefix, `Decode` adds one token to each row, and drafts of the next ones. Each is the Cache of one pass
-(models/cache.py).
+A row belongs to one sequence at a time. `Prefill` fills rows with the tokens of prompts, and `ContinuedPrefill` with
+the tokens after a prefix. `Decode` adds to each row one token and the drafts of the next ones. Each is the Cache of one
+pass (models/cache.py).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RecurrentStates:
     ) -> RecurrentStates | None:
         """Return zero states for this rank's heads. None if no layer needs them.
 
-        by_chunk: states are those before a chunk, with the inputs of the tokens after it.
+        by_chunk: a state is the one before the current chunk, stored with the inputs of the chunk's tokens.
         """
         layers = {}
         for layer in layers_of(model).values():
@@ -261,7 +261,7 @@ class Decode:
 
 
 def _of_layer(cache: Prefill | Decode, number: int) -> dict[str, Any]:
-    """Return the fields of a layer's cache."""
+    """Return the fields `keys_values` and `states` of a layer's cache."""
     keys_values = None
     if number in cache.attention_layers:
         keys_values = cache.keys_values[cache.attention_layers.index(number)]

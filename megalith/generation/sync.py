@@ -1,13 +1,13 @@
 """Copying of a trained model's weights into an engine, in place.
 
-Tensors with the same shard in model and engine on a rank (same tensor-parallel axis, no stages, not sharded over
-data) are cast and copied on the device. For all others, each owned shard is broadcast from its rank, in the engine's
-dtype and in buckets, and every rank copies what its engine needs. Engines can thus have complete layers or
-tensor-parallel shards, whatever pipeline, expert and ZeRO layout the trainer uses.
+Tensors with the same shard in model and engine on a rank (same tensor-parallel axis, no stages, not sharded over data)
+are cast and copied on the device. All other tensors are broadcast shard by shard from the ranks that own them, in the
+engine's dtype and in buckets, and every rank copies the parts that its engine needs. Engines can thus have complete
+layers or tensor-parallel shards, whatever pipeline, expert and ZeRO layout the trainer uses.
 
 After the first sync, only the elements of a bucket whose bits have changed in the engine's dtype are broadcast, with
 their indices, if these are fewer bytes. In bf16, an update with a small learning rate changes few of them. The rank
-that owns a part compares it with its own engine.
+that owns a shard finds the changes by comparing it with its own engine.
 
 The base of adapters never changes, so after the first sync only the adapters and the modules of lora.modules_to_save
 are copied. The engine holds the base in its own dtype; a base quantized by lora.quantize_base is decoded once.
@@ -76,7 +76,8 @@ def engine_for(
     """Build an engine with the current weights of a model in any layout, over its tensor-parallel axis. Every rank
     calls it.
 
-    Each rank then generates from its own prompts, but the ranks of a tensor-parallel axis from the same ones.
+    The ranks of a tensor-parallel axis then generate from the same prompts; ranks of different axes may have different
+    prompts.
 
     Args:
         model: the model.

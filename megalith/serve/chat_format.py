@@ -31,11 +31,11 @@ class ChatFormat:
         Args:
             tokenizer: the model's tokenizer.
             template: the model's chat template.
-            calls: name of the format, or path.py:function; auto: the format is detected from the template; if the
-                template shows none, there are no tool calls.
+            calls: name of the format, or path.py:function. auto: detect the format from the template, and parse no tool
+                calls if the template has none of the known formats.
 
         Raises:
-            ConfigError: if a format that is named cannot be used.
+            ConfigError: if a format is named that cannot be used.
         """
         self._tokenizer, self._template = tokenizer, template
         self._response_template = tokenizer_response_template(tokenizer)

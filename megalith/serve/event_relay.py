@@ -1,7 +1,7 @@
 """Events from the engine's thread to the tasks of the server's event loop.
 
 Waking the loop costs a system call. Events are therefore collected, and the loop is woken once for all events that
-arrive before it runs; a task takes all of its events at a time.
+arrive before it runs. A task takes all of its waiting events in one call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Mailbox:
         self._relay.put(self, event)
 
     def receive(self, event: Event) -> None:
-        """Take an event, in the loop's thread."""
+        """Add an event. Called only in the loop's thread."""
         self._events.append(event)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -68,7 +68,7 @@ class ServerSettings:
 
 
 class HttpProcess:
-    """The process of a server, as a context manager. It begins to import at once, and listens from `start` on."""
+    """The server's process, as a context manager. Its imports start at once; it listens after `start`."""
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
@@ -153,7 +153,7 @@ class HttpProcess:
         )
 
     def _flush(self, live: LiveEngine) -> None:
-        """Send the tokens of a window."""
+        """Send the collected tokens of a window to the server's process."""
         if self._events:
             events, self._events = self._events, []
             self._put(live, events)
@@ -219,7 +219,7 @@ class HttpProcess:
 
 
 def main(descriptor: int) -> None:
-    """Run the server's process, with the engine's process at the other end of the connection."""
+    """Run the server's process. `descriptor` is its end of the connection to the engine's process."""
     for number in STOP_SIGNALS:  # the engine's process handles them, and ends this one
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(descriptor)

@@ -138,7 +138,7 @@ def _is_id_list(value: Any) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    """Return True for {"token id": bias}, as in OpenAI's API."""
+    """Return True if a value is a valid `logit_bias` of OpenAI's API: {"token id": number from -100 to 100}."""
     return (
         isinstance(value, dict)
         and len(value) <= MAX_BIASES
@@ -308,7 +308,7 @@ def _json_schema(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _required_tools(tools: list[dict[str, Any]], choice: Any) -> tuple[str, ...]:
-    """Return the names of the tools of which `tool_choice` requires a call."""
+    """Return the names of the tools of which `tool_choice` requires one to be called; empty if it requires none."""
     if choice in ("auto", "none"):
         return ()
     functions = [tool.get("function") for tool in tools]

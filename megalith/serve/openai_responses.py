@@ -74,7 +74,7 @@ class ResponseWriter:
         )
 
     def text_chunk(self, index: int, choice: ChoiceText, text: str, first_token: int) -> bytes:
-        """Return a chunk with new text and the fields of the tokens from `first_token` on."""
+        """Return a chunk with new text, and with the fields of the tokens starting at index `first_token`."""
         one: dict[str, Any] = {"index": index, "finish_reason": None}
         one |= {"delta": {"content": text}} if self._request.is_chat else {"text": text}
         one["logprobs"] = self._logprobs(choice, first_token)
@@ -101,7 +101,7 @@ class ResponseWriter:
         return f"data: {self._chunk_head}, {rest[1:]}\n\n".encode()
 
     def _logprobs(self, choice: ChoiceText, first: int) -> dict[str, Any] | None:
-        """Return the log-probabilities of the tokens from `first`, in the form of the endpoint."""
+        """Return the log-probabilities of the tokens starting at index `first`, in the form of the endpoint."""
         if not self._request.logprobs:
             return None
         texts = [self._tokenizer.decode([token]) for token in choice.ids[first:]]

@@ -39,7 +39,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 class Conversation(Protocol):
-    """Determines the prompts and sampling of a client's requests, and receives what was sampled (rl/agents)."""
+    """Prompts and sampling of a client's requests. Receives the sampled choices. rl/agents implements it."""
 
     def open_prompts(self, request: CompletionRequest) -> list[Any]:
         """Return one object per prompt, with its tokens in `ids`. Raise ValueError for a prompt that cannot be
@@ -141,11 +141,11 @@ class OpenAiService:
         Args:
             live: the engine that samples completions.
             tokenizer: the model's tokenizer.
-            chat: the chat template; None: there are no chat completions.
+            chat: the chat template; None: chat completions are refused.
             name: name of the served model.
             access: clients that are admitted.
-            conversation: function of a path's first part, `/PART/v1/…`, that returns its conversation, or None if there
-                is none. Default: requests are independent of each other, and paths have no such part.
+            conversation: function that maps the first part of a path, `/PART/v1/…`, to its conversation, or to None if
+                there is none. Default: requests are independent of each other, and paths have no such part.
             grammars: compiles the grammars of requests, as the engine's compiler does. Default: a new one.
             adapters: adapters that requests can name as their model. Default: none.
         """
@@ -305,7 +305,7 @@ class OpenAiService:
 
 
 class _Choices:
-    """The choices of a request while they are sampled, as an iterator over (index, choice) at each change."""
+    """The choices of a request while they are sampled. An iterator over (index, choice), with an item per change."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The engine as the server's process sees it: requests go to the process of the engine, tokens come back."""
+"""The engine, as the server's process sees it: it sends requests to the engine's process and receives tokens."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RemoteEngine:
         return {adapter for _, adapter in [*self._tickets.values()]}
 
     def run(self) -> None:
-        """Call the callbacks of what the engine sends, until it closes. Open requests then end with "closed"."""
+        """Call the callbacks for the engine's messages until it closes. Open requests then end with "closed"."""
         try:
             while (message := self._connection.recv())[0] != "close":
                 kind, *values = message

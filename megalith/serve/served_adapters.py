@@ -99,7 +99,9 @@ class ServedAdapters:
         return f"Success: LoRA adapter '{printable(name)}' removed successfully."
 
     def _free_slot(self, name: str) -> int:
-        """Return a slot without an adapter and without requests, or else the slot of the adapter that is replaced."""
+        """Return a slot for the adapter `name`: one without an adapter and without requests, else the slot of the one
+        it replaces.
+        """
         used = {one.slot for one in self._by_name.values()} | self._live.used_slots
         free = [slot for slot in range(1, self._live.engine.slots + 1) if slot not in used]
         if not free and name in self._by_name and self._by_name[name].slot not in self._live.used_slots:
