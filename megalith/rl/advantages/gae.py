@@ -83,7 +83,7 @@ def with_gae(
 
 
 def _continues(batch: RolloutBatch, mask: Tensor) -> Tensor:
-    """Return True where a later token of the same sequence is in the loss, bool [batch, seq]."""
+    """Return a mask of the tokens that a later token in the loss follows in the same sequence, bool [batch, seq]."""
     position = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     last = torch.full((len(batch.sequence_tokens) or 1,), -1, device=mask.device)
     last = last.scatter_reduce(
@@ -116,7 +116,9 @@ def _by_sequence(
 
 
 class ValueLoss(SummedLoss):
-    """Mean over tokens of ½ max((V − return)², (clip(V, V_old ± cliprange_value) − return)²)."""
+    """Mean over tokens of ½ max((V − return)², (clip(V, V_old ± cliprange_value) − return)²), the loss of PPO's
+    critic.
+    """
 
     METRICS = ("tokens", "value_clipped", "values_mean", "returns_mean", "value_error")
 

@@ -1,4 +1,4 @@
-"""Runs agent functions, each call in a process of its own or as an asynchronous task of this process."""
+"""Agent functions, each run in its own process or as an asynchronous task of this process."""
 
 from __future__ import annotations
 

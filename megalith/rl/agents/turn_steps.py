@@ -19,7 +19,7 @@ LoggedMetrics = dict[str, list[float]]
 
 
 class TurnSteps:
-    """Steps between two turns of the policy: its calls, their answers, and the tokens that are appended."""
+    """Base class of PolicyAgent: a turn's calls, their answers, and the tokens that are appended to the trajectory."""
 
     def turn_text(self, ids: Sequence[int]) -> str:
         """Return the text of a sampled turn, without the token that ends it."""

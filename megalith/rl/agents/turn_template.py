@@ -7,11 +7,11 @@ difference of two renderings:
     after    render(messages … assistant, tool answers, generation prompt)
 
 `after` must start with `before` up to its last <eos>; the rest is tokenized by itself and added. Sampled tokens are
-never rendered and tokenized again, so they cannot change. A template that renders earlier turns differently once others
-follow, for example without their reasoning, fails this check. Then the added messages are rendered after a short
-conversation of one question and one turn. Their text begins after as many <eos> as that conversation has, or after the
-token that follows the turn's text (gpt-oss ends an earlier turn with <|end|>). The policy keeps its turns as sampled,
-and a metric counts the trajectory.
+never rendered and tokenized again, so they cannot change. A template fails this check if it renders an earlier turn
+differently once others follow it, for example without its reasoning. Then the added messages are rendered after a short
+conversation, of one question and one turn, and the text after the end of that turn is taken. The end is found by
+counting <eos>, or is the token after the turn's text (gpt-oss ends an earlier turn with <|end|>). The policy keeps its
+turns as sampled, and a metric counts such trajectories.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SENTINEL = "sentinel"
 
 
 class TurnTemplate:
-    """Renders prompts, and the tokens between turns."""
+    """Tokens of prompts, and of the text between turns, from a chat template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
         """Check that the template ends a turn with one of the tokens that end a sampled turn.

@@ -29,9 +29,7 @@ PARTS = {"model": "critic", "optimizer": "critic_optimizer"}  # of a checkpoint,
 
 
 def critic_config(config: RunConfig) -> RunConfig:
-    """Return the configuration of the critic: the one of the model in rl.critic, by default of the policy's initial
-    weights.
-    """
+    """Return the configuration of the critic: of the model in rl.critic, by default of the policy's initial weights."""
     path = config.rl.critic or config.model.init_from
     if path is not None:
         return frozen_config(config, path, "rl.critic", is_critic=True)

@@ -20,7 +20,7 @@ TRAINED_MODEL_SETTINGS = ("recompute_granularity", "recompute_method", "recomput
 
 
 def frozen_config(config: RunConfig, path: str, setting: str, is_critic: bool = False) -> RunConfig:
-    """Return the configuration of the model in `path` in the layout of the run `config`.
+    """Return a configuration for the model in `path`, with the layout of the run `config`.
 
     Args:
         config: the run.

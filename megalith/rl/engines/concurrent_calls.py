@@ -1,4 +1,4 @@
-"""Concurrent calls of functions that wait, such as requests."""
+"""Concurrent calls of functions that mostly wait, such as HTTP requests."""
 
 from __future__ import annotations
 

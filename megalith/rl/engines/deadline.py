@@ -1,7 +1,7 @@
 """Time limits: deadlines, and threads for calls that have no time-out.
 
-Both are needed because a broadcast waits forever if a worker has died, and a socket's time-out restarts with each
-received byte.
+Broadcasts need a thread, because they wait forever if a worker has died. Requests need a deadline, because a socket's
+time-out restarts with each received byte.
 """
 
 from __future__ import annotations

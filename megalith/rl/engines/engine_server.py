@@ -54,11 +54,11 @@ class EngineServer(ABC):
 
     @abstractmethod
     def weight_version(self, deadline: Deadline) -> str | None:
-        """Return the server's name for its current weights; None if they have no name."""
+        """Return the server's version of its current weights; None if it reports none."""
 
     @abstractmethod
     def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
-        """Return the meeting point for `join`, and a function that creates rank 0's side of the group."""
+        """Return an object to pass to `join`, and a function that creates rank 0's side of the group."""
 
     def group_name(self) -> str:
         """Return a new name for a group. A server may still have an earlier group under the old name."""
@@ -66,7 +66,7 @@ class EngineServer(ABC):
 
     @abstractmethod
     def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
-        """Have the workers join the group as ranks from `first_rank` on."""
+        """Have the workers join the group as ranks `first_rank`, `first_rank` + 1, and so on."""
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> None:

@@ -62,7 +62,9 @@ class RolloutEngine(Protocol):
         """Take the policy's current weights of step `version`. Every rank calls it, and all raise if it fails."""
 
     def weights_to_compare(self) -> WeightPair | None:
-        """Return the tensors of this engine and of a newly built engine; None if they are not accessible."""
+        """Return the tensors of this engine and of a newly built engine, to find differences; None if they are not
+        accessible.
+        """
 
     def memory(self) -> int:
         """Return the bytes that the engine uses on this rank's device."""
@@ -93,7 +95,9 @@ class Answer:
     def completion(
         self, name: str, number: int, generation: int, sampling: Sampling, vocab_size: int, version: int
     ) -> Completion:
-        """Validate and convert. Raise TrainingError, with `name` as its subject, for an invalid completion."""
+        """Validate the answer and return it as a Completion. Raise TrainingError, beginning with `name`, if it is
+        invalid.
+        """
         ids, logprobs = self.ids, self.logprobs
         if not isinstance(ids, list) or not ids or not all(type(value) is int for value in ids):
             raise TrainingError(f"{name}: the completion has no token ids, which training needs")

@@ -1,13 +1,14 @@
 """Engine that runs on one or several servers. Requests return completions; weights are sent by a broadcast group, a
 folder or memory handles.
 
-Each rank that scores completions sends its share of the prompts, one request per prompt, to the servers in turn. Rank
-0 sends the weights (weight_transfers.py), and every rank raises its errors. An update is
+Each rank that scores completions sends its share of the prompts to the servers in turn, one request per prompt. Rank 0
+sends the weights (weight_transfers.py), and every rank raises rank 0's errors. The steps of an update are
 
     wait for the servers ─▶ create the group, once ─▶ pause, begin ─▶ for each bucket: the request in the main thread
     and the broadcast in another ─▶ finish, resume
 
-within rl.weight_sync_timeout. After a failure the servers get a request to resume, and the group is abandoned.
+and together they take at most rl.weight_sync_timeout. After a failure the servers get a request to resume, and the
+group is abandoned.
 
 If a server dies or refuses a request during an update, the engine waits for it and sends everything again in a new
 group. If a server is lost while sampling, or has unexpected weights, ServerLost is raised, and `WeightSync` repeats the
@@ -285,7 +286,7 @@ class ServerEngine:
         return sent
 
     def _sent_unit(self, transfer: GroupTransfer, sent: int) -> int:
-        """Send the smallest unit if nothing else was sent, and return its bytes."""
+        """Send the smallest unit if no other unit was sent (`sent` is 0), and return its bytes; otherwise return 0."""
         unit, self._sent.smallest = self._sent.smallest, None
         if sent:
             return 0

@@ -81,7 +81,7 @@ class HandleTransfer(GroupTransfer):
 
 
 class FolderTransfer:
-    """An update through a folder that trainer and servers share, OUTPUT/engine_weights."""
+    """An update through the folder OUTPUT/engine_weights, to which the trainer writes and which the servers read."""
 
     device = torch.device("cpu")
 

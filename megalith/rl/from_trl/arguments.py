@@ -1,4 +1,4 @@
-"""Arguments of another system's configuration object or dict, and which of them differ from the class's defaults."""
+"""Arguments of another system's configuration object or dict, compared with the defaults of its class."""
 
 from __future__ import annotations
 

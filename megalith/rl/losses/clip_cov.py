@@ -12,8 +12,12 @@ from megalith.rl.losses.selective_loss import SelectiveLoss, StepTokens, selecte
 
 
 class ClipCov(SelectiveLoss):
-    """PPO's clip, and 0 for a random choice of tokens: the fraction rl.clip_cov_ratio of all tokens, or fewer, among
-    those that are not clipped and have a covariance between rl.clip_cov_lb and rl.clip_cov_ub."""
+    """PPO's clip, with a loss of 0 for randomly chosen tokens.
+
+    They are chosen among the tokens that are not clipped and have a covariance between rl.clip_cov_lb and
+    rl.clip_cov_ub. Their number is the fraction rl.clip_cov_ratio of all tokens, or less if there are fewer such
+    tokens.
+    """
 
     def select(self, rl: RlConfig, tokens: StepTokens) -> Tensor:
         ratio = (tokens.logprobs - tokens.old_logprobs).exp()

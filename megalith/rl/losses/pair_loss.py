@@ -1,10 +1,10 @@
 """Online DPO (Guo et al. 2024): preferences between the two completions of a prompt, by their rewards.
 
-With u the sum of log π − log π_ref over a completion's tokens, and h the difference of u between the completion with
-the larger reward and the other one, the loss of a pair is the one that `dpo.loss_type` calls sigmoid or ipo. A
-micro-batch may have only one completion of a pair. Each completion therefore has its own term with its own gradient, in
-which the u of the other completion, computed before the step, is a constant (online_pairs.py). Formulas are those of
-TRL's OnlineDPOTrainer.
+u is the sum of log π − log π_ref over a completion's tokens, and h is u of the completion with the larger reward minus
+u of the other one. The loss of a pair is a function of h, the one of `dpo.loss_type` sigmoid or ipo. A micro-batch may
+have only one completion of a pair. Each completion therefore has its own term with its own gradient, in which the u of
+the other completion, computed before the step, is a constant (online_pairs.py). Formulas are those of TRL's
+OnlineDPOTrainer.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from megalith.rl.losses.grpo_loss import GrpoLoss
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens of a step that are in the loss, in the same order in every layout: float64 [tokens] each."""
+    """The loss tokens of a step, in an order that does not depend on the layout: float64 [tokens] per field."""
 
     logprobs: Tensor  # of the policy before the step
     old_logprobs: Tensor
@@ -28,8 +28,9 @@ class StepTokens:
 
 
 class SelectiveLoss(GrpoLoss):
-    """A loss whose selected tokens have a different term. Before each step a forward pass computes the
-    log-probabilities that `select` needs.
+    """A loss with a different term for selected tokens.
+
+    Before each step a forward pass computes the log-probabilities that `select` needs.
     """
 
     def select(self, rl: RlConfig, tokens: StepTokens) -> Tensor:
@@ -37,7 +38,9 @@ class SelectiveLoss(GrpoLoss):
         raise NotImplementedError(f"{type(self).__name__} does not implement select")
 
     def selected_losses(self, rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """Return the policy term of a selected token, with the arguments of `token_losses`."""
+        """Return the policy term of each token if it is selected, [batch, seq]. The arguments are those of
+        `token_losses`.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement selected_losses")
 
 

@@ -33,8 +33,8 @@ from megalith.rl.objectives.summed_loss import SummedLoss
 class RolloutBatch(Batch):
     """A micro-batch of prompts with completions. `loss_mask` is 1 where the label is a completion token in the loss.
 
-    Without `old_logprobs` the old policy is the engine's with rl.old_logprobs rollout, otherwise the trained policy;
-    the ratio is then 1, with its gradient.
+    Without `old_logprobs`, the old policy is the engine's if rl.old_logprobs is "rollout". Otherwise it is the trained
+    policy, so that the ratio is 1 (and has a gradient).
     """
 
     advantages: Tensor  # float32 [batch, seq], the advantage of the token's sequence
@@ -101,8 +101,8 @@ def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequ
 
     It corrects for numerical differences between engine and trainer. At level `sequence` the differences of
     log-probabilities are summed over the sequence before the exponential. At level `geometric` each token has its own
-    weight, or 0 if the geometric mean over its sequence is out of bounds. Where either log-probability is NaN, the two
-    count as equal.
+    weight, or 0 if the geometric mean over its sequence is out of bounds. If one of a token's two log-probabilities is
+    NaN, they count as equal.
     """
     level, _, beyond = rl.mismatch_mode.partition("_")
     gap = (old - rollout).detach().nan_to_num(nan=0.0)
@@ -362,10 +362,10 @@ class PolicyLoss(SummedLoss):
 
 
 def _old_logprobs(logprobs: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
-    """Return the old policy's log-probabilities, float32 [batch, seq], without gradient; the trained policy's if there
-    are none.
+    """Return the old policy's log-probabilities, float32 [batch, seq], without gradient.
 
-    With proximal weight α they are log π_rollout + α (log π − log π_rollout), AReaL's log-linear proximal policy.
+    Tokens without an old log-probability get the trained policy's. With proximal weight α, the result is log π_rollout
+    + α (log π − log π_rollout), AReaL's log-linear proximal policy.
     """
     current = logprobs.detach()
     if "proximal_weight" in tokens:

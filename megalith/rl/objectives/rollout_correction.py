@@ -95,7 +95,7 @@ def _normalized_weights(
 def _with_entropy_weights(
     rl: RlConfig, batches: list[RolloutBatch], dp: Axis, device: torch.device
 ) -> list[RolloutBatch]:
-    """Return a step's micro-batches, with entropies averaged over the remaining tokens."""
+    """Return a step's micro-batches with entropy weights that average over the tokens that were not rejected."""
     if all(batch.entropy_weights is None for batch in batches):
         return batches
     counts = [

@@ -99,8 +99,8 @@ def _old_logprobs(rl: RlConfig, batch: RolloutBatch, logprobs: Tensor) -> Tensor
 
 
 def _at(mask: Tensor, indices: Tensor) -> Tensor:
-    """Return a bool tensor of `mask`'s shape, True at the given tokens. `indices` number the True elements
-    of `mask`.
+    """Return a bool tensor of `mask`'s shape that is True at `indices`, which count only the True elements of
+    `mask`.
     """
     flat = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
     flat[mask.flatten().nonzero().flatten()[indices]] = True

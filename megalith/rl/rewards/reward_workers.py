@@ -1,7 +1,7 @@
 """Worker processes for reward functions, tools and environments.
 
 A worker is forked, so that closures and their data need no pickling. It is not a daemon, because reward functions may
-start processes of their own; it leads a process group, which is killed together with it.
+start processes of their own. These are in the worker's process group, and ending the worker kills the group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RewardWorker:
 
     Args:
         work: called with each job.
-        is_replaced: start another process for one that has ended. If false, `has_ended` becomes True instead.
+        is_replaced: start another process when the process has ended. If False, `has_ended` becomes True instead.
     """
 
     def __init__(self, work: Callable[[Job], dict[str, Any]], is_replaced: bool = True):
@@ -75,13 +75,13 @@ def run_jobs(
     """Distribute jobs over workers and yield each job's number and result, in the order in which they end.
 
     A job that takes longer than `timeout` seconds has the result None, and its worker is restarted. Closing the
-    iterator restarts the workers that are busy. Jobs that still wait when the last worker has ended get an error.
+    iterator restarts the workers that are busy. If all workers have ended, the remaining jobs get an error.
 
     Args:
         workers: the processes.
         jobs: the jobs.
         timeout: seconds per job.
-        is_pinned: give each job to the worker with its number, instead of to any.
+        is_pinned: give job i to worker i, instead of to any free worker.
     """
     waiting, idle = deque(range(len(jobs))), list(workers)
     busy: dict[Connection, tuple[RewardWorker, int, float]] = {}
@@ -134,8 +134,8 @@ _masks = threading.local()  # the thread's mask before it forks
 
 
 def _block_signals() -> None:
-    """Hold back signals during a fork. In the child, a signal that arrived before `_reset_signals` would be recorded
-    and lost.
+    """Block signals during a fork: the child would only record a signal that arrives before `_reset_signals`, and lose
+    it.
     """
     _masks.previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 

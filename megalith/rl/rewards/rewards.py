@@ -60,7 +60,7 @@ class CompletionGroup:
 
 @dataclass
 class RewardResults:
-    """Rewards and logged values of groups."""
+    """Rewards of several groups, and the values that reward functions logged."""
 
     rewards: list[np.ndarray]  # one float64 [completions, kinds] per group, NaN where absent
     metrics: dict[str, list[float]] = field(default_factory=dict)  # from log_metric

@@ -117,7 +117,7 @@ class RolloutData:
         return True
 
     def step(self, step: int) -> RolloutStep:
-        """Return the mini-batch of the step after `step` completed steps."""
+        """Return the mini-batch that is trained on after `step` completed steps."""
         batch, within = divmod(step, self._rl.steps_per_batch)
         if (steps := self._steps.get(batch)) is None:  # checked without the lock, which a prefetch may hold
             with self._lock:

@@ -75,8 +75,9 @@ def packing_metrics(rows: Sequence[Sequence[Sample]], row_length: int) -> dict[s
 def proximal_weights(rows: Sequence[Sequence[Sample]], first: int, step: int, like: Tensor) -> Tensor:
     """Return α = (first − v) / (step − v) per token, where v is the version of the weights that sampled it.
 
-    α is the position, between version v (0) and the current weights (1), of the weights before `first`, the first step
-    of the rollout batch. It is 1 outside completions. The result is float32, shaped like `like` [batch, seq].
+    `first` is the first step of the rollout batch, and `step` the current one. α is the position of the weights before
+    step `first` on a line from version v (0) to the current weights (1). It is 1 outside completions. The result is
+    float32, shaped like `like` [batch, seq].
     """
     weights = np.ones(like.shape, dtype=np.float32)
     for index, row in enumerate(rows):

@@ -50,7 +50,7 @@ def check_segments(where: str, value: Any, tokens: int) -> Segments | None:
 
 
 def append_segment(segments: Sequence[int], tokens: int, is_sampled: bool) -> list[int]:
-    """Return the segments followed by `tokens` sampled or added tokens."""
+    """Return the segments, extended by `tokens` tokens that were sampled (`is_sampled`) or added."""
     result = list(segments)
     if not tokens:
         return result

@@ -364,7 +364,7 @@ def request_key(num_generations: int, max_tokens: int, position: int, generation
 
 
 def _sampled_tokens(records: Sequence[GroupRecord]) -> int:
-    """Return the largest number of tokens that an open completion has so far; 0 if all completions have ended."""
+    """Return the number of tokens of the longest open completion so far; 0 if all completions have ended."""
     lengths = (len(one.ids) for record in records for one in record.samples if one.truncated is None)
     return max(lengths, default=0)
 
@@ -376,7 +376,8 @@ def _piece(one: Completion, continues_at: int, earlier: int) -> Sampled:
         one: the completion.
         continues_at: a completion truncated at this number of tokens stays open, to be continued. 0: every completion
             ends.
-        earlier: number of tokens sampled by earlier calls, which recorded their routes.
+        earlier: largest number of tokens that earlier calls sampled for a completion; 0 in the first call. The routes
+            of earlier tokens are already recorded.
     """
     ids, versions = list(one.ids), list(map(int, one.versions))
     versions = versions if len(versions) == len(ids) else versions * len(ids)

@@ -1,8 +1,8 @@
 """A teacher that a vLLM or SGLang server runs.
 
 The first tensor- and context-parallel rank of each replica's last pipeline stage sends its rows, and shares the answers
-with the other ranks of the stage. A server returns the k most likely entries. The remaining probability is that of all
-other entries together.
+with the other ranks of the stage. A server returns the log-probabilities of the k most likely entries. All other
+entries together have the remaining probability.
 """
 
 from __future__ import annotations
@@ -82,8 +82,10 @@ class ServedTeacher:
     def _answers(
         self, batches: Sequence[Batch], ask: Callable[..., Any], takes_part: bool
     ) -> list[list[Any] | None]:
-        """Return a list per micro-batch with the server's answer for each row, None for a row without a loss. On ranks
-        that do not send requests, None replaces each list. Every rank calls it, and all raise if one request fails.
+        """Return the server's answers, a list per micro-batch with one answer per row. Every rank calls it.
+
+        A row without a token in the loss has the answer None. On ranks that send no requests, each list is None. If a
+        request fails, every rank raises TrainingError.
         """
         mesh = self._run.mesh
         sends = takes_part and mesh.tp.rank == mesh.cp.rank == 0
