@@ -243,7 +243,7 @@ class Muon(FunctionalOptimizer):
         return value, changes
 
     def _row_factors(self, item: TrainedParameter) -> Tensor:
-        """Return the factor of each row of a parameter's shard in `_orthogonalize`, [rows, 1]."""
+        """Return the factor by which `_orthogonalize` scales each row of a parameter's shard, [rows, 1]."""
         if item.name in self._factors:
             return self._factors[item.name]
         sizes, heads = self._parts(item)
@@ -292,9 +292,7 @@ class Muon(FunctionalOptimizer):
         return outputs
 
     def _split(self, whole: _Whole) -> list[_Part]:
-        """Return the matrices that a parameter fuses. The parameter's rows alternate between them, `sizes` rows of each
-        at a time.
-        """
+        """Return the matrices that a parameter fuses. Its rows alternate between them, in blocks of `_parts`' sizes."""
         sizes, heads = self._parts(whole.item)
         blocks = whole.value.unflatten(-2, (-1, sum(sizes))).split(list(sizes), dim=-2)
         squares: Sequence[Tensor | None] = [None] * len(sizes)
@@ -310,8 +308,10 @@ class Muon(FunctionalOptimizer):
         ]
 
     def _parts(self, item: TrainedParameter) -> tuple[Sequence[int], Sequence[int | None]]:
-        """Return, for each matrix that the parameter fuses, the number of rows at which it alternates with the others,
-        and its rows per attention head.
+        """Return two lists with an entry per matrix that the parameter fuses: block sizes, and rows per attention head.
+
+        The parameter's rows are blocks of the matrices in turn; a block has the matrix's block size. Rows per head are
+        None if the heads are not orthogonalized separately.
         """
         placement, config = item.placement, self.config
         sizes = placement.matrices

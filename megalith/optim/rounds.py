@@ -19,9 +19,7 @@ def is_shared(item: TrainedParameter) -> bool:
 
 
 def rounds_of(items: Iterable[TrainedParameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters of `items`, all of them shared, as rounds: lists of parameters that are
-    collected together.
-    """
+    """Divide parameters, all of them shared, into rounds: lists of parameters whose matrices are collected together."""
     rounds, latest = [], {}
     for item in items:
         placement = item.placement
@@ -35,9 +33,7 @@ def rounds_of(items: Iterable[TrainedParameter]) -> list[list[nn.Parameter]]:
 
 
 def local_rounds(items: Iterable[TrainedParameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of `items`, none of them shared, as rounds: lists with at most about ROUND_ELEMENTS
-    elements.
-    """
+    """Divide parameters, none of them shared, into rounds: lists with at most about ROUND_ELEMENTS elements."""
     current, size = [], 0
     for item in items:
         if current and size + item.parameter.numel() > ROUND_ELEMENTS:

@@ -210,13 +210,16 @@ def _rotate_back(x: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def _grams(gradient: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the products among G · Gᵀ and Gᵀ · G that the state has averages of."""
+    """Return G · Gᵀ and Gᵀ · G, or only the one of them whose average the state has."""
     both = {LEFT: (gradient, gradient.mT), RIGHT: (gradient.mT, gradient)}
     return {key: a @ b for key, (a, b) in both.items() if key in state}
 
 
 def _whitened(x: Tensor, state: Mapping[str, Tensor], key: str, eps: float) -> Tensor:
-    """Return x · Q · Λ^(-1/2) / √size for the basis Q of `key`, fp64; its Gram matrix is KL-Shampoo's term."""
+    """Return x · Q · Λ^(-1/2) / √size for the basis Q and the eigenvalues Λ of `key`, fp64.
+
+    The product of the result with its transpose is a term of KL-Shampoo's average.
+    """
     values = state[f"{key}_values"].double()
     values = values.clamp(min=eps).maximum(RESOLUTION * values.mean(-1, keepdim=True))
     return x @ state[f"{key}_basis"].double() * (values * x.shape[-1]).rsqrt()[..., None, :]

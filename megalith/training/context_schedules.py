@@ -51,7 +51,7 @@ class ContextSchedules:
         self._kept.clear()
 
     def of_batch(self, rows: ChatDataset, order: SampleOrder, batch: range) -> StepSchedule:
-        """Return the schedule of the rows at these positions. Its groups number sequences as the dataset does."""
+        """Return the schedule of the rows at these positions. Sequences in its groups have the dataset's indices."""
         key = id(rows), batch.start, batch.stop
         if key not in self._kept:
             members = [sequence for position in batch for sequence in rows.sequences(order(position))]

@@ -279,7 +279,7 @@ def _build(layout: Layout, rank: int) -> BuiltRank:
 
 
 def _even_share(parameter: torch.nn.Parameter) -> float:
-    """Return the bytes of a shard if all shards had the same size."""
+    """Return the bytes of a parameter divided by the number of its shards, as if all shards had the same size."""
     ranks = 1
     if isinstance(parameter, DTensor):
         sharded = (axis for axis, each in enumerate(parameter.placements) if hasattr(each, "dim"))

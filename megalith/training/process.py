@@ -59,10 +59,10 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
 
 
 def raise_cuda_connections() -> None:
-    """Raise the number of CUDA's hardware queues from 8 to 32, unless the environment sets it.
+    """Raise the number of CUDA's hardware queues from 8 to 32, unless the environment sets CUDA_DEVICE_MAX_CONNECTIONS.
 
     If a stream waits for another rank's flag, it blocks all streams in its hardware queue. CUDA reads the variable when
-    it is initialized, which already happens when its devices are queried.
+    it is initialized, which already happens when its devices are queried, so call this before that.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

@@ -73,8 +73,9 @@ def load_run(run: Run, memory: RunSnapshots | None = None) -> Path | StorePath |
 
 
 def _finish_base(run: Run, checkpoint: Checkpoint | None) -> None:
-    """Quantize the frozen weights if configured, record their fingerprint, and store them in the compute dtype. With
-    LoftQ, the frozen weights depend on its adapters.
+    """Quantize the frozen weights if configured, record their fingerprint, and store them in the compute dtype.
+
+    With LoftQ, the quantized weights depend on the values of the adapters, which must be loaded or initialized before.
     """
     config, world = run.config, run.mesh.world
     if config.lora.has_quantized_base:

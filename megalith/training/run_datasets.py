@@ -168,15 +168,17 @@ class Data:
         return TokenCounts(*(int(each) for each in self.train.work[rows].sum(0)))
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches per data-parallel rank in the step after `consumed_samples` of the latest
-        train loader."""
+        """Return the number of micro-batches per data-parallel rank in the step after `consumed_samples`.
+
+        The step is one of the latest train loader's.
+        """
         if self._schedules is not None:
             batch = range(consumed_samples, consumed_samples + self._batch_sizes.size(consumed_samples))
             return len(self._schedules.of_batch(self.train, self.order, batch).passes)
         return self._batch_sizes.micro_batches(consumed_samples)
 
     def files(self) -> dict[str, dict[str, int | str]]:
-        """Return the result of `identity` for each training dataset, by prefix."""
+        """Return a record of the content (`identity`) of each training dataset, by prefix."""
         if isinstance(self.train, ChatDataset):
             return {"chat data": self.train.identity()}
         return {

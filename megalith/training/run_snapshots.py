@@ -63,7 +63,7 @@ class RunSnapshots:
                 run.log(f"warning: no snapshot of step {result.step} in memory: {result.error}")
 
     def before_update(self) -> None:
-        """Call before the optimizer changes the state."""
+        """Let the snapshot in progress finish its copies of the state, which the optimizer is about to change."""
         self._snapshots.before_update()
 
     def wait(self) -> None:

@@ -136,7 +136,7 @@ class Task:
         return None
 
     def evaluation_metrics(self, run: Run) -> dict[str, float] | None:
-        """Return metrics of the evaluation that has just ended. None: the evaluation only has a loss, a mean over
+        """Return metrics of the evaluation that has just ended. None: the only metric is the loss, a mean over
         tokens.
         """
         return None
@@ -309,7 +309,7 @@ class Run:
     def _with_norms(
         metrics: Callable[[], dict[str, Any]] | None, norms: LayerNorms, gradients: Tensor, updates: Tensor
     ) -> Callable[[], dict[str, Any]]:
-        """Return a function that reads the metrics and the norms per layer."""
+        """Return a function that reads a step's metrics and adds the norms of gradients and updates per layer."""
         return lambda: {
             **(metrics or dict)(),
             **{f"gradient_norm/{layer}": value for layer, value in norms.named(gradients).items()},

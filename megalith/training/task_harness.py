@@ -231,7 +231,7 @@ class HarnessModel(TemplateLM):
         return [(float(x.sum()), greedy) for x, greedy in zip(logprobs, is_greedy)]
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], int]:
-        """Return the last `longest` + 1 tokens of context and continuation together, and the number of tokens of the
+        """Return the last `longest` + 1 tokens of `context` followed by `continuation`, and the number of tokens of the
         continuation.
 
         Raises:
