@@ -169,10 +169,10 @@ class HangWatch:
         os._exit(HangError.exit_code)
 
     def _verdict(self, check_count: int, interval: float) -> str:
-        """Return the verdict on the hang. The first rank that detects the hang decides on it.
+        """Return the verdict on the hang, which the first rank that detects the hang decides.
 
-        The others keep publishing meanwhile, so that they do not count as silent. If the first rank is lost, they
-        decide themselves.
+        The other ranks wait for it and keep publishing meanwhile, so that they do not count as silent. If the first
+        rank is lost, they decide themselves.
         """
         start = 0 if self._store.add("finders", 1) == 1 else VERDICT_CHECKS
         before: list[str] = []

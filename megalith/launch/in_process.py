@@ -143,7 +143,10 @@ class InProcessRestart:
         return newest
 
     def _follow_resizes(self) -> None:
-        """Take over the rank that this process has after the resizes since the last call."""
+        """Apply all resizes since the last call: give this process its new rank and world size.
+
+        Raises MeetingError if the job continues without this process.
+        """
         while self.is_elastic and self._resizes < self._store.resizes():
             self._resizes += 1
             world_size, ranks = self._store.resized_ranks(self._resizes)
@@ -173,7 +176,7 @@ class InProcessRestart:
         self._connect().request_replacement(self.generation, ranks)
 
     def plan_replacement(self, rank: int) -> bool:
-        """Return True unless a replacement of this rank has been planned before."""
+        """Record that the replacement of this rank is planned. Return False if it was planned before."""
         return self._store.plan_replacement(rank)
 
     def request_planned_replacement(self, ranks: Sequence[int]) -> None:

@@ -73,7 +73,10 @@ class RankReplacement:
         return ""
 
     def _hang_persists(self, generation: int) -> bool:
-        """Return True if no launcher has replaced a rank that hangs, because its machine is lost."""
+        """Return True if a requested replacement of a hanging rank has not been made for HANG_DELAY seconds.
+
+        The rank's launcher, which would replace it, is then lost with its machine.
+        """
         if not self._store.requested(generation):
             return False
         if self._requested_at is None or self._requested_at[0] != generation:

@@ -55,7 +55,7 @@ class Membership:
     """Resizes of the job before this round."""
 
     def is_of(self, other: Membership) -> bool:
-        """Return True if `other` is a member of the same job at the same time."""
+        """Return True if `other` belongs to the same job, with the same store and after as many resizes."""
         return asdict(self) | {"group_rank": other.group_rank} == asdict(other)
 
 
@@ -212,9 +212,10 @@ class MultiNodeRendezvous(RendezvousHandler):
                 self._store.set(RUNNING, "")
 
     def _await_running_job(self) -> bool:
-        """Return True if this round was completed without the running job, which now meets again; False if no job runs.
+        """Signal to a running job that this machine waits, and wait until the job meets again. Return False if no job
+        runs.
 
-        Until the job meets again, it sees this machine as one that waits.
+        True means that the caller must take part in another round with the job.
         """
         first = self._announcement()
         if not first:

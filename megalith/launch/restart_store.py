@@ -62,7 +62,7 @@ class RestartStore:
         return json.loads(self._get(f"hanging/{generation}") or "[]")
 
     def plan_replacement(self, rank: int) -> bool:
-        """Return True if no replacement of this rank has been planned before."""
+        """Record that the replacement of this rank is planned. Return False if it was planned before."""
         return self._store.add(f"planned/{rank}", 1) == 1
 
     def request_planned_replacement(self, generation: int, ranks: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ class RestartStore:
         return self._store.add("resizes", 0)
 
     def begin_resize(self, reason: str) -> None:
-        """Begin a resize, unless another launcher has begun it."""
+        """Begin a resize, which announces a generation, unless another launcher has begun one."""
         if not self.resize_reason():
             self._store.set(f"begun/{self.resizes()}", reason)
             self.announce()
