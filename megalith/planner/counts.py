@@ -184,7 +184,7 @@ class MetaModel:
     def _outside_of(
         self, chunks: Sequence[Stage] | None, count: Callable[[nn.Module], Any], what: str
     ) -> Any:
-        """Return the sum of `count` over the parts outside of layers; None if the chunks have none."""
+        """Return the sum of `count` over the modules outside of layers; None if the chunks have no such modules."""
         if chunks is None:
             return count(self._model)
         # The encoder's norm follows this layer. Each stage of an encoder-decoder has relative positions.
@@ -395,5 +395,5 @@ def count_parameters(
 
 
 def active_experts(model: ModelConfig, experts: int) -> int:
-    """Return how many of the experts' parameters a token uses."""
+    """Return how many of a layer's `experts` parameters of experts a token uses."""
     return experts * model.moe_router_topk // model.num_experts if experts else 0

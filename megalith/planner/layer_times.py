@@ -261,7 +261,9 @@ class LayerTimes:
             backward["attention"] += 2 * merged
 
     def _recurrence(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
-        """Add a recurrence by its bytes: fp32 matrices per chunk, recomputed in the backward pass."""
+        """Add the time of a recurrence as bytes read and written: fp32 matrices per chunk, recomputed in the backward
+        pass.
+        """
         model, mixer = self.model, self.model.recurrent_mixer(number)
         if mixer == "gated_delta_net":
             of_head = 4 * CHUNK + 6 * model.linear_key_head_dim + 6 * model.linear_value_head_dim
@@ -282,7 +284,7 @@ class LayerTimes:
         backward["attention"] += 3 * moved
 
     def _elementwise(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
-        """Add the operators between matmuls by their bytes: norms, residuals, activations, heads, RoPE, casts."""
+        """Add the time of the operators between matmuls as bytes: norms, residuals, activations, heads, RoPE, casts."""
         model, width, parallel = self.model, self.width, self.parallel
         modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else []
         norms = model.norms_in_layer * 4 * model.hidden_size / self.sequence
@@ -365,8 +367,9 @@ class LayerTimes:
             self._sharded(local_weights, forward, backward)
 
     def _decode(self, number: int, here: Counter[str], passes: Iterable[Counter[str]]) -> None:
-        """Add the decoding of a layer's quantized weights to each pass, and subtract them from `here`, the layer's
-        numbers of weights.
+        """Add the time of decoding a layer's quantized weights to each pass.
+
+        Subtracts these weights from `here`, the number of the layer's weights by part.
         """
         shapes = self.meta.base_matrices(number)
         for work in passes:

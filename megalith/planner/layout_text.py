@@ -132,7 +132,9 @@ def explain_imbalance(layout: Layout) -> str | None:
 
 
 def _reasons(layout: Layout, most: StageLayout, least: StageLayout) -> list[tuple[int, str]]:
-    """Return (additional bytes of `most` compared with `least`, explanation)."""
+    """Return reasons why one stage takes more memory: pairs of the additional bytes of `most` over `least`, and
+    a text.
+    """
 
     def more(*names: str) -> int:
         return sum(getattr(most.memory, name) - getattr(least.memory, name) for name in names)

@@ -116,11 +116,12 @@ def with_saved_attention(
 def with_recomputation(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Resolve `auto` of activation_memory_budget. Arguments and result as in `with_unsharded_layers`.
+    """Resolve `auto` of activation_memory_budget. Arguments and result are the same as in `with_unsharded_layers`.
 
     If a run without recomputation is not expected to fit, choose the first way in RECOMPUTED that fits. If none fits,
-    choose the one that needs the least memory, unless the device has less. The ways in CHEAP cost less than FSDP
-    gathering layers again, so they are also chosen if clearly fewer layers are gathered again with them.
+    choose the one that needs the least memory, unless the device has less. The ways in CHEAP cost less time than
+    gathering layers again with FSDP. They are therefore also chosen if they leave room to keep clearly more layers
+    gathered.
     """
     if config.runtime.activation_memory_budget != "auto":
         return config, []
@@ -167,7 +168,9 @@ def with_recomputation(
 
 
 def _recomputed_by(configured: ParallelConfig, parallel: ParallelConfig) -> str:
-    """Return as text the settings of `parallel` that recompute more than `configured` does, or gather tokens again."""
+    """Return, as text, the settings of `parallel` by which it recomputes more than `configured`, or gathers tokens
+    again.
+    """
     granularity, reasons = parallel.recompute_granularity, []
     if granularity is not None:
         modules = f" of {' and '.join(parallel.recompute_modules)}" if granularity == "selective" else ""
@@ -180,7 +183,7 @@ def _recomputed_by(configured: ParallelConfig, parallel: ParallelConfig) -> str:
 def _recomputing(
     config: RunConfig, world_size: int, ways: Sequence[Mapping[str, Any]]
 ) -> Iterator[RunConfig]:
-    """Yield `config` with each of the given `ways` to recompute that is valid for it."""
+    """Yield `config` with the settings of each way to recompute in `ways` that is valid for it."""
     for way in ways:
         if SHARDS.keys() & way.keys() and not config.parallel.sequence_parallel:
             continue

@@ -87,7 +87,9 @@ class Passes(LayerTimes):
         return 1.0 - (head and skips_last_layer(parallel)) / layers
 
     def _host(self, work: Counter[str], layer_numbers: Sequence[int], share: float) -> Counter[str]:
-        """Return the time per part with the time added that the device waits for the host."""
+        """Return the seconds by part, with an additional part `host`: the time in which the device waits for
+        the host.
+        """
         launch = self.rates.launch * 1e-6
         experts = len(self.expert_layers.intersection(layer_numbers))
         kind = "half" if self.parallel.overlaps else "eager" if self.eager else "layer"

@@ -287,7 +287,7 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
 
 
 def _short(name: str) -> str:
-    """`NVIDIA GeForce RTX 4090` → `rtx-4090`."""
+    """Return a GPU's name in short form: `NVIDIA GeForce RTX 4090` → `rtx-4090`."""
     return "-".join(word for word in name.lower().replace("-", " ").split() if word not in MAKER)
 
 

@@ -129,7 +129,7 @@ def _saved_activations(
 
 
 def saved_before_attention(model: ModelConfig, query: int, key_value: int) -> int:
-    """Return the elements per token that are saved of queries and keys before norms and rotary positions.
+    """Return the elements per token that are saved before queries and keys are normalized and rotated.
 
     Norms save their inputs. Rotary positions do not, but attention's gate is a view of linear_qkv's output, so with a
     gate that whole output is kept. `query` and `key_value` are the elements per token on a rank.

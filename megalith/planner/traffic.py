@@ -112,7 +112,7 @@ def tensor_bytes(config: RunConfig, chunks: Sequence[Stage]) -> int:
 
 
 def _exchanges(config: RunConfig, number: int) -> float:
-    """Return the communication of a layer relative to self-attention and an MLP over all tokens.
+    """Return the communication of a layer, relative to a layer with self-attention and an MLP over all tokens.
 
     A T5 decoder layer adds cross-attention. Half of the communication of cross-attention gathers the encoder's tokens.
     """

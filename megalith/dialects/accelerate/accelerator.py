@@ -240,7 +240,7 @@ class Accelerator(accelerate.Accelerator):
         return wrapper
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of loss / gradient_accumulation_steps to those of the step."""
+        """Add the gradients of loss / gradient_accumulation_steps to the step's gradients."""
         if not self._uses_megalith:
             super().backward(loss, **kwargs)
             return
@@ -390,7 +390,7 @@ class Accelerator(accelerate.Accelerator):
                 yield
 
     def wait_for_everyone(self) -> None:
-        """Wait for all processes; Accelerate itself does not with Megatron-LM."""
+        """Wait for all processes. Accelerate's own method does not wait with Megatron-LM."""
         if self._uses_megalith:
             barrier()
         else:

@@ -168,7 +168,8 @@ def patch_on_import() -> None:
 def choose_megatron(args: Any) -> None:
     """Select Megatron-LM if the configuration file does, and export the plugin's fields as environment variables.
 
-    The file takes precedence over `--multi_gpu`; other distributed types on the command line stay. Raises ConfigError.
+    The file takes precedence over `--multi_gpu`, but not over other distributed types on the command line. Raises
+    ConfigError.
 
     Args:
         args: namespace from Accelerate's parser; changed in place.

@@ -149,7 +149,11 @@ def copy_to_device(device: torch.device, batch: Any) -> tuple[Any, HostCopies]:
 
 
 def host_copy(tensor: Tensor, *sources: Any) -> Tensor:
-    """Return the tensor on the host: the tensor it was copied from, if unchanged and still kept by a source."""
+    """Return the tensor on the host, without a copy if possible.
+
+    If a source still keeps the host tensor that `tensor` was copied from, and `tensor` has not been changed since, that
+    host tensor is returned.
+    """
     for source in sources:
         for copy, version, host_tensor in getattr(source, "host_copies", ()):
             if copy is tensor and tensor_version(copy) == version:

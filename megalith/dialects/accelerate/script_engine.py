@@ -1,9 +1,9 @@
 """MegatronEngine: a prepared model whose forward call runs the complete pipeline schedule.
 
 Pipelines interleave forward and backward passes, so a training call runs all of them and keeps the gradients of the
-loss. The returned loss is the output of an autograd function: its backward pass receives d(script's loss)/d(loss) and
-adds that multiple of the kept gradients to those of the step. `loss * 0.5`, sums of several calls' losses and division
-by the accumulation steps are therefore exact in every layout.
+loss. The returned loss is the output of an autograd function: its backward pass receives d(script's loss)/d(loss),
+multiplies the kept gradients by it, and adds them to the step's gradients. `loss * 0.5`, sums of several calls' losses
+and division by the accumulation steps are therefore exact in every layout.
 
 The loss is the mean over the counted tokens of the global batch, as in one process that has all samples.
 """

@@ -37,7 +37,7 @@ PARAMETER_KEYS = ("params", "param_names")
 
 
 class StepGradients:
-    """The step's accumulated gradients: per local parameter a float32 tensor, multiplied by the loss scale, or None."""
+    """The step's accumulated gradients: a float32 tensor per local parameter, multiplied by the loss scale, or None."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self._parameters = parameters
@@ -49,7 +49,7 @@ class StepGradients:
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor | None], weight: Tensor) -> None:
-        """Add `weight`, a scalar, times `gradients`, which are overwritten."""
+        """Add `weight` · `gradients` to the step's gradients. `weight` is a scalar; the `gradients` are overwritten."""
         nonempty = [grad for grad in gradients if grad is not None and grad.numel()]
         if nonempty:
             torch._foreach_mul_(nonempty, weight.to(nonempty[0].device, torch.float32))
@@ -265,7 +265,7 @@ class CallGradients:
         self._optimizer, self._gradients, self._tallies = optimizer, gradients, tallies
 
     def accumulate(self, weight: Tensor) -> None:
-        """Add `weight` times the gradients to those of the step. Raises ConfigError the second time."""
+        """Add `weight` times the gradients to the step's gradients. Raises ConfigError if called twice."""
         if self._gradients is None:
             raise ConfigError(
                 "backward was already called on this loss, and its gradients were used; call the model again for a "
@@ -280,7 +280,7 @@ class CallGradients:
 
 
 class CallLoss(torch.autograd.Function):
-    """The loss of a model call; its backward pass adds the call's gradients to those of the step."""
+    """The loss of a model call. Its backward pass adds the call's gradients to the step's gradients."""
 
     @staticmethod
     def forward(ctx, anchor: Tensor, value: Tensor, gradients: CallGradients) -> Tensor:

@@ -28,7 +28,7 @@ class OumiSection:
 
 @dataclass
 class MegatronDDPConfig(OumiSection):
-    """megatron.ddp_config."""
+    """Section megatron.ddp_config of Oumi's configuration."""
 
     grad_reduce_in_fp32: bool = True
     overlap_grad_reduce: bool = False
@@ -38,7 +38,7 @@ class MegatronDDPConfig(OumiSection):
 
 @dataclass
 class MegatronOptimizerConfig(OumiSection):
-    """megatron.optimizer_config."""
+    """Section megatron.optimizer_config of Oumi's configuration."""
 
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 0.0
@@ -48,7 +48,7 @@ class MegatronOptimizerConfig(OumiSection):
 
 @dataclass
 class MegatronTransformerConfig(OumiSection):
-    """megatron.transformer_config: activation recomputation."""
+    """Section megatron.transformer_config of Oumi's configuration: activation recomputation."""
 
     recompute_granularity: str | None = None
     recompute_method: str | None = None
@@ -58,7 +58,7 @@ class MegatronTransformerConfig(OumiSection):
 
 @dataclass
 class MegatronCheckpointConfig(OumiSection):
-    """megatron.checkpoint_config."""
+    """Section megatron.checkpoint_config of Oumi's configuration."""
 
     use_async_checkpoint: bool = False
     use_fully_parallel_strategy: bool = True
@@ -67,7 +67,7 @@ class MegatronCheckpointConfig(OumiSection):
 
 @dataclass
 class MegatronSamplingConfig(OumiSection):
-    """megatron.sampling_config, with the defaults of Oumi's branch."""
+    """Section megatron.sampling_config of Oumi's configuration, with the defaults of Oumi's branch."""
 
     temperature: float = 0.7
     top_p: float = 0.9
@@ -78,7 +78,7 @@ class MegatronSamplingConfig(OumiSection):
 
 @dataclass
 class MegatronGRPOConfig(OumiSection):
-    """megatron.grpo_config: the objective."""
+    """Section megatron.grpo_config of Oumi's configuration: the objective."""
 
     kl_beta: float = 0.001
     entropy_weight: float = 0.0
@@ -90,7 +90,7 @@ class MegatronGRPOConfig(OumiSection):
 
 @dataclass
 class MegatronParams(OumiSection):
-    """megatron: layout, training and sampling."""
+    """Section megatron of Oumi's configuration: layout, training and sampling."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -187,7 +187,7 @@ class MegatronParams(OumiSection):
 
 @dataclass
 class GrpoParams(OumiSection):
-    """grpo, or training.grpo: groups, sampling and clipping."""
+    """Section grpo, or training.grpo, of Oumi's configuration: groups, sampling and clipping."""
 
     model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_length: int | None = None

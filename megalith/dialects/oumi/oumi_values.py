@@ -97,7 +97,9 @@ def read_sections(keys: OumiKeys, tree: Mapping[str, Any]) -> None:
 
 
 def _flatten(keys: OumiKeys, prefix: str, values: Mapping[str, Any], row_prefix: str = "") -> None:
-    """Read the values below `prefix`, whose name in the table is `row_prefix` (list indices become `[]`)."""
+    """Read the values of the section `prefix` into `keys`. `row_prefix` is its name in the key table, with `[]` for
+    indices.
+    """
     row_prefix = row_prefix or prefix
     for name, value in values.items():
         key, row_key = f"{prefix}.{name}", f"{row_prefix}.{name}"
