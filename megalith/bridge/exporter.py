@@ -283,8 +283,12 @@ def _dtypes(
 def _config_json(
     family: Family, model: ModelConfig, origin: Origin, dtype: torch.dtype, tokenizer: Tokenizer | None
 ) -> Tree:
-    """Return the origin's config.json if it describes this model, else the family's merged into the origin's other
-    keys. A language model's in a multimodal model does not name its class; the export does."""
+    """Return the config.json to write.
+
+    It is the origin's if that describes this model. Otherwise the family's keys replace the origin's, and other keys of
+    the origin are kept if the result describes the model. `architectures` is set if the origin has none, as in the
+    configuration of a language model inside a multimodal model.
+    """
     spelled = str(dtype).removeprefix("torch.")
     if origin.config is None:
         end = tokenizer.eod if tokenizer else None

@@ -250,21 +250,27 @@ class Family:
         return hf_config
 
     def stored_as(self, shapes: Mapping[str, tuple[int, ...]]) -> Family:
-        """Return the family with the tables of files whose tensors have these shapes. Overridden by families whose
-        files differ in the order of dimensions."""
+        """Return the family with the tables for files whose tensors have these shapes.
+
+        Families override it if the order of dimensions differs among their files.
+        """
         return self
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
-        """Return the tensor table of a model. Overridden by families whose names depend on the configuration."""
+        """Return the tensor table of a model. Families override it if their names depend on the configuration."""
         return self.tensors
 
     def stores_mtp(self, hf_config: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        """Return True if a folder has an MTP layer that its config.json does not mention. Overridden by families with
-        such files."""
+        """Return True if a folder has an MTP layer that its config.json does not mention.
+
+        Families with such files override it.
+        """
         return False
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
-        """Return the tensors of the model's multi-token prediction layers that repeat others → the repeated tensors."""
+        """Return the tensors of MTP layers that repeat tensors of the model: the repeated tensor by the name of its
+        copy.
+        """
         return {
             copy.format(layer=layer): original
             for layer in model.mtp_layers
@@ -272,8 +278,10 @@ class Family:
         }
 
     def stored_constants(self, model: ModelConfig) -> dict[str, float]:
-        """Return the scalars that the model's files contain besides its parameters. Overridden where they depend on the
-        configuration."""
+        """Return the scalars that the model's files contain in addition to its parameters, by name.
+
+        Families override it if the scalars depend on the configuration.
+        """
         return {
             name.format(layer=layer): value
             for layer in range(model.num_layers)

@@ -1,8 +1,8 @@
-"""Experts that a file has as two tensors, as transformers keeps them in memory, listed as matrices of each expert.
+"""Split of tensors with the matrices of all experts of a layer into one matrix per expert.
 
 Qwen3.5-MoE is published with `experts.gate_up_proj` [experts, 2 · ffn, hidden] and `experts.down_proj` [experts,
-hidden, ffn]. The rows of the families have the names that transformers writes: `experts.N.gate_proj.weight`, `up_proj`
-and `down_proj`.
+hidden, ffn], as transformers keeps them in memory. The families' tables instead have the names that transformers
+writes: `experts.N.gate_proj.weight`, `up_proj` and `down_proj`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """Rows `first` to `first` + `rows` of one expert in a tensor of all experts."""
+    """A matrix of one expert: rows `first` to `first` + `rows` of the expert in a tensor of all experts."""
 
     stored: Stored
     expert: int
@@ -54,7 +54,7 @@ class ExpertMatrix:
 
 
 def has_rows_per_expert(rules: Mapping[str, Rule]) -> bool:
-    """Return whether a family's rows read gate, up and down of each expert."""
+    """Return True if a family's table names the gate, up and down matrices of single experts."""
     return any(name.endswith(GATE_OF_EXPERT) for rule in rules.values() for name in rule.names)
 
 

@@ -66,7 +66,7 @@ def _number(value: Any) -> float | None:
 
 
 class StepLimit:
-    """Row for `time_step_limit`, the smallest and the largest step size; by default there are no limits."""
+    """Config row for `time_step_limit`, the smallest and the largest step size; by default there are no limits."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         limit = hf_config.get("time_step_limit")
@@ -89,7 +89,8 @@ class StepLimit:
 
 
 class MambaHeads:
-    """Row for number and size of the heads, whose product is `mamba_expand` · hidden_size, or `width_key`'s value.
+    """Config row for number and size of the heads, whose product is `mamba_expand` · hidden_size, or `width_key`'s
+    value.
 
     Args:
         heads: number of heads if config.json omits it.
@@ -152,7 +153,7 @@ class ExpandedHeads:
 
 
 class MixerLayers:
-    """Row for `layer_types`, which gives each layer attention or the other mixer, `variant`.
+    """Config row for `layer_types`, which gives each layer attention or the other mixer, `variant`.
 
     Args:
         kind: the other mixer's name in the list.

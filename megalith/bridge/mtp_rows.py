@@ -34,7 +34,7 @@ MTP_COPIES = {
 
 
 class MTPLayers:
-    """Row for `num_nextn_predict_layers`; `default` is the number if config.json omits it."""
+    """Config row for `num_nextn_predict_layers`; `default` is the number if config.json omits it."""
 
     def __init__(self, default: int = 0):
         self._default = default
@@ -74,7 +74,7 @@ def qwen_mtp_rows(tensors: Mapping[str, Rule], layer: int) -> dict[str, Rule]:
 
 
 class QwenMTPLayer:
-    """Row for the number of MTP layers under `key`; None: config.json does not say, and the files decide."""
+    """Config row for the number of MTP layers under `key`; None: config.json does not say, and the files decide."""
 
     def __init__(self, key: str):
         self._key = key

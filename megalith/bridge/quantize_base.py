@@ -101,8 +101,10 @@ class CodedBase:
         return assemble(self.form, rest.shape, matrices)
 
     def codes_rows_alone(self, name: str) -> bool:
-        """Return whether rows of a matrix can be quantized without the others in this form, if the folder has no codes
-        for them and LoftQ subtracts nothing."""
+        """Return True if this form can quantize some rows of a matrix without the other rows.
+
+        It is False if the folder already has codes for the matrix, or if LoftQ subtracts something from it.
+        """
         group = self._groups[name]
         has_codes = any(self._stored(group, source) is not None for source in group.sources)
         is_whole = self._taken(name) is None
@@ -118,7 +120,7 @@ class CodedBase:
         return decode(self.form, self.codes(name, dense), torch.float32)
 
     def full(self, name: str) -> Tensor:
-        """Return the result of `decoded` for the values that the source has for a parameter."""
+        """Return a complete parameter of the source after quantization, in float32 (see `decoded`)."""
         return self.decoded(name, self.read(name, 0, self._groups[name].shape[0]))
 
     def _matrices(self, group: Group, dense: Tensor, expert: int | None) -> Iterator[CodedMatrix]:

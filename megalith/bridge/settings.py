@@ -34,7 +34,7 @@ class ConfigRow(Protocol):
 
 @dataclass(frozen=True)
 class Field:
-    """Row for one setting and its key. `values` maps the key's values to the setting's."""
+    """Config row for one setting and its key. `values` maps the key's values to the setting's."""
 
     setting: str
     key: str
@@ -152,7 +152,7 @@ class TrainingNoise:
 
 @dataclass(frozen=True)
 class SameInAllLayers:
-    """Row for a list with one value per layer, which must be the same for all layers."""
+    """Config row for a list with one value per layer, which must be the same for all layers."""
 
     key: str
     value: Any
@@ -172,7 +172,9 @@ class SameInAllLayers:
 
 @dataclass(frozen=True)
 class Window:
-    """Row for `sliding_window`, the number of keys that a query attends to, including its own, in every layer."""
+    """Config row for `sliding_window`, the number of keys that a query attends to, including its own, in
+    every layer.
+    """
 
     default: int | None  # window if config.json omits it
 
@@ -195,7 +197,9 @@ def check_layer_types(kinds: Collection[str] | None, supported: Collection[str])
 
 @dataclass(frozen=True)
 class WindowsByLayer:
-    """Row for windows in the layers that `layer_types` calls sliding_attention, or in all but every N-th layer."""
+    """Config row for windows in the layers that `layer_types` calls sliding_attention, or in all but every
+    N-th layer.
+    """
 
     every: int | None = None  # N if config.json has neither key; None: windows in all layers
     default: int | None = 4096  # window if config.json omits it

@@ -74,7 +74,8 @@ def open_adapters_of(
 ) -> tuple[Transformer, RunConfig | None]:
     """Return a model on the meta device with the adapters loaded, and the adapters' run.
 
-    Raises ConfigError if they have another base, or are those of a reward model."""
+    Raises ConfigError if the adapters have another base, or belong to a reward model.
+    """
     _, adapted, adapter_run, config = open_adapters(source, str(base), show_progress=False)
     if config is not None:
         if others := changed_settings(config.model, model):

@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 
 class ScaledRope(Rope):
-    """Row for RoPE. If config.json has no RoPE settings, it is scaled as in Llama 3."""
+    """Config row for RoPE. If config.json has no RoPE settings, it is scaled as in Llama 3."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if not (hf_config.get("rope_parameters") or hf_config.get("rope_scaling")):

@@ -15,7 +15,7 @@ from megalith.errors import ConfigError
 
 
 class SharedWidth:
-    """Row for `moe_num_shared_experts`, the number of shared experts, each as wide as a routed one."""
+    """Config row for `moe_num_shared_experts`, the number of shared experts, each as wide as a routed one."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         count = hf_config.get("moe_num_shared_experts", 2)

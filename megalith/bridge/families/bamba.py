@@ -28,7 +28,7 @@ SIZES_OF_MAMBA = (
 
 
 class AttentionIndices:
-    """Row for `attn_layer_indices`, the list of the layers with attention."""
+    """Config row for `attn_layer_indices`, the list of the layers with attention."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         attention = hf_config.get("attn_layer_indices") or []
@@ -43,7 +43,7 @@ class AttentionIndices:
 
 
 class OnlyHalfRope(PartialRope):
-    """Row for RoPE on half of each head: transformers ignores another fraction."""
+    """Config row for RoPE on half of each head: transformers ignores another fraction."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {**super().read(hf_config), "rotary_percent": 0.5}

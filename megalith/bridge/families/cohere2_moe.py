@@ -23,7 +23,7 @@ WINDOW = 4096
 
 
 class Layers:
-    """Row for the lists of windows and of experts by layer, and the layers with RoPE."""
+    """Config row for the lists of windows and of experts by layer, and the layers with RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         count, dense = hf_config["num_hidden_layers"], hf_config.get("first_k_dense_replace") or 0
@@ -82,7 +82,9 @@ class Layers:
 
 
 class Widths:
-    """Row for the widths of dense layers and of the shared experts, and how experts and shared experts are combined."""
+    """Config row for the widths of dense layers and of the shared experts, and how experts and shared experts are
+    combined.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         width, shared = hf_config["intermediate_size"], hf_config.get("num_shared_experts") or 0
@@ -111,7 +113,7 @@ class Widths:
 
 
 class Scores:
-    """Row for `expert_selection_fn` and, for sigmoids, `norm_topk_prob`."""
+    """Config row for `expert_selection_fn` and, for sigmoids, `norm_topk_prob`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         function, divides = (
@@ -138,7 +140,9 @@ class Scores:
 
 
 class Norms:
-    """Row for RMSNorm with `rms_norm_eps`, or, if that key is null, LayerNorm without biases with `layer_norm_eps`."""
+    """Config row for RMSNorm with `rms_norm_eps`, or, if that key is null, LayerNorm without biases with
+    `layer_norm_eps`.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if (epsilon := hf_config.get("rms_norm_eps")) is not None:

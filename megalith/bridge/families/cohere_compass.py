@@ -26,7 +26,7 @@ THREE_POSITIONS = ("mrope_section", "mrope_interleaved")  # parameters that text
 
 
 class RopeOrNone(RopeByLayer):
-    """Row for RoPE settings by kind of layer. A kind of layer whose settings are null has no RoPE."""
+    """Config row for RoPE settings by kind of layer. A kind of layer whose settings are null has no RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = hf_config.get("rope_parameters") or {}
@@ -56,7 +56,7 @@ class RopeOrNone(RopeByLayer):
 
 
 class PlainLogits(LogitScale):
-    """Row for `logit_scale`, which is 1 if config.json omits it."""
+    """Config row for `logit_scale`, which is 1 if config.json omits it."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         scale = hf_config.get("logit_scale")
@@ -64,7 +64,9 @@ class PlainLogits(LogitScale):
 
 
 class WindowsIfListed(WindowsByLayer):
-    """Row for windows in the layers that `layer_types` calls sliding_attention; no windows if config.json omits it."""
+    """Config row for windows in the layers that `layer_types` calls sliding_attention; no windows if config.json omits
+    it.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return super().read(hf_config) if hf_config.get("layer_types") else {}

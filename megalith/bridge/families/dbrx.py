@@ -41,7 +41,9 @@ class Nested:
 
 
 class ExpertWeights:
-    """Row for `moe_normalize_expert_weights`: 1 divides a token's weights by their sum, null keeps the softmax."""
+    """Config row for `moe_normalize_expert_weights`: 1 divides a token's weights by their sum, null keeps the
+    softmax.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("uniform_expert_assignment"):
@@ -62,7 +64,7 @@ class ExpertWeights:
 
 
 class Gate:
-    """Requires the activation `silu` in `ffn_act_fn`, an object with a name."""
+    """Check of `ffn_act_fn`, an object with the name of the activation, which must be `silu`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         activation = hf_config.get("ffn_act_fn")
@@ -78,7 +80,9 @@ class Gate:
 
 
 class DbrxRope:
-    """Row for RoPE, whose base is in `rope_parameters` for transformers and in `attn_config` for other loaders."""
+    """Config row for RoPE, whose base is in `rope_parameters` for transformers and in `attn_config` for other
+    loaders.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope, attention = rope_settings(hf_config), hf_config.get("attn_config") or {}
@@ -103,7 +107,9 @@ class DbrxRope:
 
 
 class AttentionBase:
-    """Writes the base of RoPE into `attn_config`, without which transformers 5.24 cannot build the model."""
+    """Config row that writes the base of RoPE into `attn_config`, without which transformers 5.24 cannot build the
+    model.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {}

@@ -106,7 +106,7 @@ PRE_NORMS = {
 
 
 class Tokentypes:
-    """Row for `type_vocab_size`. A model without token types is rejected, because transformers has none."""
+    """Config row for `type_vocab_size`. A model without token types is rejected, because transformers has none."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"num_tokentypes": hf_config.get("type_vocab_size", 2)}
@@ -279,7 +279,7 @@ ACTIVATIONS = {
 
 
 class Stacks:
-    """Row for the number of layers: per stack in Hugging Face, total and encoder's in Megalith."""
+    """Config row for the number of layers: per stack in Hugging Face, total and encoder's in Megalith."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         encoder = hf_config.get("num_layers")
@@ -298,9 +298,10 @@ class Stacks:
 
 
 class FeedForward:
-    """Row for `feed_forward_proj`, the activation and gate. `gated-gelu` is the tanh approximation.
+    """Config row for `feed_forward_proj`, the activation and gate. `gated-gelu` is the tanh approximation.
 
-    Files may repeat it in `dense_act_fn` and `is_gated_act`, which then have priority in transformers."""
+    Files may repeat it in `dense_act_fn` and `is_gated_act`, which then have priority in transformers.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         name = hf_config.get("feed_forward_proj", "relu")
@@ -330,7 +331,7 @@ class FeedForward:
 
 
 class TieAndScale:
-    """Row for `tie_word_embeddings` and `scale_decoder_outputs`.
+    """Config row for `tie_word_embeddings` and `scale_decoder_outputs`.
 
     Older files have only the first key. It then also means that the output matrix's input is scaled.
     """

@@ -21,7 +21,9 @@ DENOMINATOR = 1e-6  # a larger bound on the sum of a token's weights would chang
 
 
 class ExpertInterval:
-    """Row for the layers with experts: every `moe_layer_interval`-th from `moe_layer_start_index` to the end index."""
+    """Config row for the layers with experts: every `moe_layer_interval`-th from `moe_layer_start_index` to the end
+    index.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         count = hf_config["num_hidden_layers"]

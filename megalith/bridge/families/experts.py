@@ -80,7 +80,7 @@ OLMOE = Family(
 
 
 class SparseLayers:
-    """Row for the layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    """Config row for the layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or ()
@@ -150,7 +150,7 @@ QWEN2_MOE = Family(
 
 
 class DenseFirst:
-    """Row for `first_k_dense_replace`, the number of first layers without experts."""
+    """Config row for `first_k_dense_replace`, the number of first layers without experts."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         dense = hf_config.get("first_k_dense_replace") or 0
@@ -161,7 +161,7 @@ class DenseFirst:
 
 
 class MlpLayerTypes:
-    """Row for `mlp_layer_types`, a list of `dense` and `sparse`; the latter have experts.
+    """Config row for `mlp_layer_types`, a list of `dense` and `sparse`; the latter have experts.
 
     If config.json omits the list, the key `count`, or else `dense`, is the number of first layers without experts.
     """
@@ -188,7 +188,7 @@ class MlpLayerTypes:
 
 
 class SharedExperts:
-    """Row for the number of shared experts, which Megalith joins into one MLP.
+    """Config row for the number of shared experts, which Megalith joins into one MLP.
 
     Args:
         key: key of the number.
@@ -220,7 +220,7 @@ class SharedExperts:
 
 
 class RouterGroups:
-    """Row for `n_group` and `topk_group`, where 1 means no limit.
+    """Config row for `n_group` and `topk_group`, where 1 means no limit.
 
     method: config.json has `topk_method`, as DeepSeek-V2's. DeepSeek-V3 has no such key and scores a group by its two
     best experts.
@@ -255,7 +255,7 @@ class RouterGroups:
 
 
 class SigmoidScores:
-    """Row for sigmoid scores that are divided by their sum over a token's experts.
+    """Config row for sigmoid scores that are divided by their sum over a token's experts.
 
     A single expert per token is rejected: transformers gives it the weight 1, Megalith its score.
     """
@@ -294,8 +294,10 @@ class LatentHeads:
 
 
 class RotaryHeads:
-    """Checks `head_dim`, which transformers reads as the number of rotary dimensions of a head; `default` is that
-    number if config.json omits qk_rope_head_dim."""
+    """Check of `head_dim`, which transformers reads as the number of rotary dimensions of a head.
+
+    `default` is that number if config.json omits qk_rope_head_dim.
+    """
 
     def __init__(self, default: int = 64):
         self._default = default
@@ -314,7 +316,7 @@ class RotaryHeads:
 
 
 class MscaleRope(Rope):
-    """Row for RoPE with YaRN's mscale and mscale_all_dim."""
+    """Config row for RoPE with YaRN's mscale and mscale_all_dim."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)

@@ -15,7 +15,9 @@ from megalith.config import ModelConfig
 
 
 class ParallelMixers:
-    """Row for attention and Mamba-2 in parallel in every layer, with the factors on inputs, outputs and gates."""
+    """Config row for attention and Mamba-2 in parallel in every layer, with the factors on inputs, outputs
+    and gates.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         fields: Tree = {

@@ -120,7 +120,7 @@ VAULT_GEMMA = Family(
 
 
 class LogitFactor:
-    """Row for a factor that multiplies the logits, `logits_scaling` or another `key`."""
+    """Config row for a factor that multiplies the logits, `logits_scaling` or another `key`."""
 
     def __init__(self, key: str = "logits_scaling"):
         self._key = key
@@ -134,7 +134,7 @@ class LogitFactor:
 
 
 class AttentionMultiplier:
-    """Row for `attention_multiplier`, by default 1 / √head_dim."""
+    """Config row for `attention_multiplier`, by default 1 / √head_dim."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         value, heads = hf_config.get("attention_multiplier"), hf_config["num_attention_heads"] or 1
@@ -146,7 +146,7 @@ class AttentionMultiplier:
 
 
 class PostNorm:
-    """Row for `use_post_norm`, norms after attention and MLP in addition to the norms before them."""
+    """Config row for `use_post_norm`, norms after attention and MLP in addition to the norms before them."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"norm_placement": "sandwich" if hf_config.get("use_post_norm", True) else "pre"}

@@ -33,7 +33,7 @@ NEO_TENSORS = {
 
 
 class LocalLayers:
-    """Row for `attention_types` with `window_size`: pairs of a list of global and local layers and a count."""
+    """Config row for `attention_types` with `window_size`: pairs of a list of global and local layers and a count."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         pairs = hf_config.get("attention_types") or [[["global", "local"], 12]]
@@ -110,7 +110,7 @@ GPT_NEO = Family(
 
 
 class MultiQuery:
-    """Row for `multi_query`: one key and value head, or one per query head."""
+    """Config row for `multi_query`: one key and value head, or one per query head."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         heads = hf_config["n_head"]

@@ -16,7 +16,7 @@ from megalith.errors import ConfigError
 
 
 class Multiple:
-    """Row for the width of an MLP, which is `intermediate_multiple_size` times the hidden size."""
+    """Config row for the width of an MLP, which is `intermediate_multiple_size` times the hidden size."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         multiple = hf_config.get("intermediate_multiple_size", 4)

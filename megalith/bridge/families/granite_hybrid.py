@@ -27,7 +27,7 @@ WIDTH = Field("ffn_hidden_size", "intermediate_size")
 
 
 class GraniteWidths:
-    """Row for experts with a shared expert, or, if there are no experts, an MLP of the shared expert's width."""
+    """Config row for experts with a shared expert, or, if there are no experts, an MLP of the shared expert's width."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         experts, shared = (
@@ -61,7 +61,7 @@ class GraniteWidths:
 
 
 class RopeOrNoPositions(Rope):
-    """Row for `position_embedding_type`: rope, or null for no positions."""
+    """Config row for `position_embedding_type`: rope, or null for no positions."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         kind = hf_config.get("position_embedding_type")

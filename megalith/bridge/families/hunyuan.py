@@ -19,7 +19,9 @@ from megalith.errors import ConfigError
 
 
 class StretchedRope(Rope):
-    """Row for RoPE. In "dynamic" scaling, `alpha` multiplies the base by alpha^(d / (d − 2)) for heads of size d."""
+    """Config row for RoPE. In "dynamic" scaling, `alpha` multiplies the base by alpha^(d / (d − 2)) for heads of size
+    d.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)
@@ -38,7 +40,7 @@ class StretchedRope(Rope):
 
 
 class TopK:
-    """Row for `moe_topk`, a number or a list with the same number for every layer."""
+    """Config row for `moe_topk`, a number or a list with the same number for every layer."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         topk = hf_config.get("moe_topk", 1)
@@ -78,7 +80,7 @@ HUNYUAN = Family(
 
 
 class SharedMLP:
-    """Row for the shared expert, which is as wide as an expert."""
+    """Config row for the shared expert, which is as wide as an expert."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"moe_shared_expert_intermediate_size": hf_config["intermediate_size"]}

@@ -20,7 +20,7 @@ from megalith.config import ModelConfig
 
 
 class LinearLayers:
-    """Row for the layers with linear attention: `layer_types`, or all but every `full_attention_interval`-th."""
+    """Config row for the layers with linear attention: `layer_types`, or all but every `full_attention_interval`-th."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         kinds, interval = hf_config.get("layer_types"), hf_config.get("full_attention_interval") or 4

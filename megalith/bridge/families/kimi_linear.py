@@ -36,7 +36,7 @@ LINEAR = "linear_attn_config"
 
 
 class KimiExperts(MlpLayerTypes):
-    """Row for the layers with experts: `mlp_layer_types`, or all but the first `first_k_dense_replace`."""
+    """Config row for the layers with experts: `mlp_layer_types`, or all but the first `first_k_dense_replace`."""
 
     def write(self, model: ModelConfig) -> Tree:
         first = model.expert_layers[0] if model.expert_layers else model.num_layers
@@ -46,7 +46,7 @@ class KimiExperts(MlpLayerTypes):
 
 
 class KimiLayers:
-    """Row for the layers and sizes of Kimi Delta Attention.
+    """Config row for the layers and sizes of Kimi Delta Attention.
 
     The published config.json has them in `linear_attn_config`, that of transformers at the top level.
     """

@@ -319,7 +319,7 @@ ONE_NORM_TENSORS = {
 
 
 class FalconDecoder:
-    """Row for Falcon's two decoders.
+    """Config row for Falcon's two decoders.
 
     The new one has GQA and one or two norms. The first one has one norm and MQA or MHA.
     """

@@ -20,7 +20,7 @@ WIDTH = Field("ffn_hidden_size", "intermediate_size")
 
 
 class AdjustedWidth:
-    """Row for the MLP's width, which transformers may compute: two thirds of `intermediate_size`, rounded up."""
+    """Config row for the MLP's width, which transformers may compute: two thirds of `intermediate_size`, rounded up."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         width = hf_config.get("block_ff_dim") or WIDTH.read(hf_config)["ffn_hidden_size"]
@@ -39,7 +39,9 @@ class AdjustedWidth:
 
 
 class AttentionLayers(MixerLayers):
-    """Row for the kind of each layer: `layer_types`, or `full_attn_idxs`, the indices of the layers with attention."""
+    """Config row for the kind of each layer: `layer_types`, or `full_attn_idxs`, the indices of the layers with
+    attention.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         layers, attention = range(hf_config["num_hidden_layers"]), hf_config.get("full_attn_idxs")

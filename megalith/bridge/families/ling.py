@@ -101,7 +101,7 @@ LING2 = Family(
 
 
 class DeepseekYarn(MscaleRope):
-    """Row for RoPE like MscaleRope, with YaRN's name in Sarvam's own files: `deepseek_yarn`."""
+    """Config row for RoPE like MscaleRope, with YaRN's name in Sarvam's own files: `deepseek_yarn`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         old = hf_config.get("rope_scaling") or {}

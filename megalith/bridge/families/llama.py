@@ -121,7 +121,7 @@ LLAMA = Family(
 
 
 class LayersWithoutRope:
-    """Row for layers without RoPE: a 0 in `no_rope_layers`, or every `no_rope_layer_interval`-th."""
+    """Config row for layers without RoPE: a 0 in `no_rope_layers`, or every `no_rope_layer_interval`-th."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         uses_rope = hf_config.get("no_rope_layers")

@@ -22,7 +22,7 @@ CHUNK = 8192
 
 
 class ExpertLayers:
-    """Row for the layers with experts: `moe_layers`, or every `interleave_moe_layer_step`-th."""
+    """Config row for the layers with experts: `moe_layers`, or every `interleave_moe_layer_step`-th."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         layers, step = hf_config.get("moe_layers"), hf_config.get("interleave_moe_layer_step", 1)
@@ -41,7 +41,9 @@ class ExpertLayers:
 
 
 class ChunkedLayers:
-    """Row for `attention_chunk_size` in the layers that `layer_types` calls chunked_attention: those with RoPE."""
+    """Config row for `attention_chunk_size` in the layers that `layer_types` calls chunked_attention: those
+    with RoPE.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size, kinds = hf_config.get("attention_chunk_size", CHUNK), hf_config.get("layer_types")
@@ -68,7 +70,7 @@ class ChunkedLayers:
 
 
 class QueryScalingKeys:
-    """Row for the scaling of queries in layers without RoPE."""
+    """Config row for the scaling of queries in layers without RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         beta, length = hf_config.get("attn_scale", 0.1), hf_config.get("floor_scale", CHUNK)
@@ -87,7 +89,9 @@ class QueryScalingKeys:
 
 
 class RopeBeforeNorm(Rope):
-    """Row for RoPE. Its factor on cosines and sines has no effect, because the norms of queries and keys follow."""
+    """Config row for RoPE. Its factor on cosines and sines has no effect, because the norms of queries and keys
+    follow.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         fields = super().read(hf_config)
@@ -102,7 +106,7 @@ class RopeBeforeNorm(Rope):
 
 
 class QKNorm:
-    """Row for norms of queries and keys, without a weight, in layers with RoPE."""
+    """Config row for norms of queries and keys, without a weight, in layers with RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         uses_norm = bool(hf_config.get("use_qk_norm", True))
@@ -113,7 +117,7 @@ class QKNorm:
 
 
 class ExpertsPerToken:
-    """Row for the number of experts per token, whose weights are not divided by their sum."""
+    """Config row for the number of experts per token, whose weights are not divided by their sum."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         topk = hf_config.get("num_experts_per_tok", 1)
@@ -124,7 +128,7 @@ class ExpertsPerToken:
 
 
 class SharedExpert:
-    """Row for the width of the experts, which the shared expert also has."""
+    """Config row for the width of the experts, which the shared expert also has."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size = hf_config.get("intermediate_size", 8192)

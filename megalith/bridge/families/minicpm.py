@@ -20,7 +20,9 @@ from megalith.errors import ConfigError
 
 
 class DepthScale:
-    """Row for `scale_depth`, which is divided by the square root of the number of layers; null means no factor."""
+    """Config row for `scale_depth`, which is divided by the square root of the number of layers; null means no
+    factor.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         scale, root = hf_config.get("scale_depth", 1.4), math.sqrt(hf_config["num_hidden_layers"] or 1)
@@ -35,7 +37,7 @@ class DepthScale:
 
 
 class LogitBase:
-    """Row for `dim_model_base`: logits are divided by hidden_size / dim_model_base; null means no divisor."""
+    """Config row for `dim_model_base`: logits are divided by hidden_size / dim_model_base; null means no divisor."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         base = hf_config.get("dim_model_base", 256)
@@ -50,7 +52,7 @@ class LogitBase:
 
 
 class ValueHeads:
-    """Row for `v_head_dim`, by default hidden_size / heads."""
+    """Config row for `v_head_dim`, by default hidden_size / heads."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size = hf_config.get("v_head_dim")

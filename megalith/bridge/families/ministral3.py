@@ -24,7 +24,7 @@ YARN = {
 
 
 class RopeAndQueryScaling:
-    """Row for RoPE and the scaling of queries."""
+    """Config row for RoPE and the scaling of queries."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config) or dict(YARN)

@@ -24,7 +24,9 @@ ROPE = RopeByLayer(base=160_000.0, local_base=10_000.0, nested=True)
 
 
 class LocalAttention:
-    """Row for `local_attention`, the width of a window with half of it on each side of a token, and its layers."""
+    """Config row for `local_attention`, the width of a window with half of it on each side of a token, and its
+    layers.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         width, count = hf_config.get("local_attention", 128) or 0, hf_config["num_hidden_layers"]
@@ -57,7 +59,7 @@ class LocalAttention:
 
 
 class GlobalAndLocalRope:
-    """Row for the two bases of RoPE, which older files store as `global_rope_theta` and `local_rope_theta`."""
+    """Config row for the two bases of RoPE, which older files store as `global_rope_theta` and `local_rope_theta`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("rope_scaling"):

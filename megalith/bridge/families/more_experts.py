@@ -34,7 +34,7 @@ WITHOUT_ROPE = tuple(row for row in SETTINGS if not isinstance(row, Rope))
 
 
 class RotaryDim(PartialRope):
-    """Row for RoPE on `rotary_dim` dimensions of a head, or on a fraction of them in rope_parameters."""
+    """Config row for RoPE on `rotary_dim` dimensions of a head, or on a fraction of them in rope_parameters."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size, rotary = hf_config.get("head_dim") or 128, hf_config.get("rotary_dim")
@@ -119,8 +119,7 @@ def _queries_and_gates(model: ModelConfig, rows: int) -> list[RowRun]:
 
 
 class DenseLayers:
-    """Row for `num_dense_layers`, which counts the dense layers at the start. default: its value if config.json omits
-    it."""
+    """Config row for `num_dense_layers`, the number of dense layers at the start; `default` if config.json omits it."""
 
     def __init__(self, default: int = 1):
         self._default = default
@@ -176,7 +175,9 @@ AFMOE = Family(
 
 
 class FlintWindows(WindowsByLayer):
-    """Row for windows in all layers but the first two, every fourth and the last, unless `layer_types` lists them."""
+    """Config row for windows in all layers but the first two, every fourth and the last, unless `layer_types` lists
+    them.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("layer_types") is None:
@@ -190,7 +191,7 @@ class FlintWindows(WindowsByLayer):
 
 
 class FlintLayers(SparseLayers):
-    """Row for the layers with experts; the first two have none if config.json has no `mlp_only_layers`."""
+    """Config row for the layers with experts; the first two have none if config.json has no `mlp_only_layers`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("mlp_only_layers") is None:

@@ -23,7 +23,7 @@ ATTENTION = RequiredKeys(
 
 
 class AttentionConfig:
-    """Row for `attn_config`, an object with the keys of attention; its dropout rate applies everywhere."""
+    """Config row for `attn_config`, an object with the keys of attention; its dropout rate applies everywhere."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         attention = hf_config.get("attn_config") or {}
@@ -37,7 +37,7 @@ class AttentionConfig:
 
 
 class Length:
-    """Row for `max_seq_len`. A length of 1 is rejected, because transformers then has no ALiBi."""
+    """Config row for `max_seq_len`. A length of 1 is rejected, because transformers then has no ALiBi."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         length = hf_config.get("max_seq_len", 2048)

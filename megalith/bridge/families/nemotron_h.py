@@ -32,7 +32,7 @@ OLDER_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 class BlockTypes:
-    """Row for `layers_block_type`, or `hybrid_override_pattern`: the branch of every layer."""
+    """Config row for `layers_block_type`, or `hybrid_override_pattern`: the branch of every layer."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         kinds, pattern = hf_config.get("layers_block_type"), hf_config.get("hybrid_override_pattern")
@@ -58,7 +58,7 @@ class BlockTypes:
 
 
 class NemotronExperts:
-    """Row for the experts, which config.json describes even if no layer has them."""
+    """Config row for the experts, which config.json describes even if no layer has them."""
 
     _rows = (
         Field("num_experts", "n_routed_experts", default=8),
@@ -107,7 +107,9 @@ class UnlimitedSteps:
 
 
 class PatternMTP(MTPLayers):
-    """Row for the number of MTP layers, which have attention, then experts or, in a model without experts, an MLP."""
+    """Config row for the number of MTP layers, which have attention, then experts or, in a model without experts, an
+    MLP.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         fields = super().read(hf_config)

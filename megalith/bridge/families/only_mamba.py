@@ -14,7 +14,7 @@ from megalith.config import ModelConfig
 
 
 class OnlyMamba:
-    """Row for layers that have only Mamba-2."""
+    """Config row for layers that have only Mamba-2."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"hybrid_layer_pattern": "M" * hf_config["num_hidden_layers"]}

@@ -22,7 +22,7 @@ from megalith.config import ModelConfig
 
 
 class LogitScale:
-    """Row for `logit_scale`, which multiplies the logits."""
+    """Config row for `logit_scale`, which multiplies the logits."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"logits_scaling": 1 / (hf_config.get("logit_scale") or 0.0625)}
@@ -32,7 +32,7 @@ class LogitScale:
 
 
 class QKNormPerHead:
-    """Row for `use_qk_norm`: QK norms with weights per head (Command-R+)."""
+    """Config row for `use_qk_norm`: QK norms with weights per head (Command-R+)."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         uses_norm = bool(hf_config.get("use_qk_norm"))
@@ -43,7 +43,7 @@ class QKNormPerHead:
 
 
 class RopeInWindows:
-    """Row for RoPE only in layers with a window.
+    """Config row for RoPE only in layers with a window.
 
     Args:
         windows: the family's row of windows.

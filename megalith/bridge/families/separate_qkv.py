@@ -148,7 +148,7 @@ PHI = Family(
 
 
 class RotaryDimensions:
-    """Row for `rotary_dim`, the number of rotary dimensions of a head, with GPT-J's fixed base."""
+    """Config row for `rotary_dim`, the number of rotary dimensions of a head, with GPT-J's fixed base."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size, rotary = hf_config["n_embd"] // (hf_config["n_head"] or 1), hf_config.get("rotary_dim", 64)
@@ -217,7 +217,7 @@ GPT_J = Family(
 
 
 class Positions:
-    """Row for `max_position_embeddings`, which excludes the table's unused rows; by default `default`."""
+    """Config row for `max_position_embeddings`, which excludes the table's unused rows; by default `default`."""
 
     def __init__(self, default: int = 2048):
         self._default = default

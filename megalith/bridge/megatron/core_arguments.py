@@ -58,7 +58,7 @@ class _Required:
 
 
 class _Heads:
-    """Row for attention heads.
+    """Config row for attention heads.
 
     num_query_groups is used only with group_query_attention. Latent attention uses neither.
     """
@@ -87,7 +87,7 @@ class _Heads:
 
 
 class _Windows:
-    """Row for window_size in the layers given by window_attn_skip_freq."""
+    """Config row for window_size in the layers given by window_attn_skip_freq."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if args.get("window_size") is None:
@@ -113,7 +113,7 @@ class _Windows:
 
 
 class _MTP:
-    """Row for multi-token prediction."""
+    """Config row for multi-token prediction."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if not args.get("mtp_num_layers"):
@@ -130,7 +130,9 @@ class _MTP:
 
 
 class _Activation:
-    """Row for the activation. GELU uses the tanh approximation in Megatron's fused kernel and with openai_gelu."""
+    """Config row for the activation. GELU uses the tanh approximation in Megatron's fused kernel and with
+    openai_gelu.
+    """
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if args.get("swiglu"):
@@ -154,7 +156,9 @@ class _Activation:
 
 
 class _Biases:
-    """Row for add_bias_linear (all linear layers and the router) and add_qkv_bias (unless attention is latent)."""
+    """Config row for add_bias_linear (all linear layers and the router) and add_qkv_bias (unless attention is
+    latent).
+    """
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         names = ["add_bias_linear"] + ["add_qkv_bias"] * (not args.get("multi_latent_attention"))
@@ -171,7 +175,9 @@ class _Biases:
 
 
 class ExpertArguments:
-    """Row for experts. Their arguments are read only with num_experts, because they have defaults in Megatron too."""
+    """Config row for experts. Their arguments are read only with num_experts, because they have defaults in Megatron
+    too.
+    """
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if not args.get("num_experts"):
@@ -203,7 +209,7 @@ class ExpertArguments:
 
 
 class HybridExpertArguments(ExpertArguments):
-    """Row for the experts of hybrid models, whose layers are given by the pattern."""
+    """Config row for the experts of hybrid models, whose layers are given by the pattern."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         return {name: value for name, value in super().read(args).items() if name != "moe_layer_freq"}
@@ -214,7 +220,7 @@ class HybridExpertArguments(ExpertArguments):
 
 
 class BinaryHeadArguments:
-    """Row for bert_binary_head, which implies two segments and a pooler."""
+    """Config row for bert_binary_head, which implies two segments and a pooler."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         binary = args.get("bert_binary_head", True)

@@ -173,7 +173,7 @@ def join_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class DeltaLayers:
-    """Row for `experimental_attention_variant` gated_delta_net with its layers and sizes."""
+    """Config row for `experimental_attention_variant` gated_delta_net with its layers and sizes."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         variant = args.get("experimental_attention_variant")
@@ -211,7 +211,7 @@ class DeltaLayers:
 
 
 class PatternLayers:
-    """Row for `hybrid_layer_pattern` (from core 0.17 on) or `hybrid_override_pattern`, and Mamba-2's sizes."""
+    """Config row for `hybrid_layer_pattern` (from core 0.17 on) or `hybrid_override_pattern`, and Mamba-2's sizes."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         newer, older = args.get("hybrid_layer_pattern"), args.get("hybrid_override_pattern")

@@ -35,7 +35,7 @@ RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """A tensor stored in the parts of the TP ranks."""
+    """A tensor that is stored as one part per tensor-parallel rank."""
 
     parts: list[Tensor]
     kind: str  # "rows", "columns", "gated", or "copies"

@@ -242,7 +242,9 @@ class _Writer(dcp.FileSystemWriter):
         return StorageMeta()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Add the metadata that gives the bytes stored under the first of STATE_NAMES the second name too."""
+        """Write the metadata, in which tensors under the first of STATE_NAMES are also listed under the second, with
+        the same bytes.
+        """
         one, other = STATE_NAMES
         stored = metadata.state_dict_metadata
         stored |= {

@@ -28,7 +28,7 @@ LATENT_YARN = {
 
 
 class CorePositions:
-    """Row for position_embedding_type, rotary_base and rope_scaling."""
+    """Config row for position_embedding_type, rotary_base and rope_scaling."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         """Return settings of ModelConfig."""

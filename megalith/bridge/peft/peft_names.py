@@ -44,9 +44,9 @@ def is_peft(path: str | Path) -> bool:
 
 
 def nested_parameters(parameters: Iterable[str]) -> set[str]:
-    """Return the parameters that another adapted parameter of their module follows.
+    """Return the adapted parameters that are not the last adapted one of their module.
 
-    PEFT wraps a module once per adapted parameter.
+    PEFT wraps a module once per adapted parameter, so the wrappers of these parameters are inside the last one's.
     """
     last = {name.rpartition(".")[0]: name for name in parameters}
     return {name for name in parameters if last[name.rpartition(".")[0]] != name}

@@ -275,10 +275,11 @@ def _their_tokens(
 
 
 def pattern_values(names: Mapping[str, str], values: Mapping[str, Any], default: Any) -> dict[str, Any]:
-    """Return the values other than the default, by the shared name of the modules, else by module.
+    """Return a PEFT pattern: the values that differ from the default, by name of modules.
 
-    A name is shared if all modules that end with it have one value. No two patterns then disagree about a module, so
-    their order does not matter: PEFT sorts them when it saves.
+    A name is a shared one, the end of several modules' names, if all modules that end with it have the same value;
+    otherwise it is the full name of a module. So no two names give a module different values, and their order does not
+    matter: PEFT sorts them when it saves.
     """
     shared: dict[str, set] = {
         name: {values[module] for module in names if f".{module}".endswith(f".{name}")}
