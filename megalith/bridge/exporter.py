@@ -310,7 +310,7 @@ def _config_json(
 
 
 def _describes(family: Family, tree: Tree, model: ModelConfig) -> bool:
-    """Return whether a config.json, in any spelling, has this family and describes this model."""
+    """Return True if a config.json, in any spelling, has this family and describes this model."""
     try:
         return family_of(tree, "") is family and not differences(family.read_config(tree), model)
     except ConfigError:

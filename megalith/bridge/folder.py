@@ -107,12 +107,12 @@ class SourceFolder:
 
 
 def is_model_folder(path: str | Path | StorePath) -> bool:
-    """Return whether a folder has Hugging Face's config.json."""
+    """Return True if a folder has Hugging Face's config.json."""
     return path_exists(open_location(path) / CONFIG)
 
 
 def path_exists(path: Path | StorePath) -> bool:
-    """Return whether a file or folder exists. Raises CheckpointError if an object store does not answer."""
+    """Return True if a file or folder exists. Raises CheckpointError if an object store does not answer."""
     try:
         return path.exists()
     except OSError as error:

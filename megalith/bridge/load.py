@@ -159,12 +159,12 @@ def check_base(checkpoint: Checkpoint, fingerprint: str, path: str) -> None:
 
 
 def is_foreign_weights(path: str | Path) -> bool:
-    """Return whether weights are a Hugging Face folder or hub name or a Megatron folder, not a Megalith run."""
+    """Return True if weights are a Hugging Face folder or hub name or a Megatron folder, not a Megalith run."""
     return is_foreign_folder(path) or not path_exists(open_location(path))
 
 
 def is_foreign_folder(path: str | Path) -> bool:
-    """Return whether a folder is Hugging Face's or Megatron's. A folder with steps of a Megalith run is neither."""
+    """Return True if a folder is Hugging Face's or Megatron's. A folder with steps of a Megalith run is neither."""
     folder = open_location(path)
     if not (is_model_folder(path) or (isinstance(folder, Path) and is_megatron_folder(folder))):
         return False

@@ -265,7 +265,7 @@ def _embedding(groups: list[Group]) -> str:
 
 
 def _differs(source: SourceFolder, output: str, embedding: str) -> bool:
-    """Return whether both matrices exist, in a supported dtype, with different values."""
+    """Return True if both matrices exist, in a supported dtype, with different values."""
     both = [source.tensors.get(name) for name in (output, embedding)]
     if any(stored is None or stored.dtype not in WEIGHT_CODES for stored in both):
         return False  # _check_shapes rejects other dtypes

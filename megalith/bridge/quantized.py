@@ -77,7 +77,7 @@ def quantized_names(groups: Iterable[Group], form: Form, not_in_fp8: str = "") -
 
 
 def is_linear(name: str) -> bool:
-    """Return whether a Megalith parameter is the weight of a layer's linear."""
+    """Return True if a Megalith parameter is the weight of a layer's linear."""
     *_, module, kind = name.split(".")
     return LAYER.match(name) is not None and module.startswith("linear_") and kind == "weight"
 

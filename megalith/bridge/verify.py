@@ -138,7 +138,7 @@ def compare_logits(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and bits."""
+    """Return True if two tensors have the same dtype, shape and bits."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)))

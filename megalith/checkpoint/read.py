@@ -145,12 +145,12 @@ class Checkpoint:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Return whether `name`, a path inside a checkpoint step, is in the tokenizer's folder."""
+    """Return True if `name`, a path inside a checkpoint step, is in the tokenizer's folder."""
     return TOKENIZER in name.split("/")[:-1]
 
 
 def is_task_file(name: str) -> bool:
-    """Return whether `name`, a path inside a checkpoint step, is a file of the task's state."""
+    """Return True if `name`, a path inside a checkpoint step, is a file of the task's state."""
     return name.split("/")[-2:-1] == [TASK] and not is_tokenizer_file(name)
 
 

@@ -13,7 +13,7 @@ disable_tracing = torch._disable_dynamo
 
 
 def is_tracer_imported() -> bool:
-    """Return whether torch's tracer is imported. If not, nothing is compiled."""
+    """Return True if torch's tracer is imported. If not, nothing is compiled."""
     return "torch._dynamo" in sys.modules
 
 

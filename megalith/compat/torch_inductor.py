@@ -48,7 +48,7 @@ def set_kernel_choices(choices: KernelChoices) -> None:
 
 
 def reduces_rows(features: KernelFeatures, max_width: int) -> bool:
-    """Return whether a kernel reduces along contiguous rows that are known to have at most `max_width` elements."""
+    """Return True if a kernel reduces along contiguous rows that are known to have at most `max_width` elements."""
     along_rows = features.get_reduction_hint() is ReductionHint.INNER
     return along_rows and V.graph.sizevars.statically_known_leq(features.reduction_numel, max_width)
 

@@ -26,7 +26,7 @@ def requested_samples(sampler: RandomSampler) -> int | None:
 
 
 def supports_amp_scaling(optimizer: Optimizer) -> bool:
-    """Return whether `step` divides gradients by optimizer.grad_scale and skips if optimizer.found_inf is 1."""
+    """Return True if `step` divides gradients by optimizer.grad_scale and skips if optimizer.found_inf is 1."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 

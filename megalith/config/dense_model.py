@@ -107,7 +107,7 @@ class DenseModel(DenseSettings):
         return self.add_bias_linear or self.add_proj_bias
 
     def has_proj_bias(self, number: int) -> bool:
-        """Return whether attention's output projection in layer `number` has a bias."""
+        """Return True if attention's output projection in layer `number` has a bias."""
         return self.proj_bias and (not self.proj_bias_in_last_layer_only or number == self.num_layers - 1)
 
     @property

@@ -88,7 +88,7 @@ def help_text(word: str | None = None, width: int = 100) -> str:
 
 
 def _matches(word: str | None, section: str, text: str) -> bool:
-    """Return whether the help for `word` includes a setting of `section` with this name and help."""
+    """Return True if the help for `word` includes a setting of `section` with this name and help."""
     if word is None or word in RunConfig.model_fields:
         return word in (None, section)
     return word.lower().strip("-").replace("-", "_") in text.lower().replace("-", "_")

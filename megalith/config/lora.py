@@ -250,7 +250,7 @@ class LoraConfig(Section):
         return tokens if isinstance(tokens, dict) else {WORD_EMBEDDINGS: tokens}
 
     def adapts_layer(self, number: int, model: ModelConfig) -> bool:
-        """Return whether layer `number` of the model has adapters. A decoder's layers count from 0 after an encoder."""
+        """Return True if layer `number` of the model has adapters. A decoder's layers count from 0 after an encoder."""
         if self.layers_to_transform is None:
             return True
         return index_in_stack(number, model) in self.layers_to_transform

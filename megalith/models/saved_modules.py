@@ -34,7 +34,7 @@ def path_of(name: str) -> str:
 
 
 def can_be_saved(path: str) -> bool:
-    """Return whether the module at this path can be trained in full."""
+    """Return True if the module at this path can be trained in full."""
     module = path.rpartition(".")[2]
     return module in TRAINABLE or module.endswith("norm")
 

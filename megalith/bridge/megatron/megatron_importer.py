@@ -95,7 +95,7 @@ def import_megatron(
 
 
 def is_megatron_folder(path: str | Path) -> bool:
-    """Return whether a local folder is Megatron's save folder or an iteration of it, even if damaged.
+    """Return True if a local folder is Megatron's save folder or an iteration of it, even if damaged.
 
     A folder with steps of a Megalith run is not, even if it has files for Megatron's scripts.
     """

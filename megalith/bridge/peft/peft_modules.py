@@ -146,5 +146,5 @@ def modules_to_save(family: Family, groups: Iterable[Group], saved: Iterable[str
 
 
 def can_group_be_saved(group: Group) -> bool:
-    """Return whether a tensor can be trained in full in addition to adapters."""
+    """Return True if a tensor can be trained in full in addition to adapters."""
     return can_be_saved(path_of(group.name)) and group.name != SCORE

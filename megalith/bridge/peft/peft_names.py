@@ -39,7 +39,7 @@ TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # PEFT's name; they are the
 
 
 def is_peft(path: str | Path) -> bool:
-    """Return whether a folder contains adapters in PEFT's format."""
+    """Return True if a folder contains adapters in PEFT's format."""
     return (Path(path) / CONFIG_FILE).is_file()
 
 

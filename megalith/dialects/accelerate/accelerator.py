@@ -305,7 +305,7 @@ class Accelerator(accelerate.Accelerator):
             yield share
 
     def check_trigger(self) -> bool:
-        """Return whether any process has called `set_trigger`. Every rank calls it."""
+        """Return True if any process has called `set_trigger`. Every rank calls it."""
         if not self._uses_megalith:
             return super().check_trigger()
         flag = torch.zeros((), dtype=torch.int64, device=self.device) + (self.flag_tensor or 0)

@@ -81,7 +81,7 @@ class MegatronLMPlugin(StockPlugin):
                 )
 
     def is_set(self, name: str) -> bool:
-        """Return whether the script or the environment set the field."""
+        """Return True if the script or the environment set the field."""
         return name in self.set_fields
 
     def data_parallel_size_of(self, processes: int) -> int:

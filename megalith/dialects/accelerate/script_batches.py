@@ -205,5 +205,5 @@ def split_micro_batches(batch: Batch, count: int, multiple: int = 1) -> list[Bat
 
 
 def is_right_padded(mask: Tensor | None) -> bool:
-    """Return whether there is a mask and it has padding only at the ends of sequences."""
+    """Return True if there is a mask and it has padding only at the ends of sequences."""
     return mask is not None and bool((mask.diff(dim=1) <= 0).all())

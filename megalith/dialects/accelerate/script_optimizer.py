@@ -194,7 +194,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     mark_counting_step(step)
 
     def _steps_without_parameters(self) -> bool:
-        """Return whether this pipeline rank has no trained parameters, but steps with the others."""
+        """Return True if this pipeline rank has no trained parameters, but steps with the others."""
         return self.model.mesh.pp.size > 1 and not any(group["params"] for group in self.param_groups)
 
     def _total_squares(self, parameters: list[Tensor]) -> Tensor:

@@ -283,7 +283,7 @@ def set_adapters(keys: OumiKeys) -> None:
 
 
 def _pattern_matches(pattern: str, module: str) -> bool:
-    """Return whether a name or a regular expression, in PEFT's syntax, matches a module."""
+    """Return True if a name or a regular expression, in PEFT's syntax, matches a module."""
     try:
         return module.endswith(f".{pattern}") or re.fullmatch(pattern, module) is not None
     except re.error:
@@ -291,7 +291,7 @@ def _pattern_matches(pattern: str, module: str) -> bool:
 
 
 def read_trainer_kwargs(keys: OumiKeys, trainer: str) -> bool:
-    """Set the settings in training.trainer_kwargs; return whether to write pytorch_model.bin."""
+    """Set the settings in training.trainer_kwargs; return True if pytorch_model.bin is to be written."""
     kwargs, settings = dict(keys["training.trainer_kwargs"]), TRAINER_KWARGS[trainer]
     safetensors = kwargs.pop("save_safetensors", True)
     for name, value in kwargs.items():

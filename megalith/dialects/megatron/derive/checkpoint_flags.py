@@ -96,7 +96,7 @@ SCHEDULE_OF_CHECKPOINT = (
 
 
 def is_empty(folder: Path) -> bool:
-    """Return whether a folder is missing, empty, or a Megalith run without a checkpoint."""
+    """Return True if a folder is missing, empty, or a Megalith run without a checkpoint."""
     if not folder.is_dir():
         return True
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir():
