@@ -13,19 +13,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import megalith
+from megalith.child_process import python_command
 from megalith.data.chat.chat_template import template_of
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, MegalithError, printable
@@ -36,16 +34,12 @@ from megalith.launch.signals import STOP_SIGNALS
 from megalith.serve.chat_format import ChatFormat
 from megalith.serve.http_server import HttpServer
 from megalith.serve.openai_service import Access, OpenAiService
-from megalith.serve.remote_engine import EngineFacts, Event, RemoteEngine
+from megalith.serve.remote_engine import EngineFacts, RemoteEngine, RequestEvent
 from megalith.serve.served_adapters import ServedAdapter, ServedAdapters
 
 if TYPE_CHECKING:
     from megalith.generation.live_engine import LiveEngine
 
-PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from megalith.serve import http_process; "
-    "http_process.main(int(sys.argv[2]))"
-)
 END_TIMEOUT = 10.0  # seconds for the server to end its connections
 
 
@@ -72,17 +66,12 @@ class HttpProcess:
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
-        command = [
-            sys.executable,
-            "-c",
-            PROGRAM,
-            str(Path(megalith.__file__).parents[1]),
-            str(theirs.fileno()),
-        ]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        self._process = subprocess.Popen(
+            python_command(main, theirs.fileno()), pass_fds=[theirs.fileno()], env=environment
+        )
         theirs.close()
-        self._events: list[Event] = []
+        self._events: list[RequestEvent] = []
         self._outgoing: SimpleQueue[tuple] = SimpleQueue()
         self._request_ids: dict[int, int] = {}  # the engine's ids of open requests, by the server's
         self._lock = Lock()  # of `_request_ids`
@@ -158,7 +147,7 @@ class HttpProcess:
             events, self._events = self._events, []
             self._put(live, events)
 
-    def _put(self, live: LiveEngine, events: list[Event]) -> None:
+    def _put(self, live: LiveEngine, events: list[RequestEvent]) -> None:
         self._outgoing.put(("events", events, live.engine.prefill_tokens, live.engine.reused_tokens))
 
     def _send_all(self) -> None:

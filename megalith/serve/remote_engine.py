@@ -14,8 +14,8 @@ from megalith.errors import ConfigError
 from megalith.generation.live_request import LiveRequest, OnTokens, check_requests
 from megalith.generation.logits_processing import OFF
 
-Event = tuple[int, list[int], list[float], str | None]
-"""Number of a request, new ids, their log-probabilities, and the reason of the end, None before the end."""
+RequestEvent = tuple[int, list[int], list[float], str | None]
+"""Number of a request, new ids, their log-probabilities, and the reason for its end, None before the end."""
 
 
 @dataclass
@@ -121,7 +121,7 @@ class RemoteEngine:
                 self._is_closed = True
             return not self._is_closed
 
-    def _deliver(self, events: Sequence[Event], prefill_tokens: int, reused_tokens: int) -> None:
+    def _deliver(self, events: Sequence[RequestEvent], prefill_tokens: int, reused_tokens: int) -> None:
         self.engine.prefill_tokens, self.engine.reused_tokens = prefill_tokens, reused_tokens
         for number, ids, logprobs, reason in events:
             ticket = self._tickets.get(number) if reason is None else self._tickets.pop(number, None)

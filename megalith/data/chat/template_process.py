@@ -8,19 +8,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from threading import Lock
 from typing import Any
 
-from megalith.data.chat.template_renderer import MEMORY, SECONDS
+from megalith.child_process import python_command
+from megalith.data.chat.template_renderer import MEMORY, SECONDS, serve
 from megalith.errors import ConfigError
-
-PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[1:]; from megalith.data.chat.template_renderer import serve; serve()"
-)
 
 
 class TemplateProcess:
@@ -51,7 +47,7 @@ class TemplateProcess:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *sys.path],
+            python_command(serve),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             process_group=0,  # only this process gets the terminal's interrupts
         )  # fmt: skip

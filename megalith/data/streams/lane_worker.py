@@ -9,25 +9,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import weakref
 from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-import megalith
+from megalith.child_process import python_command
 from megalith.data.preprocessing.encoding import LIBRARY_THREADS
 from megalith.data.streams.lane import Lane, LanePosition, StreamSettings
 from megalith.errors import ConfigError, DataError, MegalithError
 
-PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from megalith.data.streams import lane_worker; "
-    "lane_worker.main()"
-)
 Failure = tuple[str, str]  # name of the error's class, message
 ERRORS = {error.__name__: error for error in (ConfigError, DataError)}
 
@@ -59,10 +53,9 @@ class LaneWorker:
     """
 
     def __init__(self, settings: StreamSettings, ahead: int):
-        command = [sys.executable, "-c", PROGRAM, str(Path(megalith.__file__).parents[1])]
         environment = {**os.environ, LIBRARY_THREADS: "false"}  # one worker, one core
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            python_command(main), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
         self._output = Connection(os.dup(self._process.stdin.fileno()), readable=False)
         self._input = Connection(os.dup(self._process.stdout.fileno()), writable=False)
