@@ -48,7 +48,9 @@ class AveragedCheckpoint(Checkpoint):
 
 
 def with_average(checkpoint: Checkpoint) -> tuple[Checkpoint, bool]:
-    """Return the checkpoint with the averaged weights of its optimizer state, and whether it has any."""
+    """Return the checkpoint read with the averaged weights of its optimizer state, and True. Without averages, return
+    the checkpoint itself and False.
+    """
     names = checkpoint.manifest.tensors.get(OPTIMIZER, {})
     if not any(name.endswith((f".{EMA}", f".{Z}")) for name in names):
         return checkpoint, False
@@ -57,7 +59,7 @@ def with_average(checkpoint: Checkpoint) -> tuple[Checkpoint, bool]:
 
 @dataclass(frozen=True)
 class MeanValues:
-    """The mean over checkpoints of a box of a tensor, computed when it is written. Implements TensorSource."""
+    """A box of the mean of one tensor over several checkpoints, computed as it is written. Implements TensorSource."""
 
     checkpoints: Sequence[Checkpoint]
     name: str

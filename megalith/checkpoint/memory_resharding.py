@@ -1,8 +1,8 @@
 """Snapshots in host memory after the number of ranks has changed: each rank assembles its new shards from old ones.
 
-Shards are boxes in global tensors (extent.py). Ranks exchange the boxes that they hold and those that they need, so
-that each knows what to send. A rank uses what it holds itself, and receives the rest from one of the ranks that hold
-it.
+Shards are boxes in global tensors (extent.py). Ranks tell each other which boxes they hold and which they need, so that
+each rank knows which values to send. A rank uses the values that it holds itself, and receives each other value from
+one rank that holds it.
 """
 
 from __future__ import annotations

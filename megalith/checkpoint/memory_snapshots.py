@@ -382,8 +382,9 @@ def _is_complete(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int)
 
 
 def _has_same_ranks(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int) -> bool:
-    """Return True if every rank that holds the snapshot had the same number and partner, among as many ranks, when it
-    was taken."""
+    """Return True if the number of ranks is the one at the time of the snapshot, and each rank that holds the snapshot
+    has the same number and partner as then.
+    """
     size, key = len(everyone), str(serial)
     return all(
         local.get(key, [size, rank]) == [size, rank]

@@ -40,8 +40,9 @@ class Staging:
         self._end, self._devices = 0, set()
 
     def add(self, tensors: Iterable[Tensor]) -> list[HostBytes]:
-        """Queue copies of the tensors, after those since `begin`. They are complete when the device's current stream
-        has reached this point."""
+        """Queue copies of the tensors to host memory, placed after the tensors added since `begin`. The copies are
+        complete when the device's current stream has reached this point.
+        """
         copies = []
         for tensor in tensors:  # one at a time: some are created on iteration
             if tensor.is_cuda:

@@ -114,7 +114,9 @@ def _reduced_shard(parameter: LocalShard, values: Tensor, dim: int) -> LocalShar
 
 
 def _whole_shard(parameter: LocalShard, values: Tensor) -> LocalShard:
-    """Return the shard of a state of whole matrices. The matrices are this rank's experts, or a single one."""
+    """Return the shard of optimizer state that belongs to complete matrices: those of this rank's experts, or a single
+    one.
+    """
     shape, offset = list(values.shape), [0] * values.ndim
     if len(parameter.shape) == 3:
         shape[0], offset[0] = parameter.shape[0], parameter.offset[0]
