@@ -222,9 +222,9 @@ ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
 
 
 def remove_overridden(tree: dict[str, dict[str, Any]], name: str, value: Any) -> None:
-    """Remove from `tree` other spellings of the setting that `name` = `value` overrides.
+    """Remove from `tree` every other spelling of the setting that `name` = `value` sets.
 
-    A spelling that is set to false only excludes a value, so other values of the setting stay.
+    A spelling set to false only excludes one value of the setting, so spellings with other values stay.
     """
     path, excluded = _target(name, value), None
     if isinstance(ALIASES.get(name), Choose) and value is False:

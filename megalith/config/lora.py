@@ -236,11 +236,11 @@ class LoraConfig(Section):
         return _first_match(self.rank_pattern, adapter_names(layer, site, part), self.rank)
 
     def alpha_of(self, layer: str, site: str, part: str) -> float:
-        """Return alpha of an adapter; the arguments are those of `rank_of`."""
+        """Return alpha of an adapter. See `rank_of` for the arguments."""
         return _first_match(self.alpha_pattern, adapter_names(layer, site, part), self.alpha)
 
     def scaling_of(self, layer: str, site: str, part: str) -> float:
-        """Return the factor of an adapter's output; the arguments are those of `rank_of`."""
+        """Return the factor of an adapter's output. See `rank_of` for the arguments."""
         rank, alpha = self.rank_of(layer, site, part), self.alpha_of(layer, site, part)
         return alpha / rank**0.5 if self.use_rslora else alpha / rank
 

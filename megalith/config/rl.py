@@ -121,7 +121,11 @@ class RlConfig(
 
     @property
     def corrects_batches(self) -> bool:
-        """True if rollout_rs or rollout_is_batch_normalize compares the old policy, before the rollout batch."""
+        """True if the log-probabilities of a rollout batch are corrected before training on it.
+
+        This is so if rollout_rs or rollout_is_batch_normalize applies and the old policy's log-probabilities come from
+        the policy, not from the engine.
+        """
         return self.old_logprobs == "policy" and (self.rollout_rs is not None or self.normalizes_mismatch)
 
     @property

@@ -270,5 +270,5 @@ class PolicyLossSettings(Section):
 
     @property
     def rejects_in_loss(self) -> bool:
-        """True if rollout_rs compares the policy that trains, in the loss (verl's bypass mode)."""
+        """True if rollout_rs rejects tokens in the loss, by the ratio of the trained policy (verl's bypass mode)."""
         return self.rollout_rs is not None and self.old_logprobs == "rollout"

@@ -98,7 +98,7 @@ class ToolSettings(Section):
 
     @property
     def tools_environment_or_agent(self) -> str | list[str] | None:
-        """The first that is set of rl.agent, rl.tools and rl.environment. Each can give a completion several turns."""
+        """rl.agent if set, otherwise rl.tools, otherwise rl.environment. Each can give a completion several turns."""
         return self.agent or self.tools_or_environment
 
     @property

@@ -13,7 +13,9 @@ Setting = tuple[str, object, str]
 
 
 def context_degrees(ranks: int, smallest: int = 1) -> list[int]:
-    """Return the possible dynamic context parallel sizes: powers of two from `smallest` on that divide `ranks`."""
+    """Return the possible dynamic context parallel sizes: the powers of two that divide `ranks` and are at least
+    `smallest`.
+    """
     powers = (1 << exponent for exponent in range(ranks.bit_length()))
     return [power for power in powers if power >= smallest and ranks % power == 0]
 

@@ -120,9 +120,10 @@ def ranks_of_a_token(model: ModelConfig, size: int) -> float:
 
 
 def rows_of_a_token(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Return the expert rows that a rank allocates per local token.
+    """Return the number of expert rows that a rank allocates per local token.
 
-    This is the number for balanced experts; static dispatch allocates for the worst case of all ranks.
+    The number assumes balanced experts, except under static dispatch, which allocates for the worst case over all
+    ranks.
     """
     size = parallel.expert_model_parallel_size
     if not is_static(model, parallel):
@@ -156,7 +157,7 @@ def expert_data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def expert_shard_size(parallel: ParallelConfig, world_size: int) -> int:
-    """Return the number of replicas of an expert that its optimizer state is sharded over."""
+    """Return the number of ranks that an expert's optimizer state is sharded over."""
     if parallel.data_parallel_sharding_strategy == "no_shard":
         return 1
     copies = expert_data_parallel_size(parallel, world_size)

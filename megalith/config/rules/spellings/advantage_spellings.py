@@ -42,5 +42,7 @@ def baseline(value: bool, rl: Rl) -> dict[str, Any]:
 
 
 def deviation(value: bool, rl: Rl) -> dict[str, Any]:
-    """Return NeMo-RL's standard deviation of the other completions, used with their mean."""
+    """Return the settings for NeMo-RL's standard deviation: of the other completions of the prompt, as their
+    mean is.
+    """
     return {"advantage_deviation": "others", "advantage_epsilon": EPSILON} if value else {}

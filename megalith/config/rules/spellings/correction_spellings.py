@@ -88,7 +88,9 @@ def correction(value: bool, rl: Rl) -> dict[str, Any]:
 
 
 def unbounded(value: bool, rl: Rl) -> dict[str, Any]:
-    """Return NeMo-RL's correction without a truncation type; with only a ratio it is tis."""
+    """Return the settings for NeMo-RL's correction without a truncation type: truncate if a maximum is set, else
+    unbounded.
+    """
     if not value:
         return {}
     level = "sequence" if is_per_sequence(rl) else "token"
@@ -110,6 +112,8 @@ def truncation(kind: str, rl: Rl) -> dict[str, Any]:
 
 
 def min_weight(kind: str, rl: Rl) -> dict[str, Any]:
-    """Return the lower bound that NeMo-RL requires; the default is the one in its documentation."""
+    """Return the lower bound of the weights for a NeMo-RL truncation type. Default: the one in NeMo-RL's
+    documentation.
+    """
     bound = MIN_WEIGHTS.get(kind)
     return {} if bound is None else {"vllm_importance_sampling_clip_min": bound}
