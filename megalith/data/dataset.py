@@ -1,10 +1,10 @@
 """Megatron's GPT sample stream, without index files.
 
 The documents of a split, repeated for as many epochs as needed, are shuffled and concatenated. Sample j is the S + 1
-tokens from token j * S on (the last token of a sample is the first of the next: an input and its label), and a second
-shuffle maps i to j. Megatron walks over the concatenation once and stores where each sample starts. Here the start is
-found on demand by binary search in the cumulative sums of every 64th document. Opening a dataset costs only the two
-shuffles, and memory holds 4 bytes per document and epoch and 4 bytes per sample.
+tokens that start at token j * S (the last token of a sample is the first of the next: an input and its label), and a
+second shuffle maps i to j. Megatron walks over the concatenation once and stores where each sample starts. Here the
+start is found on demand by binary search in the cumulative sums of every 64th document. Opening a dataset costs only
+the two shuffles, and memory holds 4 bytes per document and epoch and 4 bytes per sample.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the group's ranks. Short sequences are packed on single ranks, without any excha
 take as many ranks as they need (FlexSP, Wang et al. 2024; Megatron core's dynamic context parallelism).
 
 A rank waits for the others in every pass, because layers gather parameters from all of them. The schedule therefore
-keeps the ranks of a pass level:
+gives all ranks of a pass nearly the same time:
 
 1. A sequence starts with the smallest degree whose ranks have room for it.
 2. From the longest to the shortest, each sequence goes where it raises the time of its pass least. A pass is added
@@ -166,7 +166,9 @@ def _fewest_ranks(lengths: np.ndarray, limits: RankLimits) -> np.ndarray:
 def _degrees_within(
     lengths: np.ndarray, fewest: np.ndarray, limit: int, limits: RankLimits, costs: PassCosts
 ) -> np.ndarray:
-    """Return the smallest degree, from `fewest` on, at which a sequence costs at most `limit`, or the largest."""
+    """Return the smallest degree of at least `fewest` at which a sequence costs at most `limit`, or the largest
+    degree.
+    """
     degrees = np.full_like(fewest, limits.degrees[-1])
     for degree in reversed(limits.degrees[:-1]):
         fits = (degree >= fewest) & (costs.on_rank(lengths, degree) <= limit)
@@ -233,7 +235,9 @@ def _place(
 
 
 def _best_group(passes: _Passes, degree: int, cost: int, room: int) -> tuple[int, int] | None:
-    """Return the pass and first rank of the group with room whose pass becomes longest by the least, or None."""
+    """Return the pass and first rank of the group where a sequence lengthens its pass least, or None if no group has
+    room.
+    """
     if not passes.sequences:
         return None
     shape = (len(passes.sequences), -1, degree)

@@ -26,7 +26,7 @@ WARM_UP = 8  # steps per dataset that a block starts early, so that its guess co
 
 
 def scheduled_order(weights: BlendWeights, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `greedy_order` returns, for weights that change during the run."""
+    """Return the result of `greedy_order` for weights that change during the run."""
     if weights.is_constant:
         return greedy_order(weights.first[0], num_samples)
     datasets, parts = weights.first.shape[1], []

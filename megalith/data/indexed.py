@@ -388,8 +388,8 @@ def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrit
 
 
 def _packed_offsets(lengths: np.ndarray, dtype: np.dtype, start: int) -> tuple[np.ndarray, int]:
-    """Return the byte offset of each sequence, int64, for sequences stored without gaps from `start` on,
-    and the end.
+    """Return the byte offset of each sequence, int64, and the end offset, for sequences stored without gaps from byte
+    `start`.
     """
     sizes = _sizes(lengths, dtype)
     ends = np.cumsum(sizes) + start

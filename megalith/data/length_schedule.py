@@ -19,7 +19,7 @@ class LengthSchedule:
 
     Args:
         points: mappings `{samples: N, seq_length: L}` or `{tokens: N, seq_length: L}`, in ascending order, the first at
-            0. Length L applies from sample N (or token N) on and must divide `seq_length`.
+            0. Length L starts to apply at sample N (or token N) and must divide `seq_length`.
         seq_length: tokens per sample.
 
     Raises:

@@ -320,7 +320,9 @@ def _cumulative_span_probabilities(max_words: int) -> list[float]:
 
 
 def _longest_fit(bounds: list[int], room: float) -> slice:
-    """Return the positions of the longest run of words, from the first bound on, with at most `room` tokens."""
+    """Return the positions of the longest run of whole words that starts at the first bound and has at most `room`
+    tokens.
+    """
     return slice(bounds[0], next(end for end in reversed(bounds) if end - bounds[0] <= room))
 
 

@@ -1,7 +1,7 @@
 """Weights of a blend over a run: constant, in phases, or changing linearly, with caps on the epochs of a source.
 
-A schedule is a list of points `{samples: N, weights: [...]}` or `{tokens: N, weights: [...]}`. A point's weights apply
-from its position on; with `interpolation: linear`, the weights change linearly between points and reach the point's
+A schedule is a list of points `{samples: N, weights: [...]}` or `{tokens: N, weights: [...]}`. A point's weights start
+to apply at its position; with `interpolation: linear`, the weights change linearly between points and reach the point's
 weights at its position. Before the first point, the weights of the data path apply. Points in tokens are rounded up to
 samples.
 """

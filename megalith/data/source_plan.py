@@ -51,8 +51,8 @@ def source_plan(train: SampleDataset, num_samples: int, seq_length: int) -> dict
 
 
 def source_notes(plan: dict[str, Any]) -> list[str]:
-    """Return notes about sources of a blend that the run reads more than once, or less often than their weights ask
-    for.
+    """Return notes about sources that the run reads more than once, or less often than their weights in the blend
+    imply.
     """
     notes, sources = [], plan["sources"]
     if len(sources) < 2:

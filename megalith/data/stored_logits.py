@@ -1,7 +1,7 @@
 """A teacher's stored predictions: the top-k vocabulary entries for every sample of a run's stream.
 
     FOLDER/logits.json                       teacher and settings
-    FOLDER/samples_000000000000.safetensors  samples from this number on:
+    FOLDER/samples_000000000000.safetensors  samples, starting at this number:
         indices   int32 [samples, seq, k]        top-k entries after each token
         logprobs  float32 [samples, seq, k + 1]  their log-probabilities, descending, then that of all other entries
         digests   int64 [samples]                checksums of the samples' tokens

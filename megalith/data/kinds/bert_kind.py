@@ -16,7 +16,7 @@ from megalith.progress import Progress
 
 
 class BertKind(DatasetKind):
-    """MaskedLMDataset, or MockMaskedDataset."""
+    """Masked samples of an encoder (MaskedLMDataset); mock data are MockMaskedDataset."""
 
     collate = staticmethod(make_bert_batch)
 

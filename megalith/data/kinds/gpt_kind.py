@@ -13,7 +13,7 @@ from megalith.progress import Progress
 
 
 class GPTKind(DatasetKind):
-    """GPTDataset, FimDataset, PackedDataset or MockDataset."""
+    """Samples of a decoder: GPTDataset, FimDataset (fill in the middle) or PackedDataset; mock data are MockDataset."""
 
     def mock(self, num_samples: int, seed: int) -> SampleDataset:
         eod = self.tokenizer and self.tokenizer.eod

@@ -17,7 +17,7 @@ from megalith.progress import Progress
 
 
 class T5Kind(DatasetKind):
-    """SpanDataset, or MockPairDataset."""
+    """Samples of an encoder and decoder with masked spans (SpanDataset); mock data are MockPairDataset."""
 
     collate = staticmethod(make_t5_batch)
 

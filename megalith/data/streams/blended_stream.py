@@ -13,10 +13,10 @@ from megalith.data.streams.stream import STREAM_LENGTH, SampleStream, State
 
 
 class BlendedStream(BlendedDataset, SampleStream):
-    """`num_samples` samples from several datasets, some of them streams. Positions from `num_samples` on repeat the
-    order.
+    """`num_samples` samples from several datasets, some of them streams. Later positions repeat the same order of
+    datasets.
 
-    Indexed sources are read in their own order, from the beginning again after their last sample.
+    Indexed datasets are read in their own order and start again after their last sample.
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], weights: Mixture, num_samples: int) -> None:

@@ -82,7 +82,7 @@ class LanePosition:
 
 
 class Lane:
-    """Samples of one lane, from a position on.
+    """Samples of one lane, starting at a position.
 
     Raises:
         DataError: from `next_sample`, for unusable text or at the end of a stream that is read once.

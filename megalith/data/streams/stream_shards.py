@@ -90,7 +90,7 @@ class ShardReader:
         self._hub: dict[HubDataset, Any] = {}
 
     def blocks(self, shard: Shard, first: int) -> Iterator[tuple[int, DocumentBlock]]:
-        """Yield the blocks of a shard from number `first` on, each with its number.
+        """Yield the blocks of a shard, starting at number `first`, each with its number.
 
         An error of the network is retried from the block that failed.
 

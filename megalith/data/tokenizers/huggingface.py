@@ -183,8 +183,8 @@ class HuggingFaceTokenizer(RustTokenizer):
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """`eod`, then the other values of eos_token_id in generation_config.json or, without that file, in config.json.
-        vLLM does the same.
+        """`eod`, then the other values of eos_token_id in generation_config.json or, without that file, in config.json,
+        as in vLLM.
 
         gpt-oss ends with <|return|>, <|endoftext|> or <|call|>, for example, and Llama 3.1 with <|eot_id|>, <|eom_id|>
         or <|end_of_text|>.

@@ -148,7 +148,7 @@ class Tokenizer(ABC):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a generated text: `eod`, and further ones that the tokenizer's files name."""
+        """Ids that end a generated text: `eod`, and other ids that the tokenizer's files list."""
         return () if self.eod is None else (self.eod,)
 
     def pieces(self) -> list[str]:
