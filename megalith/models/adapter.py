@@ -10,7 +10,7 @@ from megalith.config import LoraConfig
 
 
 class Adapter(nn.Module):
-    """The adapters of one matrix, by part. `scaling` is a seam: 0 turns them off."""
+    """The adapters of one matrix, by part. A `scaling` of 0 turns them off."""
 
     lora_A: nn.ModuleDict
     lora_B: nn.ModuleDict
@@ -47,7 +47,9 @@ class Adapter(nn.Module):
         return False
 
     def scaled(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parts' outputs, each multiplied by the part's scale relative to `scaling`."""
+        """Return the parts' outputs. The output of a part with its own scale is multiplied by that scale /
+        `scaling`.
+        """
         if not self.factors:
             return parts
         return {part: x * self.factors[part] if part in self.factors else x for part, x in parts.items()}

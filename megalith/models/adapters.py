@@ -119,7 +119,7 @@ class LinearAdapter(Adapter):
         return self.factors_of(norms)
 
     def factors_of(self, norms: Tensor, first_row: int = 0) -> Tensor:
-        """Return trained magnitude / norm for each row from `first_row` on; 1 for rows without an adapter."""
+        """Return trained magnitude / norm for each row, starting at `first_row`; 1 for rows without an adapter."""
         magnitudes = {
             part: each.rows(local(each.weight)).float() for part, each in self.lora_magnitude.items()
         }

@@ -125,7 +125,7 @@ def _initial_time_step(name: str, shape: torch.Size, seed: int, first: int, rows
 
 
 def normal_rows(name: str, shape: torch.Size, std: float, seed: int, first: int, rows: int) -> Tensor:
-    """Return `rows` rows, from row `first` on, of a float32 tensor of this shape that is N(0, std).
+    """Return rows `first` to `first + rows - 1` of a float32 tensor of this shape, drawn from N(0, std²).
 
     Only the blocks that contain these rows are generated, each from its start.
     """

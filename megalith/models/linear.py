@@ -46,10 +46,9 @@ class Linear(nn.Module):
         context: Context | None = None,
         then: Callable[[Tensor, Tensor | None], Tensor] = add_bias_gradient,
     ) -> Tensor:
-        """Return `then`(y, bias), with y [..., out].
+        """Return `then`(y, bias), where y [..., out] is the output with the bias added.
 
-        y includes the bias, but no gradient flows to the bias from it; `then`, a function of ops/, computes the bias
-        gradient.
+        No gradient flows from y to the bias; `then`, a function of ops/, computes the bias gradient.
         """
         weight = self.rows(local(self.weight)).to(x.dtype) if self.coded is None else self.coded.codes
         bias = None if self.bias is None else self.rows(local(self.bias))

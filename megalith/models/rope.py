@@ -77,8 +77,9 @@ def _scaled(config: ModelConfig, length: int, device: torch.device) -> tuple[Ten
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide the frequencies of slow pairs by factor, keep those of fast pairs, and blend in between; Llama 4 has no
-    pairs in between."""
+    """Return the frequencies of Llama 3: those of slow pairs divided by the factor, those of fast pairs unchanged, and
+    a blend for the pairs in between. Llama 4 has no pairs in between.
+    """
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     fast = ((rotations - low) / (high - low)).clamp(0.0, 1.0) if low < high else (rotations >= low).float()

@@ -1,8 +1,8 @@
 """Modules that a run with adapters trains in full: `lora.modules_to_save`, PEFT's name for them.
 
 A module is named by its path in the model with `*` for the index of a layer, such as layers.*.input_layernorm, or by
-the end of that path, from a dot on. Embeddings, output matrix, norms, routers and the score of a reward model can be
-trained; the matrices of layers get adapters instead.
+the last parts of that path, such as input_layernorm. Embeddings, output matrix, norms, routers and the score of a
+reward model can be trained; the matrices of layers get adapters instead.
 """
 
 from __future__ import annotations

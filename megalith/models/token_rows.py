@@ -36,7 +36,7 @@ class TokenRows(Adapter):
         return self.put_into(local(parameter), first)
 
     def put_into(self, rows: Tensor, first: int) -> Tensor:
-        """Return a copy of `rows`, the matrix's rows from row `first` on, with the trained rows put in."""
+        """Return a copy of `rows`, the matrix's rows starting at row `first`, with the trained rows put in."""
         index, number = self._find(first, len(rows), rows.device)
         return rows.index_copy(0, index, local(self.weight)[number].to(rows.dtype))
 
@@ -44,9 +44,9 @@ class TokenRows(Adapter):
         return self.put_into(weight.float(), 0)
 
     def _find(self, first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Find the trained tokens among the `count` tokens from `first` on.
+        """Find the trained tokens among tokens `first` to `first + count - 1`.
 
-        Return their indices from `first` on and their rows in `weight`, both int64.
+        Return their indices relative to `first` and their rows in `weight`, both int64.
         """
         key = first, count, device
         if self._cached is None or self._cached[0] != key:

@@ -120,7 +120,7 @@ class Stack(nn.Module):
     def context(
         self, input_ids: Tensor, token_inputs: TokenInputs | None = None, *, trains: bool = True
     ) -> Context:
-        """Return what all layers share in a pass: positions, masks, dropout keys, the layout.
+        """Return the inputs that all layers of a pass share: positions, masks, dropout keys, the layout.
 
         Args:
             input_ids: int64 [batch, seq]; only the shape matters.
