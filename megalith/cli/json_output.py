@@ -32,8 +32,8 @@ def _finite(value: Any) -> Any:
 
 
 def print_written(args: argparse.Namespace, path: Any, note: str = "", **more: Any) -> None:
-    """Print the path of a written file or folder: as `wrote PATH` followed by `note`, or as JSON with the additional
-    keys `more`.
+    """Print the path of a written file or folder: as `wrote PATH` and `note`, or as JSON with the additional keys
+    `more`.
     """
     if args.json:
         print_json({"path": str(path), **more})
@@ -43,7 +43,7 @@ def print_written(args: argparse.Namespace, path: Any, note: str = "", **more: A
 
 @contextlib.contextmanager
 def text_on_stderr(enabled: bool) -> Iterator[None]:
-    """If `enabled`, send text that is printed in this context to standard error, so that standard output has only the
+    """Send text that is printed in this context to standard error if `enabled`, so that standard output has only the
     document.
     """
     with contextlib.redirect_stdout(sys.stderr) if enabled else contextlib.nullcontext():

@@ -261,7 +261,7 @@ def _single_process_engine(model: Transformer, sizes: dict[str, Any], adapters: 
 
 
 def _engine_of_ranks(model: Transformer, sizes: dict[str, Any], device, split: int, adapters: _Adapters):
-    """Return this rank's engine, and the axis of all ranks."""
+    """Return this rank's engine with the model's weights sharded over `split` ranks, and the axis of all ranks."""
     from megalith.config import ParallelConfig
     from megalith.generation.engine import Engine
     from megalith.launch.launcher import this_process

@@ -213,7 +213,7 @@ def begin_group_all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 @dataclass(frozen=True)
 class PendingReduceScatter:
-    """The terms of a sum: this rank's own, and those of the other ranks, [size - 1, ...], still in flight."""
+    """Terms of a sum: this rank's own, and the terms of the other ranks, [size - 1, ...], which are still in flight."""
 
     local: Tensor
     remote: Tensor

@@ -28,7 +28,7 @@ hash_files = get_hash_for_files
 
 
 def set_activation_budget(fraction: float) -> None:
-    """Set the fraction of activations that layers compiled from now on may save for the backward pass."""
+    """Set the fraction of activations that layers compiled after this call may save for the backward pass."""
     torch._functorch.config.activation_memory_budget = fraction
 
 

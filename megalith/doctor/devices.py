@@ -165,7 +165,7 @@ def check_pairs(count: int, timeout: float) -> Iterator[Check]:
 
 
 def check_pair_rates(rates: Mapping[tuple[int, int], float]) -> Iterator[Check]:
-    """Return one check with the rates of all pairs (bytes per second), and one for each pair far below the fastest."""
+    """Yield one check with the rates of all pairs (bytes per second), and one for each pair far below the fastest."""
     listed = ", ".join(f"{one}-{other} {rate / 1e9:.0f}" for (one, other), rate in rates.items())
     yield Check("all-reduce by pair", GOOD, f"64 MB in GB/s: {listed}")
     best = max(rates.values())

@@ -94,7 +94,7 @@ class RankReplacement:
         self._store.finish_resize(world_size, ranks)
 
     def set_world_size(self, world_size: int) -> None:
-        """Continue with another number of ranks. They have LIMIT seconds from now on to train again."""
+        """Continue with another number of ranks. They have LIMIT seconds from now to train again."""
         self._store.world_size, self._limited_from = world_size, time.monotonic()
 
     def _start_clock(self) -> None:

@@ -63,7 +63,7 @@ def with_last_state(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `gated_delta_rule` and the final state, float32 [batch, value heads, key size, value size].
 
-    Arguments are those of `with_states`.
+    See `with_states` for the arguments.
     """
     out, states = with_states(query, key, value, decay, share, documents, state, state_documents)
     return out, states[:, :, -1]

@@ -58,7 +58,7 @@ def with_last_state(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `state_space` and the final state, float32 [batch, heads, state size, head size].
 
-    Arguments are those of `with_states`.
+    See `with_states` for the arguments.
     """
     out, states = with_states(x, step, decay, b, c, skip, documents, state, state_documents)
     return out, states[:, :, -1]

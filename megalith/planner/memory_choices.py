@@ -98,7 +98,7 @@ def _keeping(config: RunConfig, number: int) -> RunConfig:
 def with_saved_attention(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Choose recompute_saves_attention if it is `auto`. Arguments and result are those of `with_unsharded_layers`."""
+    """Choose recompute_saves_attention if it is `auto`. See `with_unsharded_layers` for arguments and result."""
     parallel = config.parallel
     if parallel.recompute_granularity != "full" or parallel.recompute_saves_attention != "auto":
         return config, []
@@ -223,7 +223,7 @@ def with_static_dispatch(
 def with_cached_weights(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Choose fp8_cache_weights if it is `auto`. Arguments and result are those of `with_unsharded_layers`."""
+    """Choose fp8_cache_weights if it is `auto`. See `with_unsharded_layers` for arguments and result."""
     train, parallel = config.train, config.parallel
     if train.fp8_format is None or train.fp8_cache_weights != "auto":
         return config, []
@@ -256,7 +256,7 @@ def with_casts(config: RunConfig) -> list[RunConfig]:
 def with_cached_experts(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Choose moe_cache_weights if it is `auto`. Arguments and result are those of `with_unsharded_layers`."""
+    """Choose moe_cache_weights if it is `auto`. See `with_unsharded_layers` for arguments and result."""
     train, parallel = config.train, config.parallel
     if train.moe_cache_weights != "auto":
         return config, []

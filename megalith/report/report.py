@@ -286,7 +286,7 @@ class Report:
     def log_evaluation(
         self, step: int, loss: float | None, extra_metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Log an evaluation after `step`; the arguments are those of `MetricsWriter.log_evaluation`."""
+        """Log an evaluation after `step`; see `MetricsWriter.log_evaluation` for the arguments."""
         if self._metrics is not None:
             self._metrics.log_evaluation(step, loss, extra_metrics)
             self._console.log_evaluation(step, loss, extra_metrics)

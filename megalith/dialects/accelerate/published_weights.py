@@ -269,8 +269,8 @@ def fill_module(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype,
         state: tensors by Hugging Face name.
         dtype: dtype of the module.
         sharded: the trained parameters by the module's names.
-        has_gradients: returns whether the trained model has gradients.
-        is_outdated: returns whether the trained model has changed since.
+        has_gradients: returns True if the trained model has gradients.
+        is_outdated: returns True if the trained model has changed since.
     """
     with no_progress_bars():
         fresh = type(module).from_pretrained(None, config=module.config, state_dict=state).to(dtype)

@@ -36,7 +36,7 @@ def _take_rows(
 
 @triton.jit
 def _parts(x, first, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return gates and ups, which alternate in the row at x, from index `first` on: fp32 [COLUMNS]."""
+    """Return gates and ups, which alternate in the row at x, starting at index `first`: fp32 [COLUMNS]."""
     offsets = 2 * first + tl.arange(0, 2 * COLUMNS)
     both = tl.load(x + offsets, mask=offsets < 2 * WIDTH, other=0.0).to(tl.float32)
     return tl.split(tl.reshape(both, [COLUMNS, 2]))

@@ -36,8 +36,8 @@ WORST = 10
 
 @dataclass(frozen=True)
 class Departure:
-    """A gradient of a rank that departs from the reference, with its relative error ‖a − b‖ / ‖b‖ and the error's
-    bound.
+    """A rank's gradient that departs from the reference: its relative error ‖a − b‖ / ‖b‖ and the bound of
+    that error.
     """
 
     parameter: str

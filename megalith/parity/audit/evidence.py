@@ -95,11 +95,15 @@ class StepEvidence:
         return self.exact.counts.sum().item() or 1.0
 
     def weights_of_mean(self) -> Tensor:
-        """Return the weights of a correct job, [ranks, dp, micro-batches]."""
+        """Return the weights with which a correct job sums its gradients: 1 / tokens each, [ranks, dp,
+        micro-batches].
+        """
         return torch.full((len(self.ranks), *self.shape), 1 / self.tokens)
 
     def combine(self, weights: Tensor, sums: Sums) -> Tensor:
-        """Return Σ weights · gradients for each entry, [entries, 256]; weights are [ranks, dp, micro-batches]."""
+        """Return the weighted sum of the gradients for each entry, [entries, 256]. Weights are [ranks, dp,
+        micro-batches].
+        """
         by_rank = torch.tensordot(weights.float(), sums.gradients, dims=2)  # [ranks, keys, 256]
         return by_rank[self.rank_index, self.key_index]
 
@@ -133,8 +137,8 @@ class StepEvidence:
         return torch.tensor(list(first.values()))
 
     def copies(self, i: int, axis: str) -> list[int]:
-        """Return the copies of entry i along `axis`: entries with the same shard on ranks that differ from its rank in
-        this axis only.
+        """Return the copies of entry i along `axis`: the entries of the same shard on ranks that differ from its rank
+        only in their position on this axis. Entry i is one of them.
         """
 
         def others(rank: int) -> dict[str, int]:
@@ -145,8 +149,10 @@ class StepEvidence:
         return [j for j in same_key if others(self.entries[j].rank) == others(rank)]
 
     def copies_differ(self, axis: str | None = None) -> bool:
-        """Return True if ranks that hold the same shard have different gradients of it and one departs: ranks along
-        `axis`, or any ranks without `axis`.
+        """Return True if a gradient that departs from the reference differs between the copies of its shard.
+
+        Args:
+            axis: compares only copies along this axis; None: copies on all ranks.
         """
         for i in self.departing.nonzero().flatten().tolist():
             copies = self.observed[

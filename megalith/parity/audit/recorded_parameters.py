@@ -63,8 +63,11 @@ STACKED_EXPERTS = {  # transformers 5 keeps experts in two tensors, unlike the f
 
 @dataclass(frozen=True)
 class TensorShards:
-    """Position of a shard of a DTensor: for each sharded mesh dimension its size, the rank's index, the tensor
-    dimension and the split factor."""
+    """Position of a rank's shard of a DTensor.
+
+    `shards` has an entry per sharded dimension of the mesh: its size, the rank's index on it, the sharded dimension of
+    the tensor, and the split factor.
+    """
 
     shards: tuple[tuple[int, int, int, int], ...] = ()
 

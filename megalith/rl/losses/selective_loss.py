@@ -38,8 +38,8 @@ class SelectiveLoss(GrpoLoss):
         raise NotImplementedError(f"{type(self).__name__} does not implement select")
 
     def selected_losses(self, rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """Return the policy term of each token if it is selected, [batch, seq]. The arguments are those of
-        `token_losses`.
+        """Return the policy term of each token if it is selected, [batch, seq]. See `token_losses` for the
+        arguments.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement selected_losses")
 

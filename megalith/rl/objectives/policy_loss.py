@@ -75,7 +75,7 @@ def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences 
 def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
     """Return the estimate of KL(π ‖ π_ref) per token, [batch, seq]. `ratio` is the ratio in the policy loss, as in TRL.
 
-    The clamps are those of verl's k3 and of NeMo-RL. A token beyond a clamp has no gradient.
+    The clamps are from verl's k3 and NeMo-RL. A token beyond a clamp has no gradient.
     """
     d = reference - logprobs
     in_range = torch.ones_like(d, dtype=torch.bool)

@@ -6,7 +6,7 @@ With d = log π_old − log π_rollout of each token:
                     (rl.rollout_rs)
     normalization   the bounded weights exp(d) are divided by their mean (rl.rollout_is_batch_normalize)
 
-Formulas are those of verl 0.9.1's rollout_corr_helper.py in its decoupled mode. In its bypass mode (rl.old_logprobs:
+The formulas are from verl 0.9.1's rollout_corr_helper.py, decoupled mode. In its bypass mode (rl.old_logprobs:
 rollout), the loss itself multiplies each token by `accepted_tokens` of the trained policy, and its divisor also counts
 the rejected tokens.
 """

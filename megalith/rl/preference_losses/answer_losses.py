@@ -1,6 +1,6 @@
 """Preference losses that sum a term for each answer, so they can raise one answer and lower the other.
 
-With c and r the log ratios of the chosen and the rejected answer. Names and formulas are those of TRL's DPOTrainer.
+c and r are the log ratios of the chosen and the rejected answer. Names and formulas are from TRL's DPOTrainer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Preference losses that are functions of the margin h between the two answers' log ratios to the reference.
 
-Names and formulas are those of TRL's DPOTrainer; docs/preference.md lists them.
+Names and formulas are from TRL's DPOTrainer; docs/preference.md lists them.
 """
 
 from __future__ import annotations

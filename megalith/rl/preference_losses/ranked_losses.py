@@ -1,7 +1,7 @@
 """Alignment via optimal transport (AOT, Melnyk et al. 2024): losses that compare the pairs of a step by rank.
 
 Both compare two sorted lists: aot compares the policy's margins with the reference's, and aot_unpaired the log ratios
-of chosen answers with the log ratios of rejected answers. Formulas are those of TRL's DPOTrainer, which sorts each
+of chosen answers with the log ratios of rejected answers. The formulas are from TRL's DPOTrainer, which sorts each
 micro-batch. Here the lists cover the whole step, so the loss does not depend on the layout.
 """
 

@@ -1,6 +1,6 @@
 """Preference losses without a reference model. A run that has only these loads none.
 
-Formulas are those of TRL's CPOTrainer and ORPOTrainer, except that the likelihood of the chosen answer excludes its
+The formulas are from TRL's CPOTrainer and ORPOTrainer, except that the likelihood of the chosen answer excludes its
 prompt.
 """
 

@@ -1,8 +1,8 @@
 """Groups of completions while they are sampled and scored, and their transfer between ranks.
 
-A completion is sampled at once, or in pieces by successive weight versions. A later request has the prompt followed
-by the tokens sampled so far, and each token keeps the version of the weights that sampled it. The engine therefore
-computes every log-probability with a single version from the first prompt token on, as the trainer does.
+A completion is sampled at once, or in pieces by successive weight versions. A later request has the prompt followed by
+the tokens sampled so far, and each token keeps the version of the weights that sampled it. The engine therefore
+computes every log-probability with a single version, starting at the first prompt token, as the trainer does.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from megalith.training.run_state import Run
 
 
 class SeveralTeachers:
-    """Teacher whose predictions for each row come from the teacher of that row's data. Each of the teachers reads only
-    the micro-batches that contain rows of its data.
+    """Several teachers that each predict the rows of their own data. Each teacher reads only micro-batches with such
+    rows.
     """
 
     def __init__(self, run: Run, teachers: Sequence[Teacher]):
@@ -68,8 +68,11 @@ def data_source(dataset: SampleDataset, index: int) -> str:
 
 
 def owner_of(source: str, names: Sequence[str]) -> int:
-    """Return the index of the first name that `source`, or the last part of its path, begins with. Raise ConfigError if
-    there is none."""
+    """Return the index of the first name that `source`, or the last part of its path, starts with.
+
+    Raises:
+        ConfigError: if there is none.
+    """
     for number, name in enumerate(names):
         for whole in (source, PurePath(source).name):
             if whole == name or whole.startswith((f"{name} ", f"{name}/")):
