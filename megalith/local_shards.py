@@ -24,7 +24,7 @@ def local_shape_and_offset(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of the local shard and its offset in the global tensor, per dimension.
 
-    With `axes`, return them for the shard that sharding over the mesh axes with these names alone would give.
+    With `axes`, compute them as if only the mesh axes with these names sharded the tensor.
     """
     from torch.distributed.tensor import DTensor
 

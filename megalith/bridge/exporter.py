@@ -240,8 +240,8 @@ def _origin(checkpoint: Checkpoint, model: ModelConfig) -> Origin:
 def export_family(
     model: ModelConfig, origin: Origin, requested: str | None = None
 ) -> tuple[Family, list[str]]:
-    """Return the family to write a model as, with notes: the requested one, its origin's, or the first that can express
-    it.
+    """Return the family that a model is written as, and notes. It is the requested family, else the origin's, else the
+    first that can express the model.
 
     Raises ConfigError if there is none.
     """
@@ -285,9 +285,9 @@ def _config_json(
 ) -> Tree:
     """Return the config.json to write.
 
-    It is the origin's if that describes this model. Otherwise the family's keys replace the origin's, and other keys of
-    the origin are kept if the result describes the model. `architectures` is set if the origin has none, as in the
-    configuration of a language model inside a multimodal model.
+    The origin's config.json is used if it describes this model. Otherwise the family's keys replace the origin's, and
+    other keys of the origin are kept if the result describes the model. `architectures` is set if the origin has none,
+    as in the configuration of a language model inside a multimodal model.
     """
     spelled = str(dtype).removeprefix("torch.")
     if origin.config is None:

@@ -353,7 +353,9 @@ class Group:
         return self.rule.runs(self.model, self.matrix_shape[0])
 
     def names(self, expert: int | None = None) -> list[str]:
-        """Return the Hugging Face names in the rule's order; with separate experts, those of `expert`."""
+        """Return the Hugging Face names in the rule's order; if experts are stored separately, the names of
+        `expert`.
+        """
         placeholders = {"layer": self.layer, "expert": expert, "last": self.model.num_layers - 1}
         if self.layer is not None:
             placeholders["before"] = int(self.layer) - 1

@@ -158,7 +158,10 @@ def wrapper_of(config: Mapping[str, Any]) -> str | None:
 
 
 def language_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the language model's config.json; `config` itself if the model is not multimodal. Raises ConfigError."""
+    """Return the language model's config.json; `config` itself if the model is not multimodal.
+
+    Raises ConfigError for a multimodal config.json without a text_config.
+    """
     wrapper = wrapper_of(config)
     if wrapper is None:
         return config
@@ -192,7 +195,7 @@ def thinker_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_text(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the family that computes the same on text."""
+    """Return the config.json of a text family that computes the same on text as this language model."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key)
         if isinstance(rope, dict) and any(name in rope for name in MROPE):

@@ -220,7 +220,7 @@ def deinterleave(source: int, theirs: int, ours: int, size: int) -> list[RowRun]
 
 
 def _from_one_tensor(runs: list[RowRun]) -> list[RowRun]:
-    """Return the runs with all sources as consecutive parts of one tensor."""
+    """Return the runs for sources that are consecutive parts of one tensor."""
     starts, total = {}, 0
     for source in sorted({run.source for run in runs}):
         starts[source] = total

@@ -382,8 +382,8 @@ def _is_complete(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int)
 
 
 def _has_same_ranks(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int) -> bool:
-    """Return True if the number of ranks is the one at the time of the snapshot, and each rank that holds the snapshot
-    has the same number and partner as then.
+    """Return True if the number of ranks has not changed since the snapshot, and each holder has the same number and
+    partner.
     """
     size, key = len(everyone), str(serial)
     return all(

@@ -54,7 +54,7 @@ def run_chat(args: Arguments) -> int:
 
 
 def _messages(args: Arguments) -> Iterator[str]:
-    """Yield the messages of --message, which are printed, or the lines of standard input."""
+    """Yield each --message, after printing it, or without this option the lines of standard input."""
     if args.message:
         for message in args.message:
             if not args.json:

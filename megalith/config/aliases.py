@@ -20,7 +20,7 @@ from megalith.remote import is_url
 
 @dataclass(frozen=True)
 class Rename:
-    """The same setting under another name."""
+    """A spelling that is another name of a setting."""
 
     path: str
     for_url: str | None = None
@@ -29,7 +29,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Choose:
-    """A setting with other values."""
+    """A spelling whose values differ from the setting's."""
 
     path: str
     values: dict[Any, Any]
@@ -40,7 +40,7 @@ class Choose:
 
 @dataclass(frozen=True)
 class Already:
-    """An accepted spelling without effect."""
+    """A spelling that is accepted and has no effect."""
 
     note: str
     takes: type | tuple[str, ...] = bool
@@ -49,7 +49,7 @@ class Already:
 
 @dataclass(frozen=True)
 class Derive:
-    """A setting computed from the value and other settings."""
+    """A spelling whose setting is computed from its value and other settings."""
 
     path: str
     takes: type
@@ -242,7 +242,7 @@ def remove_overridden(tree: dict[str, dict[str, Any]], name: str, value: Any) ->
 
 
 def _target(name: str, value: Any) -> str:
-    """Return the setting that `name` sets when it is `value`."""
+    """Return the setting that the spelling `name` sets if its value is `value`."""
     meaning = ALIASES.get(name)
     if isinstance(meaning, Rename) and meaning.for_url and is_url(value):
         return meaning.for_url

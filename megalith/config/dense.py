@@ -21,7 +21,7 @@ RELATIVE_ONLY = RequiresSetting("position_embedding_type", "relative", strict=Tr
 
 
 class DenseSettings(Section):
-    """Settings shared by all models. DenseModel (dense_model.py) adds what follows from them."""
+    """Settings shared by all models. DenseModel (dense_model.py) adds values derived from them."""
 
     decides: ClassVar[Decides] = Decides.FUNCTION
 

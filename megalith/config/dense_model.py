@@ -8,7 +8,7 @@ from megalith.config.dense import DenseSettings
 
 
 class DenseModel(DenseSettings):
-    """Settings shared by all models, and what follows from them. ModelConfig adds layers with experts."""
+    """Settings shared by all models, and values derived from them. ModelConfig adds layers with experts."""
 
     @property
     def causal(self) -> bool:
@@ -146,7 +146,7 @@ class DenseModel(DenseSettings):
 
     @property
     def plain_attention_scale(self) -> float:
-        """Factor on attention scores without YaRN."""
+        """Factor on attention scores, not counting YaRN's factor."""
         return self.softmax_scale or self.attention_divisor**-0.5
 
     @property

@@ -103,7 +103,7 @@ class MupModel(DenseModel):
 
     @property
     def plain_attention_scale(self) -> float:
-        """Factor on attention scores without YaRN."""
+        """Factor on attention scores, not counting YaRN's factor."""
         if not self.use_mup or self.softmax_scale or self.query_pre_attn_scalar:
             return super().plain_attention_scale
         return (self.mup_base_head_dim or 1.0) ** 0.5 / self.head_dim**self.mup_attn_scale_power

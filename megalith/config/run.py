@@ -108,7 +108,9 @@ class RunConfig(Section):
 
     @property
     def adapter_optim(self) -> OptimConfig:
-        """Settings of the optimizer, with LoRA+'s rate of the adapters' B. Groups of optim.param_groups come first."""
+        """Settings of the optimizer, with LoRA+'s learning rate for the adapters' B. Groups of optim.param_groups come
+        first.
+        """
         if self.lora.rank is None or self.lora.loraplus_lr_ratio is None:
             return self.optim
         group = ParamGroup(pattern=r"re:\.lora_B\.", lr_mult=self.lora.loraplus_lr_ratio)

@@ -166,7 +166,7 @@ def _fewest_ranks(lengths: np.ndarray, limits: RankLimits) -> np.ndarray:
 def _degrees_within(
     lengths: np.ndarray, fewest: np.ndarray, limit: int, limits: RankLimits, costs: PassCosts
 ) -> np.ndarray:
-    """Return the smallest degree of at least `fewest` at which a sequence costs at most `limit`, or the largest
+    """Return the smallest degree from `fewest` upwards at which a sequence costs at most `limit`, or the largest
     degree.
     """
     degrees = np.full_like(fewest, limits.degrees[-1])
@@ -235,9 +235,7 @@ def _place(
 
 
 def _best_group(passes: _Passes, degree: int, cost: int, room: int) -> tuple[int, int] | None:
-    """Return the pass and first rank of the group where a sequence lengthens its pass least, or None if no group has
-    room.
-    """
+    """Return the pass and first rank of the group whose pass a sequence lengthens least; None if no group has room."""
     if not passes.sequences:
         return None
     shape = (len(passes.sequences), -1, degree)

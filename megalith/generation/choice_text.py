@@ -95,7 +95,7 @@ class ChoiceText:
         return self._text
 
     def take(self) -> str:
-        """Return the new text since the last call. An end that may be the start of a stop text is held back."""
+        """Return the new text since the last call. Text at the end that may begin a stop text is held back."""
         end = len(self._text) - (self._held_back if self.reason is None else 0)
         part = self._text[self._emitted : max(end, self._emitted)]
         self._emitted += len(part)

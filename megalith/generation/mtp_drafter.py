@@ -142,7 +142,9 @@ class MTPDrafter:
         cache: Cache,
         length: int | None = None,
     ) -> Tensor:
-        """Return MTP layer `number`'s output, [batch, seq, hidden]. `ids` are the tokens after those of `hidden`."""
+        """Return MTP layer `number`'s output, [batch, seq, hidden]. `ids` are the tokens that follow the tokens of
+        `hidden`.
+        """
         model, config = self._engine.model, self._engine.config
         if config.learns_positions:  # drafts may follow the last position
             positions = positions.clamp(max=config.max_position_embeddings - 1)

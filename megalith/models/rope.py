@@ -56,7 +56,7 @@ def _frequencies(size: int, base: float, device: torch.device) -> Tensor:
 
 
 def _scaled(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return the frequencies after rope_scaling, and the factor of cosines and sines."""
+    """Return the frequencies scaled as rope_scaling says, and the factor that multiplies cosines and sines."""
     size, scaling = config.rotary_size, config.rope_scaling
     frequencies = _frequencies(size, config.rotary_base, device)
     match scaling.type if scaling else None:

@@ -70,7 +70,9 @@ def max_logits(
 def _tiles(
     spans: Sequence[range], keys: int, heads: int, causal: bool, window: int | None
 ) -> Iterator[tuple[int, range, range]]:
-    """Yield, for each tile, the index of its first query, the positions of its queries, and those of its keys."""
+    """Yield, for each tile, the index of its first query, the positions of its queries, and the positions of
+    its keys.
+    """
     size, first = max(TILE // (heads * min(KEYS, keys)), 1), 0
     for span in spans:
         for start in range(span.start, span.stop, size):

@@ -82,9 +82,9 @@ class _Slot:
 class OffloadedOptimizer(torch.optim.Optimizer):
     """A fused torch Adam, AdamW or SGD. The CPU updates the parameters whose state is in host memory.
 
-    Groups and state are those of the wrapped optimizer, so checkpoints do not depend on offloading. `optimizer_step`
-    calls `step` after it has set `grad_scale` and `found_inf`. Gradients of parameters updated by the CPU stay
-    unchanged.
+    It has the groups and the state of the wrapped optimizer, so checkpoints do not depend on offloading.
+    `optimizer_step` calls `step` after it has set `grad_scale` and `found_inf`. Gradients of parameters updated by the
+    CPU stay unchanged.
     """
 
     _step_supports_amp_scaling = True  # torch's name: `step` uses grad_scale and found_inf

@@ -210,7 +210,7 @@ def _rotate_back(x: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def _grams(gradient: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return G · Gᵀ and Gᵀ · G, or only the one of them whose average the state has."""
+    """Return G · Gᵀ and Gᵀ · G, but only the products whose averages are in the state."""
     both = {LEFT: (gradient, gradient.mT), RIGHT: (gradient.mT, gradient)}
     return {key: a @ b for key, (a, b) in both.items() if key in state}
 

@@ -54,7 +54,7 @@ class Outcome:
 
 
 def start(config: RunConfig, task: Task | None = None) -> Run:
-    """Return this rank's run, with initial weights or those of `checkpoint.load`."""
+    """Return this rank's run, with initial weights or the weights in `checkpoint.load`."""
     process = this_process()
     config, tokenizer, _ = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)

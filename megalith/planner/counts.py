@@ -395,5 +395,5 @@ def count_parameters(
 
 
 def active_experts(model: ModelConfig, experts: int) -> int:
-    """Return how many of a layer's `experts` parameters of experts a token uses."""
+    """Return the number of expert parameters of a layer that a token uses, out of `experts` parameters."""
     return experts * model.moe_router_topk // model.num_experts if experts else 0

@@ -285,7 +285,7 @@ class PolicyTask(ReferenceTask):
         return read
 
     def _adapt_entropy(self, run: Run, sums: Tensor) -> dict[str, float]:
-        """Set the entropy coefficient of the next step and return the metric with that of this step; empty if it is not
+        """Set the entropy coefficient of the next step. Return this step's coefficient as a metric; empty if it is not
         adaptive.
         """
         if not run.config.rl.use_adaptive_entropy:

@@ -112,7 +112,7 @@ class PlainConversation:
 
 @dataclass(frozen=True)
 class Access:
-    """Rules for which clients are admitted."""
+    """Rules that decide which clients are admitted."""
 
     key: str | None = None
     """Required as `Authorization: Bearer KEY`, except for /health."""

@@ -16,7 +16,9 @@ from megalith.models.loss import Loss
 
 
 class DynamicFineTuning(Loss):
-    """The DFT loss of a step. The token weights (mask and denominator) are those of the ordinary cross-entropy."""
+    """The DFT loss of a step. The token weights (mask and denominator) are the same as in the ordinary
+    cross-entropy.
+    """
 
     def __init__(self, cross_entropy: Loss):
         self._cross_entropy = cross_entropy

@@ -270,7 +270,7 @@ def _check_latents(model: ModelConfig, tp: int) -> None:
 
 
 def _optimizer(exported: _ExportSource) -> dict[str, Any]:
-    """Return the optimizer's state besides tensors, as Megatron's optimizers store it, and the schedule's.
+    """Return the state of optimizer and schedule besides tensors, as Megatron stores it.
 
     The plain optimizer over fp32 weights has groups and `state` at the top, the others below `optimizer`.
     """

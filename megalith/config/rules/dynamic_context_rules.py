@@ -13,7 +13,7 @@ Setting = tuple[str, object, str]
 
 
 def context_degrees(ranks: int, smallest: int = 1) -> list[int]:
-    """Return the possible dynamic context parallel sizes: the powers of two that divide `ranks` and are at least
+    """Return the possible dynamic context parallel sizes: powers of two that divide `ranks` and are at least
     `smallest`.
     """
     powers = (1 << exponent for exponent in range(ranks.bit_length()))

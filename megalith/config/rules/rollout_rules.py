@@ -1,4 +1,4 @@
-"""Rules of GRPO: prompts, rollouts, engines and batches. policy_loss_rules.py has those of its losses."""
+"""Rules of GRPO: prompts, rollouts, engines and batches. policy_loss_rules.py has the rules of its losses."""
 
 from __future__ import annotations
 

@@ -139,8 +139,10 @@ class ChatTemplate:
         return spans
 
     def _turn_begin(self, chat: Chat, k: int, text: str, turns: dict[int, Span]) -> int:
-        """Return the start of message k after its header, which is the part of the generation prompt that the text
-        contains."""
+        """Return the position in `text` of message k after its header.
+
+        The header is the text before the message that equals the generation prompt.
+        """
         marked = self._with_turns(chat.messages[:k], True, chat.arguments)
         prompted, before = without_markers(marked), find_turns(marked).get(k - 1)
         if before is None or k - 1 not in turns:

@@ -48,7 +48,9 @@ def without_markers(text: str) -> str:
 
 
 def find_turns(marked: str) -> dict[int, Span]:
-    """Return the span of each message in the unmarked text: the longest of its iterations."""
+    """Return the span of each message in the unmarked text. If a template writes a message twice, it is the longer
+    span.
+    """
     turns: dict[int, Span] = {}
     begins: dict[str, int] = {}
     for position, marker in _markers(marked):

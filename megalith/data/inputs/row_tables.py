@@ -160,7 +160,9 @@ def read_rows(path: Source, suffix: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _undecodable_row(path: Source, table: Any, rows: int) -> DataError:
-    """Return an error that names the first row of a table with a text that is not UTF-8, after `rows` other rows."""
+    """Return an error that names the first row of `table` whose text is not UTF-8. `rows` rows of the file precede the
+    table.
+    """
     for number in range(table.num_rows):
         try:
             table.slice(number, 1).to_pylist()

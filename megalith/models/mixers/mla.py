@@ -27,7 +27,9 @@ from megalith.models.runnable import runnable
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention. `gather` is a seam of tensor parallelism: it gathers what all heads share."""
+    """Multi-head latent attention. `gather` is a seam of tensor parallelism: it gathers the rotary part of the keys,
+    which all heads share.
+    """
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)

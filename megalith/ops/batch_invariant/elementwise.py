@@ -61,8 +61,8 @@ def sum_by_halves(x: Tensor) -> Tensor:
 def sum_by_pairs(x: Tensor) -> Tensor:
     """Return the sum over dimension 0, added by a binary tree of neighbours: ((0 + 1) + (2 + 3)) + …
 
-    The sum of 2^k consecutive entries from a multiple of 2^k on is a node of the tree, so each rank can add its own
-    entries first.
+    The sum of 2^k consecutive entries that start at a multiple of 2^k is a node of the tree, so each rank can add its
+    own entries first.
     """
     while len(x) > 1:
         whole = len(x) // 2 * 2

@@ -176,7 +176,7 @@ def block_matmul(
 ) -> Tensor:
     """Return a · bᵀ, [m, n], of e4m3 data a [m, k] and b [n, k], contiguous along k.
 
-    Inverse scales are [m, k / 128] for a, and [n, k / 128] for b. With `tiles`, those of b are [n / 128, k / 128].
+    Inverse scales are [m, k / 128] for a, and [n, k / 128] for b. With `tiles`, the scales of b are [n / 128, k / 128].
     """
     over = b_inverse.double().repeat_interleave(BLOCK, 0) if tiles else b_inverse.double()
     a, b = (

@@ -91,7 +91,8 @@ class AmaxTable:
         return (self.step_amax * 0).sum()
 
     def end_step(self, skipped: Tensor | float) -> None:
-        """Update history and scales, unless the step was `skipped` (1). Tensors that were not used keep theirs.
+        """Update history and scales, unless the step was `skipped` (1). A tensor that was not used keeps its history
+        and scale.
 
         Waits for `skipped` on the host until the first scales exist.
         """
@@ -313,7 +314,7 @@ class Fp8GroupedGemm(GroupedGemm):
     """Experts in FP8: forward and dgrad with a scale per row along the sum; wgrad without FP8."""
 
     def __init__(self, kernel: bool, axis: Axis | None = None, gradient_axis: Axis | None = None):
-        """Create a Gemm. The sums of `forward` are sharded over `axis`, those of `dgrad` over `gradient_axis`."""
+        """Create a Gemm. `axis` shards the sums of `forward`, and `gradient_axis` the sums of `dgrad`."""
         super().__init__(kernel)
         self.axis, self.gradient_axis = axis or Axis(), gradient_axis or Axis()
 

@@ -30,7 +30,7 @@ class Launcher:
         constants: tuple[Any, ...],
         warps: int,
     ) -> None:
-        """Launch on the current stream. Values of floats do not cause compilation."""
+        """Launch on the current stream. A new value of a float does not cause compilation."""
         address = 0
         for x in tensors:
             address |= x.data_ptr()

@@ -149,7 +149,7 @@ def step_moments_(
 
     A moment consists of the stored values and, for 8 bits, of scales [blocks, 1] and the code's table.
 
-    Arithmetic and other arguments are those of `_step` in optim.moments.
+    See `_step` in optim.moments for the arithmetic and the other arguments.
     """
     blocks, block = value.shape
     columns = triton.next_power_of_2(block)

@@ -29,7 +29,7 @@ class LayerNorms:
         counted_elsewhere: Collection[str] = (),
         device: torch.device | str = "cpu",
     ):
-        """Group this rank's parameters by layer. The arguments are those of `GradientSquares`."""
+        """Group this rank's parameters by layer. See `GradientSquares` for the arguments."""
         self._world, self._device, self._local_squares = world, device, local_squares
         self._layers: dict[str, list[Tensor]] = {}
         names = []

@@ -71,7 +71,7 @@ def _counts_text(cause: str, counts: Tensor) -> str:
 
 
 def name_not_zeroed(e: StepEvidence, previous: StepEvidence | None) -> list[Finding]:
-    """Return a finding if this step's gradients include those of the previous step."""
+    """Return a finding if this step's gradients include the gradients of the previous step."""
     if previous is None or previous.observed.shape != e.observed.shape:
         return []
     errors = e.errors(e.expected, e.observed - previous.observed)

@@ -95,14 +95,13 @@ class StepEvidence:
         return self.exact.counts.sum().item() or 1.0
 
     def weights_of_mean(self) -> Tensor:
-        """Return the weights with which a correct job sums its gradients: 1 / tokens each, [ranks, dp,
-        micro-batches].
-        """
+        """Return the weights of a correct job's gradients, 1 / tokens each: [ranks, dp, micro-batches]."""
         return torch.full((len(self.ranks), *self.shape), 1 / self.tokens)
 
     def combine(self, weights: Tensor, sums: Sums) -> Tensor:
-        """Return the weighted sum of the gradients for each entry, [entries, 256]. Weights are [ranks, dp,
-        micro-batches].
+        """Return Σ weights · gradients for each entry, [entries, 256], over ranks and micro-batches.
+
+        `weights` are [ranks, dp, micro-batches].
         """
         by_rank = torch.tensordot(weights.float(), sums.gradients, dims=2)  # [ranks, keys, 256]
         return by_rank[self.rank_index, self.key_index]

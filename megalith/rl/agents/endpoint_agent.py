@@ -116,7 +116,7 @@ class EndpointAgent:
         request_key: RequestKey,
         timed: Callable[[str], AbstractContextManager],
     ) -> tuple[list[Trajectory], LoggedMetrics]:
-        """Run an agent per trajectory. Arguments and results are those of PolicyAgent.sample.
+        """Run an agent per trajectory. See PolicyAgent.sample for arguments and results.
 
         Raises:
             DataError: if all agents failed before anything was sampled.

@@ -61,7 +61,7 @@ class ColocatedVllm:
     shared = False
 
     def __init__(self, run: Run, prompts: Sequence[Prompt]):
-        """Create the LLM with dummy weights, until the first update. Every rank creates one."""
+        """Create the LLM with dummy weights, which the first update replaces. Every rank creates one."""
         self.version = -1
         self._run, self._world, self._vllm = run, run.mesh.world, imported_vllm()
         self._stream = WeightStream(run.model, run.config)

@@ -84,7 +84,7 @@ class OpenEnvSession:
 
 
 def observation_text(observation: Mapping[str, Any]) -> str:
-    """Return an observation as text: its only field, or JSON of several."""
+    """Return an observation as text: its only field, or JSON if it has several fields."""
     fields = {
         name: value
         for name, value in observation.items()

@@ -337,7 +337,7 @@ class PolicyLoss(SummedLoss):
         self.add_metrics([masked(x) for x in each])
 
     def means(self, sums: Tensor) -> dict[str, float | None]:
-        """Return the means of the metrics over all tokens. Those in DRIFT are means over the compared tokens; None if
+        """Return the means of the metrics over all tokens. Metrics in DRIFT are means over the compared tokens; None if
         there are none.
         """
         means: dict[str, float | None] = dict(super().means(sums))

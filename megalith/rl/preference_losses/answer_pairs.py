@@ -31,13 +31,13 @@ class AnswerPairs:
 
     @property
     def margin(self) -> Tensor:
-        """h: the difference of the scores of the log ratios."""
+        """h: the score of the chosen answer's log ratio minus the score of the rejected answer's."""
         chosen, rejected = self.scores or (self.chosen_ratios, self.rejected_ratios)
         return chosen - rejected
 
     @property
     def mean_margin(self) -> Tensor:
-        """The difference of the scores, each divided by its answer's tokens."""
+        """The margin of the scores after each is divided by the number of tokens of its answer."""
         chosen, rejected = self.scores or (self.chosen_ratios, self.rejected_ratios)
         return chosen / self.chosen_tokens - rejected / self.rejected_tokens
 

@@ -10,7 +10,7 @@ from megalith.rl.rollouts.prompts import Prompt
 
 
 def sort(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
-    """Return the fraction of positions with the right number when the last line of the prompt is sorted.
+    """Return the fraction of positions at which the text's numbers equal the sorted numbers of the prompt's last line.
 
     In a conversation the prompt is its last message.
     """

@@ -85,7 +85,7 @@ class RolloutFiles:
         version: int | None = None,
         routed_model: ModelConfig | None = None,
     ):
-        """Index the files. Arguments and errors are those of `load_rollouts`. Every rank of `world` calls it."""
+        """Index the files. See `load_rollouts` for arguments and errors. Every rank of `world` calls it."""
         self._paths, header, local, error = list(paths), {}, [], None
         self._reader = _Reader(vocab_size, max_tokens, num_generations, version, routed_model)
         try:

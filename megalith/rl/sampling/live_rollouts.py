@@ -79,7 +79,7 @@ class LiveRollouts:
         return self._timer(phase)
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
-        """Return the seconds by phase since the last call, the batch's metrics, and those logged by rewards."""
+        """Return the seconds by phase since the last call, the batch's metrics, and the metrics logged by rewards."""
         metrics = {name: value for name, value in self._metrics.items() if name != LOGGED}
         return self._timer.take(), metrics, self._metrics.get(LOGGED, {})
 

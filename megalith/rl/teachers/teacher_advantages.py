@@ -73,7 +73,7 @@ class TeacherAdvantages:
         return results
 
     def _student(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
-        """Return the policy's log-probabilities: the old policy's, the engine's, or those of a forward pass."""
+        """Return the policy's log-probabilities: the old policy's, the engine's, or new ones from a forward pass."""
         if batches[0].old_logprobs is not None:
             return [batch.old_logprobs for batch in batches]
         absent = any(batch.rollout_logprobs is None and bool(batch.loss_mask.any()) for batch in batches)

@@ -42,7 +42,5 @@ def baseline(value: bool, rl: Rl) -> dict[str, Any]:
 
 
 def deviation(value: bool, rl: Rl) -> dict[str, Any]:
-    """Return the settings for NeMo-RL's standard deviation: of the other completions of the prompt, as their
-    mean is.
-    """
+    """Return the settings for NeMo-RL's standard deviation, which is over the other completions of the prompt."""
     return {"advantage_deviation": "others", "advantage_epsilon": EPSILON} if value else {}
