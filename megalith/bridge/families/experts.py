@@ -294,10 +294,8 @@ class LatentHeads:
 
 
 class RotaryHeads:
-    """Check of `head_dim`, which transformers reads as the number of rotary dimensions of a head.
-
-    `default` is that number if config.json omits qk_rope_head_dim.
-    """
+    """Check of `head_dim`, which transformers reads as the number of rotary dimensions of a head,
+    with `default` as that number if config.json omits qk_rope_head_dim."""
 
     def __init__(self, default: int = 64):
         self._default = default
