@@ -2,8 +2,8 @@
 
 Such a file must be a regular file of bounded size inside the folder that the user named. A pipe would block its reader,
 a device such as /dev/zero or a huge sparse file would fill memory, and a symbolic link out of the folder would copy the
-user's own files into checkpoints and exports. The only links allowed out of the folder are those of a Hugging Face hub
-cache, whose snapshots link to the blobs of the same repository.
+user's own files into checkpoints and exports. The only links allowed out of the folder are the links of a Hugging Face
+hub cache, whose snapshots link to the blobs of the same repository.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reader of a Hugging Face folder: its config.json and the tensors of its shards.
 
-Tensors are listed with dtype and shape and read one at a time. safetensors files are read as those of a checkpoint
+Tensors are listed with dtype and shape and read one at a time. safetensors files are read like a checkpoint's
 (checkpoint/files.py), `.bin` files by torch.load(weights_only=True), which builds nothing but tensors.
 """
 

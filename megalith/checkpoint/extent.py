@@ -1,8 +1,8 @@
 """Extents: n-dimensional boxes within a global tensor, and their intersections.
 
 Every layout's shards are boxes: rows under ZeRO, rows or columns under tensor parallelism, experts first under expert
-parallelism. Checkpoints therefore need no description of layouts: a reader intersects the boxes it needs with the
-stored ones.
+parallelism. Checkpoints therefore need no description of layouts: a reader intersects the boxes that it needs with the
+stored boxes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A safetensors file contains the length of a JSON header (uint64, little-endian), the header with dtype, shape and byte
 range of each tensor, and the bytes. Files are written some megabytes at a time and hashed while writing, so saving
-needs no second copy of the model in memory, and the checksum is that of the intended bytes rather than of the disk's
-content.
+needs no second copy of the model in memory, and the checksum is computed from the intended bytes rather than from the
+disk's content.
 
 Tensors are memory-mapped one by one, so unused ones are never read and used ones can be released. The safetensors
 library is used only to validate the header, because its reader keeps the complete file mapped until the last tensor

@@ -168,7 +168,9 @@ class BatchSizeSchedule:
         return (self.global_batch_size - start) // increment
 
     def _stage(self, consumed_samples: int) -> int:
-        """Return the increments made so far. Computed in floats, so that it grows at the same sample as Megatron."""
+        """Return the increments made so far, computed in floats, so that the batch grows at the same sample as
+        Megatron's.
+        """
         return int(consumed_samples / (self.rampup_batch_size[2] / self._increments))
 
     def _stages(self) -> Iterator[tuple[int, int]]:

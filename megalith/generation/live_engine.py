@@ -5,8 +5,8 @@
                                        └──────────────────── callbacks ◀──────────────────────────────┘
 
 The first rank calls `run`, the others `follow`. Before each window, the first rank sends the new requests and the
-cancelled ones to all; each replica has the requests that it was assigned. A completion depends on the weights and on
-its request's seed and key, not on the other requests, their order or the layout.
+cancelled ones to all; each replica runs the requests that are assigned to it. A completion depends on the weights and
+on its request's seed and key, not on the other requests, their order or the layout.
 """
 
 from __future__ import annotations

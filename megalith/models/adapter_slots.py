@@ -1,11 +1,11 @@
-"""Several adapters of one frozen base, applied in one batch: each sequence names the one that it uses.
+"""Several adapters of one frozen base, applied in one batch: each sequence names its adapter.
 
     y = x · Wᵀ + bias + x · Aᵢᵀ · Bᵢᵀ        i: slot of the sequence's adapter, 0 for none
 
 The matmul with W is computed once for the whole batch, and A and B are gathered per sequence (Chen et al. 2023, Sheng
 et al. 2023). A site is a matrix with adapters. It holds the adapters of all slots in two tensors whose storage stays in
 place, so CUDA graphs remain valid when a slot is filled. B is already multiplied by the adapter's scale, and its rows
-are ordered like those of the matrix. Adapters of a smaller rank are padded with zeros, and slot 0 is all zeros.
+are ordered like the rows of the matrix. Adapters of a smaller rank are padded with zeros, and slot 0 is all zeros.
 """
 
 from __future__ import annotations

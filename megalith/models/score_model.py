@@ -2,8 +2,8 @@
 
     score of a token = score · norm(stack(embedding))
 
-It is transformers' `…ForSequenceClassification` with one label, whose score of a sequence is that of its last token.
-A loss gets the scores of all tokens, float32 [batch, seq], where other models' losses get log-probabilities.
+It is transformers' `…ForSequenceClassification` with one label, whose score of a sequence is the score of its last
+token. A loss gets the scores of all tokens, float32 [batch, seq], where other models' losses get log-probabilities.
 """
 
 from __future__ import annotations

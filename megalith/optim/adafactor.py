@@ -1,6 +1,6 @@
 """Adafactor (Shazeer and Stern 2018): second moments of a matrix as a product of a row and a column average.
 
-The update is that of torch.optim.Adafactor:
+The update is the same as in torch.optim.Adafactor:
 
      rate     = max(1e-3, RMS(w)) · min(lr, 1 / √t)
      v        = averages of g², row · column / mean(row) for a matrix, with weight t^-0.8 for the new value

@@ -9,8 +9,8 @@ For a matrix W [rows, columns] with gradient G:
 
 The first step only sets the bases. Every `soap_precondition_frequency` steps, a power iteration and a QR decomposition
 update the bases to follow L and R. This is what the authors' code does. With `soap_use_kl_shampoo`, it is Megatron-LM's
-SOAP (emerging-optimizers 0.4): L and R are those of KL-Shampoo (Lin et al. 2025), and every step, including the first,
-updates the bases and then the weights.
+SOAP (emerging-optimizers 0.4): L and R are the averages of KL-Shampoo (Lin et al. 2025), and every step, including the
+first, updates the bases and then the weights.
 
 The update depends on the whole matrix. One of the ranks that shard a matrix owns it and keeps its state. The other
 ranks send their shards of the gradient to the owner and receive their shards of the update. AdamW updates the other

@@ -61,7 +61,7 @@ class Counter:
 
 
 class CountedGemm(Gemm):
-    """A Gemm that runs another one's matmuls, and counts their operands while its counter is on."""
+    """A Gemm that runs the matmuls of another Gemm, and counts their operands while its counter is on."""
 
     def __init__(self, gemm: Gemm, device: torch.device):
         zeros = torch.zeros(len(KINDS), 4, dtype=torch.float64, device=device)

@@ -1,8 +1,8 @@
 """Llama with experts: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, DeepSeek-MoE, V2 and V3.
 
-OLMoE normalizes all query heads together, and all key heads together. Attention in the Qwen families is that of the
-dense models; Qwen2-MoE also has a shared expert with a sigmoid gate. The DeepSeek families have dense first layers and
-shared experts; V2 and V3 also have latent attention.
+OLMoE normalizes all query heads together, and all key heads together. Attention in the Qwen families is the same as in
+the dense models; Qwen2-MoE also has a shared expert with a sigmoid gate. The DeepSeek families have dense first layers
+and shared experts; V2 and V3 also have latent attention.
 """
 
 from __future__ import annotations

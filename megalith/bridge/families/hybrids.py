@@ -1,7 +1,7 @@
 """Qwen3-Next: gated delta nets in three of four layers, attention with an output gate in the others.
 
-Experts are as in Qwen2-MoE, with a gated shared expert. Norms multiply by 1 + weight, except those in delta nets. The
-layer for multi-token prediction has attention. Qwen3.5 (text) has MLPs, and separate projections in delta nets.
+Experts are as in Qwen2-MoE, with a gated shared expert. Norms multiply by 1 + weight, except the norms in delta nets.
+The layer for multi-token prediction has attention. Qwen3.5 (text) has MLPs, and separate projections in delta nets.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reward models: the `…ForSequenceClassification` classes of decoders, with one label.
 
-Tensors and settings are those of the decoder, with `score.weight` in place of the output matrix.
+Tensors and settings are the same as the decoder's, with `score.weight` in place of the output matrix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Megatron core's GPT, hybrid model and BERT as families: their tensors and arguments.
 
 In a fused SwiGLU matrix, Megatron has all gate rows before all up rows; in Megalith they alternate. Both group queries,
-keys and values by KV head. The names are those of layers without Transformer Engine and of single experts; readers and
-writers rename the others (`megatron_names.py`).
+keys and values by KV head. The names are the ones in layers without Transformer Engine and of single experts; readers
+and writers rename all others (`megatron_names.py`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A file of torch.save is read by torch.load's restricted unpickler (`weights_only
 containers and argparse.Namespace. `.metadata`, a pickle of torch.distributed.checkpoint, is read by an Unpickler that
 imports nothing: its objects become `Record`s, which keep their fields.
 
-Other names are rejected, except those of Megatron's classes and related libraries. With `trust` these become `Inert`
+Other names are rejected, except names of Megatron's classes and related libraries. With `trust` these become `Inert`
 objects, which keep nothing. A TorchScript archive is rejected before it is opened, because torch.jit.load runs code.
 """
 

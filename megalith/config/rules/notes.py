@@ -1,8 +1,8 @@
 """Notes on settings without effect in this run.
 
 These are not errors, because one file may serve many runs, but a user who sets `recompute_modules` without
-`recompute_granularity` should know. Requirements on other settings are annotations (`RequiresSetting`); those on the
-device or on compiled layers are here.
+`recompute_granularity` should know. Requirements on other settings are annotations (`RequiresSetting`); requirements on
+the device or on compiled layers are here.
 """
 
 from __future__ import annotations

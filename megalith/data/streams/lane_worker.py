@@ -1,7 +1,7 @@
 """Worker processes that make the samples of lanes, and their counterpart in the training process.
 
 A worker is a new Python process that imports neither torch nor the main script. It makes samples of all its lanes in
-turn until each has `ahead` unread ones. It ends when the training process closes the connection or dies.
+turn until each lane has `ahead` unread samples. It ends when the training process closes the connection or dies.
 """
 
 from __future__ import annotations

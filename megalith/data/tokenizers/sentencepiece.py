@@ -60,7 +60,9 @@ class Llama2Tokenizer(SentencePieceTokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the SentencePieceTokenizer with the same model, because ids mean the same."""
+        """The fingerprint of the SentencePieceTokenizer with the same model, because an id means the same text
+        in both.
+        """
         return SentencePieceTokenizer(self.files).fingerprint
 
     def encode(self, text: str) -> list[int]:

@@ -149,7 +149,7 @@ class Llama3Tokenizer(TikTokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of a TikTokenizer with Llama 3's file, because ids mean the same."""
+        """The fingerprint of a TikTokenizer with Llama 3's file, because an id means the same text in both."""
         return TikTokenizer(self.files).fingerprint
 
     def _vocabulary_of(self, ranks: int) -> Vocabulary:

@@ -1,8 +1,8 @@
 """The script's optimizer over this rank's shards, with its class, parameter groups, learning rates and weight decays.
 
 The gradients of a model call are kept separately until the backward pass of its loss, which determines their factor;
-they are then added to the step's gradients. `EngineOptimizer.step` clips and applies those. `prepare` returns
-Accelerate's wrappers around the optimizer and the scheduler.
+they are then added to the step's gradients. `EngineOptimizer.step` clips and applies the step's gradients. `prepare`
+returns Accelerate's wrappers around the optimizer and the scheduler.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Table of all 877 flags of Megatron-LM's command line (core 0.20.0) with their meaning here.
 
-Flags without effect are in no_effect_flags.py, refused ones in refused_flags.py, and those that core 0.20.0 does not
+Flags without effect are in no_effect_flags.py, refused ones in refused_flags.py, and flags that core 0.20.0 does not
 have in other_flags.py. Settings that depend on several flags are computed in derive/.
 """
 

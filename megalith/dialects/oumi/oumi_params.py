@@ -1,7 +1,7 @@
 """Oumi's parameters as Python dataclasses: MegatronParams, GrpoParams, TrainingConfig.
 
 A field at its default counts as a key that is not set, unless a YAML file sets it. Defaults of one section therefore
-never contradict values of another. The defaults equal those of the key table (tested).
+never contradict values of another. The defaults equal the defaults in the key table (tested).
 """
 
 from __future__ import annotations

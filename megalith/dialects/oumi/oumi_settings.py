@@ -2,7 +2,7 @@
 
 Keys that map to one setting are rows of the table in oumi_keys.py. Settings that depend on several keys are derived in
 oumi_layout.py, oumi_grpo.py and oumi_recipe.py. All problems are reported in one error. The translation imports no
-PyTorch and reads no model or data; oumi_run.py opens those.
+PyTorch and reads no model or data; oumi_run.py opens the model and the data.
 """
 
 from __future__ import annotations

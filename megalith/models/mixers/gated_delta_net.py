@@ -5,8 +5,8 @@ token's decay is log α = −e^A softplus(a + bias) and its write strength β = 
 b per token and value head. The output is normalized per head and multiplied by SiLU of a gate z.
 
 Rows of linear_in are ordered by key head: its query, its key, then values and gates z of the value heads that share it.
-Rows of linear_gates are ordered likewise, b before a; the convolution's units as in linear_in, without z. A slice of
-rows is therefore a slice of heads.
+Rows of linear_gates are ordered in the same way, b before a; the convolution's units are ordered as in linear_in,
+without z. A slice of rows is therefore a slice of heads.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ softplus(dt + bias), clamped to limits if there are any, and its decay is log α
 multiplied by SiLU of z and normalized per group (RMSNorm), in this or the reverse order, before the output projection.
 
 Rows of linear_zxbcdt are ordered by group: z and x of its heads, its B and C, and dt of its heads; the units of
-conv_xbc likewise, without z and dt. A slice of rows is therefore a slice of groups. With fewer groups than
+conv_xbc are in the same order, without z and dt. A slice of rows is therefore a slice of groups. With fewer groups than
 tensor-parallel ranks each rank uses the rows of its own heads and of their group (`rows` of both modules).
 """
 

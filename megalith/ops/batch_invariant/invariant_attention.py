@@ -4,7 +4,7 @@ A query takes the keys of its document in blocks of KEYS, counted from the docum
 (Milakov and Gimelshein 2018; Dao et al. 2022). A block that the query does not see multiplies the running sums by 1 and
 adds 0, so it changes no bit: how far a row is padded, and how much of a cache is filled, does not matter.
 
-The backward pass is that of ops/block_attention.py, from the output and its log-sum-exp.
+The backward pass is the one in ops/block_attention.py, from the output and its log-sum-exp.
 """
 
 from __future__ import annotations

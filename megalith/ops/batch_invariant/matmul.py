@@ -1,10 +1,10 @@
 """Matmuls in which a row's result does not depend on the other rows or on their number.
 
 On a CPU, the library behind torch.mm uses different code for few rows: with 1,024 inputs, a row's bits in a matmul of
-up to 15 rows differ from those in one of 67. Here every call has TILE rows, the last one padded with zeros. Within a
-tile the position of a row does not matter (tests/ops/test_batch_invariant.py); on an AMD CPU it would with fewer than
-12 columns, so those are padded too. Lower precisions are multiplied in fp32 and rounded once. On a GPU a Triton kernel
-has tiles of a fixed size and adds along the inner dimension in one order.
+up to 15 rows differ from its bits in a matmul of 67 rows. Here every call has TILE rows, the last one padded with
+zeros. Within a tile the position of a row does not matter (tests/ops/test_batch_invariant.py); on an AMD CPU it would
+matter with fewer than 12 columns, so few columns are padded too. Lower precisions are multiplied in fp32 and rounded
+once. On a GPU a Triton kernel has tiles of a fixed size and adds along the inner dimension in one order.
 
 Row-parallel linears, and the second linears of experts, add parts of the inner dimension by a binary tree, so that
 tensor parallelism does not change the result.

@@ -3,12 +3,12 @@ how many tokens follow.
 
 A recurrence is always computed in chunks of CHUNK tokens that are counted from the document's first token, with the
 formulas of delta_rule.py and state_space.py and the functions of INVARIANT. In a chunk, row i of each product depends
-on the tokens up to i: later ones have a factor of 0, whether they are present or not. Decoding therefore repeats the
+on the tokens up to i: later tokens have a factor of 0, whether they are present or not. Decoding therefore repeats the
 products of the current chunk for every token, from the state before the chunk. Packed documents are first moved so that
 each of them begins a chunk.
 
 Products have one shape for every batch. On a CPU, PyTorch's matmul of this shape computes them; on a GPU, a Triton
-kernel. Only the forward pass is batch invariant. The backward pass is that of the ordinary operator.
+kernel. Only the forward pass is batch invariant. The backward pass is the same as the ordinary operator's.
 """
 
 from __future__ import annotations

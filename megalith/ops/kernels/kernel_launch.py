@@ -2,7 +2,8 @@
 
 Triton checks every argument of each launch to choose a compiled variant: a tensor's dtype and whether its address is a
 multiple of 16, an integer's size and divisors, a constant's value. Launcher reuses the variant of an earlier launch
-with the same integers, constants and dtypes, if all addresses are multiples of 16, as those of PyTorch's allocator are.
+with the same integers, constants and dtypes, if all addresses are multiples of 16, as all addresses from PyTorch's
+allocator are.
 """
 
 from __future__ import annotations

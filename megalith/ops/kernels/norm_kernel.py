@@ -1,8 +1,8 @@
 """Norms fused with a residual addition, forward and backward: one pass over memory each, and small column sums.
 
 Forward, a program adds y, a branch's output, to the stream x and normalizes the sum. Backward, it reads the gradient of
-the normed rows, the rows, and the gradient along the stream, and writes the sum of both gradients, which is that of x
-and y. With dropout of y, the mask is recomputed from its keys, and y's gradient is separate.
+the normed rows, the rows, and the gradient along the stream, and writes the sum of both gradients, which is the
+gradient of x and of y. With dropout of y, the mask is recomputed from its keys, and y's gradient is separate.
 
 Gradients of weight and bias are sums over tokens: each program sums its rows, and the programs' sums are added in a
 fixed order, so that results are bitwise repeatable.

@@ -7,9 +7,9 @@ Each layer is a bucket; its experts are another bucket, because they have fewer 
 layers are one bucket, so that a tied weight is reduced once.
 
 All ranks must start their all-reduces in the same order. They do, because they run the same code and autograd runs the
-ready node that was created last, so a layer's gradients are complete before those of the layer before it. If some
-parameter of a bucket gets no gradient, the bucket is started after the pass, in the model's order. Which buckets these
-are depends only on the configuration.
+ready node that was created last, so a layer's gradients are complete before the gradients of the layer before it. If
+some parameter of a bucket gets no gradient, the bucket is started after the pass, in the model's order. Which buckets
+these are depends only on the configuration.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Sums over tensor-parallel ranks, added in the order of one device.
 
-The sums are those of row-parallel linears and, under expert tensor parallelism, of the experts' second linear. Ranks
-exchange their partial sums in fp32 and add them by a binary tree of neighbours (ops/batch_invariant/matmul.py). Thus 1,
-2, 4 and 8 ranks give the same bits. NCCL and gloo add in an order that depends on the number of ranks and the size. The
-exchange sends as many bytes as an all-reduce in fp32, or with sequence parallelism a reduce-scatter in fp32.
+Such sums are the outputs of row-parallel linears and, under expert tensor parallelism, of the experts' second linear.
+Ranks exchange their partial sums in fp32 and add them by a binary tree of neighbours (ops/batch_invariant/matmul.py).
+Thus 1, 2, 4 and 8 ranks give the same bits. NCCL and gloo add in an order that depends on the number of ranks and the
+size. The exchange sends as many bytes as an all-reduce in fp32, or with sequence parallelism a reduce-scatter in fp32.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 s_ik is the environment's reward for step k of completion i, w its weight, γ `rl.step_discount`, T_i the number of
 turns, and e_i the sum of the completion's other rewards, which count at its last turn. For the advantages of turn t,
-`rl.advantage_estimator` is applied to the G_it of those completions of a group that have a turn t. If only one
-completion has a turn t, its advantage there is 0.
+`rl.advantage_estimator` is applied to the G_it of the completions of a group that have a turn t. If only one completion
+has a turn t, its advantage there is 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Online DPO (Guo et al. 2024): preferences between the two completions of a prompt, by their rewards.
 
 u is the sum of log π − log π_ref over a completion's tokens, and h is u of the completion with the larger reward minus
-u of the other one. The loss of a pair is a function of h, the one of `dpo.loss_type` sigmoid or ipo. A micro-batch may
+u of the other one. The loss of a pair is a function of h, as with `dpo.loss_type` sigmoid or ipo. A micro-batch may
 have only one completion of a pair. Each completion therefore has its own term with its own gradient, in which the u of
 the other completion, computed before the step, is a constant (online_pairs.py). The formulas are from TRL's
 OnlineDPOTrainer.

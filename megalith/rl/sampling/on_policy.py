@@ -2,9 +2,9 @@
 
 In a fraction of a step's rows, the last answer is replaced by one that the student samples with its current weights.
 The rows are chosen by their position in the run, and a completion depends only on the weights, the seed and that
-position, so every layout and a resumed run sample the same ones. The rows of all data-parallel ranks are divided over
-the generation replicas, which are the groups of tensor-parallel ranks. Servers (`distill.engine`) sample by their own
-random numbers.
+position, so every layout and a resumed run sample the same completions. The rows of all data-parallel ranks are divided
+over the generation replicas, which are the groups of tensor-parallel ranks. Servers (`distill.engine`) sample by their
+own random numbers.
 """
 
 from __future__ import annotations

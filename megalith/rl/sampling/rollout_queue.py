@@ -2,9 +2,9 @@
 
 Sampling of batch b + n begins while batch b is trained on and must be complete n syncs later. Between two syncs, every
 open completion of a queued batch is extended by an equal share of its maximum length; after a sync it continues with
-the new weights. Completions of several turns, whose environments have state, are sampled whole instead: an equal share
-of a batch's groups between two syncs. The version that samples a token thus depends on the settings and not on timing.
-Checkpoints contain the queue, so a resumed run continues as if it had not stopped.
+the new weights. Completions of several turns, whose environments have state, are sampled whole instead: between two
+syncs, an equal share of a batch's groups. The version that samples a token thus depends on the settings and not on
+timing. Checkpoints contain the queue, so a resumed run continues as if it had not stopped.
 """
 
 from __future__ import annotations
