@@ -102,7 +102,7 @@ class StoredLogits:
         [batch, seq, k + 1].
 
         Raises:
-            DataError: if a sample has no predictions, or differs from the one that was stored.
+            DataError: if a sample has no predictions, or differs from the stored sample.
         """
         sample_numbers = batch.sample_numbers.tolist()
         rows = [self._row(number) for number in sample_numbers]

@@ -103,8 +103,8 @@ class RunningBatch:
 
         Args:
             load: loads the weights and sets the engine's version.
-            kv_cache: recompute: compute the keys and values of all tokens again. keep: later tokens attend to those of
-                the earlier weights, which costs nothing.
+            kv_cache: recompute: compute the keys and values of all tokens again. keep: later tokens attend to keys and
+                values of the earlier weights, which costs nothing.
 
         Returns:
             The new tokens of earlier windows, as `step` does.

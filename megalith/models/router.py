@@ -212,7 +212,7 @@ def sparsemixer_weights(logits: Tensor, experts: Tensor, jitter_eps: float) -> T
             the best logit and the absolute value of its own.
 
     Returns:
-        Float32 [tokens, topk]. Each weight is a softmax over the compared experts, without those chosen before.
+        Float32 [tokens, topk]. Each weight is a softmax over the compared experts, without the experts chosen before.
     """
     weights, remaining = [], logits
     for expert in experts.split(1, dim=1):

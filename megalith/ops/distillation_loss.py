@@ -123,7 +123,8 @@ def linear_top_logprobs(
     The result is the same on every rank.
 
     Returns:
-        Log-probabilities in descending order, followed by that of all other entries together, float32 [..., k + 1].
+        Log-probabilities in descending order, followed by the log-probability of all other entries together, float32
+            [..., k + 1].
         Entries, int64 [..., k].
     """
     flat, matrix = hidden.reshape(-1, hidden.shape[-1]), weight.to(hidden.dtype)

@@ -243,7 +243,7 @@ def build_optimizer(
             ranks might choose differently, and copies updated on a CPU and on a GPU would drift apart.
         placements: position of each shard in its global parameter, by name.
         precision: fp32, bf16 or fp16.
-        all_names: names of the trained parameters of all ranks. Default: those of this rank.
+        all_names: names of the trained parameters of all ranks. Default: the names on this rank.
         ratios: size of the model relative to its base model. None: no µP.
 
     Raises:

@@ -231,7 +231,7 @@ class _Search:
 
         Args:
             more: the settings.
-            nearest: number of candidates to try among those that would not fit even without optimizer state.
+            nearest: number of candidates to try that would not fit even without optimizer state.
         """
         every = list(self.without_state)
         sizes = sorted(least for least, _ in every)

@@ -38,8 +38,8 @@ class Recipe:
         preset: a key of MODELS.
         gpus: number of H100 with 80 GB.
         settings: section → name → value, in place of the task's.
-        reserve_gb: memory per GPU that the layout leaves free, for the planner's error and for what it does not count:
-            the engine that samples, a teacher.
+        reserve_gb: memory per GPU that the layout leaves free, for the planner's error and for memory that it does not
+            count, such as the sampling engine or a teacher.
     """
 
     task: str

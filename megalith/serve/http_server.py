@@ -27,7 +27,7 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of what clients may use."""
+    """Bounds on the clients' use of the server."""
 
     max_connections: int = 1024
     max_body: int = 16 << 20
@@ -91,7 +91,7 @@ class HttpServer:
             handle: answers a request, or raises HttpError. It is cancelled if the client leaves.
             host: address to listen at.
             port: port; 0: a free one.
-            limits: bounds of what clients may use.
+            limits: bounds on the clients' use.
             report: called with a line for each internal error.
         """
         self._handle, self._limits, self._report = handle, limits, report

@@ -77,7 +77,7 @@ def parallelize(
         spec: a run's configuration, whose `model` section describes the model, or a custom ModelSpec.
         mesh: mesh from `init_mesh`.
         device: device from `init_mesh`.
-        parallel: the settings that the mesh was built with. Default: those of the configuration, or none.
+        parallel: the settings that the mesh was built with. Default: the settings in the configuration, or none.
 
     Raises:
         ConfigError: the model does not support the layout.

@@ -62,7 +62,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
 
     Args:
         config: the run's configuration.
-        task: what to train for. Default: pre-training.
+        task: the kind of training. Default: pre-training.
 
     Returns:
         The run's last step, losses and checkpoint.

@@ -40,7 +40,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     Args:
         source: a run with adapters, a step of one, or a folder in PEFT's format.
         out: folder or URL of the new run; must not exist.
-        base: weights that the adapters were trained on; default: those that `source` names.
+        base: weights that the adapters were trained on; default: the weights that `source` names.
         show_progress: draw a progress bar.
 
     Returns:
@@ -113,7 +113,7 @@ def merge_into(model: Transformer, source: str | Path, base: str | Path) -> None
         base: weights that the model was loaded from.
 
     Raises:
-        ConfigError, CheckpointError: `source` has no adapters, or not those of this base.
+        ConfigError, CheckpointError: `source` has no adapters, or adapters of another base.
     """
     adapted, config = open_adapters_of(source, base, model.config, fingerprint_of(model))
     if config is not None and config.lora.has_quantized_base:

@@ -335,7 +335,7 @@ def convert(
         The folder written.
 
     Raises:
-        ConfigError: `path` is not what `source` and `sizes` say.
+        ConfigError: `path` does not have the format `source` or the sizes `sizes`.
         CheckpointError: as in the functions that read and write these formats.
     """
     kind = "hf"

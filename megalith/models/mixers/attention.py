@@ -72,7 +72,7 @@ class Attention(Runnable):
 
         Args:
             query: [batch, seq, heads, head_dim].
-            key, value: [batch, seq, groups, head_dim] of the same tokens; those in the cache are added.
+            key, value: [batch, seq, groups, head_dim] of the same tokens; keys and values in the cache are added.
             context: mask, documents, dropout keys, cache.
         """
         uses_dropout = self.dropout > 0 and context.dropout is not None

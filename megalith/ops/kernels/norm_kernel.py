@@ -202,8 +202,8 @@ def norm_backward(
         stream_grad: gradient of x along the stream, [tokens, width].
 
     Returns:
-        Gradient of x in its dtype; that of y before dropout, or an empty tensor; float32 [count, width]: gradient of
-            weight and, if there is one, of bias.
+        Gradient of x in its dtype; gradient of y before dropout, or an empty tensor; float32 [count, width]: gradient
+            of weight and, if there is one, of bias.
     """
     tokens, width = x.shape
     grad, x, stream_grad = grad.contiguous(), x.contiguous(), stream_grad.contiguous()

@@ -172,7 +172,7 @@ def read_parameters(ranks: Sequence[RankDump], family: Family, model: ModelConfi
         model: model that the config.json describes.
 
     Raises:
-        CheckpointError: the parameters are not those of the model.
+        CheckpointError: the recorded parameters do not fit the model.
     """
     names = {plain(name) for dump in ranks for name in dump.header.parameters}
     family = _naming(family, names, model)

@@ -44,7 +44,7 @@ class Reference:
     Args:
         parameters: parameters of the step.
         keys: name and shard of each gradient to compute.
-        model: configuration, if it differs from that of the parameters.
+        model: configuration, if it differs from the configuration of the parameters.
         compute_dtype: dtype of the layers' computation.
         perturbed: change the weights by a relative 2⁻²².
         padding_idx: token whose row of the embedding gets no gradient from the lookup.
