@@ -86,7 +86,7 @@ def markdown() -> str:
 
 
 def describe_types() -> dict[str, str]:
-    """Return each causal and sequence-to-sequence type of the installed transformers with what is known about it."""
+    """Return a description of each causal and sequence-to-sequence model type of the installed transformers."""
     from transformers.models.auto import modeling_auto as auto
 
     from megalith.bridge.families import FAMILIES

@@ -133,8 +133,8 @@ class LayerTimes:
         return recomputed
 
     def _dtype(self, number: int) -> tuple[str, float]:
-        """Return the dtype under which the table of rates lists a layer's matmuls, and their rate relative to the
-        table's.
+        """Return the dtype by which the table of rates lists a layer's matmuls, and the ratio of their rate to the
+        listed one.
         """
         train = self.config.train
         if self.fp8 and uses_fp8(number, self.config):

@@ -126,8 +126,8 @@ class KtoTask(SummedLossTask, ReferenceTask):
 
 
 def make_kto_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> KtoBatch:
-    """Collate answers (`answer_fields`). If the samples have mismatched answers, every second row and
-    sequence is one.
+    """Collate answers (`answer_fields`). If the samples have mismatched answers, every second row and sequence is a
+    mismatched answer.
     """
     return KtoBatch(**answer_fields(rows, sample_numbers))
 
