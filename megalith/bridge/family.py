@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -202,26 +202,44 @@ class Family:
     prefix: str = "model."
     """Prefix of every name except the output matrix's. Files of the bare model lack it."""
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a field that is not a tuple, such as ("a") in place of ("a",)."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not each.type.startswith("tuple"):
+                continue
+            if not isinstance(value, tuple):
+                raise ConfigError(
+                    f"{self.architecture} has {each.name} {short_repr(value, 80)}, a {type(value).__name__}, but it "
+                    f"is a tuple; write {each.name}=(…,), with a comma also after a single value"
+                )
+            for one in value if each.type == "tuple[str, ...]" else ():
+                if not isinstance(one, str):
+                    raise ConfigError(
+                        f"{self.architecture} has {short_repr(one, 80)} in {each.name}, but it is a tuple of strings; "
+                        f"correct {each.name}"
+                    )
+
     def read_config(self, hf_config: Mapping[str, Any]) -> ModelConfig:
         """Return the model configuration of a config.json. Raises ConfigError for unsupported values."""
         check_types(hf_config)
         _check_unsupported_keys(hf_config)
-        fields, hf_config = {}, {**self.defaults, **self._without_aliases(hf_config)}
+        values, hf_config = {}, {**self.defaults, **self._without_aliases(hf_config)}
         for setting in self.settings:
             for name, value in setting.read(hf_config).items():
-                if fields.setdefault(name, value) == value:
+                if values.setdefault(name, value) == value:
                     continue
                 if name in ModelConfig.fields_deciding(Decides.FUNCTION):
                     raise ConfigError(
-                        f"config.json gives model.{name} both {fields[name]!r} and {value!r}, which is not supported"
+                        f"config.json gives model.{name} both {values[name]!r} and {value!r}, which is not supported"
                     )
                 warnings.warn(
-                    f"config.json gives model.{name} both {fields[name]!r} and {value!r}; {fields[name]!r} is used "
+                    f"config.json gives model.{name} both {values[name]!r} and {value!r}; {values[name]!r} is used "
                     "throughout",
                     stacklevel=3,
                 )
         try:
-            return ModelConfig.model_validate(fields)
+            return ModelConfig.model_validate(values)
         except ValidationError as error:
             raise as_config_error(error) from None
 

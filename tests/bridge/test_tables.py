@@ -102,6 +102,30 @@ def test_a_wrong_row_of_a_table_is_named(row: str, their_name: str | None, messa
         [group.names() for group in replace(family, tensors=tensors).groups(model_of("gpt1"))]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            dict(ignored=r"\.masked_bias$"),
+            r"has ignored '.*masked_bias\$', a str, but it is a tuple; write ignored=\(",
+        ),
+        (dict(ignored=[r"\.masked_bias$"]), "has ignored .*, a list, but it is a tuple"),
+        (dict(other_model_types="gpt"), "has other_model_types 'gpt', a str, but it is a tuple"),
+        (
+            dict(other_model_types=("gpt", None)),
+            "has None in other_model_types, but it is a tuple of strings",
+        ),
+        (
+            dict(settings=family_named_by("gpt1").settings[0]),
+            "has settings Field.*, a Field, but it is a tuple",
+        ),
+    ],
+)
+def test_a_field_of_a_family_that_is_not_a_tuple_is_named(fields: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"OpenAIGPTLMHeadModel {message}"):
+        replace(family_named_by("gpt1"), **fields)
+
+
 def test_the_name_of_a_tied_output_matrix_is_that_of_its_row() -> None:
     rows = {family.tied: family.tensors.get("output_layer.weight") for family in FAMILIES.values()}
     assert [tied for tied, rule in rows.items() if rule is not None and tied not in rule.names] == []
