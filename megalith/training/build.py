@@ -155,6 +155,7 @@ def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
         vocab_file=data.vocab_file,
         merge_file=data.merge_file,
         vocab_size=vocab_size,
+        section="data.",
     )
     if config.chat is not None and config.chat.chat_template_path is not None:
         # Stored with the tokenizer's files in checkpoints and exports.

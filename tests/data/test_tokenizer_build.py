@@ -7,8 +7,10 @@ import sys
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from megalith.config import RunConfig
 from megalith.data.tokenizers.open_tokenizer import TOKENIZER_TYPES, build_tokenizer, load_tokenizer
 from megalith.errors import ConfigError, DataError
+from megalith.training.build import build_run_tokenizer
 
 
 def write_tokenizer_json(path, words=("a", "b", "<eos>", "</s>")):
@@ -253,6 +255,19 @@ def test_the_name_of_a_file_is_never_looked_for_on_the_hub(monkeypatch):
         build_tokenizer("HuggingFaceTokenizer", "data/tokenizer.json")
     with pytest.raises(DataError, match=r"there is no file or folder '\./tokenizer'; check"):
         build_tokenizer("HuggingFaceTokenizer", "./tokenizer")
+
+
+def test_the_setting_of_a_missing_tokenizer_is_named(tmp_path):
+    tree = dict(data=dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="data/tokenizer.json"))
+    with pytest.raises(
+        DataError, match=r"^data\.tokenizer_model: there is no file or folder 'data/tokenizer.json'; "
+    ):
+        build_run_tokenizer(RunConfig.from_tree(tree))
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(DataError, match=r"^merge_file: cannot read .*merges.txt"):
+        build_tokenizer(
+            "GPT2BPETokenizer", vocab_file=tmp_path / "vocab.json", merge_file=tmp_path / "merges.txt"
+        )
 
 
 def test_a_hub_name_without_the_hub_library_says_what_to_do(monkeypatch):

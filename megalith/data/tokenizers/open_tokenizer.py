@@ -35,6 +35,7 @@ def build_tokenizer(
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
     vocab_size: int | None = None,
+    section: str = "",
 ) -> Tokenizer:
     """Return the tokenizer of kind `tokenizer_type`.
 
@@ -47,6 +48,7 @@ def build_tokenizer(
         vocab_file: GPT2BPETokenizer: vocab.json. BertWordPieceLowerCase and BertWordPieceCase: BERT's vocab.txt.
         merge_file: GPT2BPETokenizer: merges.txt.
         vocab_size: NullTokenizer (required), and TikTokenizer with the JSON list; other kinds ignore it.
+        section: prefix of the arguments' names in errors, such as `data.`.
 
     Raises:
         ConfigError: for an unknown kind, or a missing argument or package.
@@ -56,7 +58,14 @@ def build_tokenizer(
         None if path is None else str(path) for path in (vocab_file, merge_file, tokenizer_model)
     )
     paths = TokenizerPaths(model, vocab_file, merge_file, vocab_size)
-    tokenizer = _tokenizer_class(tokenizer_type).from_paths(paths)
+    try:
+        tokenizer = _tokenizer_class(tokenizer_type).from_paths(paths)
+    except DataError as error:
+        named = {"tokenizer_model": model, "vocab_file": vocab_file, "merge_file": merge_file}
+        names = [name for name, path in named.items() if path is not None and path in str(error)]
+        if not names:
+            raise
+        raise DataError(f"{section}{names[0]}: {error}") from error
     tokenizer.path = model or vocab_file or ""
     return tokenizer
 
