@@ -109,7 +109,8 @@ def test_the_number_of_servers_changes_nothing_and_one_that_dies_is_named(
     said = capsys.readouterr().out
     assert (
         f"vLLM at {servers[1].url} closed the connection during POST" in said
-        and "; waiting for it, then" in said
+        and "start it again; the run waits for it, then repeats the requests" in said
+        and "resume" not in said
     )
 
 

@@ -124,7 +124,7 @@ class JsonServer:
         except (OSError, HTTPException) as error:
             raise ServerLost(
                 f"{self} closed the connection during {request} ({type(error).__name__}), so it stopped or was "
-                "restarted; look at its log, start it again, and resume from the last checkpoint"
+                "restarted; look at its log, and start it again"
             ) from None
 
     def _read(self, answer: Any, request: str, deadline: Deadline, max_bytes: int) -> bytes:
@@ -160,4 +160,6 @@ class JsonServer:
         except (OSError, HTTPException):
             message = ""
         sentence = f"{self} refuses {request} with {error.code}: {message[:SHOWN] or error.reason}"
-        return ServerLost(sentence) if error.code in NOT_UP else RequestRefused(sentence, status=error.code)
+        if error.code in NOT_UP:
+            return ServerLost(f"{sentence}; look at its log, and start it again")
+        return RequestRefused(sentence, status=error.code)

@@ -193,8 +193,8 @@ class ServerEngine:
         if version is not None and version != str(self.version):
             raise ServerLost(
                 f"{server.http} has weights with version {version!r:.60}, but those of step {self.version} were "
-                "sent, so the server was restarted, or another trainer sends weights to it; resume from the last "
-                "checkpoint"
+                "sent, so the server was restarted, or another trainer sends weights to it; give each trainer servers "
+                "of its own"
             )
 
     # Weights
@@ -220,7 +220,7 @@ class ServerEngine:
             except ServerLost as error:
                 failures.append(error)
             if len(failures) == MAX_UPDATE_ATTEMPTS:
-                raise failures[0]
+                raise ServerLost(f"{failures[0]}, then resume from the last checkpoint")
             self._run.log(f"{failures[-1]}; the weights of step {version} are sent again")
         self.version = version
         return SyncReport(sent, time.perf_counter() - start, 0, sent)

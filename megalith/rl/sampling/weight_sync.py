@@ -71,8 +71,8 @@ class EngineClient:
                 return self._gather(act, phase)
             except ServerLost as lost:
                 if not attempts_left:
-                    raise
-                self._run.log(f"{lost}; waiting for it, then the requests are repeated")
+                    raise ServerLost(f"{lost}, then resume from the last checkpoint") from None
+                self._run.log(f"{lost}; the run waits for it, then repeats the requests")
             self.resync()
             act = retry or act
 
