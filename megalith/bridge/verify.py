@@ -120,8 +120,8 @@ def compare_logits(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
     load_model(checkpoint, ours, rows, show_progress=True)
     _round(ours, matched)
     generator = torch.Generator().manual_seed(SEED)
-    # In RoBERTa token 1 is padding, and the last two positions have its rows of the table.
-    shape = (PROBE[0], min(PROBE[1], max(1, model.max_position_embeddings - 2)))
+    shape = (PROBE[0], min(PROBE[1], model.max_position_embeddings))
+    # In RoBERTa token 1 is padding.
     ids = torch.randint(min(2, model.vocab_size - 1), model.vocab_size, shape, generator=generator)
     theirs = _hugging_face_logits(matched, ids)
     against = "megalith" if theirs is None else "transformers"

@@ -71,6 +71,17 @@ class DenseSettings(Section):
     max_position_embeddings: PositiveInt | None = None
     """Maximum sequence length in tokens. Default: data.seq_length."""
 
+    padding_positions: Annotated[
+        NonNegativeInt, RequiresSetting("position_embedding_type", "learned_absolute", strict=True)
+    ] = 0
+    """Rows of the learned positions' table after those of max_position_embeddings, for padding only (2 in RoBERTa and
+    OPT)."""
+
+    positions_skip_padding: Annotated[
+        bool, RequiresSetting("padding_positions", greater_than=0, strict=True)
+    ] = False
+    """Number only real tokens (RoBERTa, OPT). Padding has the last row of padding_positions."""
+
     position_embedding_type: Literal["learned_absolute", "rope", "alibi", "relative", "none"] = (
         "learned_absolute"
     )

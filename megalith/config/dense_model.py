@@ -133,6 +133,11 @@ class DenseModel(DenseSettings):
         return self.position_embedding_type == "learned_absolute" or self.add_position_embedding
 
     @property
+    def position_rows(self) -> int:
+        """Number of rows of the learned positions' table."""
+        return self.max_position_embeddings + self.padding_positions
+
+    @property
     def attention_divisor(self) -> int:
         """Number whose square root divides attention scores."""
         return self.query_pre_attn_scalar or self.head_dim

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig
-from megalith.errors import ConfigError
 from megalith.local_shards import local
 from megalith.models.identity import identity
 from megalith.models.inputs import LossInputs, TokenInputs
@@ -37,6 +36,7 @@ from megalith.models.pass_context import (
     one_device,
     set_masks_of_layers,
 )
+from megalith.models.positions import check_positions, default_positions
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
 from megalith.ops.documents import (
@@ -140,11 +140,11 @@ class Stack(nn.Module):
             cp_size=inputs.cp_size,
         )
         if token_index is None:
-            _check_positions(self.config, seq)
+            check_positions(self.config, seq, inputs)
             token_index = torch.arange(seq, device=device)
         position_ids = inputs.position_ids
         if position_ids is None:
-            position_ids = token_index.expand(batch, seq)
+            position_ids = default_positions(self.config, token_index, batch, padding_mask)
         context = Context(batch, layout, self.causal, position_ids=position_ids)
         if self.config.position_embedding_type == "rope":
             context.rotary = rotary_tables(self.config, position_ids, seq * layout.cp_size)
@@ -196,15 +196,6 @@ class Stack(nn.Module):
         columns = column_keys(self.config.hidden_size, keys.device)
         before = layers[self.first_layer]  # the embedding's number, the first layer's minus 1
         context.dropout = DropoutKeys(keys, stream, columns, before)
-
-
-def _check_positions(config: ModelConfig, length: int) -> None:
-    longest = config.max_position_embeddings
-    if config.learns_positions and length > longest:
-        raise ConfigError(
-            f"the input has {length} tokens, but the model has {longest} learned positions "
-            "(model.max_position_embeddings); shorten the input"
-        )
 
 
 def stacks_of(model: nn.Module) -> list[Stack]:

@@ -49,7 +49,7 @@ class Embedding(nn.Module):
         self.word_embeddings = _table(config.padded_vocab_size, width, device, WordEmbedding)
         self.position_embeddings = None
         if config.learns_positions:
-            self.position_embeddings = _table(config.max_position_embeddings, width, device)
+            self.position_embeddings = _table(config.position_rows, width, device)
         self.tokentype_embeddings = _table(config.tokentypes, width, device) if config.tokentypes else None
         self.layernorm = Norm(config, width, device) if config.embedding_layernorm else None
 

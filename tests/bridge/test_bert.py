@@ -17,8 +17,11 @@ import megalith
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import FAMILIES
 from megalith.bridge.importer import import_hf, open_hf_folder
+from megalith.bridge.load import with_init_from
 from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
+from megalith.config import RunConfig
+from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.models.encoders.bert import Bert
 from megalith.models.inputs import TokenInputs
@@ -152,6 +155,40 @@ def test_choices_of_modernbert_are_read_and_written(settings: dict, tmp_path: Pa
         assert again["rope_parameters"][kind] | rope == again["rope_parameters"][kind]
     count = count_parameters(ours.config, padded_vocab=False).total
     assert count == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "RobertaForMaskedLM", "XLMRobertaXLForMaskedLM"])
+def test_positions_of_padding_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """RoBERTa counts only real tokens, and its table has two rows for padding."""
+    model = reference(kind, type_vocab_size=1, pad_token_id=1)
+    model.save_pretrained(tmp_path / "hf")
+    ours = megalith.load(tmp_path / "hf")
+    room = 32 if kind.startswith("Bert") else 30
+    ids = torch.randint(2, VOCAB, (4, 32), generator=torch.Generator().manual_seed(1))
+    real = torch.ones(4, 32, dtype=torch.bool)
+    real[:2, -9:] = real[2, :5] = real[3, 7:10] = real[2:, -1] = False
+    ids[~real] = 1
+    with torch.no_grad():
+        expected = model(ids, attention_mask=real.long()).logits
+        assert_close(ours(ids, padding_mask=real)[real], expected[real])
+        full = ids.masked_fill(~real, 5)[:, :room]
+        assert_close(ours(full), model(full).logits)
+        longer = torch.randint(2, VOCAB, (1, room + 1))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(longer)
+        with pytest.raises(ConfigError, match=rf"has {room + 1} tokens.* has {room} learned positions"):
+            ours(longer)
+        if room == 30:
+            with pytest.raises(ConfigError, match="has 31 tokens besides padding"):
+                ours(
+                    torch.cat([longer, torch.ones_like(longer)], 1), padding_mask=torch.arange(62)[None] < 31
+                )
+    tree = dict(model=dict(init_from=str(tmp_path / "hf")), data=dict(mock=True, seq_length=room + 1),
+                train=dict(train_iters=1))  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=f"seq_length {room + 1} is longer than model.max_position_embeddings {room}"
+    ):
+        check_training(with_init_from(RunConfig.from_tree(tree)))
 
 
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "RobertaForMaskedLM", "XLMRobertaXLForMaskedLM"])

@@ -375,7 +375,7 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
     "biogpt": (
         lambda: transformers.BioGptConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=112,
                                           num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64),
-        dict(OUR_OPT, activation="gelu", scale_embeddings=True),
+        dict(OUR_OPT, activation="gelu", scale_embeddings=True, positions_skip_padding=False),
     ),
     "aria": (
         lambda: transformers.AriaTextConfig(**LLAMA, head_dim=24, moe_num_experts=6, attention_bias=True,

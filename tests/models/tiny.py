@@ -41,7 +41,7 @@ OUR_PHI = dict(OUR_NEOX, shared_layernorm=True, add_output_bias=True)
 OPT = dict(vocab_size=VOCAB, hidden_size=64, ffn_dim=112, num_hidden_layers=3, num_attention_heads=4,
            max_position_embeddings=64)  # fmt: skip
 OUR_OPT = dict(vocab_size=VOCAB, hidden_size=64, ffn_hidden_size=112, num_layers=3, num_attention_heads=4,
-               max_position_embeddings=66)  # fmt: skip
+               max_position_embeddings=64, padding_positions=2, positions_skip_padding=True)  # fmt: skip
 
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3)
 OUR_EXPERTS = dict(num_experts=8, moe_router_topk=3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megalith.bridge.families.layernorm_decoders import SIZES, activation
 from megalith.bridge.families.llama import TIED
-from megalith.bridge.families.separate_qkv import OPT, Positions
+from megalith.bridge.families.separate_qkv import OPT, PaddedPositions
 from megalith.bridge.family import Family
 from megalith.bridge.rows import Rule
 from megalith.bridge.settings import Field, FixedSettings, RequiredKeys
@@ -27,7 +27,7 @@ BIOGPT = Family(
     tensors={name: _renamed(rule) for name, rule in OPT.tensors.items()},
     settings=(
         *[row for row in SIZES if row.setting != "attention_dropout"],
-        Positions(default=1024),
+        PaddedPositions(default=1024),
         Field("ffn_hidden_size", "intermediate_size"),
         activation("hidden_act", "gelu"),
         Field("hidden_dropout", "hidden_dropout_prob", default=0.1),

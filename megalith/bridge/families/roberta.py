@@ -23,6 +23,7 @@ from megalith.bridge.families.encoders import (
     SHARED_TENSORS,
     BertFamily,
 )
+from megalith.bridge.families.separate_qkv import PADDING_POSITIONS, PaddedPositions
 from megalith.bridge.family import Family
 from megalith.bridge.rows import Rule, first_last, replace_prefix, same
 from megalith.bridge.settings import FixedSettings, RequiredKeys
@@ -30,7 +31,7 @@ from megalith.bridge.settings import FixedSettings, RequiredKeys
 # fmt: off
 HEAD = {
     "embedding.position_embeddings.weight":
-        first_last("bert.embeddings.position_embeddings.weight", 2),
+        first_last("bert.embeddings.position_embeddings.weight", PADDING_POSITIONS),
     "lm_head.dense.weight":
         same("lm_head.dense.weight"),
     "lm_head.dense.bias":
@@ -88,7 +89,8 @@ OLD_COPIES = (
 MASKED_LM = FixedSettings(
     add_lm_head=True, lm_head_activation="gelu", bert_binary_head=False, add_pooler=False
 )
-POSITIONS_AFTER_PADDING = RequiredKeys(pad_token_id=1)
+PADDING_TOKEN = RequiredKeys(pad_token_id=1)
+WITHOUT_POSITIONS = [row for row in SETTINGS if getattr(row, "setting", "") != "max_position_embeddings"]
 
 
 def two_shapes(
@@ -109,7 +111,13 @@ def two_shapes(
         prefix: prefix of the encoder's names.
         defaults: values of keys that config.json omits, if they differ from RoBERTa's.
     """
-    settings = (*SETTINGS, POSITIONS_AFTER_PADDING, order)
+    settings = (
+        *WITHOUT_POSITIONS,
+        PaddedPositions(512, counted=True),
+        FixedSettings(positions_skip_padding=True),
+        PADDING_TOKEN,
+        order,
+    )
     masked_lm = BertFamily(
         architecture=f"{name}ForMaskedLM",
         model_type=model_type,

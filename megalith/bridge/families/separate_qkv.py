@@ -7,9 +7,8 @@ StableLM: Llama with LayerNorm and partial RoPE; some releases have a parallel r
 Phi and GPT-J: parallel residual with one norm, partial RoPE, a bias of the output matrix. GPT-J has no attention biases
 and interleaved RoPE.
 
-OPT: learned positions, ReLU. Its position table starts with two unused rows, which are last in Megalith, so
-max_position_embeddings is two more than in config.json. OPT-350M is rejected: it has post-norm layers and embeddings of
-another width.
+OPT: learned positions, ReLU. Its position table starts with two rows for padding, which are last in Megalith. OPT-350M
+is rejected: it has post-norm layers and embeddings of another width.
 """
 
 from __future__ import annotations
@@ -216,18 +215,29 @@ GPT_J = Family(
 # fmt: on
 
 
-class Positions:
-    """Config row for `max_position_embeddings`, which excludes the table's unused rows; by default `default`."""
+class PaddedPositions:
+    """Config row for `max_position_embeddings` of families whose table of positions starts with two rows for padding.
 
-    def __init__(self, default: int = 2048):
-        self._default = default
+    Args:
+        default: value of a missing key.
+        counted: True if the key's value includes the two rows (RoBERTa), False if not (OPT).
+    """
+
+    def __init__(self, default: int = 2048, counted: bool = False):
+        self._default, self._counted = default, PADDING_POSITIONS if counted else 0
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         positions = hf_config.get("max_position_embeddings")
-        return {"max_position_embeddings": (self._default if positions is None else positions) + TOKENLESS}
+        positions = (self._default if positions is None else positions) - self._counted
+        if positions < 1:
+            raise ConfigError(
+                f"config.json has max_position_embeddings {positions + self._counted}, and {self._counted} of them are "
+                f"for padding, but a text needs at least one; use {self._counted + 1} or more"
+            )
+        return {"max_position_embeddings": positions, "padding_positions": PADDING_POSITIONS}
 
     def write(self, model: ModelConfig) -> Tree:
-        return {"max_position_embeddings": model.max_position_embeddings - TOKENLESS}
+        return {"max_position_embeddings": model.max_position_embeddings + self._counted}
 
 
 class EmbeddingWidth:
@@ -246,7 +256,7 @@ class EmbeddingWidth:
         return {"word_embed_proj_dim": model.hidden_size}
 
 
-TOKENLESS = 2  # rows of OPT's table of positions
+PADDING_POSITIONS = 2
 
 # fmt: off
 OPT = Family(
@@ -256,7 +266,7 @@ OPT = Family(
         "embedding.word_embeddings.weight":
             same("model.decoder.embed_tokens.weight"),
         "embedding.position_embeddings.weight":
-            first_last("model.decoder.embed_positions.weight", TOKENLESS),
+            first_last("model.decoder.embed_positions.weight", PADDING_POSITIONS),
         "layers.{layer}.input_layernorm.weight":
             same("model.decoder.layers.{layer}.self_attn_layer_norm.weight"),
         "layers.{layer}.input_layernorm.bias":
@@ -294,7 +304,7 @@ OPT = Family(
     },
     settings=(
         *SIZES,
-        Positions(),
+        PaddedPositions(),
         Field("ffn_hidden_size", "ffn_dim"),
         activation("activation_function", "relu"),
         Field("hidden_dropout", "dropout", default=0.1),
@@ -302,7 +312,8 @@ OPT = Family(
         *biases("enable_bias", True),
         TIED,
         EmbeddingWidth(),
-        FixedSettings(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5, add_bias_linear=False),
+        FixedSettings(position_embedding_type="learned_absolute", positions_skip_padding=True, layernorm_epsilon=1e-5,
+             add_bias_linear=False),
         RequiredKeys(do_layer_norm_before=True, _remove_final_layer_norm=False, layer_norm_elementwise_affine=True,
                layerdrop=0.0),
     ),

@@ -21,7 +21,7 @@ from megalith.bridge.megatron.core_arguments import (
 )
 from megalith.bridge.megatron.hybrid_rows import DELTA_TENSORS, MAMBA_TENSORS, DeltaLayers, PatternLayers
 from megalith.bridge.rows import RowRun, Rule, gate_up, interleaved_heads, same
-from megalith.bridge.settings import FixedSettings, RequiredKeys
+from megalith.bridge.settings import FixedSettings, RequiredKeys, Tree
 from megalith.config import ModelConfig
 
 
@@ -98,6 +98,14 @@ MTP_TENSORS = {  # tensors of an MTP layer besides those of a transformer layer
 
 class CoreFamily(Family):
     """A family whose MTP layers have other names and are numbered from 0."""
+
+    def write_config(self, model: ModelConfig) -> Tree:
+        """Return Megatron's arguments, which count rows of the table of positions that are for padding as positions."""
+        if model.padding_positions:
+            positions = {"max_position_embeddings": model.position_rows, "padding_positions": 0}
+            positions["positions_skip_padding"] = False
+            model = model.model_copy(update=positions)
+        return super().write_config(model)
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         """Return the tensor table of a model, with its MTP layers."""

@@ -137,9 +137,11 @@ def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
         lengths["decoder_seq_length"] = data.decoder_length
     for name, length in lengths.items():
         if (longest := model.max_position_embeddings) is not None and length > longest:
+            rows = model.padding_positions
+            note = f" ({rows} more rows of the table are for padding)" if rows else ""
             raise ConfigError(
-                f"data.{name} {length} is longer than model.max_position_embeddings {longest}; lower data.{name}, or "
-                "raise model.max_position_embeddings"
+                f"data.{name} {length} is longer than model.max_position_embeddings {longest}{note}; lower "
+                f"data.{name}, or raise model.max_position_embeddings"
             )
 
 

@@ -66,6 +66,7 @@ from megalith.dialects.accelerate.unsupported_calls import (
 from megalith.errors import ConfigError, shorten
 from megalith.models.inputs import TokenInputs
 from megalith.models.loss import Loss
+from megalith.models.positions import positions_without_padding
 from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.mesh import Mesh
 from megalith.planner.memory_choices import with_auto
@@ -313,12 +314,10 @@ class MegatronEngine(nn.Module):
         return converted
 
     def _positions(self, mask: Tensor | None) -> Tensor | None:
-        """Return the positions that transformers derives from a mask (OPT); None if transformers counts all tokens."""
-        if mask is None or self.config.model_type != "opt":
+        """Return the positions that transformers derives from a mask; None if transformers counts all tokens."""
+        if mask is None or not self.run.model.positions_skip_padding:
             return None
-        # Padding has position −1: row 1 of OPT's table, which is the last row of Megalith's.
-        padding_position = self.run.model.max_position_embeddings - 1
-        return (mask.long().cumsum(1) - 1).masked_fill(mask == 0, padding_position)
+        return positions_without_padding(self.run.model, mask.bool())
 
     def _padding_rows(self, rows: int) -> int:
         """Return the number of padding samples at the end of the current dataloader's batch."""
