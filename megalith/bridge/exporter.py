@@ -292,12 +292,9 @@ def _config_json(
     spelled = str(dtype).removeprefix("torch.")
     if origin.config is None:
         end = tokenizer.eod if tokenizer else None
-        return {
-            **family.write_config(model),
-            "bos_token_id": end,
-            "eos_token_id": end,
-            "torch_dtype": spelled,
-        }
+        ends = {"bos_token_id": end, "eos_token_id": end}
+        written = family.write_config(model)
+        return (ends | written if end is None else written | ends) | {"torch_dtype": spelled}
     tree, written = dict(origin.config), family.write_config(model)
     tree.pop("quantization_config", None)  # describes the files that were read
     key = "dtype" if "dtype" in tree else "torch_dtype"

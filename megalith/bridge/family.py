@@ -51,7 +51,8 @@ COUNTS = (
     "block_ff_dim", "block_multiple_of", "moe_shared_expert_intermediate_size", "intermediate_multiple_size",
     "intermediate_size_mlp", "attention_chunk_size", "local_attention", "floor_scale", "interleave_moe_layer_step",
     "moe_num_experts", "moe_k", "moe_layer_start_index", "moe_layer_interval",
-    "d_model", "d_kv", "d_ff", "num_heads", "relative_attention_num_buckets", "relative_attention_max_distance",
+    "d_model", "d_kv", "d_ff", "dim", "hidden_dim", "num_heads", "relative_attention_num_buckets",
+    "relative_attention_max_distance",
 )
 NUMBERS = (
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",

@@ -30,14 +30,12 @@ OPERATORS: Mapping[str, str] = {
     "attention whose query and output matrices are experts, chosen per token (MoA)": "jetmoe",
     "an expert bias on router logits": "kolibri1",
     "experts that do nothing, and two attentions per layer": "longcat_flash",
-    "a norm after experts only": "axk1",
     "softplus gates on attention's output": "laguna",
     "value heads and key heads of different sizes": "mimo_v2_flash",
     "convolutions inside attention, and routers that read the previous router's states": "zaya",
     "embeddings per layer and shared keys and values": "gemma3n_text gemma4_text gemma4_unified_text",
     "drafting from another model's states": "gemma4_assistant gemma4_unified_assistant",
     "sinusoidal positions": "ctrl xglm",
-    "a head with a dense layer and a norm": "modernbert-decoder",
     "LSH attention": "reformer",
     "block-sparse or local attention with global tokens": "big_bird bigbird_pegasus led longt5 pegasus_x",
     "permuted or two-stream attention, with relative positions": "xlnet prophetnet",
@@ -50,8 +48,8 @@ OPERATORS: Mapping[str, str] = {
     "self-attention and cross-attention in one softmax": "t5gemma2",
 }
 SCOPES: Mapping[str, str] = {
-    "an encoder that transformers can also run as a decoder (train it as a masked language model)": "bert-generation "
-    "electra rembert roc_bert roformer xlm xmod",
+    "an encoder that transformers can also run as a decoder (train it as a masked language model)": "electra "
+    "rembert roc_bert roformer xlm xmod",
     "images": "git gemma3n gemma4 gemma4_unified mllama phi4_multimodal",
     "audio": "moshi musicgen musicgen_melody nemo_speechlm seamless_m4t seamless_m4t_v2 voxtral_realtime whisper",
     "two models of any families": "encoder-decoder",

@@ -16,6 +16,8 @@ WINDOWED = RequiresSetting("window_size", strict=True)
 SCALED_QUERIES = RequiresSetting("query_scaling_beta", strict=True)
 LATENT = RequiresSetting("multi_latent_attention", True)
 BERT_ONLY = RequiresSetting("model_type", "bert", strict=True)
+GPT_ONLY = RequiresSetting("model_type", "gpt", strict=True)
+NOT_T5 = RequiresSetting("model_type", "bert", "gpt", strict=True)
 T5_ONLY = RequiresSetting("model_type", "t5", strict=True)
 RELATIVE_ONLY = RequiresSetting("position_embedding_type", "relative", strict=True)
 
@@ -166,11 +168,14 @@ class DenseSettings(Section):
     """Add a dense layer, an activation and a norm before the output matrix, and an output bias (BERT). Required for
     training."""
 
-    add_lm_head_dense_bias: Annotated[bool, BERT_ONLY] = True
+    add_decoder_lm_head: Annotated[bool, GPT_ONLY, RequiresSetting("score_head", False, strict=True)] = False
+    """Add a dense layer, an activation and a norm before a decoder's output matrix (ModernBERT's decoder)."""
+
+    add_lm_head_dense_bias: Annotated[bool, NOT_T5] = True
     """Add a bias to the dense layer before the output matrix (off for ModernBERT)."""
 
     lm_head_activation: Annotated[
-        Literal["gelu", "gelu_tanh"] | None, BERT_ONLY, Resolved("head_activation")
+        Literal["gelu", "gelu_tanh"] | None, NOT_T5, Resolved("head_activation")
     ] = None
     """Activation before the output matrix. Default: the MLP's. Megatron-LM's BERT always uses gelu."""
 

@@ -40,6 +40,13 @@ class ModelConfig(HybridModel):
     ] = False
     """Average the outputs of experts and shared expert instead of adding them (Cohere 2 with experts)."""
 
+    moe_post_layernorm: Annotated[
+        bool,
+        RequiresSetting("num_experts", strict=True),
+        RequiresSetting("norm_placement", "pre", strict=True),
+    ] = False
+    """Normalize the sum of the experts' and the shared expert's outputs (A.X K1)."""
+
     moe_shared_expert_overlap: Annotated[bool, Decides.NOTHING] = True
     """Overlap the shared expert with the all-to-alls if parallel.moe_token_dispatcher_type is alltoall."""
 

@@ -101,7 +101,8 @@ class TransformerLayer(Runnable):
             self.final_layernorm = Norm(config, config.hidden_size, device)
         if self.has_mlp:
             self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
-            self.post_mlp_layernorm = norm("post", "sandwich")
+            always = ("pre",) if self.has_experts and config.moe_post_layernorm else ()
+            self.post_mlp_layernorm = norm("post", "sandwich", *always)
 
     @property
     def mixers(self) -> list[nn.Module]:

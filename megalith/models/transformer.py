@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from megalith.config import ModelConfig
 from megalith.local_shards import local
+from megalith.models.default_positions import check_positions, default_positions
 from megalith.models.identity import identity
 from megalith.models.inputs import LossInputs, TokenInputs
 from megalith.models.layer import TransformerLayer, layer_class
+from megalith.models.lm_head import LMHead
 from megalith.models.loss import all_logits, cross_entropy_sum, target_logprobs
 from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mixers.attention import RelativeBias
@@ -36,7 +38,6 @@ from megalith.models.pass_context import (
     one_device,
     set_masks_of_layers,
 )
-from megalith.models.positions import check_positions, default_positions
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
 from megalith.ops.documents import (
@@ -230,7 +231,7 @@ class Transformer(Stack):
     """Residual streams that a pipeline stage sends to the next → name of the batch tensor with the stream's tokens."""
     reads: ClassVar[Sequence[str]] = ()
     """Further tensors of the batch that `forward` takes by name."""
-    heads: ClassVar[Sequence[str]] = ("output_layer", "vocabulary")
+    heads: ClassVar[Sequence[str]] = ("output_layer", "vocabulary", "lm_head")
     """Modules after the layers, which only the last pipeline stage has; None on others."""
 
     def __init__(
@@ -260,6 +261,7 @@ class Transformer(Stack):
             self.output_layer = OutputMatrix(*size, bias=False, device=device)
         if config.add_output_bias:
             self.vocabulary = VocabularyBias(config, device)
+        self.lm_head = LMHead(config, device) if config.add_decoder_lm_head else None
         # Seams: see parallel/seams.py.
         self.loss = cross_entropy_sum
         self.logprobs = target_logprobs
@@ -370,6 +372,8 @@ class Transformer(Stack):
 
     def head_input(self, x: Tensor) -> Tensor:
         """Return the output matrix's input for the last norm's output x […, hidden]."""
+        if self.config.add_decoder_lm_head:
+            x = self.lm_head(x)
         divisor = self.config.logits_divisor
         return x if divisor == 1 else x / divisor
 

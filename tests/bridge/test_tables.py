@@ -236,6 +236,15 @@ def test_two_names_of_a_key_that_disagree_are_refused_and_a_changed_model_is_exp
     assert type(CASES["qwen3-moe, a dense layer"][0]())(**out).num_experts == 6
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_config_json_of_a_model_without_an_origin_builds_in_transformers(name: str) -> None:
+    family, kind = family_named_by(name), type(CASES[name][0]())
+    tree = _config_json(family, model_of(name), Origin(), torch.float32, None)
+    if model := getattr(transformers, family.transformers_class or family.architecture, None):
+        with torch.device("meta"):
+            model(kind(**tree))
+
+
 def test_a_config_json_without_a_size_is_refused_by_its_key() -> None:
     theirs = their_tree("llama")
     del theirs["hidden_size"]
@@ -253,6 +262,8 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(name:
     ):  # DeepSeek-V2's and dots.llm1's, of which none can be made
         defaults |= {"num_experts_per_tok": 6, "n_routed_experts": defaults["n_routed_experts"] or 64}
         defaults["norm_topk_prob"] = name == "dots1"
+    if name == "bert-generation":
+        defaults["is_decoder"] = True
     read = family.read_config(defaults)
     for key in defaults.keys() - {"architectures", "model_type"}:
         try:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import transformers
-from models.tiny import LINEAR_ROPE, LLAMA, OURS, VOCAB
+from models.tiny import DEEPSEEK, LINEAR_ROPE, LLAMA, OUR_DEEPSEEK, OURS, VOCAB
 
 OUR_COHERE_MOE = dict(OURS, kv_channels=24, parallel_attn_mlp=True, shared_layernorm=True, rotary_interleaved=True,
                       layernorm_epsilon=1e-5, logits_scaling=4.0,
@@ -30,6 +30,14 @@ EXPERT_CASES: dict[str, tuple[Callable, dict]] = {
                 EIGHT_FACTORS, rope_type="longrope", rope_theta=1e4, short_mscale=1.243, long_mscale=1.243)),
         dict(OUR_SPARSEMIXER, rotary_base=1e4, untie_embeddings_and_output_weights=False,
              rope_scaling=dict(EIGHT_FACTORS, type="longrope", factor=4.0, attention_factor=1.243)),
+    ),
+    "axk1": (
+        lambda: transformers.AXK1Config(**{k: v for k, v in DEEPSEEK.items() if k != "first_k_dense_replace"},
+                                        mlp_layer_types=["sparse", "dense", "sparse"], q_lora_rank=36, n_group=4,
+                                        topk_group=2, pad_token_id=None),
+        dict(OUR_DEEPSEEK, q_lora_rank=36, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+             moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk_scaling_factor=2.5,
+             moe_layer_freq=[1, 0, 1], moe_post_layernorm=True, layernorm_epsilon=1e-6),
     ),
     "cohere2-moe": (
         lambda: transformers.Cohere2MoeConfig(

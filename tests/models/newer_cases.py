@@ -51,12 +51,36 @@ OUR_LLAMA4 = dict(OURS, kv_channels=24, ffn_hidden_size=80, moe_ffn_hidden_size=
                   query_scaling_layers="no_rope", layernorm_epsilon=1e-5)  # fmt: skip
 LATENTS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+
 NEWER_CASES: dict[str, tuple[Callable, dict]] = {
     "gpt1": (
         lambda: transformers.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64,
                                              attn_pdrop=0.2),
         dict(vocab_size=VOCAB, hidden_size=64, num_layers=3, num_attention_heads=4, max_position_embeddings=64,
              attention_dropout=0.2, apply_residual_connection_post_layernorm=True, add_first_input_layernorm=False),
+    ),
+    "bert-generation": (
+        lambda: transformers.BertGenerationConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3,
+                                                  num_attention_heads=4, intermediate_size=112, is_decoder=True,
+                                                  max_position_embeddings=64, attention_probs_dropout_prob=0.2),
+        dict(vocab_size=VOCAB, hidden_size=64, num_layers=3, num_attention_heads=4, ffn_hidden_size=112,
+             max_position_embeddings=64, attention_dropout=0.2, layernorm_epsilon=1e-12, activation="gelu",
+             apply_residual_connection_post_layernorm=True, add_output_bias=True),
+    ),
+    "modernbert-decoder": (
+        lambda: transformers.ModernBertDecoderConfig(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=64, local_attention=22, attention_bias=True, classifier_bias=True,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            classifier_activation="gelu_new", **dict.fromkeys(TOKENS, VOCAB - 1)),
+        dict(vocab_size=VOCAB, hidden_size=64, num_layers=3, num_attention_heads=4, ffn_hidden_size=112,
+             max_position_embeddings=64, position_embedding_type="rope", rotary_base=160000.0,
+             rotary_base_local=10000.0, window_size=[10, 0], window_attn_skip_freq=[0, 1, 0],
+             add_norm_bias=False, embedding_layernorm=True, add_first_input_layernorm=False, activation="gelu",
+             gated_linear_unit=True, add_bias_linear=False, add_qkv_bias=True, add_proj_bias=True,
+             add_decoder_lm_head=True, lm_head_activation="gelu_tanh", add_output_bias=True, hidden_dropout=0.0,
+             attention_dropout=0.0),
     ),
     "glm": (
         lambda: transformers.GlmConfig(**LLAMA, head_dim=24, pad_token_id=None),

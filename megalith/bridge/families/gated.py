@@ -44,6 +44,7 @@ CWM = Family(
         RopeWithDefaults(LLAMA3, 1e6),
         WindowsByLayer(every=4, default=8192, pattern=None, unused=8192, first=True),
         Field("add_mlp_bias", "mlp_bias", default=False),
+        WrittenKeys(bos_token_id=128000),  # transformers rejects null
     ),
     tied="lm_head.weight",
     ignored=IGNORED,

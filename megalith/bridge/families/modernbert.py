@@ -89,6 +89,25 @@ class GlobalAndLocalRope:
         return ROPE.write(model)
 
 
+TOKENS = {
+    "pad_token_id": 50283,
+    "bos_token_id": 50281,
+    "eos_token_id": 50282,
+    "cls_token_id": 50281,
+    "sep_token_id": 50282,
+}
+
+
+class WrittenTokens:
+    """Config row that writes token ids: transformers rejects null, and padding outside of the vocabulary."""
+
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {name: min(token, model.vocab_size - 1) for name, token in TOKENS.items()}
+
+
 # fmt: off
 ENCODER = FixedSettings(
     model_type="bert", normalization="LayerNorm", gated_linear_unit=True, add_bias_linear=False,
@@ -167,6 +186,7 @@ MODERNBERT = Family(
         LocalAttention(),
         GlobalAndLocalRope(),
         TIED,
+        WrittenTokens(),
         RequiredKeys(decoder_bias=True, attention_dropout=0.0, embedding_dropout=0.0, mlp_dropout=0.0),
         ENCODER,
         FixedSettings(add_lm_head=True),

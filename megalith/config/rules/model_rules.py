@@ -61,6 +61,7 @@ def check_model(model: ModelConfig) -> None:
     _check_window(model)
     _check_linear_attention(model)
     _check_mup(model)
+    _check_lm_head(model)
     check_experts(model)
 
 
@@ -70,12 +71,23 @@ def _check_mup(model: ModelConfig) -> None:
             f"model.use_mup is true, but µP supports only model.model_type gpt, not {model.model_type}; leave "
             "model.use_mup out"
         )
+    if model.use_mup and model.add_decoder_lm_head:
+        raise ConfigError(
+            "model.use_mup is true, but µP has no rule for the layer of model.add_decoder_lm_head; leave one of the "
+            "two settings out"
+        )
     if model.mup_base_num_layers is not None and model.apply_residual_connection_post_layernorm:
         raise ConfigError(
             f"model.mup_base_num_layers {model.mup_base_num_layers} scales the branches of a residual stream, but "
             "model.apply_residual_connection_post_layernorm normalizes the stream after each branch; leave one of "
             "the two settings out"
         )
+
+
+def _check_lm_head(model: ModelConfig) -> None:
+    if model.causal and not model.add_decoder_lm_head:
+        required = {"lm_head_activation": None, "add_lm_head_dense_bias": True}
+        _require(model, required, "but without model.add_decoder_lm_head a decoder has no such layer")
 
 
 def _check_first_norm(model: ModelConfig) -> None:

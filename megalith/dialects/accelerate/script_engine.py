@@ -64,9 +64,9 @@ from megalith.dialects.accelerate.unsupported_calls import (
     unsupported_method,
 )
 from megalith.errors import ConfigError, shorten
+from megalith.models.default_positions import positions_without_padding
 from megalith.models.inputs import TokenInputs
 from megalith.models.loss import Loss
-from megalith.models.positions import positions_without_padding
 from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.mesh import Mesh
 from megalith.planner.memory_choices import with_auto

@@ -16,38 +16,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megalith.config import ModelConfig
 from megalith.local_shards import local
 from megalith.models.inputs import LossInputs, TokenInputs
 from megalith.models.linear import Linear
+from megalith.models.lm_head import LMHead
 from megalith.models.loss import CrossEntropy, MicroBatchMean, scale_gradient
-from megalith.models.norm import Norm
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Stack, Transformer
-from megalith.models.vocabulary import VocabularyBias
-from megalith.ops.activation import ACTIVATIONS
 from megalith.ops.cross_entropy import NO_LABEL
 
 if TYPE_CHECKING:
     from megalith.data.batch import Batch
-
-
-class LMHead(nn.Module):
-    """The layers between the stack and the output matrix, and the bias of the logits."""
-
-    def __init__(self, config: ModelConfig, device: torch.device | None = None):
-        super().__init__()
-        self.activation = ACTIVATIONS[config.head_activation]
-        size, bias = config.hidden_size, config.add_lm_head_dense_bias
-        self.dense = Linear(size, size, bias=bias, device=device)
-        self.layernorm = Norm(config, config.hidden_size, device)
-        self.vocabulary = VocabularyBias(config, device)
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        return self.layernorm(self.dense(x, context, then=self.activation))
 
 
 class Encodings(NamedTuple):

@@ -1,0 +1,68 @@
+"""BERT for generation: BERT without token types and pooler, as a decoder with a plain head or as a bare encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megalith.bridge.families.encoders import POST_NORMS, SETTINGS, SHARED_TENSORS, Tokentypes
+from megalith.bridge.family import Family
+from megalith.bridge.rows import Rule, replace_prefix, same
+from megalith.bridge.settings import FixedSettings, RequiredKeys
+from megalith.config import ModelConfig
+
+# fmt: off
+HEAD = {
+    "vocabulary.bias":
+        same("lm_head.bias"),
+    "output_layer.weight":
+        same("lm_head.decoder.weight"),
+}
+# fmt: on
+COMMON = [row for row in SETTINGS if not isinstance(row, Tokentypes | RequiredKeys)]
+POST_NORM = FixedSettings(apply_residual_connection_post_layernorm=True)
+
+
+class BertDecoderFamily(Family):
+    """A family whose output matrix has its bias under another name if it is not tied to the embedding."""
+
+    def table(self, model: ModelConfig) -> Mapping[str, Rule]:
+        if not model.untie_embeddings_and_output_weights:
+            return self.tensors
+        return {**self.tensors, "vocabulary.bias": same("lm_head.decoder.bias")}
+
+
+DECODER = BertDecoderFamily(
+    architecture="BertGenerationDecoder",
+    model_type="bert-generation",
+    tensors=SHARED_TENSORS | POST_NORMS | HEAD,
+    settings=(
+        *COMMON,
+        RequiredKeys({"is_decoder": False}, is_decoder=True, add_cross_attention=False),
+        POST_NORM,
+        FixedSettings(position_embedding_type="learned_absolute", add_output_bias=True),
+    ),
+    tied="lm_head.decoder.weight",
+    ignored=(
+        r"^(bert\.)?embeddings\.position_ids$",
+        r"^lm_head\.(decoder\.)?bias$",  # the one that the output matrix does not use
+    ),
+    prefix="bert.",
+)
+ENCODER = replace(
+    DECODER,
+    architecture="BertGenerationEncoder",
+    tensors=replace_prefix(DECODER.tensors, "bert."),
+    settings=(
+        *COMMON,
+        RequiredKeys(is_decoder=False, add_cross_attention=False),
+        POST_NORM,
+        FixedSettings(
+            model_type="bert", num_tokentypes=0, add_lm_head=False, bert_binary_head=False, add_pooler=False
+        ),
+    ),
+    ignored=(r"^(bert\.)?embeddings\.position_ids$", r"^lm_head\."),
+    prefix="",
+)
+
+FAMILIES = (DECODER, ENCODER)
