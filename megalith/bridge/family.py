@@ -77,7 +77,7 @@ LISTS = {
     "architectures": str, "layer_types": str, "mlp_only_layers": int, "moe_layers": int, "no_rope_layers": int,
     "short_factor": float, "long_factor": float, "mlp_layer_types": str, "attention_layers": str,
     "layer_rope_theta": float, "attn_layer_indices": int, "full_attn_idxs": int, "layers_block_type": str,
-    "mtp_layers_block_type": str, "ssm_multipliers": float, "mlp_multipliers": float,
+    "mtp_layers_block_type": str, "ssm_multipliers": float, "mlp_multipliers": float, "rope_scaling_layers": int,
 }
 # fmt: on
 

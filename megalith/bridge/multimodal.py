@@ -19,6 +19,7 @@ WRAPPERS = {
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
     "CohereCompassForConditionalGeneration": "cohere_compass_text",
+    "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2_text",
     "DeepseekVLForConditionalGeneration": "llama",
     "DeepseekVLHybridForConditionalGeneration": "llama",
     "Emu3ForConditionalGeneration": "emu3_text_model",
@@ -56,6 +57,7 @@ WRAPPERS = {
     "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
     "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Molmo2ForConditionalGeneration": "molmo2_text",
     "MossTranscribeDiarizeForConditionalGeneration": "qwen3",
     "MusicFlamingoForConditionalGeneration": "qwen2",
     "OmniASRForConditionalGeneration": "llama",
@@ -143,7 +145,8 @@ LEFT_OUT = (
     "multi_modal_projector.", "mm_projector.", "vision_projection.", "vision_projector.", "projector.", "connector.",
     "aligner.", "merger.", "mlp1.", "mlp_AR.", "vit.", "layerwise_projectors.", "spatial_projectors.",
      "qformer.", "query_tokens", "language_projection.",
-    "talker.", "token2wav.", "code2wav.",
+    "talker.", "token2wav.", "code2wav.", "sam_model.", "qwen2_model.", "view_sep", "vision_backbone.",
+    "transformer.wte.new_embedding",
 )  # fmt: skip
 # Names that transformers 5.24 saves of Kimi-K2.5's and Qianfan-OCR's language models, as if they were vision towers.
 SAVED_AS_VISION = {"model.blocks.": "model.layers.", "model.encoder.layers.": "model.layers."}

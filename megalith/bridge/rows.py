@@ -154,6 +154,13 @@ def gate_up(*names: str) -> Rule:
     return Rule(names, lambda model, rows: [RowRun(part, 0, part, rows // 2, step=2) for part in (0, 1)])
 
 
+def up_gate(name: str) -> Rule:
+    """Return the rule of one tensor with the up before the gate."""
+    return Rule(
+        (name,), lambda model, rows: [RowRun(1 - part, 0, part, rows // 2, step=2) for part in (0, 1)]
+    )
+
+
 def keys_values(keys: str, values: str) -> Rule:
     """Return the rule of cross-attention's keys and values.
 

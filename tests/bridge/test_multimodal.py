@@ -53,6 +53,11 @@ GLM_ROPE = dict(rope_type="default", rope_theta=5e3, partial_rotary_factor=0.5)
 GLM_VISION = dict(
     hidden_size=32, intermediate_size=32, num_heads=2, depth=1, out_hidden_size=64, patch_size=14
 )
+MOLMO2 = dict(
+    vision_config=dict(VISION, image_size=[28, 28], head_dim=16),
+    adapter_config=dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16, intermediate_size=32,
+                        text_hidden_size=64, vision_feature_layer=[0]),
+)  # fmt: skip
 OMNI = dict(enable_audio_output=False)
 VIBE_ENCODER = dict(model_type="vibevoice_acoustic_tokenizer_encoder", depths=[1, 1], downsampling_ratios=[2],
                     hidden_size=8, num_filters=4)  # fmt: skip
@@ -112,6 +117,12 @@ WRAPPERS = {
     "Mistral3": dict(
         text_config=dict(TEXT, model_type="mistral", sliding_window=None),
         vision_config=dict(VISION, model_type="pixtral", head_dim=16),
+    ),
+    "DeepseekOcr2": dict(
+        text_config=dict(TEXT, num_key_value_heads=4, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
+                         moe_intermediate_size=24, mlp_layer_types=["dense", "sparse", "sparse"]),
+        vision_config=dict(sam_config=dict(SAM, downsample_channels=[8, 8]),
+                           encoder_config=dict(TEXT, hidden_size=8, num_attention_heads=2)),
     ),
     "DeepseekVL": dict(text_config=dict(TEXT, model_type="llama"), vision_config=SIGLIP),
     "HyperCLOVAXVisionV2": dict(text_config=dict(TEXT, model_type="hyperclovax"), vision_config=QWEN_VISION),
@@ -182,6 +193,10 @@ WRAPPERS = {
     "MiniCPMOcr": MINICPM,
     "MiniCPMV4_6": MINICPM,
     "MiniCPMV4_7": MINICPM,
+    "Molmo2": dict(MOLMO2, text_config=dict(TEXT, head_dim=24, additional_vocab_size=8, rope_parameters=dict(
+        rope_type="linear", rope_theta=5e3, factor=2.0))),
+    "Molmo2, as OLMo 2": dict(MOLMO2, text_config=dict(TEXT, head_dim=16, additional_vocab_size=8, norm_after=True,
+                                                      qk_norm_type="olmo", rope_scaling_layers=[1])),
     "MossTranscribeDiarize": dict(text_config=dict(TEXT, model_type="qwen3", head_dim=24), audio_config=AUDIO),
     "OmniASR": dict(
         text_config=dict(TEXT, model_type="llama"),
@@ -246,6 +261,13 @@ def test_a_multimodal_model_gives_its_language_model(name: str, tmp_path: Path) 
     random_parameters(reference).save_pretrained(tmp_path / "hf")
     if kind == "Qwen2_5Omni":  # which transformers does not load without its voices
         torch.save({}, tmp_path / "hf" / "spk_dict.pt")
+    if kind == "Molmo2":  # transformers 5.24 divides the embedding in the middle
+        file = tmp_path / "hf" / "model.safetensors"
+        tensors = load_file(file)
+        names = [f"model.transformer.wte.{part}" for part in ("embedding", "new_embedding")]
+        rows = torch.cat([tensors[name] for name in names])
+        tensors |= {part: rows_.clone() for part, rows_ in zip(names, rows.split([151, 8]))}
+        save_file(tensors, file, metadata={"format": "pt"})
     if name.endswith("as published"):  # experts' matrices as [in, out]
         file = tmp_path / "hf" / "model.safetensors"
         tensors = {
@@ -269,8 +291,10 @@ def test_a_multimodal_model_gives_its_language_model(name: str, tmp_path: Path) 
     out = export_hf(tmp_path / "run", tmp_path / "out", show_progress=False).path
     with torch.no_grad():
         class_name = json.loads((out / "config.json").read_text())["architectures"][0]
-        exported = getattr(transformers, class_name).from_pretrained(out, attn_implementation="eager")
-        again = exported(ids).logits
+        if model_class := getattr(transformers, class_name, None):
+            again = model_class.from_pretrained(out, attn_implementation="eager")(ids).logits
+        else:  # DeepSeek-MoE, whose class is in the model's own folder
+            again = megalith.load(out)(ids)
     assert (again - expected).abs().max() <= 1e-5 * expected.abs().max()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
