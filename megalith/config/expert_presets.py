@@ -1,0 +1,130 @@
+"""Published shapes of models with experts: gpt-oss, OLMoE, DBRX, Ernie 4.5, GLM-4.5, Kimi-K2, MiniMax-M2, Llama 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalith.config.llama_preset import LLAMA
+
+_GPT_OSS = dict(
+    {**LLAMA, "swiglu": False},
+    gated_linear_unit=True,
+    activation="quick_gelu",
+    activation_func_clamp_value=7.0,
+    glu_linear_offset=1.0,
+    add_qkv_bias=True,
+    add_proj_bias=True,
+    add_mlp_bias=True,
+    add_router_bias=True,
+    softmax_type="learnable",
+    window_size=[127, 0],
+    window_attn_skip_freq=2,
+    hidden_size=2880,
+    ffn_hidden_size=2880,
+    num_attention_heads=64,
+    num_query_groups=8,
+    kv_channels=64,
+    vocab_size=201088,
+    max_position_embeddings=131072,
+    rotary_base=150000.0,
+    rope_scaling=dict(type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
+    moe_router_topk=4,
+    moe_aux_loss_coeff=0.001,
+)
+_OLMOE = dict(
+    LLAMA,
+    qk_layernorm=True,
+    qk_layernorm_full_width=True,
+    moe_router_topk=8,
+    moe_router_pre_softmax=True,
+    moe_aux_loss_coeff=0.01,
+    moe_z_loss_coeff=0.001,
+)
+_SIGMOID = dict(  # DeepSeek-V3's router without groups
+    LLAMA,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_topk=8,
+)
+_GLM45 = dict(
+    _SIGMOID,
+    num_attention_heads=96,
+    num_query_groups=8,
+    kv_channels=128,
+    add_qkv_bias=True,
+    rotary_percent=0.5,
+    rotary_base=1000000.0,
+    vocab_size=151552,
+    max_position_embeddings=131072,
+)
+_LLAMA4 = dict(
+    LLAMA,
+    num_layers=48,
+    hidden_size=5120,
+    ffn_hidden_size=16384,
+    num_attention_heads=40,
+    num_query_groups=8,
+    kv_channels=128,
+    vocab_size=202048,
+    rotary_base=500000.0,
+    rotary_interleaved=True,
+    no_rope_freq=4,
+    attention_chunk_size=8192,
+    query_scaling_beta=0.1,
+    query_scaling_layers="no_rope",
+    moe_router_topk=1,
+    moe_router_score_function="sigmoid",
+    moe_apply_probs_on_input=True,
+    moe_ffn_hidden_size=8192,
+    moe_shared_expert_intermediate_size=8192,
+    moe_aux_loss_coeff=0.001,
+)
+_MOONSHOT = dict(
+    _SIGMOID,
+    multi_latent_attention=True,
+    rotary_base=50000.0,
+    vocab_size=163840,
+)
+
+# fmt: off
+EXPERT_PRESETS: dict[str, dict[str, Any]] = {
+    "dbrx":         dict(LLAMA, num_layers=40, hidden_size=6144, ffn_hidden_size=10752, num_attention_heads=48,
+                         num_query_groups=8, normalization="LayerNorm", add_norm_bias=False, clip_qkv=8.0,
+                         vocab_size=100352, rotary_base=500000.0, max_position_embeddings=32768, num_experts=16,
+                         moe_router_topk=4, moe_aux_loss_coeff=0.05),
+    "gpt-oss-20b":  dict(_GPT_OSS, num_layers=24, num_experts=32),
+    "gpt-oss-120b": dict(_GPT_OSS, num_layers=36, num_experts=128),
+    "glm4.5-air":   dict(_GLM45, num_layers=46, hidden_size=4096, ffn_hidden_size=10944, num_experts=128,
+                         moe_layer_freq=[0] + [1] * 45, moe_ffn_hidden_size=1408,
+                         moe_shared_expert_intermediate_size=1408),
+    "glm4.5":       dict(_GLM45, num_layers=92, hidden_size=5120, ffn_hidden_size=12288, qk_layernorm=True,
+                         num_experts=160, moe_layer_freq=[0] * 3 + [1] * 89, moe_ffn_hidden_size=1536,
+                         moe_shared_expert_intermediate_size=1536, moe_router_topk_scaling_factor=2.5),
+    "kimi-k2":      dict(_MOONSHOT, num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=64,
+                         q_lora_rank=1536, layernorm_epsilon=1e-6, max_position_embeddings=131072,
+                         rope_scaling=dict(type="yarn", factor=32.0, original_max_position_embeddings=4096,
+                                           beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+                         num_experts=384, moe_layer_freq=[0] + [1] * 60, moe_ffn_hidden_size=2048,
+                         moe_shared_expert_intermediate_size=2048, moe_router_topk_scaling_factor=2.827),
+    "moonlight-16b-a3b": dict({**_MOONSHOT, "moe_router_topk": 6}, num_layers=27, hidden_size=2048,
+                              ffn_hidden_size=11264, num_attention_heads=16, max_position_embeddings=8192,
+                              num_experts=64, moe_layer_freq=[0] + [1] * 26, moe_ffn_hidden_size=1408,
+                              moe_shared_expert_intermediate_size=2816, moe_router_topk_scaling_factor=2.446),
+    "minimax-m2":   dict(_SIGMOID, num_layers=62, hidden_size=3072, ffn_hidden_size=1536, num_attention_heads=48,
+                         num_query_groups=8, kv_channels=128, qk_layernorm=True, qk_layernorm_full_width=True,
+                         rotary_percent=0.5, rotary_base=5000000.0, layernorm_epsilon=1e-6, vocab_size=200064,
+                         max_position_embeddings=196608, num_experts=256),
+    "llama4-scout": dict(_LLAMA4, max_position_embeddings=10485760, qk_l2_norm=True, qk_l2_norm_rope_only=True,
+                         rope_scaling=dict(type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0),
+                         num_experts=16),
+    "llama4-maverick": dict(_LLAMA4, max_position_embeddings=1048576, num_experts=128, moe_layer_freq=[0, 1] * 24),
+    "ernie4.5-21b-a3b": dict(LLAMA, num_layers=28, hidden_size=2560, ffn_hidden_size=12288, num_attention_heads=20,
+                             num_query_groups=4, rotary_base=500000.0, rotary_interleaved=True, vocab_size=103424,
+                             max_position_embeddings=131072, untie_embeddings_and_output_weights=False,
+                             num_experts=64, moe_layer_freq=[0] + [1] * 27, moe_router_topk=6,
+                             moe_router_enable_expert_bias=True, moe_ffn_hidden_size=1536,
+                             moe_shared_expert_intermediate_size=3072),
+    "olmoe-1b-7b":  dict(_OLMOE, num_layers=16, hidden_size=2048, ffn_hidden_size=1024, num_attention_heads=16,
+                         vocab_size=50304, max_position_embeddings=4096, num_experts=64),
+}
+# fmt: on
