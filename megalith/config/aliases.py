@@ -29,7 +29,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Choose:
-    """A spelling whose values differ from the setting's."""
+    """A spelling with its own values, which `values` maps to the setting's values."""
 
     path: str
     values: dict[Any, Any]

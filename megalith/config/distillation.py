@@ -124,7 +124,7 @@ class DistillConfig(Section):
 
     @property
     def teachers(self) -> list[str]:
-        """The teachers."""
+        """`distill.teacher` as a list."""
         return [self.teacher] if isinstance(self.teacher, str) else list(self.teacher or ())
 
     @property

@@ -143,20 +143,20 @@ class RolloutSettings(Section):
 
     @property
     def prompt_files(self) -> list[str]:
-        """The prompt files."""
+        """`rl.prompts` as a list."""
         return [self.prompts] if isinstance(self.prompts, str) else list(self.prompts or ())
 
     @property
     def rewards(self) -> list[str]:
-        """The reward functions."""
+        """`rl.reward_funcs` as a list."""
         return [self.reward_funcs] if isinstance(self.reward_funcs, str) else list(self.reward_funcs or ())
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """`rl.stop_strings` as a tuple."""
         return (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings or ())
 
     @property
     def files(self) -> list[str]:
-        """The rollout files."""
+        """`rl.rollouts` as a list."""
         return [self.rollouts] if isinstance(self.rollouts, str) else list(self.rollouts or ())

@@ -31,7 +31,7 @@ class TokenMask(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """True if nothing can follow."""
+        """True if no token can follow."""
 
     @property
     def has_failed(self) -> bool:

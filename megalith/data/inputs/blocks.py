@@ -64,7 +64,7 @@ class DocumentBlock(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Uncompressed bytes."""
+        """Number of bytes after decompression."""
 
     def parse(
         self, json_keys: Sequence[str], max_document_bytes: int = MAX_DOCUMENT_BYTES
