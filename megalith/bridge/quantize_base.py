@@ -47,7 +47,8 @@ class CodedBase:
     ):
         """Open the weights. They are quantized on `device`.
 
-        `taken` returns, by a parameter's name and in its shape, the matrix that LoftQ subtracts before quantizing.
+        `taken` takes a parameter's name and returns the matrix that LoftQ subtracts from it before quantizing, in its
+        shape.
         """
         self._taken = taken
         path, model = config.model.init_from, config.model

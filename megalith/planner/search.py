@@ -243,7 +243,7 @@ class _Search:
         self.without_state = every
 
     def _candidate(self, settings: dict[str, Any]) -> _Candidate | None:
-        """Return a candidate; None if the trainer rejects it."""
+        """Return the candidate for these settings; None if the trainer rejects it."""
         try:
             chosen, _ = resolve_auto(self.clean.with_unvalidated(settings), self.machine)
             assignment = assign_layers(chosen.model, chosen.parallel)

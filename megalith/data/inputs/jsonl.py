@@ -136,7 +136,7 @@ def _other_format_hint(path: Path | StorePath) -> str:
 
 
 def _parse_object(line: bytes, max_line_bytes: int) -> dict[str, Any]:
-    """Parse a line. Raise ValueError with the reason; JSON and Unicode errors are subclasses."""
+    """Parse a line. Raise ValueError with the reason; errors of JSON and of Unicode are subclasses of ValueError."""
     check_size(line, max_line_bytes)
     content = json.loads(line.decode("utf-8"))
     if not isinstance(content, dict):

@@ -100,7 +100,7 @@ def _min_lr(values: dict[str, Any], schedule: str) -> Settings:
 
 
 def precision_settings(values: dict[str, Any], arguments: Arguments) -> Settings:
-    """Return the precision; none for a dict that does not name it."""
+    """Return the precision as settings; no settings for a dict without a precision."""
     if values.get("bf16"):
         return {"train.precision": "bf16"}
     if values.get("fp16"):
