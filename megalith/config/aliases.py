@@ -29,7 +29,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Choose:
-    """A spelling with its own values, which `values` maps to the setting's values."""
+    """A spelling whose values differ from the setting's."""
 
     path: str
     values: dict[Any, Any]

@@ -124,7 +124,7 @@ class DistillConfig(Section):
 
     @property
     def teachers(self) -> list[str]:
-        """`distill.teacher` as a list."""
+        """The teachers."""
         return [self.teacher] if isinstance(self.teacher, str) else list(self.teacher or ())
 
     @property

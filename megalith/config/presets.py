@@ -5,17 +5,12 @@ with 16 heads instead of 24, as its parameter counts imply); gpt3-345m and gpt3-
 fewer parameters than their names say); gpt3-39b, Narayanan et al. 2021; Llama 2, Touvron et al. 2023; Llama 3,
 Grattafiori et al. 2024; the published configurations of Llama 3.2 and 3.3, Mistral, Mixtral, Qwen2.5, Qwen3, the text
 models of Gemma 2 and 3, OLMo 2, OLMoE, BLOOM, Phi-3, GPT-NeoX-20B, Falcon, DeepSeek-V2-Lite and V3 (with its MTP
-layer); Megatron-Bridge's model providers (Mistral Small 3, Ministral 3 14B, DeepSeek-V2), NeMo's configurations (Gemma
-2 27B) and torchtune's builders (Phi-4), which quote the published files.
+layer).
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-from megalith.config.expert_presets import EXPERT_PRESETS
-from megalith.config.hybrid_presets import HYBRID_PRESETS
-from megalith.config.llama_preset import LLAMA
 
 _GPT2 = dict(vocab_size=50257, max_position_embeddings=1024)
 _GPT3 = dict(vocab_size=50257, max_position_embeddings=2048)
@@ -74,9 +69,18 @@ _BLOOM = dict(
     vocab_size=250880,
     max_position_embeddings=2048,
 )
-_LLAMA2 = dict(LLAMA, vocab_size=32000, max_position_embeddings=4096)
+_LLAMA = dict(
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+_LLAMA2 = dict(_LLAMA, vocab_size=32000, max_position_embeddings=4096)
 _LLAMA3 = dict(
-    LLAMA, num_query_groups=8, vocab_size=128256, rotary_base=500000.0, max_position_embeddings=8192
+    _LLAMA, num_query_groups=8, vocab_size=128256, rotary_base=500000.0, max_position_embeddings=8192
 )
 _LLAMA31 = dict(_LLAMA3, max_position_embeddings=131072, rope_scaling=dict(type="llama3", factor=8.0))
 _LLAMA32 = dict(
@@ -85,7 +89,7 @@ _LLAMA32 = dict(
     untie_embeddings_and_output_weights=False,
 )
 _QWEN25 = dict(
-    LLAMA,
+    _LLAMA,
     add_qkv_bias=True,
     layernorm_epsilon=1e-6,
     rotary_base=1000000.0,
@@ -100,7 +104,7 @@ _QWEN25_SMALL = dict(
     untie_embeddings_and_output_weights=False,
 )
 _QWEN3 = dict(
-    LLAMA,
+    _LLAMA,
     num_query_groups=8,
     kv_channels=128,
     qk_layernorm=True,
@@ -110,7 +114,7 @@ _QWEN3 = dict(
     max_position_embeddings=40960,
 )
 _GEMMA = dict(
-    LLAMA,
+    _LLAMA,
     kv_channels=256,
     query_pre_attn_scalar=256,
     layernorm_epsilon=1e-6,
@@ -149,7 +153,7 @@ _GEMMA3_LONG = dict(
     window_size=[1023, 0],
 )
 _OLMO2 = dict(
-    LLAMA,
+    _LLAMA,
     layernorm_epsilon=1e-6,
     norm_placement="post",
     qk_layernorm=True,
@@ -159,17 +163,90 @@ _OLMO2 = dict(
     max_position_embeddings=4096,
 )
 
-_MIXTRAL = dict(LLAMA, moe_router_topk=2, moe_aux_loss_coeff=0.02)
-_QWEN3_MOE = dict({**_QWEN3, **LLAMA}, num_query_groups=4, moe_router_topk=8, moe_aux_loss_coeff=0.001)
+_MIXTRAL = dict(_LLAMA, moe_router_topk=2, moe_aux_loss_coeff=0.02)
+_QWEN3_MOE = dict({**_QWEN3, **_LLAMA}, num_query_groups=4, moe_router_topk=8, moe_aux_loss_coeff=0.001)
+_GPT_OSS = dict(
+    {**_LLAMA, "swiglu": False},
+    gated_linear_unit=True,
+    activation="quick_gelu",
+    activation_func_clamp_value=7.0,
+    glu_linear_offset=1.0,
+    add_qkv_bias=True,
+    add_proj_bias=True,
+    add_mlp_bias=True,
+    add_router_bias=True,
+    softmax_type="learnable",
+    window_size=[127, 0],
+    window_attn_skip_freq=2,
+    hidden_size=2880,
+    ffn_hidden_size=2880,
+    num_attention_heads=64,
+    num_query_groups=8,
+    kv_channels=64,
+    vocab_size=201088,
+    max_position_embeddings=131072,
+    rotary_base=150000.0,
+    rope_scaling=dict(type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
+    moe_router_topk=4,
+    moe_aux_loss_coeff=0.001,
+)
 _DEEPSEEK = dict(
-    LLAMA,
+    _LLAMA,
     layernorm_epsilon=1e-6,
     multi_latent_attention=True,
     moe_router_load_balancing_type="seq_aux_loss",
     moe_aux_loss_coeff=0.001,
 )
+_OLMOE = dict(
+    _LLAMA,
+    qk_layernorm=True,
+    qk_layernorm_full_width=True,
+    moe_router_topk=8,
+    moe_router_pre_softmax=True,
+    moe_aux_loss_coeff=0.01,
+    moe_z_loss_coeff=0.001,
+)
+_SIGMOID = dict(  # DeepSeek-V3's router without groups
+    _LLAMA,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_topk=8,
+)
+_GLM45 = dict(
+    _SIGMOID,
+    num_attention_heads=96,
+    num_query_groups=8,
+    kv_channels=128,
+    add_qkv_bias=True,
+    rotary_percent=0.5,
+    rotary_base=1000000.0,
+    vocab_size=151552,
+    max_position_embeddings=131072,
+)
+_LLAMA4 = dict(
+    _LLAMA,
+    num_layers=48,
+    hidden_size=5120,
+    ffn_hidden_size=16384,
+    num_attention_heads=40,
+    num_query_groups=8,
+    kv_channels=128,
+    vocab_size=202048,
+    rotary_base=500000.0,
+    rotary_interleaved=True,
+    no_rope_freq=4,
+    attention_chunk_size=8192,
+    query_scaling_beta=0.1,
+    query_scaling_layers="no_rope",
+    moe_router_topk=1,
+    moe_router_score_function="sigmoid",
+    moe_apply_probs_on_input=True,
+    moe_ffn_hidden_size=8192,
+    moe_shared_expert_intermediate_size=8192,
+    moe_aux_loss_coeff=0.001,
+)
 _MINISTRAL3 = dict(
-    LLAMA,
+    _LLAMA,
     num_attention_heads=32,
     num_query_groups=8,
     kv_channels=128,
@@ -180,13 +257,19 @@ _MINISTRAL3 = dict(
     query_scaling_beta=0.1,
     query_scaling_length=16384,
 )
+_MOONSHOT = dict(
+    _SIGMOID,
+    multi_latent_attention=True,
+    rotary_base=50000.0,
+    vocab_size=163840,
+)
 
 # fmt: off
 PRESETS: dict[str, dict[str, Any]] = {
     # for tests and first steps; the vocabulary is the tokenizer's
     "tiny-gpt":     dict(num_layers=2, hidden_size=64, num_attention_heads=4),
-    "tiny-llama":   dict(LLAMA, num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2),
-    "tiny-qwen":    dict(LLAMA, num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2,
+    "tiny-llama":   dict(_LLAMA, num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2),
+    "tiny-qwen":    dict(_LLAMA, num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2,
                          kv_channels=32, qk_layernorm=True, untie_embeddings_and_output_weights=False),
 
     "tiny-mixtral": dict(_MIXTRAL, num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2,
@@ -229,7 +312,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.2-1b":  dict(_LLAMA32, num_layers=16, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32),
     "llama3.2-3b":  dict(_LLAMA32, num_layers=28, hidden_size=3072, ffn_hidden_size=8192, num_attention_heads=24),
     "llama3.3-70b": dict(_LLAMA31, num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64),
-    "mistral-7b":   dict(LLAMA, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
+    "mistral-7b":   dict(_LLAMA, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
                          num_query_groups=8, vocab_size=32000, max_position_embeddings=32768, window_size=[4095, 0]),
 
     "qwen2.5-0.5b": dict(_QWEN25_SMALL, num_layers=24, hidden_size=896, ffn_hidden_size=4864, num_attention_heads=14),
@@ -269,8 +352,6 @@ PRESETS: dict[str, dict[str, Any]] = {
                          num_query_groups=4),
     "gemma2-9b":    dict(_GEMMA2, num_layers=42, hidden_size=3584, ffn_hidden_size=14336, num_attention_heads=16,
                          num_query_groups=8),
-    "gemma2-27b":   dict({**_GEMMA2, "kv_channels": 128, "query_pre_attn_scalar": 144}, num_layers=46, hidden_size=4608,
-                         ffn_hidden_size=36864, num_attention_heads=32, num_query_groups=16),
     "gemma3-270m":  dict(_GEMMA3, num_layers=18, hidden_size=640, ffn_hidden_size=2048, num_attention_heads=4,
                          num_query_groups=1),
     "gemma3-1b":    dict(_GEMMA3, num_layers=26, hidden_size=1152, ffn_hidden_size=6912, num_attention_heads=4,
@@ -286,31 +367,24 @@ PRESETS: dict[str, dict[str, Any]] = {
                          hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, window_size=[4095, 0],
                          window_attn_skip_freq=4, rotary_base_local=500000.0,
                          rope_scaling=dict(type="yarn", factor=8.0, original_max_position_embeddings=8192)),
-    "smollm3-3b":   dict(LLAMA, num_layers=36, hidden_size=2048, ffn_hidden_size=11008, num_attention_heads=16,
+    "smollm3-3b":   dict(_LLAMA, num_layers=36, hidden_size=2048, ffn_hidden_size=11008, num_attention_heads=16,
                          num_query_groups=4, vocab_size=128256, max_position_embeddings=65536, rotary_base=5000000.0,
                          layernorm_epsilon=1e-6, no_rope_freq=4, untie_embeddings_and_output_weights=False),
-    "seed-oss-36b": dict(LLAMA, num_layers=64, hidden_size=5120, ffn_hidden_size=27648, num_attention_heads=80,
+    "seed-oss-36b": dict(_LLAMA, num_layers=64, hidden_size=5120, ffn_hidden_size=27648, num_attention_heads=80,
                          num_query_groups=8, kv_channels=128, add_qkv_bias=True, layernorm_epsilon=1e-6,
                          vocab_size=155136, max_position_embeddings=524288, rotary_base=10000000.0),
-    "exaone4-32b":  dict(LLAMA, num_layers=64, hidden_size=5120, ffn_hidden_size=27392, num_attention_heads=40,
+    "exaone4-32b":  dict(_LLAMA, num_layers=64, hidden_size=5120, ffn_hidden_size=27392, num_attention_heads=40,
                          num_query_groups=8, norm_placement="post", qk_layernorm=True, window_size=[4095, 0],
                          window_attn_skip_freq=4, no_rope_freq=4, rotary_base=1000000.0,
                          rope_scaling=dict(type="llama3", factor=16.0), vocab_size=102400,
                          max_position_embeddings=131072),
-    "glm4-9b":      dict(LLAMA, num_layers=40, hidden_size=4096, ffn_hidden_size=13696, num_attention_heads=32,
+    "glm4-9b":      dict(_LLAMA, num_layers=40, hidden_size=4096, ffn_hidden_size=13696, num_attention_heads=32,
                          num_query_groups=2, add_qkv_bias=True, norm_placement="sandwich", rotary_percent=0.5,
                          rotary_interleaved=True, vocab_size=151552, max_position_embeddings=32768),
-    "mistral-small-24b": dict(LLAMA, num_layers=40, hidden_size=5120, ffn_hidden_size=32768, num_attention_heads=32,
-                              num_query_groups=8, kv_channels=128, rotary_base=100000000.0, vocab_size=131072,
-                              max_position_embeddings=32768),
-    "ministral3-14b": dict({**_MINISTRAL3, "rotary_base": 1000000000.0}, num_layers=40, hidden_size=5120,
-                           ffn_hidden_size=16384),
     "ministral3-3b": dict(_MINISTRAL3, num_layers=26, hidden_size=3072, ffn_hidden_size=9216,
                           untie_embeddings_and_output_weights=False),
     "ministral3-8b": dict(_MINISTRAL3, num_layers=34, hidden_size=4096, ffn_hidden_size=14336),
-    "phi4-14b":     dict(LLAMA, num_layers=40, hidden_size=5120, ffn_hidden_size=17920, num_attention_heads=40,
-                         num_query_groups=10, rotary_base=250000.0, vocab_size=100352, max_position_embeddings=16384),
-    "phi3-mini":    dict(LLAMA, num_layers=32, hidden_size=3072, ffn_hidden_size=8192, num_attention_heads=32,
+    "phi3-mini":    dict(_LLAMA, num_layers=32, hidden_size=3072, ffn_hidden_size=8192, num_attention_heads=32,
                          vocab_size=32064, max_position_embeddings=4096, window_size=[2046, 0]),
 
     "mixtral-8x7b": dict(_MIXTRAL, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
@@ -319,10 +393,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mixtral-8x22b": dict(_MIXTRAL, num_layers=56, hidden_size=6144, ffn_hidden_size=16384, num_attention_heads=48,
                           num_query_groups=8, vocab_size=32000, rotary_base=1000000.0, max_position_embeddings=65536,
                           num_experts=8, moe_aux_loss_coeff=0.001),
+    "dbrx":         dict(_LLAMA, num_layers=40, hidden_size=6144, ffn_hidden_size=10752, num_attention_heads=48,
+                         num_query_groups=8, normalization="LayerNorm", add_norm_bias=False, clip_qkv=8.0,
+                         vocab_size=100352, rotary_base=500000.0, max_position_embeddings=32768, num_experts=16,
+                         moe_router_topk=4, moe_aux_loss_coeff=0.05),
     "qwen3-30b-a3b": dict(_QWEN3_MOE, num_layers=48, hidden_size=2048, ffn_hidden_size=6144, num_attention_heads=32,
                           num_experts=128, moe_ffn_hidden_size=768),
     "qwen3-235b-a22b": dict(_QWEN3_MOE, num_layers=94, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=64,
                             num_experts=128, moe_ffn_hidden_size=1536),
+    "gpt-oss-20b":  dict(_GPT_OSS, num_layers=24, num_experts=32),
+    "gpt-oss-120b": dict(_GPT_OSS, num_layers=36, num_experts=128),
     "qwen3-next-80b-a3b": dict(_QWEN3_MOE, num_layers=48, hidden_size=2048, ffn_hidden_size=5120,
                                num_attention_heads=16, num_query_groups=2, kv_channels=256, rotary_percent=0.25,
                                rotary_base=10000000.0, max_position_embeddings=262144, num_experts=512,
@@ -336,14 +416,6 @@ PRESETS: dict[str, dict[str, Any]] = {
                              num_experts=64, moe_layer_freq=[0] + [1] * 26, moe_router_topk=6,
                              moe_router_pre_softmax=True, moe_ffn_hidden_size=1408,
                              moe_shared_expert_intermediate_size=2816),
-    "deepseek-v2":  dict(_DEEPSEEK, num_layers=60, hidden_size=5120, ffn_hidden_size=12288, num_attention_heads=128,
-                         q_lora_rank=1536, vocab_size=102400, max_position_embeddings=163840,
-                         rope_scaling=dict(type="yarn", factor=40.0, original_max_position_embeddings=4096,
-                                           mscale=0.707, mscale_all_dim=0.707),
-                         num_experts=160, moe_layer_freq=[0] + [1] * 59, moe_router_topk=6,
-                         moe_router_pre_softmax=True, moe_router_num_groups=8, moe_router_group_topk=3,
-                         moe_router_topk_scaling_factor=16.0, moe_ffn_hidden_size=1536,
-                         moe_shared_expert_intermediate_size=3072),
     "deepseek-v3":  dict(_DEEPSEEK, num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128,
                          mtp_num_layers=1, q_lora_rank=1536, vocab_size=129280, max_position_embeddings=163840,
                          rope_scaling=dict(type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0,
@@ -352,7 +424,37 @@ PRESETS: dict[str, dict[str, Any]] = {
                          moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
                          moe_router_num_groups=8, moe_router_group_topk=4, moe_router_topk_scaling_factor=2.5,
                          moe_ffn_hidden_size=2048, moe_shared_expert_intermediate_size=2048, moe_aux_loss_coeff=0.0001),
-    **EXPERT_PRESETS,
-    **HYBRID_PRESETS,
+    "glm4.5-air":   dict(_GLM45, num_layers=46, hidden_size=4096, ffn_hidden_size=10944, num_experts=128,
+                         moe_layer_freq=[0] + [1] * 45, moe_ffn_hidden_size=1408,
+                         moe_shared_expert_intermediate_size=1408),
+    "glm4.5":       dict(_GLM45, num_layers=92, hidden_size=5120, ffn_hidden_size=12288, qk_layernorm=True,
+                         num_experts=160, moe_layer_freq=[0] * 3 + [1] * 89, moe_ffn_hidden_size=1536,
+                         moe_shared_expert_intermediate_size=1536, moe_router_topk_scaling_factor=2.5),
+    "kimi-k2":      dict(_MOONSHOT, num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=64,
+                         q_lora_rank=1536, layernorm_epsilon=1e-6, max_position_embeddings=131072,
+                         rope_scaling=dict(type="yarn", factor=32.0, original_max_position_embeddings=4096,
+                                           beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+                         num_experts=384, moe_layer_freq=[0] + [1] * 60, moe_ffn_hidden_size=2048,
+                         moe_shared_expert_intermediate_size=2048, moe_router_topk_scaling_factor=2.827),
+    "moonlight-16b-a3b": dict({**_MOONSHOT, "moe_router_topk": 6}, num_layers=27, hidden_size=2048,
+                              ffn_hidden_size=11264, num_attention_heads=16, max_position_embeddings=8192,
+                              num_experts=64, moe_layer_freq=[0] + [1] * 26, moe_ffn_hidden_size=1408,
+                              moe_shared_expert_intermediate_size=2816, moe_router_topk_scaling_factor=2.446),
+    "minimax-m2":   dict(_SIGMOID, num_layers=62, hidden_size=3072, ffn_hidden_size=1536, num_attention_heads=48,
+                         num_query_groups=8, kv_channels=128, qk_layernorm=True, qk_layernorm_full_width=True,
+                         rotary_percent=0.5, rotary_base=5000000.0, layernorm_epsilon=1e-6, vocab_size=200064,
+                         max_position_embeddings=196608, num_experts=256),
+    "llama4-scout": dict(_LLAMA4, max_position_embeddings=10485760, qk_l2_norm=True, qk_l2_norm_rope_only=True,
+                         rope_scaling=dict(type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0),
+                         num_experts=16),
+    "llama4-maverick": dict(_LLAMA4, max_position_embeddings=1048576, num_experts=128, moe_layer_freq=[0, 1] * 24),
+    "ernie4.5-21b-a3b": dict(_LLAMA, num_layers=28, hidden_size=2560, ffn_hidden_size=12288, num_attention_heads=20,
+                             num_query_groups=4, rotary_base=500000.0, rotary_interleaved=True, vocab_size=103424,
+                             max_position_embeddings=131072, untie_embeddings_and_output_weights=False,
+                             num_experts=64, moe_layer_freq=[0] + [1] * 27, moe_router_topk=6,
+                             moe_router_enable_expert_bias=True, moe_ffn_hidden_size=1536,
+                             moe_shared_expert_intermediate_size=3072),
+    "olmoe-1b-7b":  dict(_OLMOE, num_layers=16, hidden_size=2048, ffn_hidden_size=1024, num_attention_heads=16,
+                         vocab_size=50304, max_position_embeddings=4096, num_experts=64),
 }
 # fmt: on

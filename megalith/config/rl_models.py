@@ -62,5 +62,5 @@ class OtherModels(Section):
 
     @property
     def reward_model_paths(self) -> list[str]:
-        """`rl.reward_models` as a list."""
+        """The reward models."""
         return [self.reward_models] if isinstance(self.reward_models, str) else list(self.reward_models or ())

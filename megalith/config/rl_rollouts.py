@@ -143,20 +143,20 @@ class RolloutSettings(Section):
 
     @property
     def prompt_files(self) -> list[str]:
-        """`rl.prompts` as a list."""
+        """The prompt files."""
         return [self.prompts] if isinstance(self.prompts, str) else list(self.prompts or ())
 
     @property
     def rewards(self) -> list[str]:
-        """`rl.reward_funcs` as a list."""
+        """The reward functions."""
         return [self.reward_funcs] if isinstance(self.reward_funcs, str) else list(self.reward_funcs or ())
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """`rl.stop_strings` as a tuple."""
+        """The stop strings."""
         return (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings or ())
 
     @property
     def files(self) -> list[str]:
-        """`rl.rollouts` as a list."""
+        """The rollout files."""
         return [self.rollouts] if isinstance(self.rollouts, str) else list(self.rollouts or ())

@@ -88,7 +88,7 @@ class ToolSettings(Section):
 
     @property
     def tool_paths(self) -> list[str]:
-        """`rl.tools` as a list."""
+        """The tools."""
         return [self.tools] if isinstance(self.tools, str) else list(self.tools or ())
 
     @property

@@ -80,7 +80,7 @@ class _OwnDataset:
 
     @property
     def source(self) -> str:
-        """Name of the dataset in messages."""
+        """Name in messages."""
         return f"data.dataset {self.name}"
 
     def describe(self, i: int) -> str:

@@ -106,7 +106,7 @@ class GrammarMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """True if no token can follow."""
+        """True if nothing can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property

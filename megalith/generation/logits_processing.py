@@ -31,7 +31,7 @@ class TokenMask(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """True if no token can follow."""
+        """True if nothing can follow."""
 
     @property
     def has_failed(self) -> bool:

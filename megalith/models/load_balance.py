@@ -67,10 +67,8 @@ def auxiliary_losses(
     real: Tensor | None,  # bool [tokens], False for padding; None: all are real
     local_tokens: LocalTokens,
 ) -> tuple[Tensor, Tensor]:
-    """Return this shard's terms of a micro-batch's auxiliary loss and z-loss, float32 [2].
-
-    The second result is their sum weighted by the coefficients.
-    """
+    """Return these tokens' terms of the micro-batch's losses aux and z, float32 [2], and their sum weighted by the
+    coefficients."""
     tokens, topk, experts = len(logits) * local_tokens.shards, config.moe_router_topk, config.num_experts
     counts = None if real is None else real.float()  # [tokens], 1 for tokens that count
     kind = config.moe_router_load_balancing_type

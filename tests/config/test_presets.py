@@ -100,16 +100,6 @@ PUBLISHED = {
     "kimi-k2": (61, 7168, 64, 64, 192, 18432, 163840, 131072, 1_026_408_209_408),
     "moonlight-16b-a3b": (27, 2048, 16, 16, 192, 11264, 163840, 8192, 15_960_108_544),
     "minimax-m2": (62, 3072, 48, 8, 128, 1536, 200064, 196608, 228_689_748_992),
-    "gemma2-27b": (46, 4608, 32, 16, 128, 36864, 256000, 8192, 27_227_128_320),
-    "mistral-small-24b": (40, 5120, 32, 8, 128, 32768, 131072, 32768, 23_572_403_200),
-    "ministral3-14b": (40, 5120, 32, 8, 128, 16384, 131072, 262144, 13_506_073_600),
-    "phi4-14b": (40, 5120, 40, 10, 128, 17920, 100352, 16384, 14_659_507_200),
-    "deepseek-v2": (60, 5120, 128, 128, 192, 12288, 102400, 163840, 235_741_434_880),
-    "nemotron-h-8b": (52, 4096, 32, 8, 128, 21504, 131072, 8192, 8_100_852_736),
-    "nemotron-nano2-9b": (56, 4480, 40, 8, 128, 15680, 131072, 131072, 8_888_227_328),
-    "nemotron-nano2-12b": (62, 5120, 40, 8, 128, 20480, 131072, 131072, 12_310_001_152),
-    "nemotron3-nano-30b-a3b": (52, 2688, 32, 2, 128, 1856, 131072, 262144, 31_577_937_344),
-    "kimi-linear-48b-a3b": (27, 2304, 32, 32, 192, 9216, 163840, 1048576, 49_122_675_072),
 }
 
 
@@ -143,10 +133,6 @@ def test_a_layer_of_each_kind_has_as_many_parameters_in_transformers(name):
         "mtp_num_layers": None,
         "moe_layer_freq": frequency[:4] if isinstance(frequency, list) else frequency,
     }
-    if pattern := model.hybrid_layer_pattern:
-        first |= {"num_layers": 9, "hybrid_layer_pattern": pattern[:9]}
-    elif isinstance(model.linear_attention_freq, list):
-        first["linear_attention_freq"] = model.linear_attention_freq[:4]
     model = model.model_copy(update=first)
     family = family_for(model)
     theirs = AutoConfig.for_model(**family.write_config(model))
@@ -208,9 +194,6 @@ WINDOWS = {
     "mistral-7b": (4096, 6, (1e4, None), (None, None), "pre", 1e-5),
     "gemma2-2b": (4096, 3, (1e4, None), (50.0, 30.0), "sandwich", 1e-6),
     "gemma2-9b": (4096, 3, (1e4, None), (50.0, 30.0), "sandwich", 1e-6),
-    "gemma2-27b": (4096, 3, (1e4, None), (50.0, 30.0), "sandwich", 1e-6),
-    "mistral-small-24b": (None, 0, (1e8, None), (None, None), "pre", 1e-5),
-    "phi4-14b": (None, 0, (250000.0, None), (None, None), "pre", 1e-5),
     "gemma3-270m": (512, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
     "gemma3-1b": (512, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
     "gemma3-4b": (1024, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
@@ -265,9 +248,6 @@ EXPERTS = {
     "llama4-scout": (16, 48, 1, 8192, 8192, 17.2),
     "llama4-maverick": (128, 24, 1, 8192, 8192, 17.2),
     "ernie4.5-21b-a3b": (64, 27, 6, 1536, 3072, 3.4),
-    "deepseek-v2": (160, 59, 6, 1536, 3072, 21.4),
-    "nemotron3-nano-30b-a3b": (128, 23, 6, 1856, 3712, 3.6),
-    "kimi-linear-48b-a3b": (256, 26, 8, 1024, 1024, 3.5),
 }
 BASES = {"glm4.5": 1e6, "glm4.5-air": 1e6, "kimi-k2": 5e4, "moonlight-16b-a3b": 5e4, "minimax-m2": 5e6,
          "llama4-scout": 5e5, "llama4-maverick": 5e5, "dbrx": 5e5, "ernie4.5-21b-a3b": 5e5}  # fmt: skip
@@ -285,7 +265,7 @@ def test_experts_are_those_of_the_family(name):
         model.moe_shared_expert_intermediate_size,
     ]
     assert count_parameters(model, padded_vocab=False).active / 1e9 == pytest.approx(active, abs=0.06)
-    assert model.moe_router_pre_softmax == (name in ("deepseek-v2", "deepseek-v2-lite", "olmoe-1b-7b"))
+    assert model.moe_router_pre_softmax == (name in ("deepseek-v2-lite", "olmoe-1b-7b"))
     assert model.multi_latent_attention == name.startswith(("deepseek", "kimi", "moonlight"))
     assert model.rotary_base == BASES.get(name, 1e6 if name.startswith(("mixtral", "qwen")) else 1e4)
 

@@ -94,6 +94,26 @@ def test_a_grouped_matmul_is_the_matmul_of_each_expert(in_parts, dtype):
         first += size
 
 
+@pytest.mark.parametrize("parts", [1, 8])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_bits_of_a_matmul_do_not_depend_on_its_tiles(groups, parts):
+    from megalith.ops.kernels import invariant_matmul as kernel
+
+    torch.manual_seed(0)
+    x, weight = rand(700, 1024, dtype=torch.bfloat16), rand(groups, 650, 1024, dtype=torch.bfloat16)
+    ends = torch.tensor([300, 300, 700], device="cuda", dtype=torch.int32) if groups > 1 else None
+    matrices = weight if groups > 1 else weight[0]
+    assert kernel.has_descriptors(x, matrices, parts) == (torch.cuda.get_device_capability()[0] >= 9)
+    every = kernel.matmul_in_parts(x, matrices, torch.float32, parts, ends)
+    assert close(every[:300], x[:300].double() @ weight[0].double().T, 1e-5)
+    tiles = {kernel.NARROW, kernel.MIDDLE, kernel.WIDE_IN_PARTS if parts > 1 else kernel.WIDE}
+    spread = {False, parts > 1 and groups == 1}
+    for tile, described, each in product(tiles, {False, kernel.has_descriptors(x, matrices, parts)}, spread):
+        if described or tile is not kernel.WIDE:  # pointers to its tiles do not fit in registers
+            y = kernel.multiply(x, matrices, torch.float32, parts, ends, tile, described, each)
+            assert torch.equal(y, every), (tile, described, each)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("width", [64, 1000, 4096])

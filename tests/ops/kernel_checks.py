@@ -18,7 +18,13 @@ from megalith.ops.batch_invariant.elementwise import sum_by_pairs
 from megalith.ops.cached_attention import cached_attention, visible_positions
 from megalith.ops.dropout import column_keys, counter_dropout, token_keys
 from megalith.ops.fp8 import codes as fp8
-from megalith.ops.kernels import batch_invariant_kernels, decode_kernel, norm_kernel, sampling_kernel
+from megalith.ops.kernels import (
+    batch_invariant_kernels,
+    decode_kernel,
+    invariant_matmul,
+    norm_kernel,
+    sampling_kernel,
+)
 from megalith.ops.split_qkv import split_qkv
 from megalith.optim import moments
 
@@ -284,19 +290,19 @@ def reduced_moments(kind: str, coupled: bool) -> None:
             assert differ < 0.01, differ  # where a product is rounded another way
 
 
-def batch_invariant(dtype: torch.dtype) -> None:
-    """Matmuls, with and without groups, norms and softmax statistics of rows with gaps between their elements."""
+def invariant_matmuls(dtype: torch.dtype) -> None:
+    """Matmuls, with and without groups and parts, of rows with gaps between their elements."""
     x, weight = random(37, 70, dtype=dtype), random(50, 70, dtype=dtype)
     exact = x.double() @ weight.double().T
-    near(batch_invariant_kernels.tiled_matmul(strided(x), strided(weight), dtype), exact, ROUNDING[dtype])
-    one = batch_invariant_kernels.tiled_matmul(x[5:6], weight, dtype)
-    assert torch.equal(one, batch_invariant_kernels.tiled_matmul(x, weight, dtype)[5:6])
+    near(invariant_matmul.tiled_matmul(strided(x), strided(weight), dtype), exact, ROUNDING[dtype])
+    one = invariant_matmul.tiled_matmul(x[5:6], weight, dtype)
+    assert torch.equal(one, invariant_matmul.tiled_matmul(x, weight, dtype)[5:6])
     grouped, ends = random(3, 50, 70, dtype=dtype), torch.tensor([10, 10, 37], dtype=torch.int32)
     exact = torch.cat([x[:10].double() @ grouped[0].double().T, x[10:].double() @ grouped[2].double().T])
-    near(batch_invariant_kernels.tiled_matmul(x, grouped, dtype, ends), exact, ROUNDING[dtype])
+    near(invariant_matmul.tiled_matmul(x, grouped, dtype, ends), exact, ROUNDING[dtype])
 
     x, weight = random(37, 80, dtype=dtype), random(50, 80, dtype=dtype)
-    parts = partial(batch_invariant_kernels.matmul_in_parts, dtype=torch.float32)
+    parts = partial(invariant_matmul.matmul_in_parts, dtype=torch.float32)
     every = parts(strided(x), strided(weight), parts=8)
     near(every, x.double() @ weight.double().T, ROUNDING[dtype])
     assert torch.equal(parts(x[5:6], weight, parts=8), every[5:6])
@@ -309,6 +315,26 @@ def batch_invariant(dtype: torch.dtype) -> None:
     assert torch.equal(of_groups[:10], parts(x[:10], grouped[0], parts=8))
     assert torch.equal(of_groups[10:], parts(x[10:], grouped[2], parts=8))
 
+
+def tiles_of_a_matmul(dtype: torch.dtype, parts: int) -> None:
+    """The result has the same bits with every tile, read by pointers or descriptors, with and without groups."""
+    x, weight = random(75, 256, dtype=dtype), random(3, 50, 256, dtype=dtype)
+    ends = torch.tensor([40, 40, 75], dtype=torch.int32)
+    tiles = [invariant_matmul.Tile(rows, 32, 32, 4, 2) for rows in (16, 64)]
+    for matrices, of_group in ((weight[0], None), (weight, ends)):
+        every = invariant_matmul.matmul_in_parts(x, matrices, torch.float32, parts, of_group)
+        expected = x.double() @ weight[0].double().T
+        near(every[:40], expected[:40], ROUNDING[dtype])
+        for tile, described, spread in product(tiles, (False, True), (False, True)):
+            if not spread or (parts > 1 and of_group is None):
+                same = invariant_matmul.multiply(
+                    x, matrices, torch.float32, parts, of_group, tile, described, spread
+                )
+                near(same, every, 1e-6)
+
+
+def batch_invariant(dtype: torch.dtype) -> None:
+    """Norms and softmax statistics of rows with gaps between their elements, and matmuls of many small matrices."""
     left, right = random(5, 70, 50), random(5, 50, 90)
     products = batch_invariant_kernels.tiled_batched_matmul(strided(left), strided(right))
     near(products, left.double() @ right.double(), ROUNDING[torch.float32])
@@ -325,11 +351,19 @@ def batch_invariant(dtype: torch.dtype) -> None:
         F.layer_norm(rows.double(), (70,), factor.double(), shift.double(), 1e-5),
         ROUNDING[dtype],
     )
-    z = 3 * random(4, 9000)
-    largest, total, product = batch_invariant_kernels.softmax_sums(strided(z))
-    logs = z.double().log_softmax(-1)
-    near(largest + total.log(), z.double().logsumexp(-1), 1e-6)
-    near(total.log() - product / total, -(logs.exp() * logs).sum(-1), 1e-5)
+    logits, temperature = 3 * random(4, 36_000, dtype=dtype), 0.5 + random(4, 1).abs()
+    z = logits.double() / temperature.double()
+    sums = batch_invariant_kernels.softmax_sums(strided(logits), temperature, 4)
+    assert torch.equal(
+        batch_invariant_kernels.softmax_sums(logits[2:3], temperature[2:3], 4), sums[:, :, 2:3]
+    )
+    number = batch_invariant_kernels.softmax_sums(logits, torch.tensor(2.0), 4)
+    near(number[0], (logits.double() / 2).unflatten(1, (4, -1)).amax(-1).T, 1e-6)
+    pairs = batch_invariant_kernels.add_pairs_of_sums(sums)
+    largest, total, product_ = batch_invariant_kernels.add_pairs_of_sums(pairs)[:, 0]
+    logs = z.log_softmax(-1)
+    near(largest + total.log(), z.logsumexp(-1), 1e-6)
+    near(total.log() - product_ / total, -(logs.exp() * logs).sum(-1), 1e-5)
 
 
 def batch_invariant_attention(dtype: torch.dtype, window: int | None, documents: bool) -> None:

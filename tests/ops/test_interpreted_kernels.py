@@ -39,7 +39,8 @@ CASES = [
     *(("heads", rank, to_heads) for rank in (0, 1) for to_heads in (True, False)),
     ("adamw",),
     *(("reduced_moments", kind, coupled) for kind in ("bf16", "fp8") for coupled in (True, False)),
-    *(("batch_invariant", dtype) for dtype in (F32, F16)),
+    *((name, dtype) for name in ("batch_invariant", "invariant_matmuls") for dtype in (F32, F16)),
+    *(("tiles_of_a_matmul", dtype, parts) for dtype in (F32, F16) for parts in (1, 2, 8)),
     *(
         ("batch_invariant_attention", dtype, *case)
         for dtype in (F32, F16)

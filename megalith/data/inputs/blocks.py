@@ -64,7 +64,7 @@ class DocumentBlock(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes after decompression."""
+        """Uncompressed bytes."""
 
     def parse(
         self, json_keys: Sequence[str], max_document_bytes: int = MAX_DOCUMENT_BYTES

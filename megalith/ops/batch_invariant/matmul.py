@@ -4,7 +4,7 @@ On a CPU, the library behind torch.mm uses different code for few rows: with 1,0
 up to 15 rows differ from its bits in a matmul of 67 rows. Here every call has TILE rows, the last one padded with
 zeros. Within a tile the position of a row does not matter (tests/ops/test_batch_invariant.py); on an AMD CPU it would
 matter with fewer than 12 columns, so few columns are padded too. Lower precisions are multiplied in fp32 and rounded
-once. On a GPU a Triton kernel has tiles of a fixed size and adds along the inner dimension in one order.
+once. On a GPU a Triton kernel adds along the inner dimension in one order (ops/kernels/invariant_matmul.py).
 
 Row-parallel linears, and the second linears of experts, add parts of the inner dimension by a binary tree, so that
 tensor parallelism does not change the result.
@@ -26,7 +26,7 @@ from megalith.ops.gemm import Gemm, Operand
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
 
 if kernels.AVAILABLE:
-    from megalith.ops.kernels.batch_invariant_kernels import matmul_in_parts, tiled_matmul
+    from megalith.ops.kernels.invariant_matmul import matmul_in_parts, tiled_matmul
 
 TILE, COLUMNS = 32, 16  # rows per matmul on a CPU; columns are padded to a multiple
 

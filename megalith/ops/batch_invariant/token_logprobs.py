@@ -12,7 +12,7 @@ from megalith.ops.batch_invariant.matmul import invariant_linear, local_parts
 from megalith.ops.vocab_softmax import HeadMath, mask_padding
 
 if kernels.AVAILABLE:
-    from megalith.ops.kernels.batch_invariant_kernels import softmax_sums
+    from megalith.ops.kernels.batch_invariant_kernels import add_pairs_of_sums, softmax_sums
 
 
 PARTS = 8  # of the vocabulary, each with sums of its own
@@ -36,10 +36,9 @@ def statistics(
     if not isinstance(temperature, Tensor):
         # With a number, CUDA would multiply by the reciprocal.
         temperature = torch.full((), temperature, device=logits.device)
-    z = logits.float() / temperature
-    parts = z.unflatten(1, (local_parts(z.shape[1], axis.size, PARTS), -1)).transpose(0, 1)
-    sums = _add_parts(torch.stack(_softmax_sums(parts.contiguous())))
-    targets = torch.where(is_local, z.gather(1, row), 0.0)
+    count = local_parts(logits.shape[1], axis.size, PARTS)
+    sums = _add_parts(_softmax_sums(logits, temperature, count))
+    targets = torch.where(is_local, logits.gather(1, row).float() / temperature, 0.0)
     if axis.size > 1:
         mine = torch.cat([sums, targets.T])[None]  # [1, 3 + k, tokens]
         every = all_gather_no_grad(mine, axis)
@@ -49,29 +48,37 @@ def statistics(
     return largest + log_total, targets, log_total - product / total if entropy else None
 
 
-def _softmax_sums(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z), three tensors [...], for float32 z [...,
-    entries]."""
-    if z.is_cuda:
-        return softmax_sums(z)
+def _softmax_sums(logits: Tensor, temperature: Tensor, parts: int) -> Tensor:
+    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z) of each part of the vocabulary.
+
+    They are float32 [3, parts, tokens], of z = logits / temperature.
+    """
+    if logits.is_cuda:
+        return softmax_sums(logits, temperature, parts)
+    z = (logits.float() / temperature).unflatten(1, (parts, -1)).transpose(0, 1).contiguous()
     largest = z.amax(-1)
     shifted = z - largest[..., None]
     weights = by_whole_vectors(torch.exp, shifted)
-    return largest, sum_by_halves(weights), sum_by_halves(weights * shifted)
+    return torch.stack([largest, sum_by_halves(weights), sum_by_halves(weights * shifted)])
 
 
 def _add_parts(sums: Tensor) -> Tensor:
     """Add the parts' sums, [3, parts, tokens] from `_softmax_sums`, by a tree of neighbours. Returns [3, tokens]."""
-    while sums.shape[1] > 1:
-        pairs = sums[:, : sums.shape[1] // 2 * 2].unflatten(1, (-1, 2))
-        highest = pairs[0].amax(1)
-        shift = pairs[0] - highest[:, None]  # [pairs, 2, tokens]
-        factor = by_whole_vectors(torch.exp, shift)
-        total = pairs[1] * factor
-        product = pairs[2] * factor + total * shift
-        added = torch.stack([highest, total[:, 0] + total[:, 1], product[:, 0] + product[:, 1]])
-        sums = torch.cat([added, sums[:, 2 * pairs.shape[1] :]], 1)
+    while (parts := sums.shape[1]) > 1:
+        pairs, last = sums[:, : parts // 2 * 2], sums[:, parts // 2 * 2 :]
+        added = add_pairs_of_sums(pairs) if sums.is_cuda else _add_pairs(pairs)
+        sums = torch.cat([added, last], 1) if parts % 2 else added
     return sums[:, 0]
+
+
+def _add_pairs(sums: Tensor) -> Tensor:
+    pairs = sums.unflatten(1, (-1, 2))
+    highest = pairs[0].amax(1)
+    shift = pairs[0] - highest[:, None]  # [pairs, 2, tokens]
+    factor = by_whole_vectors(torch.exp, shift)
+    total = pairs[1] * factor
+    product = pairs[2] * factor + total * shift
+    return torch.stack([highest, total[:, 0] + total[:, 1], product[:, 0] + product[:, 1]])
 
 
 BATCH_INVARIANT = HeadMath(invariant_linear, statistics, torch.float64)

@@ -1,4 +1,5 @@
-"""Kernels in which a row's result does not depend on the other rows: matmuls, attention, norms and softmax statistics.
+"""Kernels in which a row's result does not depend on the other rows: attention, norms, softmax statistics and matmuls
+of small matrices. invariant_matmul.py has the matmuls of linears.
 
 Tiles have one size for every number of rows, nothing is split along a sum, and Triton may not specialize a kernel by a
 number that depends on the batch (`do_not_specialize`), so that every call runs the same instructions. A row's position
@@ -12,145 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS, INNER = 128, 128, 64  # tile of a matmul
-NARROW = 32  # of the inner dimension in fp32
-SQUARE = 64  # rows and columns of a tile in a batch of small matrices
-QUERIES, KEYS = 64, 64  # tile of attention; query heads of a group are rows of a tile
+SQUARE, INNER = 64, 32  # tile of a matmul of small matrices
+KEYS = 64  # of a tile of attention
+QUERIES, FEW_QUERIES = (
+    64,
+    16,
+)  # rows of such a tile: tokens and query heads of a group; FEW_QUERIES for a decode step
 ENTRIES = 4096  # vocabulary entries per step of a softmax
 NO_WINDOW = 2**30
-
-
-@triton.jit
-def _tile(tile, ends, rows, GROUPS: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr):
-    # The group of a row tile, its first row, and the end of the group. Programs of a group's tiles come one group after
-    # the other; those after the last tile have nothing to do.
-    group, begin, end = tile * 0, tile * 0, rows
-    if GROUPED:
-        end = tl.load(ends)
-        for number in range(1, GROUPS):
-            later = tile >= tl.cdiv(end - begin, ROWS)
-            if later & (group == number - 1):
-                tile -= tl.cdiv(end - begin, ROWS)
-                begin = end
-                end = tl.load(ends + number)
-                group = number
-    return group, begin + tile * ROWS, end
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _matmul(
-    x, weight, out, ends, rows,
-    N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
-    group, first, end = _tile(tl.program_id(0), ends, rows, GROUPS, GROUPED, ROWS)
-    if first < end:
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inner = tl.arange(0, INNER)
-        left = x + row[:, None] * K + inner[None, :]
-        right = weight + group.to(tl.int64) * (N * K) if GROUPED else weight
-        right = right + column[None, :] * K + inner[:, None]
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, K, INNER):
-            near = inner < K - start
-            a = tl.load(left + start, mask=(row < end)[:, None] & near[None, :], other=0.0)
-            b = tl.load(right + start, mask=near[:, None] & (column < N)[None, :], other=0.0)
-            total = tl.dot(a, b, total, input_precision=PRECISION)
-        target = out + row[:, None] * N + column[None, :]
-        tl.store(target, total.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < N)[None, :])
-
-
-def tiled_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, ends: Tensor | None = None) -> Tensor:
-    """Return x · weightᵀ, [rows, out].
-
-    Args:
-        x: [rows, in].
-        weight: [out, in], or with `ends` one matrix per group, [groups, out, in].
-        dtype: dtype of the result.
-        ends: int32 [groups], end of each group's rows. Rows after the last group are undefined.
-    """
-    x, weight = x.contiguous(), weight.contiguous()
-    rows, inner = x.shape
-    columns, groups = weight.shape[-2], 1 if ends is None else len(ends)
-    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    if not out.numel():
-        return out
-    tiles = triton.cdiv(rows, ROWS) + groups - 1
-    wide = x.dtype == torch.float32
-    _matmul[(tiles, triton.cdiv(columns, COLUMNS))](
-        x, weight, out, x if ends is None else ends, rows,
-        columns, inner, groups, ends is not None, "ieee" if wide else "tf32",
-        ROWS, COLUMNS, NARROW if wide else INNER, num_warps=8, num_stages=3,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _matmul_in_parts(
-    x, weight, out, ends, rows, zero,
-    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
-    group, first, end = _tile(tl.program_id(0), ends, rows, GROUPS, GROUPED, ROWS)
-    row = (first + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inner = tl.arange(0, INNER)
-    size: tl.constexpr = K // PARTS
-    left = x + row[:, None] * K + inner[None, :]
-    right = weight + group.to(tl.int64) * (N * K) if GROUPED else weight
-    right = right + column[None, :] * K + inner[:, None]
-    for part in tl.static_range(PARTS):
-        # With a constant zero, Triton turns `one + dot(a, b, 0)` into `dot(a, b, one)`, another order of additions.
-        total = tl.full([ROWS, COLUMNS], zero, tl.float32)
-        for start in range(0, size, INNER):
-            near = inner < size - start
-            a = tl.load(left + part * size + start, mask=(row < end)[:, None] & near[None, :], other=0.0)
-            b = tl.load(right + part * size + start, mask=near[:, None] & (column < N)[None, :], other=0.0)
-            total = tl.dot(a, b, total, input_precision=PRECISION)
-        # The binary tree of the parts: sums of one, two and four wait for their neighbours.
-        if part % 2 == 0:
-            one = total
-        else:
-            total = one + total
-            if part % 4 == 1:
-                two = total
-            else:
-                total = two + total
-                if part % 8 == 3:
-                    four = total
-                else:
-                    total = four + total
-    target = out + row[:, None] * N + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < N)[None, :])
-
-
-def matmul_in_parts(
-    x: Tensor, weight: Tensor, dtype: torch.dtype, parts: int, ends: Tensor | None = None
-) -> Tensor:
-    """Return x · weightᵀ, [rows, out], with the products of equal parts of the inner dimension added by a binary tree.
-
-    Args:
-        x: [rows, in].
-        weight: [out, in], or with `ends` one matrix per group, [groups, out, in].
-        dtype: dtype of the result.
-        parts: 1, 2, 4 or 8, a divisor of `in`.
-        ends: int32 [groups], end of each group's rows. Rows after the last group are undefined.
-    """
-    x, weight = x.contiguous(), weight.contiguous()
-    rows, inner = x.shape
-    columns, groups = weight.shape[-2], 1 if ends is None else len(ends)
-    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    wide = x.dtype == torch.float32
-    if out.numel():
-        # Four sums of a tile are alive at once, so it has half of the columns.
-        tiles = triton.cdiv(rows, ROWS) + groups - 1
-        _matmul_in_parts[(tiles, triton.cdiv(columns, COLUMNS // 2))](
-            x, weight, out, x if ends is None else ends, rows, 0.0,
-            columns, inner, parts, groups, ends is not None, "ieee" if wide else "tf32",
-            ROWS, COLUMNS // 2, NARROW if wide else INNER, num_warps=8, num_stages=3,
-        )  # fmt: skip
-    return out
 
 
 @triton.jit
@@ -184,7 +54,7 @@ def tiled_batched_matmul(x: Tensor, y: Tensor) -> Tensor:
     out = torch.empty(matrices, rows, columns, dtype=torch.float32, device=x.device)
     if out.numel():
         _batched_matmul[(matrices, triton.cdiv(rows, SQUARE), triton.cdiv(columns, SQUARE))](
-            x, y, out, rows, columns, inner, SQUARE, SQUARE, NARROW, num_warps=4, num_stages=3
+            x, y, out, rows, columns, inner, SQUARE, SQUARE, INNER, num_warps=4, num_stages=3
         )
     return out
 
@@ -265,11 +135,14 @@ def tiled_attention(
     key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (key, value))
     out = torch.empty_like(query)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=query.device)
-    _attend[(triton.cdiv(queries * heads // groups, QUERIES), groups, batch)](
+    rows = queries * heads // groups
+    # With a warp for 16 rows, both tiles add the weights of a row in the same order.
+    tile = FEW_QUERIES if rows <= FEW_QUERIES and query.dtype != torch.float32 else QUERIES
+    _attend[(triton.cdiv(rows, tile), groups, batch)](
         query, key, value, positions, starts, out, lse, queries, window or NO_WINDOW, scale,
         *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
         groups, heads // groups, size, triton.next_power_of_2(max(size, 16)),
-        "ieee" if query.dtype == torch.float32 else "tf32", QUERIES, KEYS, num_warps=4, num_stages=2,
+        "ieee" if query.dtype == torch.float32 else "tf32", tile, KEYS, num_warps=tile // 16, num_stages=2,
     )  # fmt: skip
     return out, lse
 
@@ -304,32 +177,77 @@ def row_norm(x: Tensor, factor: Tensor, shift: Tensor | None, epsilon: float) ->
     return out
 
 
-@triton.jit
-def _softmax_sums(z, highest_of, total_of, product_of, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["tokens", "temperature_step"])
+def _softmax_sums(
+    logits, temperature, sums, tokens, temperature_step, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token, part, columns = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    divisor = tl.load(temperature + token * temperature_step)
+    logits += (token * PARTS + part) * WIDTH + columns
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, WIDTH, BLOCK):
-        inside = columns < WIDTH - start
-        values = tl.load(z + row * WIDTH + start + columns, mask=inside, other=float("-inf"))
-        largest = tl.maximum(largest, values)
+        values = tl.load(logits + start, mask=columns < WIDTH - start, other=float("-inf")).to(tl.float32)
+        largest = tl.maximum(largest, tl.div_rn(values, divisor))
     highest = tl.max(largest, 0)
     total, product = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         inside = columns < WIDTH - start
-        shifted = tl.load(z + row * WIDTH + start + columns, mask=inside, other=0.0) - highest
+        values = tl.load(logits + start, mask=inside, other=0.0).to(tl.float32)
+        shifted = tl.div_rn(values, divisor) - highest
         weights = tl.where(inside, tl.exp(shifted), 0.0)
         total += weights
         product += weights * shifted
-    tl.store(highest_of + row, highest)
-    tl.store(total_of + row, tl.sum(total, 0))
-    tl.store(product_of + row, tl.sum(product, 0))
+    sums += part * tokens + token
+    tl.store(sums, highest)
+    tl.store(sums + PARTS * tokens, tl.sum(total, 0))
+    tl.store(sums + 2 * PARTS * tokens, tl.sum(product, 0))
 
 
-def softmax_sums(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z), three tensors [...], for float32 z [...,
-    entries]."""
-    z = z.contiguous()
-    sums = [torch.empty(z.shape[:-1], dtype=torch.float32, device=z.device) for _ in range(3)]
-    if sums[0].numel():
-        _softmax_sums[(sums[0].numel(),)](z, *sums, z.shape[-1], ENTRIES, num_warps=8)
-    return sums[0], sums[1], sums[2]
+def softmax_sums(logits: Tensor, temperature: Tensor, parts: int) -> Tensor:
+    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z) of each part of the vocabulary.
+
+    They are float32 [3, parts, tokens], of z = logits / temperature.
+
+    Args:
+        logits: [tokens, entries].
+        temperature: float32 [] or [tokens, 1].
+        parts: divisor of the number of entries.
+    """
+    logits, tokens = logits.contiguous(), len(logits)
+    sums = torch.empty(3, parts, tokens, dtype=torch.float32, device=logits.device)
+    if tokens:
+        step = temperature.stride(0) if temperature.ndim else 0
+        _softmax_sums[(tokens, parts)](
+            logits, temperature, sums, tokens, step, parts, logits.shape[1] // parts, ENTRIES, num_warps=8
+        )
+    return sums
+
+
+@triton.jit(do_not_specialize=["count", "tokens", "pairs"])
+def _add_pairs_of_sums(sums, added, count, tokens, pairs, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    left = sums + index // tokens * 2 * tokens + index % tokens
+    size = 2 * pairs * tokens.to(tl.int64)  # of each of the three sums
+    a, b = tl.load(left, mask=inside, other=0.0), tl.load(left + tokens, mask=inside, other=0.0)
+    highest = tl.maximum(a, b)
+    a, b = a - highest, b - highest
+    total_a = tl.load(left + size, mask=inside, other=0.0) * tl.exp(a)
+    total_b = tl.load(left + size + tokens, mask=inside, other=0.0) * tl.exp(b)
+    product_a = tl.load(left + 2 * size, mask=inside, other=0.0) * tl.exp(a) + total_a * a
+    product_b = tl.load(left + 2 * size + tokens, mask=inside, other=0.0) * tl.exp(b) + total_b * b
+    tl.store(added + index, highest, mask=inside)
+    tl.store(added + count + index, total_a + total_b, mask=inside)
+    tl.store(added + 2 * count.to(tl.int64) + index, product_a + product_b, mask=inside)
+
+
+def add_pairs_of_sums(sums: Tensor) -> Tensor:
+    """Return the sums of pairs of neighbouring parts, float32 [3, parts / 2, tokens].
+
+    `sums` are those of `softmax_sums`, [3, parts, tokens], with an even number of parts.
+    """
+    sums, (_, parts, tokens) = sums.contiguous(), sums.shape
+    added = torch.empty(3, parts // 2, tokens, dtype=torch.float32, device=sums.device)
+    if count := parts // 2 * tokens:
+        _add_pairs_of_sums[(triton.cdiv(count, 256),)](sums, added, count, tokens, parts // 2, 256)
+    return added
