@@ -94,6 +94,7 @@ def measure(
     synchronize(args.device)
     batch, batch_cpu = tokens / (time.perf_counter() - start), time.thread_time() - cpu
     live = LiveEngine(engine, (tokenizer.eod,), tokenizer.vocab_size)
+    live.warm_up()
     settings = ServerSettings("127.0.0.1", 0, "bench", tokenizer, Access(max_requests=count + 1))
     engine_seconds: list[float] = []
     with HttpProcess() as server:

@@ -152,6 +152,8 @@ def _serve_ranks(args: Arguments, server: HttpProcess | None, key: str | None) -
             return _serve(args, server, live, tokenizer, chat, key)
         for number in handled_stop_signals():  # the first rank ends the others
             signal.signal(number, signal.SIG_IGN)
+        if device.type == "cuda":
+            live.warm_up()
         live.follow()
         return 0
     finally:
@@ -304,6 +306,8 @@ def _serve(
     url = server.start(settings, live)
     handlers = {number: signal.signal(number, lambda *_: live.close()) for number in handled_stop_signals()}
     engine = live.engine
+    if engine.device.type == "cuda":
+        live.warm_up()
     print(
         f"serving {printable(name)} at {url}/v1: {engine.max_rows} rows of {engine.max_tokens:,} tokens"
         + ("" if chat is None else ", with chat" + (" and tools" if chat.supports_tools else "")),

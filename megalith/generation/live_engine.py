@@ -31,6 +31,7 @@ from megalith.generation.requests import RowSequence, Sampling
 from megalith.generation.running_batch import KvCache, RunningBatch
 
 HEARTBEAT = 20.0  # seconds after which idle ranks exchange a message, so that no collective times out
+WARM_UP_TOKENS = 4  # of the sequences that `warm_up` runs, with the sampled one
 
 LoadAdapter = Callable[[str], Mapping[str, tuple[Tensor, Tensor]]]
 """Function that returns the A and B of the adapter in a folder, as `Engine.set_adapter` takes them."""
@@ -181,6 +182,23 @@ class LiveEngine:
     def open_requests(self) -> int:
         """Number of requests that have not ended."""
         return len(self._tickets) + len(self._inbox.added)
+
+    def warm_up(self) -> None:
+        """Compile the layers and capture the CUDA graphs of decode steps. Every rank calls it, before any request.
+
+        Otherwise the first requests would wait for this. It changes no sample.
+        """
+        if self.engine.max_tokens < WARM_UP_TOKENS:
+            return
+        for top_p in (1.0, 0.5):  # steps without and with filters
+            sequence = RowSequence(0, [0] * (WARM_UP_TOKENS - 1), 0, 0, 1, frozenset())
+            sequence.sampling = (1.0, 0, top_p, 0)
+            batch = RunningBatch(self.engine, self._sampling)
+            batch.add([sequence])
+            while batch.is_busy:
+                batch.step()
+        self.engine.take_prefill_tokens()
+        self.engine.take_draft_metrics()
 
     def run(self) -> None:
         """Run requests until `close`. The first rank calls it."""

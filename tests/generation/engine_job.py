@@ -108,6 +108,8 @@ def live_tokens(
     for slot, each in pairs.items():
         engine.set_adapter(slot, each)
     live = LiveEngine(engine, stop=(3,), group=mesh.world)
+    live.warm_up()
+    assert engine.take_prefill_tokens() == (0, 0)
     if torch.distributed.get_rank():
         live.follow()
         return None

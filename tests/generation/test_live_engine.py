@@ -64,6 +64,7 @@ def test_requests_get_the_tokens_of_a_batch_call_of_their_own(model, expected):
 
         return on_tokens
 
+    live.warm_up()
     thread = run_in_thread(live)
     endless = live.submit([LiveRequest([5, 6], 90, ignores_stop=True)], [lambda *event: seen.append(event)])
     asked = requests()
