@@ -118,6 +118,11 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
     parser.add_argument(
+        "--add-special-tokens",
+        action="store_true",
+        help="surround each sequence by the special tokens of the tokenizer's files, such as BOS",
+    )
+    parser.add_argument(
         "--split-sentences",
         action="store_true",
         help="make each sentence a sequence; the files are named PREFIX_KEY_sentence",
@@ -164,6 +169,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
         tokenizer,
         args.json_keys,
         append_eod=args.append_eod,
+        add_special_tokens=args.add_special_tokens,
         split_sentences=args.split_sentences,
         workers=args.workers,
         on_error=args.on_error,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from bos_tokenizer import bos_tokenizer
 
 from megalith.cli import datasets as commands
 from megalith.data.indexed import IndexedDataset
@@ -56,6 +57,17 @@ def test_skipped_lines_and_empty_documents_are_reported(tmp_path, capsys):
     assert f"skipped {source} line 2 (byte 14) is unusable: not JSON" in output
     assert "skipped 5 more unusable lines" in output
     assert "omitted 25 unusable lines and 1 empty documents" in output
+
+
+def test_special_tokens_are_added_where_asked_for(tmp_path):
+    bos_tokenizer(tmp_path / "tokenizer", "")
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "tokenizer"]
+    for more, begin in ([], []), (["--add-special-tokens"], [256]):
+        words = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "out", *kind, "--workers", 0]
+        assert run("preprocess", *words, "--append-eod", "--overwrite", *more) == 0
+        ids = IndexedDataset(tmp_path / "out_text_document").get(0).tolist()
+        assert ids[: len(begin)] == begin and len(ids) == len(begin) + 3 and ids[-1] == 257
 
 
 def test_a_vocabulary_that_could_not_be_filled_is_reported(tmp_path, capsys):

@@ -15,6 +15,7 @@ from megalith.config import RunConfig
 from megalith.config.aliases import ALIASES
 from megalith.config.mup import MupRatios
 from megalith.config.rules.run_rules import check_training
+from megalith.data.blend import parse_data_path
 from megalith.dialects.megatron.flag_kinds import Derives, NoEffect, Refused, Sets
 from megalith.dialects.megatron.flag_table import FLAGS
 from megalith.dialects.megatron.other_flags import MODELOPT, OLDER
@@ -351,6 +352,10 @@ CASES = [
     ("--load nowhere --exit-on-missing-checkpoint", {"checkpoint.load": "nowhere"}, ""),
     ("--load out", {"checkpoint.load": "out", "train.output_dir": "out"}, ""),
     ("--eod-mask-loss", {"data.eod_mask_loss": True, "train.calculate_per_token_loss": False}, ""),
+    ("--reset-attention-mask", {"data.reset_attention_mask": True}, "Megatron's Transformer Engine and fused softmax"),
+    ("--reset-attention-mask --reset-position-ids --no-create-attention-mask-in-dataloader",
+     {"data.reset_attention_mask": False, "data.reset_position_ids": True}, "attention crosses the ends of documents"),
+    ("--null-tokenizer-pad-id -1", {}, ""),
     ("--eod-mask-loss --calculate-per-token-loss", {"train.calculate_per_token_loss": True}, ""),
     ("--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --timing-log-option max",
      {"log.log_params_norm": True, "log.log_num_zeros_in_grad": True, "log.timing_log_level": 2,
@@ -392,6 +397,20 @@ def test_data_is_named_in_each_of_megatrons_ways(tmp_path):
     (tmp_path / "parts").write_text(json.dumps({"train": ["a"], "valid": ["b"], "test": None}))
     parts = translated(blend + f"--per-split-data-args-path {tmp_path}/parts").config().data
     assert (parts.train_data_path, parts.valid_data_path, parts.data_path) == ("a", "b", None)
+    (tmp_path / "parts").write_text(json.dumps({"train": "0.3 a 0.7 b", "valid": "c", "test": None}))
+    parts = translated(blend + f"--per-split-data-args-path {tmp_path}/parts").config().data
+    assert (parts.train_data_path, parts.valid_data_path) == ("0.3 a 0.7 b", "c")
+
+
+def test_paths_with_spaces_stay_whole_and_files_of_data_have_megatrons_separators(tmp_path):
+    blend = SHAPE + "--train-samples 100 --save out --vocab-size 9 "
+    one = translated(blend + "--data-path 'my data/a'").config().data.data_path
+    assert parse_data_path(one) == (["my data/a"], None)
+    several = translated(blend + "--train-data-path 0.3 'my data/a' 0.7 b").config().data.train_data_path
+    assert parse_data_path(several) == (["my data/a", "b"], [0.3, 0.7])
+    (tmp_path / "args").write_bytes(b"\xef\xbb\xbf0.025  a's\r\n0.15\tb\r\n")
+    data = translated(blend + f"--data-args-path {tmp_path}/args").config().data
+    assert parse_data_path(data.data_path) == (["a's", "b"], [0.025, 0.15])
 
 
 def test_flags_of_fill_in_the_middle_set_its_settings():
@@ -531,6 +550,8 @@ def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, message):
     [
         ("--seed -3", "--seed is -3: input should be greater than or equal to 0"),
         ("--save-interval 0", "--save-interval is 0:"),
+        ("--allow-ambiguous-pad-tokens", "--allow-ambiguous-pad-tokens is refused: Megatron leaves tokens"),
+        ("--null-tokenizer-pad-id 3", "--null-tokenizer-pad-id is refused: Megatron leaves tokens"),
         (
             "--softmax-type learnable --attention-dropout 0.1",
             "--softmax-type learnable is not supported with --attention-dropout",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from bos_tokenizer import bos_tokenizer
 from default_cases import by_default, in_full
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -374,6 +375,28 @@ def test_preprocess_data_writes_what_megatrons_tool_would(tmp_path, monkeypatch)
         ConfigError, match="MultimodalTokenizer is not supported; use one of GPT2BPETokenizer"
     ):
         run_command(["preprocess", *words.replace("NullTokenizer", "MultimodalTokenizer").split()])
+
+
+def test_preprocess_data_adds_the_special_tokens_of_a_hugging_face_tokenizer(tmp_path, monkeypatch, capsys):
+    from transformers import AutoTokenizer
+
+    from megalith.data.indexed import IndexedDataset
+
+    monkeypatch.chdir(tmp_path)
+    bos_tokenizer(tmp_path / "tokenizer", "")
+    reference = AutoTokenizer.from_pretrained("tokenizer")
+    texts = ["hello world", "<s>twice", "x"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = "--input in.jsonl --output-prefix out --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer"
+    for more, adds in ((), True), (("--tokenizer-hf-no-include-special-tokens",), False):
+        assert run_command(["preprocess", *words.split(), "--workers", "0", "--append-eod", *more]) == 0
+        data = IndexedDataset("out_text_document")
+        assert [data.get(number).tolist() for number in range(3)] == [
+            [*reference(text, add_special_tokens=adds).input_ids, reference.eos_token_id] for text in texts
+        ]
+        assert (
+            "each text gets the tokenizer's special tokens, [256] before it" in capsys.readouterr().out
+        ) == adds
 
 
 def test_the_installed_convert_goes_from_hugging_face_to_megatron_and_back(tmp_path, monkeypatch):

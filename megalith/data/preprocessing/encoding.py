@@ -49,6 +49,8 @@ class BlockEncoder:
     append_eod: bool
     split_sentences: bool
     max_line_bytes: int
+    special_tokens: bool = False
+    """Surround each sequence by the tokenizer's special tokens, as calling a tokenizer of transformers does."""
 
     def __call__(self, block: DocumentBlock) -> EncodedBlock:
         records, bad_lines = block.parse(self.json_keys, self.max_line_bytes)
@@ -68,6 +70,9 @@ class BlockEncoder:
         )
         encoded = iter(self.tokenizer.encode_batch([piece for pieces in documents for piece in pieces]))
         eod = [self.tokenizer.eod]
+        before_text, after_text = (
+            (self.tokenizer.prefix, self.tokenizer.suffix) if self.special_tokens else ([], [])
+        )
         parts: list[np.ndarray] = []
         lengths: list[int] = []
         sequences: list[int] = []
@@ -75,6 +80,7 @@ class BlockEncoder:
             before = len(lengths)
             for ids in (next(encoded) for _ in pieces):
                 if len(ids):
+                    ids = [*before_text, *ids, *after_text] if before_text or after_text else ids
                     parts.append(np.asarray(ids, np.int32))
                     lengths.append(len(ids))
             if len(lengths) > before:

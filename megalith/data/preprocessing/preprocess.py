@@ -125,6 +125,7 @@ def preprocess(
     json_keys: Sequence[str] = ("text",),
     *,
     append_eod: bool = False,
+    add_special_tokens: bool = False,
     split_sentences: bool = False,
     workers: int | None = None,
     on_error: Literal["stop", "skip"] = "stop",
@@ -144,6 +145,7 @@ def preprocess(
         tokenizer: encodes the texts.
         json_keys: keys of the texts, each of which becomes a dataset.
         append_eod: end each document with the end-of-document token.
+        add_special_tokens: surround each sequence by the special tokens of the tokenizer's files, such as BOS.
         split_sentences: make each sentence a sequence; the files are named `_sentence`.
         workers: number of cores; None: all; 0: encode in this thread.
         on_error: stop at an unusable line, or skip and count it.
@@ -161,7 +163,9 @@ def preprocess(
     summary = PreprocessSummary([f"{output_prefix}_{key}_{level}" for key in json_keys], [0] * len(json_keys))
     paths = expand_inputs(inputs, summary.notes)
     dtype = best_dtype(tokenizer.vocab_size)
-    encoder = BlockEncoder(tokenizer, json_keys, dtype, append_eod, split_sentences, max_line_bytes)
+    encoder = BlockEncoder(
+        tokenizer, json_keys, dtype, append_eod, split_sentences, max_line_bytes, add_special_tokens
+    )
     workers = _usable_cores() if workers is None else workers
     start = time.monotonic()
     with contextlib.ExitStack() as stack:

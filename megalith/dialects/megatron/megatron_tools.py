@@ -12,7 +12,7 @@ SPREAD = ("--partitions", "--log-interval", "--workers-to-check", "--max-documen
           "--make-vocab-size-divisible-by", "--tensor-model-parallel-size", "--vocab-extra-ids")  # fmt: skip
 TIKTOKEN = {"--tiktoken-pattern": "v2", "--tiktoken-num-special-tokens": "1000"}  # the only supported values
 SPREAD_SWITCHES = ("--keep-sequential-samples", "--find-optimal-num-workers", "--trust-remote-code")
-
+NO_SPECIAL_TOKENS = "--tokenizer-hf-no-include-special-tokens"
 
 HF_LOADERS = ("llama_mistral", "mixtral_hf")
 
@@ -61,12 +61,22 @@ def run_preprocess_data(words: list[str]) -> int:
         merge_file=options.merge_file,
         vocab_size=options.vocab_size,
     )
+    adds_special_tokens = (
+        options.tokenizer_type == "HuggingFaceTokenizer"
+        and not options.tokenizer_hf_no_include_special_tokens
+    )
+    if adds_special_tokens and (tokenizer.prefix or tokenizer.suffix):
+        print(
+            f"note: each text gets the tokenizer's special tokens, {tokenizer.prefix} before it and "
+            f"{tokenizer.suffix} after it, as in Megatron; --tokenizer-hf-no-include-special-tokens leaves them out"
+        )
     summary = preprocess(
         [options.input],
         options.output_prefix,
         tokenizer,
         options.json_keys,
         append_eod=options.append_eod,
+        add_special_tokens=adds_special_tokens,
         split_sentences=options.split_sentences,
         workers=options.workers,
         overwrite=True,
@@ -86,7 +96,7 @@ def _options() -> ToolOptions:
     parser.add_argument("--lang", default="english")
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--workers", type=int)
-    for flag in ("--append-eod", "--split-sentences", "--keep-newlines", *SPREAD_SWITCHES):
+    for flag in ("--append-eod", "--split-sentences", "--keep-newlines", NO_SPECIAL_TOKENS, *SPREAD_SWITCHES):
         parser.add_argument(flag, action="store_true")
     for flag in (*SPREAD, *TIKTOKEN):
         parser.add_argument(flag, nargs="+" if flag == "--workers-to-check" else None)

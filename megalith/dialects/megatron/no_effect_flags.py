@@ -69,10 +69,10 @@ BY_REASON = {
     """,
     "datasets are memory-mapped and need no index of samples; training reads token ids, not text": """
         --data-cache-path=text --tiktoken-pattern=v1|v2 --no-create-attention-mask-in-dataloader --no-mmap-bin-files
-        --sft-tokenizer-prompt-format=text --allow-ambiguous-pad-tokens --chat-template=text
+        --sft-tokenizer-prompt-format=text --chat-template=text
         --dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --disable-msc
         --disable-tokenizer-sentencepiece-ignore-extra-whitespaces --enable-msc --mrope-section=int+
-        --no-tokenizer-sentencepiece-ignore-extra-whitespaces --null-tokenizer-pad-id=int
+        --no-tokenizer-sentencepiece-ignore-extra-whitespaces
         --num-dataset-builder-threads=int --object-storage-cache-path=text --tokenizer-hf-no-include-special-tokens
         --tokenizer-hf-no-use-fast --tokenizer-metadata=text --tokenizer-sentencepiece-legacy --use-gigatoken
         --validation-set-names=text+

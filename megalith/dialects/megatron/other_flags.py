@@ -21,6 +21,7 @@ OLDER: dict[str, Flag] = {
     "--log-batch-size-to-tensorboard":           NoEffect("switch", AS_NOW),
     "--log-learning-rate-to-tensorboard":        NoEffect("switch", AS_NOW),
     "--use-legacy-models":                       NoEffect("switch", "Megatron has removed it: layers are as its core's"),
+    "--legacy-tokenizer":                        NoEffect("switch", AS_NOW),
     "--moe-use-legacy-grouped-gemm":             NoEffect("switch", AS_NOW),
     "--no-moe-router-aux-loss-fusion":           NoEffect("switch", KERNELS),
     "--fp8-hybrid":                              Refused("switch", "Megatron has removed it; give --fp8-format hybrid"),

@@ -29,6 +29,10 @@ FROZEN = "freezing is supported only by adapters (lora.rank in a run file); remo
 RL = "this command pre-trains; remove it"
 VISION_TRAINING = "vision models are not supported; remove it"
 SPECIAL_TOKENS = "special tokens are the tokenizer's; remove it"
+PADDED_DATA = (
+    "Megatron leaves tokens of the dataset that are padding tokens out of the loss, which is not supported; remove it "
+    "if the dataset has none"
+)
 YAML = "this command reads flags; `megalith train run.yaml` reads run files"
 OLD_MODEL_PARALLEL = "Megatron has removed it; give --tensor-model-parallel-size"
 OLD_BATCH = "Megatron has removed it; give --micro-batch-size"
@@ -115,6 +119,8 @@ REFUSED: dict[str, Flag] = {
     "--non-persistent-save-interval":             Refused("int", TEMPORARY_SAVES, harmless=True),
     "--tiktoken-num-special-tokens":              Refused("int", SPECIAL_TOKENS, default=1000),
     "--null-tokenizer-eod-id":                    Refused("int", SPECIAL_TOKENS),
+    "--allow-ambiguous-pad-tokens":               Refused("switch", PADDED_DATA),
+    "--null-tokenizer-pad-id":                    Refused("int", PADDED_DATA, default=-1),
     "--tokenizer-special-tokens":                 Refused("text+", SPECIAL_TOKENS),
     "--vision-pretraining":                       Refused("switch", VISION_TRAINING),
     "--warmup":                                   Refused("int", OLD_WARMUP),

@@ -31,6 +31,7 @@ OTHER_NAMES = {  # settings whose flag has another name and no `Sets` row
     "model.init_from": "--finetune --load",
     "checkpoint.keep_every": "--save-retain-interval",
     "train.precision": "the precision",
+    "data.reset_attention_mask": "--reset-attention-mask",
     "log.wandb": "--wandb-project",
     "log.tensorboard": "--tensorboard-dir",
     "log.wandb_name": "--wandb-exp-name",

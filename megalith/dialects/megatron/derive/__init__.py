@@ -5,7 +5,7 @@ the settings and is shown by `megalith megatron flags`.
 """
 
 from megalith.dialects.megatron.derive.checkpoint_flags import loading, saving
-from megalith.dialects.megatron.derive.data_flags import datasets, lengths, tokenizer
+from megalith.dialects.megatron.derive.data_flags import attention_mask, datasets, lengths, tokenizer
 from megalith.dialects.megatron.derive.layout_flags import (
     context,
     recompute,
@@ -31,6 +31,7 @@ from megalith.dialects.megatron.derive.run_flags import batch, evaluation, per_t
 
 __all__ = [
     "activation",
+    "attention_mask",
     "batch",
     "context",
     "datasets",

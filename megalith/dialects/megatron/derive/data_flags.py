@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +79,7 @@ def datasets(flags: ParsedFlags) -> None:
     if flags["--data-path"]:
         _set_data(flags, "data_path", flags["--data-path"])
     elif flags["--data-args-path"]:
-        _set_data(flags, "data_path", shlex.split(_text(flags, "--data-args-path")))
+        _set_data(flags, "data_path", _text(flags, "--data-args-path").split())
     elif flags["--per-split-data-args-path"]:
         try:
             parts = json.loads(_text(flags, "--per-split-data-args-path") or "{}")
@@ -89,12 +88,13 @@ def datasets(flags: ParsedFlags) -> None:
                 ("valid", "valid_data_path"),
                 ("test", "test_data_path"),
             ):
-                if parts.get(part):
-                    _set_data(flags, key, [str(word) for word in parts[part]])
+                if words := parts.get(part):
+                    words = words.split() if isinstance(words, str) else [str(word) for word in words]
+                    _set_data(flags, key, words)
         except (ValueError, AttributeError, TypeError):
             flags.problems.append(
-                f"--per-split-data-args-path {flags['--per-split-data-args-path']} is not a JSON object with lists "
-                "under train, valid and test; correct the file"
+                f"--per-split-data-args-path {flags['--per-split-data-args-path']} is not a JSON object with "
+                "lists or strings under train, valid and test; correct the file"
             )
     for flag in split_flags:
         _set_data(flags, flag.removeprefix("--").replace("-", "_"), flags[flag])
@@ -102,13 +102,33 @@ def datasets(flags: ParsedFlags) -> None:
         flags.set("data.split", flags["--split"] or "969,30,1")
 
 
+def attention_mask(flags: ParsedFlags) -> None:
+    """Set data.reset_attention_mask, unless --no-create-attention-mask-in-dataloader leaves Megatron without a mask."""
+    if not flags["--reset-attention-mask"]:
+        return
+    if flags["--no-create-attention-mask-in-dataloader"]:
+        flags.notes.append(
+            "--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader, as in Megatron: "
+            "attention crosses the ends of documents; remove the latter to keep attention within documents"
+        )
+        return
+    flags.set("data.reset_attention_mask", True)
+    flags.notes.append(
+        "--reset-attention-mask keeps attention within documents; Megatron's Transformer Engine and fused softmax "
+        "ignore its mask, so losses there may differ"
+    )
+
+
 def _set_data(flags: ParsedFlags, name: str, words: list[str]) -> None:
-    flags.set(f"data.{name}", words[0] if len(words) == 1 else " ".join(words))
+    if any(word.split() != [word] for word in words):  # in a string, spaces separate paths
+        flags.set(f"data.{name}", words)
+    else:
+        flags.set(f"data.{name}", " ".join(words))
 
 
 def _text(flags: ParsedFlags, flag: str) -> str:
     try:
-        return Path(flags[flag]).read_text(encoding="utf-8")
+        return Path(flags[flag]).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         flags.problems.append(f"{flag} {flags[flag]} cannot be read: {error}; correct the path")
         return ""
