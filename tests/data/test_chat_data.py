@@ -379,6 +379,7 @@ def test_every_form_of_a_preference_learns_both_answers_behind_the_prompt(folder
 
 
 BAD_PAIRS = {
+    "images": ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["x.png"]}, "it has images, but models train"),
     "missing": ({"prompt": "a", "rejected": "b"}, "its keys are 'prompt', 'rejected', which match none"),
     "null": ({"prompt": "a", "chosen": None, "rejected": "b"}, "none of these formats"),
     "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, "its chosen answer is empty"),

@@ -92,6 +92,7 @@ def test_too_long_ones_are_refused_or_dropped_with_a_count(tmp_path):
         ),
         ({"prompt": [{"role": "robot", "content": "a"}]}, "role 'robot'"),
         ({"prompt": 5}, "not a list of messages"),
+        ({"prompt": "a", "images": ["x.png"]}, "it has images, but models train on text only"),
         ({"prompt": "\ud800"}, "has an unpaired surrogate"),
         ({"prompt": [{"role": "user", "content": "\ud800"}]}, "has an unpaired surrogate"),
         ({"prompt": [{"role": "user", "content": "a"}], "tools": ["\ud800"]}, "has an unpaired surrogate"),

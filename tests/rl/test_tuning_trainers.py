@@ -3,18 +3,31 @@ a setting, has no effect for a reason, or is refused by name; and they train. Th
 installed, else transformers' with the fields that TRL 1.16 adds."""
 
 import dataclasses
+import json
 from dataclasses import field
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from bos_tokenizer import bos_tokenizer
 from models.reference import CASES, random_reference
 from test_trl_arguments import another
-from transformers import TrainingArguments
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from megalith.errors import ConfigError
-from megalith.rl import DPOTrainer, GKDTrainer, KTOTrainer, ORPOTrainer, RewardTrainer, SFTTrainer
+from megalith.rl import (
+    DPOTrainer,
+    GKDTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    ORPOTrainer,
+    RewardTrainer,
+    SFTTrainer,
+)
 from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
 
 COMMON = dict(
@@ -167,3 +180,72 @@ def test_they_train(tmp_path: Path, monkeypatch):
     )
     with pytest.raises(ConfigError, match="KTOTrainer takes no compute_metrics"):
         KTOTrainer(tmp_path / "base", {}, marked, compute_metrics=print)
+
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """Folder of a small Llama with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("base")
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=258, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+            max_position_embeddings=64, bos_token_id=256, eos_token_id=257,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    template = "{% for m in messages %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
+    bos_tokenizer(folder, template)
+    return folder
+
+
+def test_plain_text_is_learned_whole_with_an_end_as_in_trl(base: Path, tmp_path: Path):
+    args = dict(max_steps=1, per_device_train_batch_size=1, max_length=16, output_dir=str(tmp_path))
+    settings = {"runtime.device": "cpu", "runtime.compile": False, "log.layout_report": False}
+    loss = SFTTrainer(base, args, [{"text": "hello", "id": 3}], settings=settings).train().loss
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    ids = torch.tensor([[*tokenizer("hello").input_ids, tokenizer.eos_token_id]])
+    expected = LlamaForCausalLM.from_pretrained(base)(ids, labels=ids).loss.detach()
+    assert ids.shape == (1, 7) and loss == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"train": [], "test": []}, "train_dataset is a dict of datasets ('train', 'test')"),
+        ("data.jsonl", "train_dataset is 'data.jsonl', not records; load it first"),
+        (7, "train_dataset is 7, not records"),
+        (["text"], "record 1 of train_dataset is a str, but records are dicts"),
+        (
+            [{"prompt": "a"}, {"prompt": "b", "images": ["x.png"]}],
+            "record 2 of train_dataset is unusable: it has images",
+        ),
+        ([{"prompt": "a", "image": object()}], "record 1 of train_dataset is unusable: it has image"),
+    ],
+)
+@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer, GRPOTrainer])
+def test_what_is_no_dataset_of_text_is_refused(base: Path, trainer: type, dataset: Any, message: str):
+    with pytest.raises(ConfigError) as raised:
+        trainer(base, args={"max_steps": 1}, train_dataset=dataset)
+    assert message in str(raised.value)
+    with pytest.raises(ConfigError, match="eval_dataset is a dict of datasets"):
+        trainer(
+            base, args={"max_steps": 1}, train_dataset=[{"messages": [USER, ANSWER]}], eval_dataset={"a": []}
+        )
+
+
+def test_columns_that_json_does_not_have_are_kept_as_far_as_they_can_be(base: Path, tmp_path: Path):
+    record = {"messages": [USER, ANSWER], "at": datetime(2026, 1, 2), "score": np.float32(0.5), "images": [],
+              "pixels": np.arange(2), "of": b"x"}  # fmt: skip
+    SFTTrainer(base, {"max_steps": 1, "max_length": 16, "output_dir": str(tmp_path)}, [record])
+    (path,) = (tmp_path / "records").iterdir()
+    others = {key: value for key, value in json.loads(path.read_text()).items() if key != "messages"}
+    assert others == {
+        "at": "2026-01-02T00:00:00",
+        "score": 0.5,
+        "images": [],
+        "pixels": [0, 1],
+        "of": "<bytes>",
+    }

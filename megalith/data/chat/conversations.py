@@ -37,6 +37,8 @@ LEARNED_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
 UNSUPPORTED_KEYS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
 """Unsupported keys: they would exclude part of a message from the loss."""
 SAMPLE_WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight", "loss_weights")
+MEDIA = ("image", "images", "pixel_values", "videos", "audios")
+"""Columns of TRL's and LLaMA-Factory's multimodal data."""
 MASKED = "masked"
 """torchtune's key of a message that is not learned."""
 SUSPICIOUS = re.compile(r"mask|train|learn|loss|weight", re.IGNORECASE)
@@ -108,7 +110,18 @@ def parse_preference(record: Record) -> list[ParsedSequence]:
     return _parse(record, PREFERENCES)
 
 
+def reject_media(record: Record) -> None:
+    """Raise ValueError if a record has images, videos or audio."""
+    for key in MEDIA:
+        value = record.get(key)
+        if value is not None and not (isinstance(value, Sequence) and not value):
+            raise ValueError(
+                f"it has {key}, but models train on text only; remove {key} if the text is complete without it"
+            )
+
+
 def _parse(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], Any]]) -> Any:
+    reject_media(record)
     for key in SAMPLE_WEIGHTS:
         if record.get(key) not in (None, 1):
             raise ValueError(

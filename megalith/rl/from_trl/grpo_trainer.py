@@ -22,6 +22,7 @@ from megalith.config.rules.rollout_rules import check_rollouts
 from megalith.errors import ConfigError
 from megalith.launch.launcher import this_process
 from megalith.rl.from_trl.arguments import read_arguments
+from megalith.rl.from_trl.datasets import records_of
 from megalith.rl.from_trl.grpo_settings import no_effect_notes, settings_of
 from megalith.rl.grpo import RewardFunc, train_grpo
 from megalith.training.trainer import TrainingResult
@@ -31,6 +32,13 @@ UNSUPPORTED = {
         ": the tokenizer is that of the weights; set another one with "
         'settings={"data.tokenizer_type": …, "data.tokenizer_model": …}'
     ),
+    "tokenizer": (
+        ": the tokenizer is that of the weights; set another one with "
+        'settings={"data.tokenizer_type": …, "data.tokenizer_model": …}'
+    ),
+    "formatting_func": "; map the dataset to records with messages, prompt and completion, or text",
+    "ref_model": ": the reference model is a copy of the initial weights; omit it if it has the same weights",
+    "optimizers": "; args.optim and args.lr_scheduler_type choose the optimizer and the schedule",
 }
 LORA = {
     "r": "lora.rank",
@@ -110,9 +118,9 @@ class GRPOTrainer:
             )
         if train_dataset is None:
             raise ConfigError(f"train_dataset is not set; {name} needs records with prompts")
-        self.reward_funcs, self.train_dataset = reward_funcs, list(train_dataset)
+        self.reward_funcs, self.train_dataset = reward_funcs, records_of(train_dataset, "train_dataset")
         self.tools, self.environment_factory = list(tools or ()), environment_factory
-        self.eval_dataset = None if eval_dataset is None else list(eval_dataset)
+        self.eval_dataset = None if eval_dataset is None else records_of(eval_dataset, "eval_dataset")
         tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
         translated = settings_of(args, len(self.train_dataset), this_process().world_size, name)
         translated |= {**lora_settings(peft_config), **(settings or {})}

@@ -77,5 +77,5 @@ UNSUPPORTED_DEFAULTS: dict[str, object] = {
     "is_encoder_decoder": None, "max_completion_length": None,
 }  # fmt: skip
 REMEDIES = grpo.REMEDIES | {
-    "dataset_text_field": "; records have prompt and completion, or messages",
+    "dataset_text_field": "; rename the column to text",
 }

@@ -22,12 +22,16 @@ from megalith.io import atomic_path
 from megalith.launch.launcher import this_process
 from megalith.rl.distill import require_teacher, train_distilled
 from megalith.rl.dpo import train_dpo
+from megalith.rl.from_trl.datasets import records_of
 from megalith.rl.from_trl.grpo_trainer import UNSUPPORTED, check_weight_tying, lora_settings
 from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
 from megalith.rl.kto import train_kto
 from megalith.rl.reward_model import train_reward
 from megalith.training.trainer import TrainingResult
 from megalith.training.training_job import train
+
+OTHER_FORMS = ("input_ids", "messages", "prompt", "conversations", "instruction")
+"""Keys of records that are not plain text, even if they have a column `text`."""
 
 
 class _TuningTrainer:
@@ -77,13 +81,13 @@ class _TuningTrainer:
             raise ConfigError(
                 f"train_dataset is not set, but {name} trains on it; pass a Dataset or a list of records"
             )
-        records = [self._record(record) for record in train_dataset]
+        records = [self._record(record) for record in records_of(train_dataset, "train_dataset")]
         translated = tuning_settings(self.section, args, len(records), this_process().world_size)
         translated |= {**lora_settings(peft_config), **(settings or {})}
         output = Path(translated["train.output_dir"])
         translated["data.train_data_path"] = str(_write_records(records, output))
         if eval_dataset is not None:
-            held_out = map(self._record, eval_dataset)
+            held_out = [self._record(record) for record in records_of(eval_dataset, "eval_dataset")]
             translated["data.valid_data_path"] = str(_write_records(held_out, output))
         tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
         for path, value in translated.items():
@@ -106,9 +110,16 @@ class _TuningTrainer:
 
 
 class SFTTrainer(_TuningTrainer):
-    """Fine-tunes on conversations, or on prompts with completions (`megalith sft`)."""
+    """Fine-tunes on conversations, prompts with completions, or plain text (`megalith sft`)."""
 
     section, run = "sft", staticmethod(train)
+
+    @staticmethod
+    def _record(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a record of plain text as a completion without a prompt: TRL learns all of it, and an end."""
+        if "text" not in record or any(key in record for key in OTHER_FORMS):
+            return record
+        return {"prompt": "", "completion": record["text"]}
 
 
 class DPOTrainer(_TuningTrainer):
@@ -189,7 +200,7 @@ class GKDTrainer(_TuningTrainer):
 
 def _write_records(records: Iterable[Mapping[str, Any]], output: Path) -> Path:
     """Write records to a file named after the hash of its content, and return its path. Every process may call it."""
-    text = "".join(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in records)
+    text = "".join(json.dumps(dict(record), ensure_ascii=False, default=_plain) + "\n" for record in records)
     folder = output / "records"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
@@ -197,6 +208,13 @@ def _write_records(records: Iterable[Mapping[str, Any]], output: Path) -> Path:
         with atomic_path(path) as partial:
             partial.write_text(text, encoding="utf-8")
     return path
+
+
+def _plain(value: Any) -> Any:
+    """Return the JSON form of a value of a dataset's column: of NumPy's, a time, or anything else by its name."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value.isoformat() if hasattr(value, "isoformat") else f"<{type(value).__name__}>"
 
 
 def _limit_to_positions(config: RunConfig) -> RunConfig:

@@ -17,7 +17,13 @@ from megalith.config import RunConfig
 from megalith.config.rl import RlConfig
 from megalith.data.chat.chat_files import chat_files
 from megalith.data.chat.chat_template import ChatTemplate, template_of
-from megalith.data.chat.conversations import Message, prompt_messages, template_arguments, unicode_text
+from megalith.data.chat.conversations import (
+    Message,
+    prompt_messages,
+    reject_media,
+    template_arguments,
+    unicode_text,
+)
 from megalith.data.inputs.sources import read_records
 from megalith.data.order import CyclicOrder, SampleOrder, SingleOrder
 from megalith.data.tokenizers.tokenizer import Tokenizer
@@ -232,6 +238,7 @@ class _PromptReader:
         Raises ValueError, with the reason, for an invalid record, and DataError if the run has no tokenizer, or no chat
         template for a prompt that needs one.
         """
+        reject_media(record)
         content = record.get(self.column)
         if content is None:
             raise ValueError(
