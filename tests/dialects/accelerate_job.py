@@ -27,6 +27,7 @@ from transformers import (
 )
 
 VOCAB, SEQ, WIDTH, LAYERS = 96, 16, 32, 4
+PADDING = 57  # the most frequent token of the samples
 LLAMA = dict(
     vocab_size=VOCAB,
     hidden_size=WIDTH,
@@ -85,6 +86,11 @@ T5 = dict(
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    # A padding token among the samples' tokens: transformers does not train its row of the embedding.
+    "llama with padding": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, pad_token_id=PADDING)),
+    "tied llama with padding": lambda: LlamaForCausalLM(
+        LlamaConfig(**LLAMA, pad_token_id=PADDING, tie_word_embeddings=True)
+    ),
     "bert": lambda: BertForPreTraining(BertConfig(**BERT)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
     "opt": lambda: OPTForCausalLM(OPTConfig(**OPT)),

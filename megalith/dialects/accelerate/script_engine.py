@@ -24,6 +24,7 @@ from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
 from megalith.data.token_ids import TokenIds
+from megalith.dialects.accelerate.padding_row import exclude_padding_row
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import (
     PRECISIONS,
@@ -112,6 +113,7 @@ class MegatronEngine(nn.Module):
         self.notes += auto_notes
         self.mesh = self._mesh(self.run, processes)
         self.model = build_model(self.run, self.mesh, device)
+        exclude_padding_row(self.model.chunks, getattr(module.get_input_embeddings(), "padding_idx", None))
         patch_save_pretrained()
         self.groups = load_module(module, family, self.run.model, self.model.chunks)
         self._constants = family.stored_constants(self.run.model)
