@@ -113,6 +113,8 @@ CONFIGURATIONS = [
     (["run.yaml", "--train.output_dir", "data.bin"], "data.bin"),
     (["run.yaml", "--train.output_dir", "data.bin/run"], "output folder data.bin/run cannot be written"),
     (["run.yaml", "--train.output_dir", "/proc/run"], "output folder /proc/run cannot be written"),
+    (["run.yaml", "--train.output_dir", "~/run"], "train.output_dir is '~/run'", "write the full path"),
+    (["run.yaml", "--train.output_dir", "${HOME}/run"], "train.output_dir is '${HOME}/run'", "are not expanded"),
     (["run.yaml", "--nproc", "0"], "nproc"),
     (["run.yaml", "--nproc", "three"], "argument --nproc: invalid int value: 'three'"),
     (["run.yaml", "--nproc", "3"], "(2) is not a multiple of micro_batch_size (1) × data parallel (3)"),

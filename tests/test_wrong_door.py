@@ -26,12 +26,24 @@ FOREIGN = {
     "titan.toml": '[model]\nname = "llama3"\n',
     "axolotl.yml": "base_model: x\ndatasets: [{path: y}]\nadapter: lora\n",
     "trl.yaml": "model_name_or_path: x\ndataset_name: y\n",
+    "titan.json": '{"job": {}, "model": {"name": "llama3"}, "training": {"steps": 10}}',
+    "megatron_bridge.yaml": "recipe: {_target_: megatron.bridge.recipes.x}\ntrain: {train_iters: 3}\n",
+    "container.yaml": "model: {}\ntrain: {}\noptimizer: {lr: 0.001}\nscheduler: {}\n",
+    "torchtune.yaml": "tokenizer: {_component_: x}\ncheckpointer: {}\nmodel: {}\n",
+    "litgpt.yaml": "checkpoint_dir: x\nout_dir: y\ntrain: {}\n",
+    "ms_swift.yaml": "model: Qwen/x\ntrain_type: lora\ndataset: [y]\n",
 }
 SYSTEMS = {
     "oumi.yaml": "is a configuration of Oumi; run megalith oumi train -c oumi.yaml",
     "titan.toml": "is TOML, as torchtitan's configurations are",
     "axolotl.yml": "is a configuration of Axolotl",
     "trl.yaml": "is a configuration of TRL's",
+    "titan.json": "is a configuration of torchtitan",
+    "megatron_bridge.yaml": "is a configuration of Megatron-Bridge",
+    "container.yaml": "is a configuration of Megatron-Bridge",
+    "torchtune.yaml": "is a configuration of torchtune",
+    "litgpt.yaml": "is a configuration of LitGPT",
+    "ms_swift.yaml": "is a configuration of ms-swift",
 }
 
 
@@ -157,6 +169,7 @@ def test_a_run_file_that_is_not_there_names_the_nearest_one(refused, words, name
         ("--target_modules", "here it is lora.targets"),
         ("--lora.bias", "biases stay frozen"),
         ("--lr", "did you mean optim.lr?"),
+        ("--model_name_or_path", "here it is model.init_from"),
         ("--batch_size", "train.global_batch_size"),
         ("--epochs", "sft.num_train_epochs"),
     ],

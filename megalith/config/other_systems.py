@@ -46,6 +46,8 @@ OTHER_NAMES: dict[str, str] = {
     "num_machines":                  "--nnodes",
     # Oumi
     "model_name":                    "model.init_from",
+    "model_name_or_path":            "model.init_from",
+    "base_model":                    "model.init_from",
     "torch_dtype_str":               "train.precision",
     "enable_gradient_checkpointing": "parallel.recompute_granularity: full",
     "include_performance_metrics":   "always on: metrics.jsonl has them",
@@ -143,6 +145,15 @@ def hint_of_other_name(key: str) -> str:
 IN_OURS = "copy its values into a run file"
 # (system, top-level keys of its files, advice); `{file}` is the file.
 OTHER_FORMATS: tuple[tuple[str, str, str], ...] = (
+    ("torchtitan", "job training", f"{IN_OURS}: docs/first_hour/torchtitan.md has the names"),
+    ("Megatron-Bridge", "recipe",
+     f"{IN_OURS} for megalith train or sft: docs/configuration.md; megalith recipes lists planned run files"),
+    ("Megatron-Bridge", "train optimizer scheduler",
+     f"{IN_OURS} for megalith train or sft, in which sections optimizer and scheduler are optim: docs/configuration.md"),
+    ("torchtune", "tokenizer checkpointer", f"{IN_OURS} for megalith sft, dpo or grpo: docs/sft.md"),
+    ("LitGPT", "checkpoint_dir out_dir", f"{IN_OURS} for megalith train or sft: docs/sft.md"),
+    ("ms-swift", "model train_type", f"{IN_OURS} for megalith sft, dpo or grpo (model is model.init_from): docs/sft.md"),
+    ("ms-swift", "model tuner_type", f"{IN_OURS} for megalith sft, dpo or grpo (model is model.init_from): docs/sft.md"),
     ("Oumi", "training model", "run megalith oumi train -c {file}"),
     ("Accelerate's launcher", "compute_environment", "run megalith accelerate launch --config_file {file} SCRIPT.py"),
     ("verl", "actor_rollout_ref", f"{IN_OURS} for megalith grpo, whose section rl takes verl's names: docs/grpo.md"),

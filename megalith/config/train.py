@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic_core import PydanticCustomError
 
 from megalith.config.base import NOT_YET, Decides, RequiresSetting, Section
 from megalith.errors import ConfigError
@@ -293,6 +294,13 @@ class TrainConfig(Section):
 
     output_dir: str = "output"
     """Folder of the run for metrics, checkpoints and the resolved configuration."""
+
+    @field_validator("output_dir")
+    @classmethod
+    def _is_expanded(cls, folder: str) -> str:
+        if folder.startswith("~") or "${" in folder:
+            raise PydanticCustomError("path", "~ and ${{…}} are not expanded here; write the full path")
+        return folder
 
     eval_interval: PositiveInt = 1000
     """Steps between evaluations."""

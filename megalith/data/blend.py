@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +58,10 @@ def parse_data_path(data_path: DataPath) -> tuple[list[str], list[float] | None]
 
 def parse_entries(data_path: DataPath) -> list[BlendEntry]:
     """Return the datasets of a data path. Raise ConfigError for any other form."""
-    parts = data_path.split() if isinstance(data_path, str) else list(data_path)
+    if isinstance(data_path, str):
+        parts = [data_path] if _is_path(data_path) else data_path.split()
+    else:
+        parts = list(data_path)
     if any(isinstance(part, Mapping) for part in parts):
         return _parse_mappings(parts)
     if not parts:
@@ -73,6 +77,11 @@ def parse_entries(data_path: DataPath) -> list[BlendEntry]:
             'write it as "a b" or as "0.7 a 0.3 b"'
         )
     return [BlendEntry(str(path), _weight(weight)) for weight, path in zip(parts[::2], parts[1::2])]
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a text with spaces names one dataset or file."""
+    return " " in text and any(Path(f"{text}{ending}").exists() for ending in ("", ".idx"))
 
 
 def dataset_prefixes(data: DataConfig) -> list[str]:

@@ -141,6 +141,16 @@ def test_malformed_data_paths_are_refused(data_path):
         parse_data_path(data_path)
 
 
+def test_a_path_with_spaces_that_exists_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("my file.jsonl", "my data.idx", "a"):
+        (tmp_path / name).touch()
+    for path in ("my file.jsonl", "my data"):
+        assert parse_data_path(path) == ([path], None)
+    assert parse_data_path("a my") == (["a", "my"], None)
+    assert parse_data_path("0.5 a 0.5 b") == (["a", "b"], [0.5, 0.5])
+
+
 def test_three_splits_of_one_path_are_the_three_datasets(tmp_path):
     path = write(tmp_path, "a", 100)
     train, valid, test = build_datasets(path, "80,20,0", 16, (30, 5, 0), seed=4)

@@ -2,6 +2,7 @@
 refused by name. The class is TRL's where TRL is installed, else transformers' with the fields that TRL 1.16 adds."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +216,8 @@ def test_what_is_read_with_another_argument_alone_is_noted(given, note):
 def test_a_dict_takes_the_same_names():
     given = {"max_steps": 10, "use_liger_kernel": True, "report_to": "none", "gradient_checkpointing": True}
     assert settings_of(given, 16, 1)["train.train_iters"] == 10
+    home = os.path.expanduser("~/run")
+    assert settings_of({"output_dir": "~/run"}, 16, 1)["train.output_dir"] == home != "~/run"
     assert [note.partition(" ")[0] for note in no_effect_notes(given)] == [
         "args.gradient_checkpointing",
         "args.use_liger_kernel",

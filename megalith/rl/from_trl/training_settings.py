@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, NoReturn
 
 from megalith.errors import ConfigError
@@ -111,6 +112,8 @@ def precision_settings(values: dict[str, Any], arguments: Arguments) -> Settings
 def other_settings(values: dict[str, Any], arguments: Arguments) -> Settings:
     """Return the settings of device, dropout, checkpoints, model and trackers."""
     settings: Settings = {}
+    if "output_dir" in values:  # transformers expands ~
+        settings["train.output_dir"] = os.path.expanduser(str(values["output_dir"]))
     if values.get("use_cpu"):
         settings["runtime.device"] = "cpu"
     if values.get("disable_dropout"):
