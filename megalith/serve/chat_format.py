@@ -41,7 +41,9 @@ class ChatFormat:
         self._response_template = tokenizer_response_template(tokenizer)
         self._parse: CallFormat | None = None
         try:
-            self._parse = call_format(calls, template.source, self._response_template, "--tool-call-format")
+            self._parse = call_format(
+                calls, template.tool_source, self._response_template, "--tool-call-format"
+            )
         except ConfigError:
             if calls != "auto":
                 raise

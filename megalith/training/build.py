@@ -26,7 +26,7 @@ from megalith.data.length_schedule import LengthSchedule
 from megalith.data.mixture import MixtureSettings, parse_schedule
 from megalith.data.streams.open_stream import stream_opener
 from megalith.data.text_data import streamed_entries, with_tokenized_text
-from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
+from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE, TOOL_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
@@ -160,6 +160,7 @@ def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
     if config.chat is not None and config.chat.chat_template_path is not None:
         # Stored with the tokenizer's files in checkpoints and exports.
         tokenizer.files[CHAT_TEMPLATE] = read_template(config.chat.chat_template_path)
+        tokenizer.files.pop(TOOL_TEMPLATE, None)
     return tokenizer
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import sys
 import time
 import types
@@ -23,7 +24,7 @@ from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import Chat
 from megalith.data.chat.sample_cache import cached_samples
 from megalith.data.chat.samples import EQUAL, Samples, read_samples
-from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+from megalith.data.tokenizers.open_tokenizer import build_tokenizer, load_tokenizer
 from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import ConfigError, DataError
 
@@ -149,6 +150,35 @@ def test_ids_and_masks_are_those_of_transformers(folder):
     assert (
         template_of(tokenizer_with(folder, PLAIN)).render(MESSAGES[:1], add_generation_prompt=True) == asked
     )
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+def test_conversations_with_tools_have_the_template_for_tools_as_in_transformers(folder, tmp_path, is_list):
+    transformers = pytest.importorskip("transformers")
+    named = {"default": "plain {{ messages[0].content }}", "tool_use": PLAIN + "{{ tools[0].function.name }}"}
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    theirs.chat_template = named
+    theirs.save_pretrained(tmp_path)  # default in chat_template.jinja, tool_use in a folder
+    if is_list:  # as older versions do
+        (tmp_path / "chat_template.jinja").unlink()
+        shutil.rmtree(tmp_path / "additional_chat_templates")
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tmp_path)
+    tokenizer.save(tmp_path / "saved")
+    for opened in (tokenizer, load_tokenizer(tmp_path / "saved")):
+        template = template_of(opened)
+        assert template.tool_source == named["tool_use"]
+        for tools in (None, TOOLS):
+            expected = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+            assert template.render(MESSAGES, **({"tools": tools} if tools else {})) == expected
+    samples = read(tokenizer, {"messages": MESSAGES, "tools": TOOLS})
+    expected = theirs.apply_chat_template(MESSAGES, tools=TOOLS, return_dict=True)
+    assert samples.tokens.tolist() == expected["input_ids"] and samples.learned.any()
 
 
 def test_other_tokenizers_encode_the_text_between_the_bounds_and_refuse_a_token_across_one():

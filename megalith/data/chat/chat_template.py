@@ -26,7 +26,7 @@ from megalith.data.chat.turns import (
     mark_content,
     without_markers,
 )
-from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE, CONFIG, SPECIAL_TOKENS
+from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE, CONFIG, SPECIAL_TOKENS, TOOL_TEMPLATE
 from megalith.data.tokenizers.tokenizer import Tokenizer, read_file, side_table
 from megalith.errors import ConfigError, DataError
 
@@ -38,14 +38,19 @@ UNKNOWN_TURNS = (
 
 
 class ChatTemplate:
-    """A compiled chat template. `names` are further variables of the template, such as bos_token.
+    """A compiled chat template.
+
+    Args:
+        source: the Jinja template.
+        names: further variables of the template, such as bos_token.
+        tool_use: template of conversations with tools. Default: this one.
 
     Raises:
         ConfigError: if `source` is not a template.
     """
 
-    def __init__(self, source: str, names: dict[str, str]):
-        self.source, self.names = source, names
+    def __init__(self, source: str, names: dict[str, str], tool_use: ChatTemplate | None = None):
+        self.source, self.names, self.tool_use = source, names, tool_use
         environment = template_environment()
         try:
             self.has_generation_blocks = any(
@@ -56,6 +61,11 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is invalid ({error}); correct the template") from error
         self._process = TemplateProcess(source)
 
+    @property
+    def tool_source(self) -> str:
+        """Source of the template of conversations with tools."""
+        return self.source if self.tool_use is None else self.tool_use.source
+
     def render(
         self, messages: list[Message], *, add_generation_prompt: bool = False, **arguments: Any
     ) -> str:
@@ -64,11 +74,15 @@ class ChatTemplate:
         Raises:
             ValueError: with the reason, if the template rejects it.
         """
+        if self.tool_use is not None and arguments.get("tools"):
+            return self.tool_use.render(messages, add_generation_prompt=add_generation_prompt, **arguments)
         return _plain(self._marked(messages, add_generation_prompt, arguments))
 
     def text_and_spans(self, chat: Chat, assistant_only: bool) -> tuple[str, list[Span]]:
         """Return the text of a conversation and its learned spans. Raise ValueError with the reason if they cannot be
         determined."""
+        if self.tool_use is not None and chat.arguments.get("tools"):
+            return self.tool_use.text_and_spans(chat, assistant_only)
         marked = self._marked(chat.messages, False, chat.arguments)
         text = _plain(marked)
         if not assistant_only:
@@ -240,14 +254,12 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the chat template in the tokenizer's files; None if there is none."""
     tables = [side_table(tokenizer.files, name) for name in (SPECIAL_TOKENS, CONFIG)]
     source: Any = tables[1].get("chat_template")
+    tool_source: Any = None
     if isinstance(source, list):  # several named templates
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+        source, tool_source = named.get("default"), named.get("tool_use")
     if CHAT_TEMPLATE in tokenizer.files:
-        try:
-            source = tokenizer.files[CHAT_TEMPLATE].decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"the chat template is not UTF-8 ({error}); it is damaged") from error
+        source, tool_source = (_template_file(tokenizer, name) for name in (CHAT_TEMPLATE, TOOL_TEMPLATE))
     if not isinstance(source, str):
         return None
     names = {} if tokenizer.eod is None else {"eos_token": tokenizer.decode([tokenizer.eod])}
@@ -255,7 +267,15 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
         token = token.get("content") if isinstance(token, dict) else token
         if key.endswith("_token") and isinstance(token, str):
             names[key] = token
-    return ChatTemplate(source, names)
+    tool_use = ChatTemplate(tool_source, names) if isinstance(tool_source, str) else None
+    return ChatTemplate(source, names, tool_use)
+
+
+def _template_file(tokenizer: Tokenizer, name: str) -> str | None:
+    try:
+        return tokenizer.files[name].decode("utf-8") if name in tokenizer.files else None
+    except UnicodeDecodeError as error:
+        raise DataError(f"the chat template {name} is not UTF-8 ({error}); it is damaged") from error
 
 
 def rendered_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -24,7 +24,8 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 GENERATION = "generation_config.json"
 MODEL_CONFIG = "config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-SIDE_FILES = (CONFIG, SPECIAL_TOKENS, GENERATION, MODEL_CONFIG, CHAT_TEMPLATE)
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+SIDE_FILES = (CONFIG, SPECIAL_TOKENS, GENERATION, MODEL_CONFIG, CHAT_TEMPLATE, TOOL_TEMPLATE)
 
 EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
 """End-of-text tokens to try, in order, if no file next to the tokenizer names its end of sequence."""

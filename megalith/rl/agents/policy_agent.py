@@ -78,7 +78,7 @@ class PolicyAgent(TurnSteps):
         self._tokenizer, self._template = tokenizer, TurnTemplate(tokenizer, template)
         self._response_template = tokenizer_response_template(tokenizer)
         self._parse = (
-            call_format(rl.tool_call_format, template.source, self._response_template)
+            call_format(rl.tool_call_format, template.tool_source, self._response_template)
             if self.schemas
             else None
         )

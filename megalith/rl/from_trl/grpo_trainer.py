@@ -22,8 +22,8 @@ from megalith.config.rules.rollout_rules import check_rollouts
 from megalith.errors import ConfigError
 from megalith.launch.launcher import this_process
 from megalith.rl.from_trl.arguments import read_arguments
-from megalith.rl.from_trl.datasets import records_of
 from megalith.rl.from_trl.grpo_settings import no_effect_notes, settings_of
+from megalith.rl.from_trl.passed_datasets import records_of
 from megalith.rl.grpo import RewardFunc, train_grpo
 from megalith.training.trainer import TrainingResult
 

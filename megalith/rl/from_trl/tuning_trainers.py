@@ -22,8 +22,8 @@ from megalith.io import atomic_path
 from megalith.launch.launcher import this_process
 from megalith.rl.distill import require_teacher, train_distilled
 from megalith.rl.dpo import train_dpo
-from megalith.rl.from_trl.datasets import records_of
 from megalith.rl.from_trl.grpo_trainer import UNSUPPORTED, check_weight_tying, lora_settings
+from megalith.rl.from_trl.passed_datasets import records_of
 from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
 from megalith.rl.kto import train_kto
 from megalith.rl.reward_model import train_reward
