@@ -60,6 +60,9 @@ FSDP = "the data-parallel sharding strategy decides"
 UNUSED = "the trainer does not read it"
 PROFILE = "profile with `megalith train` and log.profile"
 TEXT_ONLY = "only language models are trained"
+AGENTS = "completions have one turn here; for tools, write a run file of `megalith grpo` (docs/agents.md)"
+LAUNCHER, ON_GPU = "the launcher decides", "parameters stay on the GPU"
+EVALUATED = "evaluation samples from all tokens"
 ENGINE = "the built-in engine samples with the trainer's weights and layout"
 
 SPLIT: dict[str, Key] = {  # keys of data.train, data.validation and data.test
@@ -350,7 +353,7 @@ VERL: dict[str, Key] = {
     f"{VERL_PREFIX}data.filter_overlong_prompts_workers": Ignored(LOADER),
     f"{VERL_PREFIX}data.image_key": MustBe(None, TEXT_ONLY),
     f"{VERL_PREFIX}data.apply_chat_template_kwargs": MustBe({}, "put chat_template_kwargs into the records"),
-    f"{VERL_PREFIX}data.truncation": Ignored("longer prompts are dropped, and counted"),
+    f"{VERL_PREFIX}data.truncation": MustBe("error", "prompts are not cut; longer ones are dropped, and counted"),
     f"{VERL_PREFIX}algorithm.adv_estimator": Assigns("rl.advantage_estimator", "grpo", ESTIMATORS),
     f"{VERL_PREFIX}algorithm.use_kl_in_reward": MustBe(False, "the KL term is part of the loss: set use_kl_loss"),
     f"{VERL_PREFIX}algorithm.kl_ctrl.*": Ignored("only use_kl_in_reward reads it"),
@@ -378,11 +381,9 @@ VERL: dict[str, Key] = {
     f"{ACTOR}optim.lr_warmup_steps": Read("int"),
     f"{ACTOR}optim.lr_scheduler_type": Read("text"),
     f"{ACTOR}optim.min_lr_ratio": Read("float"),
-    f"{ACTOR}param_offload": Ignored("parameters stay on the GPU"),
+    **dict.fromkeys((f"{ACTOR}{part}param_offload" for part in ("", "fsdp_config.", "megatron.")), Ignored(ON_GPU)),
     f"{ACTOR}optimizer_offload": Read("bool", False),
-    f"{ACTOR}fsdp_config.param_offload": Ignored("parameters stay on the GPU"),
     f"{ACTOR}fsdp_config.optimizer_offload": Read("bool", False),
-    f"{ACTOR}megatron.param_offload": Ignored("parameters stay on the GPU"),
     f"{ACTOR}megatron.optimizer_offload": Read("bool", False),
     f"{ACTOR}megatron.tensor_model_parallel_size": Read("count", 1),
     f"{ACTOR}megatron.pipeline_model_parallel_size": Read("count", 1),
@@ -407,6 +408,13 @@ VERL: dict[str, Key] = {
     f"{ROLLOUT}val_kwargs.n": Assigns("rl.num_generations_eval"),
     f"{ROLLOUT}val_kwargs.temperature": Assigns("rl.eval_temperature"),
     f"{ROLLOUT}val_kwargs.do_sample": Ignored("val_kwargs.temperature decides; 0 is greedy"),
+    f"{ROLLOUT}val_kwargs.top_p": MustBe(1.0, EVALUATED), f"{ROLLOUT}val_kwargs.top_k": MustBe(-1, EVALUATED),
+    f"{ROLLOUT}do_sample": MustBe(True, "greedy completions of a prompt would all be equal"),
+    f"{ROLLOUT}ignore_eos": MustBe(False, "completions end at their end of text"),
+    f"{ROLLOUT}repetition_penalty": MustBe(1.0, "the sampler's probabilities would differ from the trainer's"),
+    f"{ROLLOUT}quantization": MustBe(None, "rollouts use the trainer's weights"),
+    f"{ROLLOUT}multi_turn.enable": MustBe(False, AGENTS),
+    f"{ROLLOUT}agent.default_agent_loop": MustBe("single_turn_agent", AGENTS),
     f"{ROLLOUT}*": Ignored(ENGINE),
     f"{REFERENCE}*": Ignored("the reference uses the trainer's layout and batches"),
     f"{VERL_PREFIX}actor_rollout_ref.model.use_remove_padding": Ignored("megatron.enable_sequence_packing decides"),
@@ -414,8 +422,7 @@ VERL: dict[str, Key] = {
         "attention uses the fastest kernel"),
     f"{VERL_PREFIX}actor_rollout_ref.model.enable_gradient_checkpointing": Read("bool", False),
     f"{VERL_PREFIX}reward.num_workers": Assigns("rl.reward_workers", 4),
-    f"{VERL_PREFIX}trainer.n_gpus_per_node": Ignored("the launcher decides"),
-    f"{VERL_PREFIX}trainer.nnodes": Ignored("the launcher decides"),
+    **dict.fromkeys((f"{VERL_PREFIX}trainer.n_gpus_per_node", f"{VERL_PREFIX}trainer.nnodes"), Ignored(LAUNCHER)),
     f"{VERL_PREFIX}trainer.total_epochs": Read("count"),
     f"{VERL_PREFIX}trainer.total_training_steps": Read("int"),
     f"{VERL_PREFIX}trainer.save_freq": Read("int"),
