@@ -22,7 +22,7 @@ from megalith.checkpoint import RunRecord, StepWriter, open_checkpoint
 from megalith.checkpoint.steps import save_number
 from megalith.cli.main import main
 from megalith.data.chat.chat_template import read_template
-from megalith.data.tokenizers.huggingface import SIDE_FILES
+from megalith.data.tokenizers.huggingface import SIDE_FILES, TOOL_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import DataError, MegalithError
 from megalith.report.metrics import read_records
@@ -38,7 +38,7 @@ def spoil(file: Path, kind: str) -> None:
     """Puts something else in the place of a file."""
     file.unlink(missing_ok=True)
     if kind == "link":
-        secret = file.parent.parent / f"{file.parent.name}.secret"
+        secret = file.parents[2] / f"{file.parent.name}.secret"
         secret.write_text(SECRET)
         file.symlink_to(secret)
     elif kind == "pipe":
@@ -104,7 +104,10 @@ def test_every_file_of_a_tokenizer(folder: Path) -> None:
     def built(copied: Path) -> None:
         build_tokenizer("HuggingFaceTokenizer", copied)
 
+    (folder / TOOL_TEMPLATE).parent.mkdir()
+    (folder / TOOL_TEMPLATE).write_text("{{ tools }}")
     assert not list(refusals(folder, ("tokenizer.json", *SIDE_FILES), built))
+    shutil.rmtree((folder / TOOL_TEMPLATE).parent)
     assert not list(refusals(folder, ("chat_template.jinja",), lambda copied: read_template(str(copied))))
     (folder / "vocab.json").write_text('{"a": 0}')
     (folder / "merges.txt").write_text("")

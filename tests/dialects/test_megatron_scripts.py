@@ -332,6 +332,21 @@ def test_a_script_that_looks_for_the_file_itself_is_told_of_install(tmp_path, mo
     assert "--fp8-format is bad" in err and "megatron install" not in err
 
 
+def test_a_launcher_that_is_not_installed_is_told_and_pythons_of_this_version_are_ours(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.sh").write_text("no_such_launcher --num_gpus 8 pretrain_gpt.py --bf16\n")
+    assert run_script("train.sh", []) == 127
+    assert "because a command of the script is not installed here" in capfd.readouterr().err
+    python = f"python3.{sys.version_info.minor}"
+    (tmp_path / "train.sh").write_text(
+        f"{python} pretrain_gpt.py {SHRUNK} --mock-data --vocab-size 60 --lr 1e-3\n"
+    )
+    assert run_script("train.sh", [], override="--emit run.yaml") == 0
+    assert (tmp_path / "run.yaml").exists()
+
+
 def test_what_is_installed_hands_over_to_us_and_replaces_nothing(tmp_path, monkeypatch, capsys):
     assert main(["megatron", "install", str(tmp_path)]) == 0
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.py")} == set(FILES)

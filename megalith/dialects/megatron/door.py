@@ -42,8 +42,10 @@ FILES = {  # file in Megatron-LM's checkout → Megalith's command
     "megatron/bridge/convert.py": "convert",
 }
 OURS = ("convert",)  # commands of `megalith` itself
+COMMAND_NOT_FOUND = 127  # exit code of bash
 REACHED = "reached"  # file that a wrapper creates when it starts a Megalith command
-WRAPPERS = {"torchrun": "-m torch.distributed.run", "python": "", "python3": ""}
+PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
+WRAPPERS = {"torchrun": "-m torch.distributed.run", **dict.fromkeys(PYTHONS, "")}
 UV_VALUES = (  # options of uv and of `uv run` with a value
     "--allow-insecure-host|--cache-dir|--color|--config-file|--config-setting|-C|--default-index|--directory|--env-file|"
     "--exclude-newer|--extra|--extra-index-url|--find-links|-f|--group|--index|--index-strategy|--index-url|-i|"
@@ -224,13 +226,22 @@ def run_script(script: str, arguments: list[str], override: str = "") -> int:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), folder]))
         code = subprocess.run(["bash", script, *arguments], env=environment, check=False).returncode
         if code and not (wrappers / REACHED).exists():
-            print(
-                f"{printable(script)} ended with exit code {code} before it started any of {', '.join(FILES)}: if it "
-                "checks that the file exists, create it with `megalith megatron install DIR`, where DIR is the folder "
-                "that the script uses",
-                file=sys.stderr,
-            )
+            print(f"{printable(script)} {_why_nothing_started(code)}", file=sys.stderr)
         return code
+
+
+def _why_nothing_started(code: int) -> str:
+    """Return the rest of a sentence on a script that ended with `code` before it started one of FILES."""
+    ended = f"ended with exit code {code} before it started any of {', '.join(FILES)}"
+    if code == COMMAND_NOT_FOUND:
+        return (
+            f"{ended}, because a command of the script is not installed here (see bash's message); use torchrun or "
+            "python in its place: Megalith needs no deepspeed, mpirun, srun or nsys to run on one machine"
+        )
+    return (
+        f"{ended}: if it checks that the file exists, create it with `megalith megatron install DIR`, where DIR is the "
+        "folder that the script uses"
+    )
 
 
 def _wrapper(folder: str, module: str, override: str) -> str:

@@ -226,7 +226,7 @@ KEYS: dict[str, Key] = {
     "deepspeed.zero_stage": Read("text", "ZERO_0"),
     "deepspeed.offload_optimizer.device": Read("text", "NONE"),
     "deepspeed.offload_optimizer.*": Ignored(FSDP),
-    "deepspeed.offload_param.*": Ignored("parameters stay on the GPU"),
+    "deepspeed.offload_param.*": Ignored(ON_GPU),
     "deepspeed.precision": Ignored("model.torch_dtype_str decides"),
     "deepspeed.*": Ignored(FSDP),
     "grpo.num_generations": Read("count"),
