@@ -334,6 +334,8 @@ def test_fields_come_from_the_environment_and_the_file(monkeypatch):
     assert plugin.context_parallel_size == 1 and plugin.is_set("tp_degree") and not plugin.is_set("pp_degree")
     with pytest.raises(ConfigError, match="did you mean 'megatron_lm_tp_degree'"):
         environment_of({"megatron_lm_tp_degre": 2})
+    with pytest.raises(ConfigError, match=r"has tp_degree, but .*; write megatron_lm_tp_degree"):
+        environment_of({"tp_degree": 2})
     with pytest.raises(ConfigError, match="pass other_megatron_args to MegatronLMPlugin in the script"):
         environment_of({"megatron_lm_other_megatron_args": {"bf16": True}})
     for name, text, value in (

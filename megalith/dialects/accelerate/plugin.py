@@ -163,6 +163,10 @@ def environment_of(section: dict[str, Any]) -> dict[str, str]:
     for key, value in section.items():
         name = key.removeprefix(YAML_PREFIX)
         name = FIELD_OF_YAML_KEY.get(name, name)
+        if name in FIELDS and not key.startswith(YAML_PREFIX):
+            raise ConfigError(
+                f"megatron_lm_config has {key}, but keys begin with {YAML_PREFIX}; write {YAML_PREFIX}{key}"
+            )
         if name not in FIELDS:
             near = did_you_mean(key, [YAML_PREFIX + other for other in (*FIELDS, *FIELD_OF_YAML_KEY)])
             raise ConfigError(f"megatron_lm_config has {key}, which is not a field of MegatronLMPlugin{near}")
