@@ -201,7 +201,10 @@ class Family:
     """Suffix of matrices that transformers cannot read in FP8. They are exported unquantized."""
 
     prefix: str = "model."
-    """Prefix of every name except the output matrix's. Files of the bare model lack it."""
+    """Prefix of every name except the head's. Files of the bare model lack it."""
+
+    prefix_with_head: str = ""
+    """Prefix of the names in files of the model with a head, for the family of the bare model."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a field that is not a tuple, such as ("a") in place of ("a",)."""
@@ -267,6 +270,12 @@ class Family:
         if changed := differences(model, self.read_config(hf_config)):
             raise ConfigError(f"it has {'; '.join(changed)}")
         return hf_config
+
+    @property
+    def roots_outside_prefix(self) -> set[str]:
+        """The first parts of names that do not begin with `prefix`: those of the head's tensors."""
+        names = [self.tied, *(name for rule in self.tensors.values() for name in rule.names)]
+        return {name.partition(".")[0] for name in names if not name.startswith(self.prefix)}
 
     def stored_as(self, shapes: Mapping[str, tuple[int, ...]]) -> Family:
         """Return the family with the tables for files whose tensors have these shapes.

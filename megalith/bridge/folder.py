@@ -40,6 +40,7 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 FETCHED_ENDINGS = (".safetensors", INDEX_SUFFIX)
+OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 LONGEST_NAME = 255  # bytes of a file name, on all common file systems
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,14 +85,20 @@ class SourceFolder:
         return DTYPE_NAMES.get(name.removeprefix("torch."))
 
     def normalize_names(self, family: Family) -> None:
-        """Rename tensors of older files and of a bare model (as GPT-2 was published) to their current full names."""
-        for old, new in family.renamed.items():
+        """Rename tensors of older files, of a bare model (as GPT-2 was published), and of a model with a head if the
+        family is the bare model, to their current full names."""
+        for old, new in (OLD_NORMS | family.renamed).items():
             ends = {name: name.removesuffix(old) + new for name in self.tensors if name.endswith(old)}
             self.tensors = {ends.get(name, name): stored for name, stored in self.tensors.items()}
         if not any(name.startswith(family.prefix) for name in self.tensors):
+            roots = family.roots_outside_prefix
             self.tensors = {
-                name if name == family.tied else family.prefix + name: stored
+                name if name.partition(".")[0] in roots else family.prefix + name: stored
                 for name, stored in self.tensors.items()
+            }
+        if family.prefix_with_head:
+            self.tensors = {
+                name.removeprefix(family.prefix_with_head): stored for name, stored in self.tensors.items()
             }
         if has_rows_per_expert(family.tensors):
             self.tensors = split_fused_experts(self.tensors)

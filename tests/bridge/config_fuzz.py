@@ -44,6 +44,15 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
         )
         for kind in ("Roberta", "XLMRobertaXL", "RobertaPreLayerNorm", "Ernie")
     },
+    "distilbert": lambda: _encoder(
+        "DistilBertForMaskedLM",
+        transformers.DistilBertConfig(
+            **{key: value for key, value in BERT.items() if key != "intermediate_size"}, hidden_dim=96
+        ),
+    ),
+    "bert-generation, encoder": lambda: _encoder(
+        "BertGenerationEncoder", transformers.BertGenerationConfig(**BERT)
+    ),
     "modernbert": lambda: _encoder(
         "ModernBertForMaskedLM",
         transformers.ModernBertConfig(

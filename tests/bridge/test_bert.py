@@ -22,7 +22,7 @@ from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_training
-from megalith.errors import ConfigError
+from megalith.errors import CheckpointError, ConfigError
 from megalith.models.encoders.bert import Bert
 from megalith.models.inputs import TokenInputs
 from megalith.planner.counts import count_parameters
@@ -39,7 +39,7 @@ KINDS = ["BertForPreTraining", "BertForMaskedLM", "BertModel",
          "XLMRobertaXLModel", "RobertaPreLayerNormForMaskedLM", "RobertaPreLayerNormModel",
          "ModernBertModel", "ErnieForPreTraining", "ErnieForMaskedLM", "ErnieModel",
          "DistilBertForMaskedLM", "DistilBertModel", "BertGenerationEncoder"]  # fmt: skip
-NO_TYPES = ("BertGenerationEncoder",)
+NO_TYPES = ("BertGenerationEncoder", "BertGenerationDecoder")
 LOCAL = dict(
     local_attention=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
 )
@@ -59,7 +59,9 @@ def reference(kind: str, **settings) -> torch.nn.Module:
     else:
         if kind not in NO_TYPES:
             settings = {"type_vocab_size": 2} | settings
-        of = getattr(transformers, re.sub("(ForPreTraining|ForMaskedLM|Model|Encoder)$", "Config", kind))
+        of = getattr(
+            transformers, re.sub("(ForPreTraining|ForMaskedLM|Model|Encoder|Decoder)$", "Config", kind)
+        )
     model = getattr(transformers, kind)._from_config(of(**SIZES | settings), attn_implementation="eager")
     return random_parameters(model)
 
@@ -327,6 +329,56 @@ def test_files_of_the_first_bert_are_read(tmp_path: Path) -> None:
         assert_close(
             logits[tokens["padding_mask"]], theirs(model, tokens).prediction_logits[tokens["padding_mask"]]
         )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "BertForMaskedLM",
+        "RobertaForMaskedLM",
+        "DistilBertForMaskedLM",
+        "ErnieForPreTraining",
+        "BertGenerationDecoder",
+        "ModernBertForMaskedLM",
+        "XLMRobertaXLForMaskedLM",
+    ],
+)
+def test_names_of_older_files_and_of_other_classes_are_read(kind: str, tmp_path: Path) -> None:
+    """Norms named gamma and beta, no prefix before the encoder's names, and all heads in a file of the bare model."""
+    settings = {"is_decoder": True} if "Decoder" in kind else {}
+    reference(kind, **settings).save_pretrained(tmp_path)
+    config, tensors = (
+        json.loads((tmp_path / "config.json").read_text()),
+        load_file(tmp_path / "model.safetensors"),
+    )
+    prefix = FAMILIES[kind].prefix
+    expected = megalith.load(tmp_path).state_dict()
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+    def ours(architecture: str, rename, further: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+        renamed = {rename(name): value for name, value in tensors.items()}
+        renamed |= {rename(name): torch.arange(32)[None] for name in further}
+        save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+        return megalith.load(tmp_path).state_dict()
+
+    def gamma(name: str) -> str:
+        return next((name.removesuffix(end) + new for end, new in old.items() if name.endswith(end)), name)
+
+    for rename in (gamma, lambda name: name.removeprefix(prefix)):
+        found = ours(kind, rename, () if "Modern" in kind else (f"{prefix}embeddings.position_ids",))
+        assert found.keys() == expected.keys()
+        assert all(same_bits(found[name], value) for name, value in expected.items())
+    if "Decoder" in kind:
+        return
+    has_pooler = any(".pooler." in name for name in tensors)
+    bare = re.sub("For(MaskedLM|PreTraining)$", "Model", kind)
+    if not has_pooler and FAMILIES[bare].read_config(config).pooler:
+        with pytest.raises(CheckpointError, match="missing: pooler"):
+            ours(bare, str)
+        return
+    found = ours(bare, str)
+    assert all(same_bits(found[name], expected[name]) for name in found if not name.startswith("pooler"))
 
 
 @pytest.mark.parametrize("lower", [True, False])

@@ -63,6 +63,7 @@ ENCODER = replace(
     ),
     ignored=(r"^(bert\.)?embeddings\.position_ids$", r"^lm_head\."),
     prefix="",
+    prefix_with_head="bert.",
 )
 
 FAMILIES = (DECODER, ENCODER)

@@ -100,6 +100,7 @@ DISTILBERT_MODEL = replace(
     settings=(*DISTILBERT.settings[:-1], FixedSettings(add_lm_head=False)),
     ignored=(*DISTILBERT.ignored, *HEADS),
     prefix="",
+    prefix_with_head="distilbert.",
 )
 
 FAMILIES = (DISTILBERT, DISTILBERT_MODEL)

@@ -166,7 +166,6 @@ BERT = BertFamily(
     settings=(*SETTINGS, POST_NORM, FOR_PRE_TRAINING),
     tied="cls.predictions.decoder.weight",
     ignored=OLD_COPIES,
-    renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     prefix="bert.",
 )
 BERT_MASKED_LM = replace(
@@ -182,6 +181,7 @@ BERT_MODEL = replace(
     tensors=replace_prefix(BERT.tensors, "bert."),
     ignored=(*OLD_COPIES, *HEADS),
     prefix="",
+    prefix_with_head="bert.",
 )
 MEGATRON_BERT = replace(
     BERT,
@@ -203,6 +203,7 @@ MEGATRON_BERT_MODEL = replace(
     tensors=replace_prefix(MEGATRON_BERT.tensors, "bert."),
     ignored=(*OLD_COPIES, *HEADS),
     prefix="",
+    prefix_with_head="bert.",
 )
 
 

@@ -212,6 +212,7 @@ MODERNBERT_MODEL = replace(
     ),
     ignored=HEADS,
     prefix="",
+    prefix_with_head="model.",
 )
 
 FAMILIES = (MODERNBERT, MODERNBERT_MODEL)

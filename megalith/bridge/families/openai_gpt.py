@@ -44,7 +44,7 @@ OPENAI_GPT = Family(
     ),
     tied="lm_head.weight",
     aliases=GPT2_ALIASES,
-    ignored=(r"\.attn\.bias$",),
+    ignored=(r"\.attn\.bias$", r"(^|\.)position_ids$"),
     prefix="transformer.",
 )
 # fmt: on

@@ -135,6 +135,7 @@ def two_shapes(
         settings=(*settings, BARE),
         ignored=(*OLD_COPIES, *HEADS),
         prefix="",
+        prefix_with_head=prefix,
     )
     return masked_lm, bare
 
@@ -150,8 +151,8 @@ ERNIES = tuple(
         tensors=replace_prefix(family.tensors, "bert.", "ernie."),
         settings=(*family.settings, WITHOUT_TASKS),
         ignored=tuple(pattern.replace("bert", "ernie") for pattern in family.ignored),
-        renamed={},
         prefix=family.prefix and "ernie.",
+        prefix_with_head=family.prefix_with_head and "ernie.",
     )
     for family in (BERT, BERT_MASKED_LM, BERT_MODEL)
 )
