@@ -294,7 +294,8 @@ def _config_json(
         end = tokenizer.eod if tokenizer else None
         ends = {"bos_token_id": end, "eos_token_id": end}
         written = family.write_config(model)
-        return (ends | written if end is None else written | ends) | {"torch_dtype": spelled}
+        ends = {name: value for name, value in ends.items() if value is not None or name not in written}
+        return written | ends | {"torch_dtype": spelled}
     tree, written = dict(origin.config), family.write_config(model)
     tree.pop("quantization_config", None)  # describes the files that were read
     key = "dtype" if "dtype" in tree else "torch_dtype"
