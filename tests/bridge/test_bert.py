@@ -2,16 +2,24 @@
 back."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from bert_reference import (
+    KINDS,
+    LOCAL,
+    SIZES,
+    VOCAB,
+    assert_close,
+    batch,
+    reference,
+    theirs,
+)
 from default_cases import by_default, in_full
 from hostile import problems, spoiled
-from models.reference import random_parameters
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import megalith
 from megalith.bridge.exporter import export_hf
@@ -22,75 +30,11 @@ from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_training
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import ConfigError
 from megalith.models.encoders.bert import Bert
 from megalith.models.inputs import TokenInputs
 from megalith.planner.counts import count_parameters
 from megalith.training.loading import load_with_tokenizer
-
-VOCAB, SEQ, LENGTHS = 151, 24, [24, 17, 9]
-SIZES = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96,
-             max_position_embeddings=32)  # fmt: skip
-KINDS = ["BertForPreTraining", "BertForMaskedLM", "BertModel",
-         "MegatronBertForPreTraining", "MegatronBertForMaskedLM", "MegatronBertModel",
-         "ModernBertForMaskedLM",
-         "RobertaForMaskedLM", "RobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaModel", "CamembertForMaskedLM",
-         "CamembertModel", "Data2VecTextForMaskedLM", "Data2VecTextModel", "XLMRobertaXLForMaskedLM",
-         "XLMRobertaXLModel", "RobertaPreLayerNormForMaskedLM", "RobertaPreLayerNormModel",
-         "ModernBertModel", "ErnieForPreTraining", "ErnieForMaskedLM", "ErnieModel",
-         "DistilBertForMaskedLM", "DistilBertModel", "BertGenerationEncoder"]  # fmt: skip
-NO_TYPES = ("BertGenerationEncoder", "BertGenerationDecoder")
-LOCAL = dict(
-    local_attention=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
-)
-
-
-def reference(kind: str, **settings) -> torch.nn.Module:
-    """A model of this class with random weights, biases and norms, in evaluation mode."""
-    if kind.startswith("Modern"):
-        of, settings = transformers.ModernBertConfig, LOCAL | settings
-        settings["hidden_activation"] = settings.pop("hidden_act", "gelu")
-    elif kind.startswith("DistilBert"):
-        of = transformers.DistilBertConfig
-        names = {"intermediate_size": "hidden_dim", "hidden_act": "activation"}
-        settings = {names.get(name, name): value for name, value in (SIZES | settings).items()}
-        model = getattr(transformers, kind)._from_config(of(**settings), attn_implementation="eager")
-        return random_parameters(model)
-    else:
-        if kind not in NO_TYPES:
-            settings = {"type_vocab_size": 2} | settings
-        of = getattr(
-            transformers, re.sub("(ForPreTraining|ForMaskedLM|Model|Encoder|Decoder)$", "Config", kind)
-        )
-    model = getattr(transformers, kind)._from_config(of(**SIZES | settings), attn_implementation="eager")
-    return random_parameters(model)
-
-
-def batch() -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(1)
-    # transformers leaves out the gradient of [PAD], which is 0, or 1 in RoBERTa.
-    ids = torch.randint(2, VOCAB, (3, SEQ), generator=random)
-    lengths = torch.tensor(LENGTHS)[:, None]
-    return dict(
-        input_ids=ids,
-        tokentype_ids=(torch.arange(SEQ) > 6).long().expand(3, SEQ),
-        padding_mask=torch.arange(SEQ) < lengths,
-        document_ends=torch.cat([lengths, torch.full_like(lengths, SEQ)], 1).int(),
-        labels=torch.randint(0, VOCAB, (3, SEQ), generator=random),
-        loss_mask=((torch.rand(3, SEQ, generator=random) < 0.3) & (torch.arange(SEQ) < lengths)).float(),
-        sentence_order=torch.tensor([1, 0, 1]),
-    )
-
-
-def theirs(model: torch.nn.Module, tokens: dict[str, torch.Tensor], **more):
-    if "type_vocab_size" in model.config.to_dict():
-        more["token_type_ids"] = tokens["tokentype_ids"]
-    return model(tokens["input_ids"], attention_mask=tokens["padding_mask"].long(), **more)
-
-
-def assert_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
-    assert ours.shape == expected.shape
-    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def assert_same_function(model: Bert, expected_model: torch.nn.Module, padded_by: str) -> None:
@@ -305,80 +249,6 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path)
     whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     for name, gradient in gradients.items():  # those of keys' biases are 0 but for rounding
         assert (found[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3 * whole), name
-
-
-def test_files_of_the_first_bert_are_read(tmp_path: Path) -> None:
-    """They say BertForMaskedLM, hold all heads, and call a norm's weight and bias gamma and beta."""
-    model = reference("BertForPreTraining")
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    old = {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
-        for name, value in tensors.items()
-    }
-    old["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
-    save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["BertForMaskedLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    ours, tokens = megalith.load(tmp_path), batch()
-    assert not ours.config.bert_binary_head and ours.pooler is None
-    with torch.no_grad():
-        logits = ours(
-            tokens["input_ids"], tokentype_ids=tokens["tokentype_ids"], padding_mask=tokens["padding_mask"]
-        )
-        assert_close(
-            logits[tokens["padding_mask"]], theirs(model, tokens).prediction_logits[tokens["padding_mask"]]
-        )
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "BertForMaskedLM",
-        "RobertaForMaskedLM",
-        "DistilBertForMaskedLM",
-        "ErnieForPreTraining",
-        "BertGenerationDecoder",
-        "ModernBertForMaskedLM",
-        "XLMRobertaXLForMaskedLM",
-    ],
-)
-def test_names_of_older_files_and_of_other_classes_are_read(kind: str, tmp_path: Path) -> None:
-    """Norms named gamma and beta, no prefix before the encoder's names, and all heads in a file of the bare model."""
-    settings = {"is_decoder": True} if "Decoder" in kind else {}
-    reference(kind, **settings).save_pretrained(tmp_path)
-    config, tensors = (
-        json.loads((tmp_path / "config.json").read_text()),
-        load_file(tmp_path / "model.safetensors"),
-    )
-    prefix = FAMILIES[kind].prefix
-    expected = megalith.load(tmp_path).state_dict()
-    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-
-    def ours(architecture: str, rename, further: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
-        renamed = {rename(name): value for name, value in tensors.items()}
-        renamed |= {rename(name): torch.arange(32)[None] for name in further}
-        save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
-        return megalith.load(tmp_path).state_dict()
-
-    def gamma(name: str) -> str:
-        return next((name.removesuffix(end) + new for end, new in old.items() if name.endswith(end)), name)
-
-    for rename in (gamma, lambda name: name.removeprefix(prefix)):
-        found = ours(kind, rename, () if "Modern" in kind else (f"{prefix}embeddings.position_ids",))
-        assert found.keys() == expected.keys()
-        assert all(same_bits(found[name], value) for name, value in expected.items())
-    if "Decoder" in kind:
-        return
-    has_pooler = any(".pooler." in name for name in tensors)
-    bare = re.sub("For(MaskedLM|PreTraining)$", "Model", kind)
-    if not has_pooler and FAMILIES[bare].read_config(config).pooler:
-        with pytest.raises(CheckpointError, match="missing: pooler"):
-            ours(bare, str)
-        return
-    found = ours(bare, str)
-    assert all(same_bits(found[name], expected[name]) for name in found if not name.startswith("pooler"))
 
 
 @pytest.mark.parametrize("lower", [True, False])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from megalith.bridge.families.encoders import POST_NORMS, SETTINGS, SHARED_TENSORS, Tokentypes
-from megalith.bridge.family import Family
-from megalith.bridge.rows import Rule, replace_prefix, same
+from megalith.bridge.families.encoders import POST_NORMS, SETTINGS, SHARED_TENSORS, BertFamily, Tokentypes
+from megalith.bridge.rows import replace_prefix, same
 from megalith.bridge.settings import FixedSettings, RequiredKeys
-from megalith.config import ModelConfig
 
 # fmt: off
 HEAD = {
@@ -23,16 +20,7 @@ COMMON = [row for row in SETTINGS if not isinstance(row, Tokentypes | RequiredKe
 POST_NORM = FixedSettings(apply_residual_connection_post_layernorm=True)
 
 
-class BertDecoderFamily(Family):
-    """A family whose output matrix has its bias under another name if it is not tied to the embedding."""
-
-    def table(self, model: ModelConfig) -> Mapping[str, Rule]:
-        if not model.untie_embeddings_and_output_weights:
-            return self.tensors
-        return {**self.tensors, "vocabulary.bias": same("lm_head.decoder.bias")}
-
-
-DECODER = BertDecoderFamily(
+DECODER = BertFamily(
     architecture="BertGenerationDecoder",
     model_type="bert-generation",
     tensors=SHARED_TENSORS | POST_NORMS | HEAD,

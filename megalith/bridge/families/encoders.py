@@ -10,7 +10,7 @@ starts at 0. T5 1.0 ties the output matrix; T5 1.1 and Flan-T5 have a separate o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.bridge.families.layernorm_decoders import activation
@@ -140,23 +140,39 @@ PRE_NORM = FixedSettings(model_type="bert")
 FOR_PRE_TRAINING = FixedSettings(add_lm_head=True, bert_binary_head=True, add_pooler=True)
 MASKED_LM = FixedSettings(add_lm_head=True, bert_binary_head=False, add_pooler=False)
 BARE = FixedSettings(add_lm_head=False, bert_binary_head=False, add_pooler=True)
-HEADS = (
-    r"^cls\.",
+HEADS = (r"^cls\.",)  # in files of the models with heads, ignored by the bare model
+OTHER_HEADS = (
+    r"^cls\.seq_relationship\.",
     r"^bert\.pooler\.",
-)  # heads in files of pre-training models, ignored by the smaller models
+)  # in files of the pre-training model, ignored by the masked-LM model
 OLD_COPIES = (
     r"^(bert\.)?embeddings\.position_ids$",
     r"^cls\.predictions\.(decoder\.)?bias$",  # the one that the output matrix does not use
 )
 
 
+@dataclass(frozen=True)
 class BertFamily(Family):
-    """A family whose output matrix has its bias under another name if it is not tied to the embedding."""
+    """A family whose output matrix has a bias of its own if it is not tied to the embedding.
+
+    Files of a tied model may contain both biases. transformers adds the output matrix's own.
+    """
+
+    uses_bias_of_matrix: bool = False
+    """True if a tied model's files contain the output matrix's own bias."""
+
+    def stored_as(self, shapes: Mapping[str, tuple[int, ...]]) -> Family:
+        return replace(self, uses_bias_of_matrix=self._bias_of_matrix in shapes)
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
-        if not model.untie_embeddings_and_output_weights:
+        if not (model.untie_embeddings_and_output_weights or self.uses_bias_of_matrix):
             return self.tensors
-        return {**self.tensors, "lm_head.vocabulary.bias": same(self.tied.removesuffix("weight") + "bias")}
+        name = "vocabulary.bias" if "vocabulary.bias" in self.tensors else "lm_head.vocabulary.bias"
+        return {**self.tensors, name: same(self._bias_of_matrix)}
+
+    @property
+    def _bias_of_matrix(self) -> str:
+        return self.tied.removesuffix("weight") + "bias"
 
 
 BERT = BertFamily(
@@ -172,7 +188,7 @@ BERT_MASKED_LM = replace(
     BERT,
     architecture="BertForMaskedLM",
     settings=(*SETTINGS, POST_NORM, MASKED_LM),
-    ignored=(*OLD_COPIES, *HEADS),
+    ignored=(*OLD_COPIES, *OTHER_HEADS),
 )
 BERT_MODEL = replace(
     BERT,
@@ -194,7 +210,7 @@ MEGATRON_BERT_MASKED_LM = replace(
     MEGATRON_BERT,
     architecture="MegatronBertForMaskedLM",
     settings=(*SETTINGS, PRE_NORM, MASKED_LM),
-    ignored=(*OLD_COPIES, *HEADS),
+    ignored=(*OLD_COPIES, *OTHER_HEADS),
 )
 MEGATRON_BERT_MODEL = replace(
     MEGATRON_BERT,
