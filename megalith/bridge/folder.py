@@ -39,6 +39,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+NAMED_TEMPLATES = "additional_chat_templates"  # folder of further chat templates, NAME.jinja
 FETCHED_ENDINGS = (".safetensors", INDEX_SUFFIX)
 OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 LONGEST_NAME = 255  # bytes of a file name, on all common file systems
@@ -118,6 +119,17 @@ def is_model_folder(path: str | Path | StorePath) -> bool:
     return path_exists(open_location(path) / CONFIG)
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the paths of a tokenizer's files in a folder, with those of its named chat templates."""
+    named = sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))
+    return [*(folder / name for name in TOKENIZER_FILES if (folder / name).exists()), *named]
+
+
+def name_in_folder(file: Path) -> str:
+    """Return the name of a file of `tokenizer_files` relative to its folder."""
+    return f"{NAMED_TEMPLATES}/{file.name}" if file.parent.name == NAMED_TEMPLATES else file.name
+
+
 def path_exists(path: Path | StorePath) -> bool:
     """Return True if a file or folder exists. Raises CheckpointError if an object store does not answer."""
     try:
@@ -142,7 +154,15 @@ def resolve_folder(path: str | Path) -> Path:
     if folder.exists():
         raise CheckpointError(f"{folder} is a file; give the folder that holds {CONFIG} and the weights")
     return local_folder(
-        str(path), (CONFIG, GENERATION, *TOKENIZER_FILES, "*.safetensors", "*" + INDEX_SUFFIX)
+        str(path),
+        (
+            CONFIG,
+            GENERATION,
+            *TOKENIZER_FILES,
+            f"{NAMED_TEMPLATES}/*.jinja",
+            "*.safetensors",
+            "*" + INDEX_SUFFIX,
+        ),
     )
 
 
@@ -156,6 +176,11 @@ def _fetched(folder: StorePath) -> Path:
         for file in folder.iterdir():
             if file.name in (CONFIG, GENERATION, *TOKENIZER_FILES) or file.name.endswith(FETCHED_ENDINGS):
                 file.fetch(temporary / file.name)
+            elif file.name == NAMED_TEMPLATES:
+                (temporary / NAMED_TEMPLATES).mkdir()
+                for template in file.iterdir():
+                    if template.name.endswith(".jinja"):
+                        template.fetch(temporary / NAMED_TEMPLATES / template.name)
     except OSError as error:
         raise fetch_error(folder, error) from error
     return temporary
@@ -163,10 +188,11 @@ def _fetched(folder: StorePath) -> Path:
 
 def read_folder_file(path: Path) -> bytes:
     """Return the content of a small file of a folder. Raises CheckpointError; see small_files.py."""
+    folder = path.parent.parent if path.parent.name == NAMED_TEMPLATES else path.parent
     try:
-        return read_small_file(path, path.parent)
+        return read_small_file(path, folder)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; {_instead_of(path.parent)}") from None
+        raise CheckpointError(f"{path} is missing; {_instead_of(folder)}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; fetch it again") from None
 

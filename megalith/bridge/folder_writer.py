@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalith.bridge.folder import path_exists, read_folder_file
+from megalith.bridge.folder import name_in_folder, path_exists, read_folder_file
 from megalith.bridge.partial import partial_folder
 from megalith.checkpoint.files import Layout, RandomAccessWriter, byte_count
 from megalith.errors import CheckpointError
@@ -84,8 +84,8 @@ class FolderWriter:
         self._write_small(name, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
     def copy(self, file: Path) -> None:
-        """Copy a small file."""
-        self._write_small(file.name, read_folder_file(file))
+        """Copy a small file of a Hugging Face folder."""
+        self._write_small(name_in_folder(file), read_folder_file(file))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -115,8 +115,12 @@ class FolderWriter:
         self._partial_folder.commit()
 
     def _write_small(self, name: str, content: bytes) -> None:
+        file = self.partial / name
         try:
-            write_file(self.partial / name, content)
+            if file.parent != self.partial:
+                file.parent.mkdir(exist_ok=True)
+            write_file(file, content)
+            sync_folder(file.parent)
         except OSError as error:
             raise self._write_error(error) from error
 

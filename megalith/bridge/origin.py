@@ -19,11 +19,12 @@ from megalith.bridge.folder import (
     CONFIG,
     DTYPE_NAMES,
     GENERATION,
-    TOKENIZER_FILES,
     SourceFolder,
+    name_in_folder,
     read_config_json,
     read_folder_file,
     read_json,
+    tokenizer_files,
 )
 from megalith.data.tokenizers.huggingface import PIECES
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer, load_tokenizer
@@ -66,7 +67,7 @@ def read_origin(folder: Path | None) -> Origin:
     return Origin(
         config=read_config_json(folder) if (folder / CONFIG).exists() else None,
         generation=optional(GENERATION),
-        files=[folder / name for name in TOKENIZER_FILES if (folder / name).exists()],
+        files=tokenizer_files(folder),
         dtypes={name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items()},
     )
 
@@ -77,9 +78,12 @@ def save_origin(
     """Write the files of a Hugging Face folder to a checkpoint's tokenizer folder. Raises OSError."""
     if tokenizer is not None:
         tokenizer.save(folder)
-    for name in (CONFIG, GENERATION, *TOKENIZER_FILES):
-        if (source.path / name).exists() and not (folder / name).exists():
-            (folder / name).write_bytes(read_folder_file(source.path / name))
+    others = [source.path / name for name in (CONFIG, GENERATION) if (source.path / name).exists()]
+    for file in [*others, *tokenizer_files(source.path)]:
+        target = folder / name_in_folder(file)
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            target.write_bytes(read_folder_file(file))
     if dtypes:
         names = {dtype: name for name, dtype in DTYPE_NAMES.items()}
         (folder / DTYPES_FILE).write_text(

@@ -15,10 +15,10 @@ from megalith.bridge.family import Family
 from megalith.bridge.folder import (
     CONFIG,
     GENERATION,
-    TOKENIZER_FILES,
     list_weights,
     read_json,
     resolve_folder,
+    tokenizer_files,
 )
 from megalith.bridge.fused_experts import split_fused_experts
 from megalith.bridge.model_differences import differences
@@ -131,5 +131,5 @@ class WrapperFolder:
 
     def files(self) -> list[Path]:
         """Return the small files of the tokenizer and of the processor."""
-        names = (GENERATION, *TOKENIZER_FILES, *PROCESSOR_FILES)
-        return [self.path / name for name in names if (self.path / name).exists()]
+        others = [self.path / name for name in (GENERATION, *PROCESSOR_FILES)]
+        return [*tokenizer_files(self.path), *(file for file in others if file.exists())]

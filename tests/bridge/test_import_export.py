@@ -1,10 +1,12 @@
 """Hugging Face → Megalith → Hugging Face: the same bits under the same names, and a model that computes the same."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from default_cases import by_default
@@ -53,6 +55,26 @@ def test_there_and_back_is_bitwise_with_the_same_names_and_configuration(
     assert_same_tensors(source, out)
     for file in ("config.json", "generation_config.json"):
         assert json.loads((out / file).read_text()) == json.loads((source / file).read_text())
+
+
+def test_named_chat_templates_are_kept(hf_folder: Folder, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(hf_folder("llama"), source)
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "</s>": 1}, [])).save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}'
+    )
+    templates = source / "additional_chat_templates"
+    templates.mkdir()
+    for name in ("tool_use", "rag"):
+        (templates / f"{name}.jinja").write_text(name)
+    import_hf(source, tmp_path / "run")
+    out = export_hf(tmp_path / "run", tmp_path / "hf").path
+    files = sorted(file.relative_to(out).as_posix() for file in out.glob("*/*"))
+    assert files == ["additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja"]
+    assert all((out / name).read_text() == Path(name).stem for name in files)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer.get_chat_template("rag") == "rag"
 
 
 # models/test_against_transformers.py has the logits of every family by default.

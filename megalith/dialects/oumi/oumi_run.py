@@ -24,7 +24,14 @@ from megalith.bridge.adapters.adapter_folder import export_adapters
 from megalith.bridge.adapters.adapter_settings import trains_tied_embedding
 from megalith.bridge.adapters.merge_adapters import merge
 from megalith.bridge.exporter import export_hf, merge_hf
-from megalith.bridge.folder import CONFIG, DTYPE_NAMES, TOKENIZER_FILES, read_config_json, resolve_folder
+from megalith.bridge.folder import (
+    CONFIG,
+    DTYPE_NAMES,
+    name_in_folder,
+    read_config_json,
+    resolve_folder,
+    tokenizer_files,
+)
 from megalith.bridge.importer import PRECISIONS, import_hf
 from megalith.bridge.load import is_foreign_weights, model_of
 from megalith.checkpoint import open_existing
@@ -344,9 +351,7 @@ def finish_hf_model(config: RunConfig, checkpoint: Any, run: OumiRun) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         export_adapters(checkpoint, folder, show_progress=False)
         tokenizer = Path(config.data.tokenizer_model or base)
-        for name in TOKENIZER_FILES:
-            if (tokenizer / name).is_file():
-                shutil.copyfile(tokenizer / name, folder / name)
+        _copy_tokenizer(tokenizer, folder)
     elif config.lora.rank is not None:
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             checkpoint = merge(checkpoint, Path(temporary) / "merged", show_progress=False)
@@ -355,10 +360,9 @@ def finish_hf_model(config: RunConfig, checkpoint: Any, run: OumiRun) -> Path:
                 merge_hf(open_existing(checkpoint), folder / BIN)
     elif not (folder / CONFIG).exists():
         export_hf(checkpoint, folder, replace=True, show_progress=False)
-    if names := [name for name in TOKENIZER_FILES if (folder / name).is_file()]:
+    if tokenizer_files(folder):
         (folder / "tokenizer").mkdir(exist_ok=True)
-        for name in names:
-            shutil.copyfile(folder / name, folder / "tokenizer" / name)
+        _copy_tokenizer(folder, folder / "tokenizer")
     if run.writes_bin and config.lora.rank is None:
         merge_hf(open_existing(checkpoint), folder / BIN)
     return folder
@@ -367,3 +371,10 @@ def finish_hf_model(config: RunConfig, checkpoint: Any, run: OumiRun) -> Path:
 def with_bin(opened: OpenedRun) -> OpenedRun:
     """Return the run with pytorch_model.bin in hf_model."""
     return replace(opened, run=replace(opened.run, writes_bin=True))
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for file in tokenizer_files(source):
+        copy = target / name_in_folder(file)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
