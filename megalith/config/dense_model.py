@@ -87,8 +87,10 @@ class DenseModel(DenseSettings):
         return self.swiglu or self.gated_linear_unit
 
     @property
-    def head_activation(self) -> str:
-        """Activation of the LM head."""
+    def head_activation(self) -> str | None:
+        """Activation of the layer before the output matrix; None for a decoder without this layer."""
+        if self.model_type == "gpt" and not self.add_decoder_lm_head:
+            return None
         return self.lm_head_activation or self.mlp_activation
 
     @property

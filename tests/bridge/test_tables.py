@@ -13,6 +13,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from megalith.bridge.exporter import _config_json
 from megalith.bridge.families import FAMILIES, family_for, family_of
+from megalith.bridge.megatron.table import family_of as core_family_of
 from megalith.bridge.model_differences import differences
 from megalith.bridge.origin import Origin
 from megalith.bridge.rows import same
@@ -243,6 +244,11 @@ def test_the_config_json_of_a_model_without_an_origin_builds_in_transformers(nam
     if model := getattr(transformers, family.transformers_class or family.architecture, None):
         with torch.device("meta"):
             model(kind(**tree))
+
+
+def test_rows_of_positions_for_padding_are_positions_in_megatron() -> None:
+    opt = ModelConfig(**{name: value for name, value in CASES["opt"][1].items() if name != "activation"})
+    assert core_family_of(opt).write_config(opt)["max_position_embeddings"] == opt.position_rows == 66
 
 
 def test_a_config_json_without_a_size_is_refused_by_its_key() -> None:
