@@ -10,5 +10,6 @@ differently in a batch of 1 and of 64, in a prefill and in a decode step, or in 
     elementwise   functions without a correctly rounded result, such as SiLU, in whole vectors
 
 CPUs use PyTorch's operators in fixed shapes, GPUs the Triton kernels of kernels/batch_invariant_kernels.py and
-kernels/invariant_matmul.py. Only the forward pass is batch invariant: gradients use the ordinary kernels. docs/exactness.md has the guarantees and the tests.
+kernels/invariant_matmul.py. Only the forward pass is batch invariant: gradients use the ordinary kernels.
+docs/exactness.md has the guarantees and the tests.
 """
