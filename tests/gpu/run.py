@@ -95,7 +95,8 @@ def with_mps(all_stages: Sequence[Sequence[Job]]) -> list[list[Job]]:
 def _as_client(job: Job) -> Job:
     """Return the job with MPS. Tests of several GPUs get twice the processes: no collective waits for a turn there.
 
-    On four H200, 667 tests of one GPU took 219 s with MPS, while 6 and 2 processes ran 59 tests of several GPUs in 460 s.
+    On four H200 with MPS, 667 tests of one GPU took 219 s, while 6 and 2 processes ran 59 tests of several GPUs in
+    460 s.
     """
     workers = job.workers_per_group * (2 if len(job.groups[0]) > 1 else 1)
     return job._replace(options=(*job.options, f"--ignore={HANGS}"), workers_per_group=workers, mps=True)
