@@ -101,7 +101,7 @@ COMPARISONS = (
         "Qwen3-30B-A3B, 12 layers, EP4, balanced",
         PER_GPU,
         Bar("Megalith", EQUAL, "Megalith, EP4, balanced", PER_GPU),
-        (Bar("torchtitan", EQUAL, "torchtitan, EP4, balanced", PER_GPU),),
+        (Bar("torchtitan, never resharded", EQUAL, "torchtitan, EP4, balanced", PER_GPU),),
         "two calls on one machine",
         "megalith bench qwen3-30b-a3b --layout dp=4,ep=4,data_parallel_sharding_strategy=optim --batch 8 --steps 14 "
         "--warmup 5 --set model.num_layers=12 --peer torchtitan:never",
@@ -276,7 +276,7 @@ def compared(text: str) -> str:
 def _speeds(rows: list[tuple[float, int, Comparison, Bar]]) -> list[str]:
     """Return a table of speeds relative to the peers."""
     if not rows:
-        return ["No row."]
+        return ["None."]
     lines = ["| Workload | Peer | Speed | Measured in | Command |", "|---|---|---|---|---|"]
     return lines + [
         f"| {each.work} | {peer.name} | {ratio:.2f} × | {each.where} | {number} |"

@@ -84,7 +84,8 @@ def export_hf(
         out: folder or URL to write.
         family: architecture or model type; default: the family that the model was imported from, else the first that
             can express it.
-        dtype: float32, bfloat16 or float16; default: the run's compute dtype.
+        dtype: float32, bfloat16 or float16; default: each tensor's dtype in the imported model, and the run's compute
+            dtype for tensors that were not imported.
         quantize: fp8 or int8 for the layers' matrices (quantized.py).
         shard_bytes: maximum size of a file.
         replace: replace an existing folder, after the new one is complete.
@@ -267,7 +268,7 @@ def export_family(
 
 
 def export_dtype(train: TrainConfig) -> torch.dtype:
-    """Return the dtype of exported weights: the compute dtype of the run."""
+    """Return the dtype of exported weights that were not imported: the run's compute dtype."""
     return next(dtype for dtype, name in PRECISIONS.items() if name == train.precision)
 
 

@@ -177,7 +177,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="type of the weights (default: the run's precision)",
+        help="type of the weights (default: as imported; the run's precision for weights that were not imported)",
     )
     parser.add_argument(
         "--quantize",

@@ -103,15 +103,17 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer-type",
         required=True,
         metavar="TYPE",
-        help="HuggingFaceTokenizer, SentencePieceTokenizer, GPT2BPETokenizer, TikTokenizer, ByteTokenizer or "
-        "NullTokenizer",
+        help="HuggingFaceTokenizer, SentencePieceTokenizer, GPT2BPETokenizer, TikTokenizer, Llama2Tokenizer, "
+        "Llama3Tokenizer, BertWordPieceLowerCase, BertWordPieceCase, ByteTokenizer or NullTokenizer",
     )
     parser.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="tokenizer.json or its folder, .model, .tiktoken, or a name in the hub cache",
+        help="tokenizer.json or its folder, .model, .tiktoken, vocab.txt, or a name in the hub cache",
     )
-    parser.add_argument("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: vocab.json")
+    parser.add_argument(
+        "--vocab-file", metavar="FILE", help="GPT2BPETokenizer: vocab.json; BertWordPiece…: vocab.txt"
+    )
     parser.add_argument("--merge-file", metavar="FILE", help="GPT2BPETokenizer: merges.txt")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: the ids are below it")
     parser.add_argument(

@@ -69,12 +69,12 @@ def plan(
     memory_gb: float | None = None,
     show_progress: bool = False,
 ) -> PlanResult:
-    """Search the fastest layouts of a job on `gpus` devices. The layout in `config` is ignored.
+    """Search for the fastest layouts of a job on `gpus` devices. The layout in `config` is ignored.
 
     Args:
         config: the job.
         gpus: number of devices.
-        device: the driver's name or a short one like H100; None: H200, whose rates were measured.
+        device: the driver's name or a short one like H100. None means H200, the only chip with measured rates.
         gpus_per_node: devices per node.
         top: number of layouts to return.
         rates: rates of the chip, instead of `device`.
@@ -85,7 +85,8 @@ def plan(
         The layouts, fastest first.
 
     Raises:
-        ConfigError: the device is unknown, or no layout can train the model (with the trainer's message).
+        ConfigError: `gpus` or `gpus_per_node` is below 1, the device is unknown or lacks the job's precision, the
+            model is invalid, or no layout can train it (with the trainer's message).
     """
     require_run_config(config, "megalith.plan")
     if gpus < 1 or gpus_per_node < 1:

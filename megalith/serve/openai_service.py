@@ -223,8 +223,7 @@ class OpenAiService:
         self._check_json(http)
         request = parse_request(read_json(http.body), is_chat)
         self._check(request, conversation)
-        if self._open + request.n > self._access.max_requests:
-            raise HttpError(429, f"{self._open} completions are in progress, the maximum; try again later")
+        self._check_room(request.n)
         try:
             if request.has_ids_only and conversation is self._plain:
                 prompts = conversation.open_prompts(request)
@@ -236,8 +235,7 @@ class OpenAiService:
         writer = ResponseWriter(request, name, self._tokenizer, [prompt.ids for prompt in prompts])
         arguments = self._live, self._tokenizer, self._chat, conversation, request, prompts
         sampler = _Choices(*arguments, self._relay)
-        if self._open + len(sampler) > self._access.max_requests:
-            raise HttpError(429, f"{self._open} completions are in progress, the maximum; try again later")
+        self._check_room(len(sampler))
         try:
             sampler.submit(slot)
         except ConfigError as error:
@@ -248,6 +246,21 @@ class OpenAiService:
         async for _ in parts:
             pass
         return HttpResponse(writer.whole(sampler.choices, sampler.turns))
+
+    def _check_room(self, completions: int) -> None:
+        """Raise HttpError if a request of this many completions exceeds `max_requests`, alone (400) or now (429)."""
+        most = self._access.max_requests
+        if completions > most:
+            raise HttpError(
+                400,
+                f"the request needs {completions} completions, but the server allows {most}; request fewer",
+            )
+        if self._open + completions > most:
+            raise HttpError(
+                429,
+                f"the request needs {completions} completions, but {self._open} of at most {most} are in progress; try "
+                "again later",
+            )
 
     def _check(self, request: CompletionRequest, conversation: Any) -> None:
         self._model(request, conversation)

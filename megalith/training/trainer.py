@@ -83,9 +83,11 @@ class Trainer:
         self.startup_timer.mark("data and model")
 
     def train(self) -> TrainingResult:
-        """Train to the end of the run or to an early exit, then save a checkpoint (`checkpoint.save_at_end`).
+        """Train until the run ends or stops early.
 
-        A run that is already complete writes nothing.
+        The last step is saved according to `checkpoint.save_at_end` or, after an early stop,
+        `checkpoint.save_when_stopped`. A run that is already complete writes nothing. With `train.skip_train`, only
+        evaluate.
         """
         run, config = self.run, self.config
         if config.train.skip_train:

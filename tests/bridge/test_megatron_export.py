@@ -178,6 +178,12 @@ def test_patterns_of_hybrid_models_are_read_or_refused_by_name() -> None:
     assert read(args | newer).num_layers == 4
     with pytest.raises(ConfigError, match=r"layer pattern ME\*-/\*E, in which '/' is not supported"):
         read(args | {"hybrid_override_pattern": "ME*-/*E"})
+    for other in ({"norm_epsilon": 1e-6}, {"layernorm_epsilon": 1e-6}):
+        without = {name: value for name, value in args.items() if name != "norm_epsilon"}
+        with pytest.raises(
+            ConfigError, match=f"has {next(iter(other))} 1e-06, but the norms of Mamba-2's mixers"
+        ):
+            read(without | other | {"hybrid_override_pattern": "ME*-"})
     with pytest.raises(
         ConfigError, match=r"hybrid_attention_ratio 0\.2 and hybrid_mlp_ratio 0\.0 without a pattern"
     ):

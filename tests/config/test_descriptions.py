@@ -11,6 +11,8 @@ from megalith.config import RunConfig
 from megalith.config.aliases import ALIASES
 from megalith.config.base import NOT_YET
 from megalith.config.describe import help_text, json_schema, reference_page
+from megalith.config.rules.run_rules import check_training
+from megalith.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,6 +120,17 @@ def test_what_every_run_refuses_is_not_described_as_if_it_were_there():
         assert path not in text
         assert f"| `{path.split('.')[1]}` |" not in described and f"| `{path}` |" in not_yet
         assert properties[path.split(".")[1]].keys() == {"const", "description"}
+    message = "train.fp8_param_gather is true, but gathering weights in FP8 is not implemented; remove train.fp8_par"
+    config = RunConfig.from_tree(
+        {
+            "model": {"preset": "llama3.1-8b"},
+            "data": {"mock": True, "seq_length": 64},
+            "optim": {"lr": 1e-4},
+            "train": {"train_iters": 3, "fp8_format": "hybrid", "fp8_param_gather": True},
+        }
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_training(config, 1)
 
 
 def test_the_page_is_a_well_formed_set_of_tables():

@@ -288,9 +288,19 @@ def test_a_client_that_leaves_cancels_its_completions(serve, tokenizer):
             sock.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
             wait_for(lambda: client.get("/health")[1]["requests"] == 3)
             status, value = client.post("/v1/completions", {"prompt": "y"})
-            assert status == 429 and "3 completions are in progress" in value["error"]["message"]
+            message = "the request needs 1 completions, but 3 of at most 3 are in progress; try again later"
+            assert (status, value["error"]["message"]) == (429, message)
         wait_for(lambda: client.get("/health")[1]["requests"] == 0)
     assert live.cancelled == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_request_that_can_never_be_admitted_is_a_400(serve, tokenizer):
+    client = serve(ScriptedLive(tokenizer, lambda text: "z"), max_requests=3)
+    for request in ({"prompt": "x", "n": 4}, {"prompt": ["x", "y"], "n": 2}):
+        status, value = client.post("/v1/completions", request)
+        message = "the request needs 4 completions, but the server allows 3; request fewer"
+        assert (status, value["error"]["message"]) == (400, message)
+    assert client.post("/v1/completions", {"prompt": "x", "n": 3})[0] == 200
 
 
 def wait_for(condition, seconds: float = 20.0) -> None:

@@ -230,9 +230,10 @@ class PatternLayers:
                 f"config.json has the layer pattern {pattern}, in which {', '.join(map(repr, others))} is not "
                 f"supported; supported: {' '.join(PATTERN_LAYERS)}"
             )
-        if "M" in pattern and args.get("norm_epsilon", args.get("layernorm_epsilon")) != MAMBA_EPSILON:
+        epsilon = "norm_epsilon" if "norm_epsilon" in args else "layernorm_epsilon"
+        if "M" in pattern and args.get(epsilon) != MAMBA_EPSILON:
             raise ConfigError(
-                f"config.json has norm_epsilon {args.get('norm_epsilon', args.get('layernorm_epsilon'))}, but the "
+                f"config.json has {epsilon} {args.get(epsilon)}, but the "
                 f"norms of Mamba-2's mixers use {MAMBA_EPSILON} in Megatron core; models in which the two differ are "
                 "not supported"
             )

@@ -116,6 +116,9 @@ def _check_evaluation(config: RunConfig) -> None:
         )
 
 
+NOT_IMPLEMENTED = {"fp8_param_gather": "gathering weights in FP8"}  # by the name of a setting marked NOT_YET
+
+
 def _check_available(config: RunConfig) -> None:
     """Raise ConfigError for settings marked NOT_YET on their fields."""
     for section in RunConfig.model_fields:
@@ -124,10 +127,9 @@ def _check_available(config: RunConfig) -> None:
             if NOT_YET not in field.metadata or (value := getattr(values, name)) == field.default:
                 continue
             if name not in values.unread(config):
-                meaning = field.description.partition(":")[0]
                 raise ConfigError(
-                    f"{section}.{name} is {value}, but this version does not have {meaning}; leave {section}.{name} "
-                    f"at {field.default}, or remove it"
+                    f"{section}.{name} is {str(value).lower()}, but {NOT_IMPLEMENTED[name]} is not implemented; remove "
+                    f"{section}.{name}"
                 )
 
 

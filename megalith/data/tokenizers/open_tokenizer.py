@@ -1,7 +1,7 @@
 """Builds tokenizers by kind, or from a folder written by `Tokenizer.save` (as in checkpoints).
 
-The names of the kinds are Megatron's. No kind adds special tokens when encoding; preprocessing adds the end of
-document between documents.
+The names of the kinds are Megatron's. When encoding, only Llama2Tokenizer and Llama3Tokenizer add a special token, at
+the beginning of a text. Preprocessing adds the end of document between documents.
 """
 
 from __future__ import annotations
