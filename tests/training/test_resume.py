@@ -285,6 +285,8 @@ OTHER_FUNCTIONS = {
     "proj_bias_in_last_layer_only": (True, WHOLE | {"add_proj_bias": True}),
     "moe_average_shared_expert": (True, WHOLE | {"moe_shared_expert_intermediate_size": 64}),
     "moe_sparsemixer_jitter_eps": (0.1, WHOLE | {"moe_router_score_function": "sparsemixer"}),
+    "moe_post_layernorm": (True, WHOLE), "add_decoder_lm_head": (True, LEARNED),
+    "padding_positions": (2, LEARNED), "positions_skip_padding": (True, LEARNED | {"padding_positions": 2}),
 }  # fmt: skip
 
 
