@@ -129,8 +129,8 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
     ]
     if different:
         raise CheckpointError(
-            f"{checkpoint.folder / MANIFEST} describes a model that its tensors do not fit: "
-            f"{shorten(different)}; use another step"
+            f"the tensors listed in {checkpoint.folder / MANIFEST} do not match its model config: "
+            f"{shorten(different)}; load another checkpoint step"
         )
     return config
 

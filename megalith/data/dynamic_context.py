@@ -158,7 +158,7 @@ def _fewest_ranks(lengths: np.ndarray, limits: RankLimits) -> np.ndarray:
     room = degrees * limits.room
     if len(lengths) and lengths.max() > room[-1]:
         raise ValueError(
-            f"a sequence of {lengths.max()} tokens on {degrees[-1]} ranks of {limits.room} tokens"
+            f"a sequence of {lengths.max()} tokens does not fit on {degrees[-1]} ranks of {limits.room} tokens each"
         )
     return degrees[np.searchsorted(room, lengths)]
 

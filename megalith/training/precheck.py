@@ -250,8 +250,8 @@ def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus
     ]
     if wrong := [built.rank for built in ranks if not built.agrees]:
         raise TrainingError(
-            f"the weights of ranks {', '.join(map(str, wrong))} differ from the planner's count: "
-            f"{'; '.join(weight_lines)}"
+            f"the weights of ranks {', '.join(map(str, wrong))} do not have the size that the planner predicted: "
+            f"{'; '.join(weight_lines)}; please report this"
         )
     used = "no device was used"
     if rates is None and config.runtime.device != "cpu":

@@ -68,8 +68,13 @@ IN_FP16 = dict(EXPERTS, train=dict(fp8_format="hybrid", precision="fp16"))
         (BLOCKS, (8, 9), True, "compute capability 8.9, and only 9.0 supports scales per block of 128"),
         (BLOCKS, (10, 0), True, "compute capability 10.0, and only 9.0"),
         (BLOCKS, (9, 0), True, None),
-        (EXPERTS, (8, 9), True, "grouped FP8 matmul requires 9.0"),
-        (IN_FP16, (9, 0), True, "compute capability 9.0 and in fp16"),
+        (
+            EXPERTS,
+            (8, 9),
+            True,
+            "needs a GPU of compute capability 9.0 and train.precision bf16, but this GPU has 8.9",
+        ),
+        (IN_FP16, (9, 0), True, "this GPU has 9.0 and train.precision is fp16"),
         (EXPERTS, (9, 0), True, None),
     ],
 )

@@ -332,7 +332,7 @@ def test_going_on_with_another_function_is_refused_with_both_values_and_the_way_
     ("section", "other", "told"),
     [
         ("model", {"num_layers": None}, "manifest.json: model.num_layers is not set"),
-        ("model", {"hidden_size": 10**6}, "describes a model that its tensors do not fit: .*needed"),
+        ("model", {"hidden_size": 10**6}, "do not match its model config: .*needed"),
         ("model", {"num_layers": 9_999}, "9,999 layers, but lists"),
         ("train", {"global_batch_size": 10**12, "rampup_batch_size": [1, 1, 10**13]}, "999,999,999,999 incr.* at most"),
         ("train", {"global_batch_size": None}, "manifest.json: train.global_batch_size is not set"),

@@ -104,7 +104,10 @@ class Widths:
     def write(self, model: ModelConfig) -> Tree:
         shared, width = model.moe_shared_expert_intermediate_size or 0, model.expert_size
         if shared % width:
-            raise ConfigError(f"a shared expert of {shared} is not a multiple of an expert's {width}")
+            raise ConfigError(
+                f"model.moe_shared_expert_intermediate_size {shared} is not a multiple of model.moe_ffn_hidden_size "
+                f"{width}, but Cohere2MoeForCausalLM counts whole shared experts (num_shared_experts)"
+            )
         return {
             "prefix_dense_intermediate_size": None if model.ffn_size == width else model.ffn_size,
             "num_shared_experts": shared // width,

@@ -128,7 +128,8 @@ def open_megatron(
     tensors, args = _read(folder, trust)
     if not args:
         raise CheckpointError(
-            f"{folder} does not contain its run's arguments, which describe the model; it cannot be read"
+            f"{folder} has no saved Megatron arguments (args), so the model's shape is unknown; use a checkpoint "
+            "that has them"
         )
     args = dict(args, vocab_size=vocab_size or args.get("vocab_size") or args.get("padded_vocab_size"))
     tensors = _model_tensors(folder, tensors)

@@ -105,8 +105,8 @@ def _check_on_policy(config: RunConfig) -> None:
     if not config.sft.enabled or config.sft.packing:
         state = "sft.packing is on" if config.sft.enabled else "sft.enabled is off"
         raise ConfigError(
-            f"distill.on_policy_fraction is {distill.on_policy_fraction:g}, but {state}: the student answers the "
-            "prompts of conversations, one per row; set sft.enabled to true and sft.packing to false"
+            f"distill.on_policy_fraction is {distill.on_policy_fraction:g}, but {state}; on-policy "
+            "distillation needs unpacked conversations, one per row; set sft.enabled to true and sft.packing to false"
         )
     if distill.engine != "own" and not distill.engine_urls:
         raise ConfigError(

@@ -391,7 +391,7 @@ def _check_mamba(model: ModelConfig) -> None:
     if limit is not None and not limit[0] < limit[1] < math.inf:
         raise ConfigError(
             f"model.mamba_dt_limit {limit} must be two step sizes, the second larger than the first and finite; "
-            "correct the limits, or leave model.mamba_dt_limit out for none"
+            "correct the limits, or remove model.mamba_dt_limit for no limits"
         )
     if model.parallel_mixers:
         required = {

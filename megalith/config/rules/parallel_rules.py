@@ -233,8 +233,7 @@ def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
     if layers > of:
         raise ConfigError(
             f"parallel.cpu_offloading_num_layers {layers} is more than model.num_layers {of}; lower "
-            "parallel.cpu_offloading_num_layers (the last layers of a stage gain least, because their backward "
-            "passes come first)"
+            "parallel.cpu_offloading_num_layers"
         )
     if layers and parallel.pipeline_schedule == "zero_bubble":
         raise ConfigError(

@@ -76,8 +76,8 @@ def loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
         also = "rl.importance_sampling_level: sequence and " if mode == "gspo" else ""
         raise ConfigError(
             f"rl.loss_agg_mode is {aggregation!r} and the loss is {mode}; verl up to 0.8 ignores loss_agg_mode for "
-            f"{mode} and uses {PER_SEQUENCE}, verl 0.9 does not; leave loss_agg_mode out, or set {also}"
-            "rl.loss_type instead of both"
+            f"{mode} (it always uses {PER_SEQUENCE}), while verl 0.9 honours it; remove loss_agg_mode, or replace both "
+            f"settings by {also}rl.loss_type"
         )
     if mode == "sapo":
         return {"importance_sampling_level": "token", "loss_type": "sapo", "clip_ratio_c": None}
