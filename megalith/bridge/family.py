@@ -61,6 +61,8 @@ NUMBERS = (
     "logits_scaling", "logit_scale", "scale_emb", "scale_depth", "softmax_scale",
     "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier",
     "ssm_out_multiplier", "block_ffn_dim_multiplier",
+    "rotary_scaling_factor", "rotary_seq_len_interpolation_factor", "rope_scaling_factor", "yarn_beta_fast",
+    "yarn_beta_slow",
 )
 FROM_ZERO = (
     "mscale", "mscale_all_dim", "attn_pdrop", "attn_scale", "llama_4_scaling_beta", "moe_norm_min", "alpha",

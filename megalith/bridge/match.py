@@ -151,18 +151,18 @@ def _check_counts(source: SourceFolder, model: ModelConfig) -> None:
                 f"{name}; correct {source.settings_name}, or fetch the folder again"
             )
     longest = max((size for stored in source.tensors.values() for size in stored.shape), default=0)
-    if model.num_attention_heads > longest:
-        raise CheckpointError(
-            f"{source.path} has no tensor of more than {longest:,} rows or columns, but its {source.settings_name} "
-            f"says {model.num_attention_heads:,} attention heads; correct {source.settings_name}, or fetch the "
-            "folder again"
-        )
-    if model.multi_latent_attention and model.qk_pos_emb_head_dim > longest:
-        raise CheckpointError(
-            f"{source.path} has no tensor of more than {longest:,} rows or columns, but its {source.settings_name} "
-            f"says {model.qk_pos_emb_head_dim:,} rotary rows of a head; correct {source.settings_name}, or fetch the "
-            "folder again"
-        )
+    counts = {"attention heads": model.num_attention_heads}
+    if model.multi_latent_attention:
+        counts["rotary rows of a head"] = model.qk_pos_emb_head_dim
+    if {"gated_delta_net", "kimi_delta_attention"} & set(model.recurrent_mixers):
+        counts["heads of linear attention"] = model.linear_num_value_heads
+    for name, count in counts.items():
+        if count > longest:
+            raise CheckpointError(
+                f"{source.path} has no tensor of more than {longest:,} rows or columns, but its "
+                f"{source.settings_name} says {count:,} {name}; correct {source.settings_name}, or fetch the folder "
+                "again"
+            )
 
 
 def _wrong_types(source: SourceFolder, expected: Mapping[str, tuple[int, ...]]) -> list[str]:

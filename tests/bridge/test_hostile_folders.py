@@ -23,6 +23,7 @@ from megalith.bridge.importer import import_hf, open_hf_folder
 from megalith.bridge.load import model_of
 from megalith.bridge.match import match
 from megalith.bridge.megatron.megatron_importer import open_megatron
+from megalith.bridge.megatron.table import GPT
 from megalith.bridge.origin import read_origin
 from megalith.bridge.peft.peft_reader import PeftFolder
 from megalith.config import ModelConfig
@@ -198,7 +199,7 @@ def test_every_argument_of_a_megatron_folder(form: str, megatron_model, tmp_path
         torch.save({"args": argparse.Namespace(**content), **whole}, file)
         open_megatron(folder, True)
 
-    more = ("rope_scaling_factor", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
+    more = ("rope_scaling_factor", "use_rope_scaling", "rotary_seq_len_interpolation_factor", "window_size")
     if form == "torch_dist":  # the arguments are read alike
         count, refused, found = problems(spoiled(kept, more), read)
         assert not found, "\n".join(found[:20])
@@ -216,6 +217,28 @@ def test_every_argument_of_a_megatron_folder(form: str, megatron_model, tmp_path
     _, refused, found = problems(iter(cases), read_whole)
     assert not found, "\n".join(found[:20])
     assert refused > len(cases) / 2
+
+
+@pytest.mark.filterwarnings("ignore:config.json gives model")
+@pytest.mark.parametrize("latent", [False, True])
+def test_every_argument_of_yarn_in_a_megatron_checkpoint(latent: bool) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096 if latent else 16}
+    sizes = dict(
+        multi_latent_attention=True, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
+    )
+    config = ModelConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=120, max_position_embeddings=64,
+        position_embedding_type="rope", rope_scaling=yarn, **(sizes if latent else {}),
+    )  # fmt: skip
+    args = GPT.write_config(config)
+    assert GPT.read_config(args).rope_scaling is not None
+    words = ("rope", "rotary", "yarn", "mscale", "beta", "original")
+    kept = {key: value for key, value in args.items() if any(word in key for word in words)}
+    more = ("mscale", "mscale_all_dim", "rotary_seq_len_interpolation_factor")
+    cases = ((name, {**args, **content}) for name, content in spoiled(kept, more))
+    count, refused, found = problems(cases, GPT.read_config)
+    assert not found, "\n".join(found[:20])
+    assert count > 200 and refused > count / 3
 
 
 def args_of(kept: dict) -> argparse.Namespace:

@@ -39,7 +39,7 @@ class RopeAndQueryScaling:
         if rope.get("rope_type", rope.get("type")) in ("default", None):
             del rope["original_max_position_embeddings"]
         scales = [rope.pop(name, None) for name in MSCALES]
-        if all(scales) and rope.get("attention_factor") is None and "factor" in rope:
+        if all(scales) and rope.get("attention_factor") is None and rope.get("factor") is not None:
             scaling = RopeScaling(type="yarn", factor=rope["factor"])
             rope["attention_factor"] = scaling.magnitude(scales[0]) / scaling.magnitude(scales[1])
         fields = Rope().read({**hf_config, "rope_parameters": rope, "rope_scaling": None})

@@ -12,7 +12,7 @@ from typing import Any
 from megalith.bridge.megatron.positions import CorePositions
 from megalith.bridge.settings import Field, RequiredKeys, Tree
 from megalith.config import ModelConfig
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, short_repr
 
 LAYER_COUNT = Field("num_layers", "num_layers")
 SAME_NAMES = (
@@ -90,12 +90,15 @@ class _Windows:
     """Config row for window_size in the layers given by window_attn_skip_freq."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
-        if args.get("window_size") is None:
+        size, frequency = args.get("window_size"), args.get("window_attn_skip_freq")
+        if size is None:
             return {}
-        frequency = args.get("window_attn_skip_freq")
-        return {"window_size": list(args["window_size"])} | (
-            {"window_attn_skip_freq": frequency} if frequency else {}
-        )
+        if not isinstance(size, list | tuple):
+            raise ConfigError(
+                f"config.json has window_size {short_repr(size, 80)}, which is not a pair of numbers; correct it, or "
+                "fetch it again"
+            )
+        return {"window_size": list(size)} | ({"window_attn_skip_freq": frequency} if frequency else {})
 
     def write(self, model: ModelConfig) -> Tree:
         mtp_windows = [model.window(layer) for layer in model.mtp_layers]

@@ -130,7 +130,8 @@ def _yarn(args: Mapping[str, Any], latent: bool) -> Tree | None:
         "beta_slow": args.get(f"{prefix}beta_slow") or BETA_SLOW,
         "truncate": True if rounds is None else rounds,
     }
-    return with_megatron_mscales(scaling, args.get("mscale", 1.0), args.get("mscale_all_dim") or 0.0, latent)
+    mscale = 1.0 if args.get("mscale") is None else args["mscale"]
+    return with_megatron_mscales(scaling, mscale, args.get("mscale_all_dim") or 0.0, latent)
 
 
 def _check_fixed_for_latents(scaling: RopeScaling) -> None:
