@@ -14,6 +14,7 @@ from megalith.planner.rates import rates_of
 from megalith.planner.search import plan, planned, usable_bytes
 
 A100, H100, H200 = "A100-80GB", "H100", "H200"
+GPT2 = "Megalith's benchmark"
 OPTIM = {"data_parallel_sharding_strategy": "optim"}
 GRADS = {"data_parallel_sharding_strategy": "optim_grads"}
 FULL = {"recompute_granularity": "full"}
@@ -55,11 +56,11 @@ ROWS = [
     SizeRow("Oumi's guide", "128 GPUs", "llama3-70b", A100, 128, 8, 8, 2, 32, 8192),
     SizeRow("Oumi's guide", "405B", "llama3-405b", H100, 256, 8, 16, 2, 32, 8192,
             dict(ENDS, **FULL, virtual_pipeline_model_parallel_size=2), HOST),
-    SizeRow("GPT-2-large's notes", "one GPU", "gpt2-large", H200, 1, 1, 1, 1, 1, 1024),
-    SizeRow("GPT-2-large's notes", "DP2", "gpt2-large", H200, 2, 1, 1, 1, 1, 1024),
-    SizeRow("GPT-2-large's notes", "TP2 + SP", "gpt2-large", H200, 2, 2, 1, 1, 1, 1024),
-    SizeRow("GPT-2-large's notes", "CP2", "gpt2-large", H200, 2, 1, 1, 2, 1, 1024),
-    SizeRow("GPT-2-large's notes", "PP2", "gpt2-large", H200, 2, 1, 2, 1, 1, 1024),
+    SizeRow(GPT2, "one GPU", "gpt2-large", H200, 1, 1, 1, 1, 1, 1024),
+    SizeRow(GPT2, "DP2", "gpt2-large", H200, 2, 1, 1, 1, 1, 1024),
+    SizeRow(GPT2, "TP2 + SP", "gpt2-large", H200, 2, 2, 1, 1, 1, 1024),
+    SizeRow(GPT2, "CP2", "gpt2-large", H200, 2, 1, 1, 2, 1, 1024),
+    SizeRow(GPT2, "PP2", "gpt2-large", H200, 2, 1, 2, 1, 1, 1024),
 ]
 # fmt: on
 MICRO_BATCHES = (4, 8, 16, 32, 64)
@@ -80,7 +81,7 @@ def layout_of(row: SizeRow, parallel: dict[str, Any], optim: dict[str, Any]) -> 
 
 def config_of(row: SizeRow, parallel: dict[str, Any], optim: dict[str, Any]) -> RunConfig:
     dp = row.gpus // (row.tp * row.pp * row.cp)
-    micro = {"GPT-2-large's notes": 32 * row.tp * row.cp * row.pp}.get(row.guide, 1)
+    micro = {GPT2: 32 * row.tp * row.cp * row.pp}.get(row.guide, 1)
     heads = {"num_attention_heads": 16} if row.preset == "gpt2-large" else {}
     model = dict(preset=row.preset, hidden_dropout=0.0, attention_dropout=0.0, **heads)
     sizes = dict(
@@ -148,7 +149,8 @@ def threshold_line(row: SizeRow) -> str:
     result = plan(config, row.gpus, rates=rates_of(row.device), top=1).best[0]
     own = planned(config, row.gpus, rates_of(row.device))
     cells = [row.label, str(row.gpus), f"{row.tp} / {row.pp}", f"{1e3 * own.time.seconds:,.0f}"]
-    cells += [f"{result.name}: {result.bytes / 1e9:.1f} GB", f"{1e3 * result.time.seconds:,.0f}"]
+    name = result.name.replace("gathered again", "inputs re-gathered in backward")
+    cells += [f"{name}: {result.bytes / 1e9:.1f} GB", f"{1e3 * result.time.seconds:,.0f}"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -162,13 +164,16 @@ def micro_batch_line(row: SizeRow, micro_batches: int) -> str:
 TEXT = """# Which model on which GPUs
 
 `make sizes` writes this page from the planner's estimates. They are for bf16 and AdamW, with sequence parallelism if TP
-is above 1, one sequence per micro-batch (except in GPT-2-large's notes: 32 per GPU), and the choices of `auto`.
+is above 1, one sequence per micro-batch (32 per GPU in the rows of GPT-2-large, which are layouts of
+[Megalith's benchmark](performance.md#gpt-2-large)), and the choices of `auto`.
 
 Usable memory per GPU: {rooms}. Rates of
-A100 and H100 are the H200's measured rates, scaled by the datasheets' ratio. Each row uses its guide's settings: if the
-guide does not mention sharding of the optimizer state, the state is not sharded.
+A100 and H100 are the H200's measured rates, scaled by the ratio of the datasheet values. Each row uses its guide's
+settings: if the guide does not mention sharding of the optimizer state, the state is not sharded. The last column names
+the values of `data_parallel_sharding_strategy`, recomputation and offloading with which the layout fits, with the
+memory and time that it then needs.
 
-| Guide | Row | Preset | GPUs | TP/PP/CP/DP | Micro-batches | Sequence | Fits | ms per step | Change needed |
+| Guide | Model or job | Preset | GPUs | TP/PP/CP/DP | Micro-batches | Sequence | Fits | ms per step | Change needed |
 |---|---|---|---|---|---|---|---|---|---|
 {lines}
 
@@ -176,28 +181,30 @@ The guides leave some points open. This page interprets them as follows:
 
 - Without `use_distributed_optimizer`, every replica has the full optimizer state, and few rows fit in 80 GB. The guides
   imply `data_parallel_sharding_strategy: optim`.
-- 126 layers can be divided evenly over 8 or 16 stages with `account_for_embedding_in_pipeline_split` and
-  `account_for_loss_in_pipeline_split`, which count embedding and loss as a layer each.
+- Llama-3-405B's 126 layers can be divided evenly over 8 or 16 stages with `account_for_embedding_in_pipeline_split` and
+  `account_for_loss_in_pipeline_split`, which count the embedding and the loss as one layer each.
 - `virtual_pipeline_model_parallel_size: 32` with 16 stages means 32 chunks in total in Oumi's guide. That is 2 per rank
   here.
 - GPUs = TP × PP × CP × DP. Experts are distributed over the same ranks and do not add any.
 
 ## The guides' thresholds
 
-The guides recommend TP 2 from 7B, 4 from 20B, 8 from 70B; PP 2 from 20B, 4 from 70B, 8 from 175B; 4 to 16
-micro-batches. The table compares Accelerate's rows, with `optim` and {batch} sequences per step, with the best layout
-that the planner finds. The planner chooses less tensor parallelism at 20B and from 70B on, and virtual pipeline stages
-(VP):
+The guides recommend these thresholds: TP 2 above 7B, 4 from 20B, 8 from 70B; PP 2 from 20B, 4 from 70B, 8 from 175B;
+4 to 16 micro-batches. Accelerate's 20B, 70B and 175B rows use less PP than that. The table compares Accelerate's rows,
+with `optim` and {batch} sequences per step, with the best layout that the planner finds. The planner chooses less
+tensor parallelism at 20B and from 70B on, and virtual pipeline stages (VP). "Inputs re-gathered in backward" means
+`save_gathered_inputs: false`:
 
-| Row | GPUs | Guide's TP/PP | ms per step | Planner's layout | ms per step |
+| Model | GPUs | Guide's TP/PP | ms per step | Planner's layout | ms per step |
 |---|---|---|---|---|---|
 {thresholds}
 
-More micro-batches make a pipeline's bubble smaller: it is (PP − 1) / (VP · micro-batches) of the work. From PP
-micro-batches on, more of them take no additional memory. The table shows Accelerate's 175B with TP8 PP4 DP4 and
-`optim`:
+More micro-batches make a pipeline's bubble smaller: it takes (PP − 1) / (VP · micro-batches) of the time of the
+pipeline's work. Beyond PP micro-batches, memory stays constant. The table shows Accelerate's 175B with TP8 PP4 DP4 and
+`optim`. The bubble is given as a share of the whole step, which also contains the bubble itself and work outside the
+pipeline, such as the optimizer step:
 
-| Micro-batches | Bubble | tokens/s/GPU | GB |
+| Micro-batches | Bubble, share of the step | tokens/s/GPU | GB |
 |---|---|---|---|
 {micro_batches}
 

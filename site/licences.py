@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"
-HEAD = """# Licences of what we depend on
+HEAD = """# Third-party licences
 
 Megalith is under the [Apache License 2.0](../LICENSE). Installing it with `pip` also installs the packages in this
 table. The licence is the one that the package's metadata states. Packages for an extra are installed only by `pip
@@ -61,7 +61,7 @@ def licence_of(package: PackageMetadata) -> str:
 
 
 def line_of(name: str, extras: list[str]) -> str:
-    uses = ", ".join("the package" if extra == "none" else f"`[{extra}]`" for extra in extras)
+    uses = ", ".join("core install" if extra == "none" else f"`[{extra}]`" for extra in extras)
     return f"| {name} | {licence_of(metadata(name))} | {uses} |\n"
 
 

@@ -54,7 +54,7 @@ def test_the_citation_and_the_changes_name_this_version():
 def test_the_page_of_licences_names_every_dependency_and_what_it_is_for():
     root = Path(__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = {(re.match(r"[\w.-]+", line)[0], "the package") for line in project["dependencies"]}
+    needed = {(re.match(r"[\w.-]+", line)[0], "core install") for line in project["dependencies"]}
     for extra, lines in project["optional-dependencies"].items():
         needed |= {(re.match(r"[\w.-]+", line)[0], f"`[{extra}]`") for line in lines}
     page = (root / "docs" / "licences.md").read_text(encoding="utf-8")
