@@ -34,7 +34,7 @@ def read_small_file(path: Path | StorePath, folder: Path | StorePath, largest: i
         largest: maximum size of the file in bytes.
 
     Raises:
-        RefusedFile: the file is not regular, too large, or a link that leads out of the folder.
+        RefusedFile: the path is not a regular file, is a link out of the folder, or the file is too large.
         OSError: the file is missing or cannot be read.
     """
     if isinstance(path, Path):
@@ -68,10 +68,10 @@ def read_bounded(path: Path, largest: int = LARGEST, name: Path | None = None) -
 
 
 def resolve_regular(path: Path, folder: Path) -> Path:
-    """Return the regular file behind `path`, of any size, for a reader that maps it or reads it in parts.
+    """Return the resolved path of a regular file of any size, for a caller that maps it or reads it in chunks.
 
     Raises:
-        RefusedFile: the file is not regular, or a link that leads out of the folder.
+        RefusedFile: the path is not a regular file, or is a link out of `folder`.
         OSError: it is missing or cannot be opened.
     """
     real = resolve_inside(path, folder)

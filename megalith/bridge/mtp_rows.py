@@ -56,10 +56,10 @@ QWEN_MTP = {
 
 
 def qwen_mtp_rows(tensors: Mapping[str, Rule], layer: int) -> dict[str, Rule]:
-    """Return the rows of the MTP layer in Qwen's files.
+    """Return the mapping rules of an MTP layer in Qwen's checkpoints.
 
     Args:
-        tensors: rows of the model, with {layer}.
+        tensors: mapping rules of the model, whose names contain the placeholder `{layer}`.
         layer: number of the MTP layer.
     """
     ours, theirs = "layers.{layer}.", "model.layers.{layer}."

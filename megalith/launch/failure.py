@@ -77,7 +77,7 @@ def report_uncaught() -> None:
 
 
 def is_failing() -> bool:
-    """Return True if an uncaught error ends this process. For use at interpreter exit."""
+    """Return True if this process is exiting because of an uncaught exception. For use in exit handlers."""
     return getattr(sys, "last_value", None) is not None
 
 

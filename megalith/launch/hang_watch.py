@@ -60,7 +60,9 @@ class RankStatus:
 
 
 class HangWatch:
-    """Context manager that watches the heartbeat of this rank's main thread, and the next rank.
+    """Context manager that watches the heartbeats of this rank's main thread and of the next rank.
+
+    It also ends this rank after the launcher has exited or another rank of this machine has crashed.
 
     Args:
         heartbeat: progress of this rank.

@@ -45,7 +45,7 @@ RESIZING = "resizing"  # prefix of an announcement: the job meets the machines t
 
 @dataclass(frozen=True)
 class Membership:
-    """A launcher's place in a running job whose ranks can continue in their processes."""
+    """A launcher's membership in a running job that supports in-process restart."""
 
     group_rank: int
     address: str

@@ -78,7 +78,7 @@ def plan(
         gpus_per_node: devices per node.
         top: number of layouts to return.
         rates: rates of the chip, instead of `device`.
-        memory_gb: memory per device that the job may use, in 10^9 bytes; None: all of it.
+        memory_gb: memory per device that the job may use, in 10^9 bytes. None means all of it.
         show_progress: show a progress bar.
 
     Returns:

@@ -32,7 +32,7 @@ OLDER_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 class BlockTypes:
-    """Config row for `layers_block_type`, or `hybrid_override_pattern`: the branch of every layer."""
+    """Maps `layers_block_type` (or `hybrid_override_pattern`) to layer kinds: Mamba-2, attention, MLP or experts."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         kinds, pattern = hf_config.get("layers_block_type"), hf_config.get("hybrid_override_pattern")

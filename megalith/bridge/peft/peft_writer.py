@@ -121,7 +121,10 @@ def _saved_tensors(
 
 
 def _difference_to_initial(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Return a reader of [A; A₀] and [B, −B₀]: PEFT's conversion to LoRA on the unchanged base."""
+    """Wrap `read` so that A and B become [A; A₀] and [B, −B₀].
+
+    PEFT turns an adapter with a modified base into a plain LoRA in the same way.
+    """
 
     def read_difference(name: str) -> Tensor:
         values = read(name)

@@ -65,7 +65,7 @@ class ParsedTurn:
 
 @dataclass(frozen=True)
 class ParseContext:
-    """Facts that a format may need in addition to the text."""
+    """Context that a tool-call parser may need besides the turn's text."""
 
     prefix: str = ""
     """Text before the turn."""

@@ -69,7 +69,11 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def launch(words: list[str]) -> int:
-    """Start a script with Accelerate's launcher and Megalith's classes in its processes."""
+    """Launch a script with `accelerate launch`, replacing Accelerate's classes by Megalith's in each process.
+
+    Args:
+        words: command-line arguments of `accelerate launch`.
+    """
     from accelerate.commands import launch as accelerate_launch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -71,7 +71,7 @@ def invariant_recurrence(axis: Axis, recurrence: Callable[..., Tensor], *inputs:
 
     Args:
         axis: the context axis.
-        recurrence: a recurrence over full sequences, of its inputs and document numbers.
+        recurrence: function called with the gathered `inputs`, the last of which numbers the documents.
         inputs: tensors [batch, seq, ...] of this rank's tokens, or one number per head [heads], or None.
     """
     seq = inputs[0].shape[1]

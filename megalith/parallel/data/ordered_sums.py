@@ -48,7 +48,7 @@ def _additions(terms: Sequence[int], bits: Sequence[int]) -> list[tuple[int, int
 
 
 class OrderedGradients:
-    """Accumulates the gradients of a step's passes, which run in the order of `additions`."""
+    """Accumulates a step's gradients pass by pass. The passes must run in `order`, which comes from `additions()`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], order: Iterable[tuple[int, int]]):
         """Take the parameters of one chunk of the model, whose gradients are None."""

@@ -91,8 +91,8 @@ class Replicated:
     def prepare_backward(self, is_last: bool, in_order: bool = False) -> None:
         """Prepare the hooks for a backward pass. With `is_last`, the hooks start the all-reduces during the pass.
 
-        With `in_order`, the all-reduces start after all passes of the step, and their order of additions does not
-        depend on the number of ranks.
+        With `in_order`, the all-reduces start after the last backward pass of the step, and gradients are summed in an
+        order that does not depend on the number of ranks.
         """
         self._hook()
         self._is_last, self._in_order = is_last and not in_order, in_order

@@ -228,7 +228,7 @@ def _one_forward_one_backward(forward: list[Action], backward: list[Action], war
 
 
 def _zero_bubble(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
-    """Order actions as in 1F1B, with each wgrad `rank` micro-batches after its dgrad.
+    """Order actions as in 1F1B, with each wgrad delayed by as many micro-batches as the stage's rank.
 
     Later ranks start later: they compute first what other ranks wait for, and have wgrads left for the end.
     """

@@ -263,7 +263,7 @@ class ServerEngine:
         return obstacle is None
 
     def _send_adapters(self, version: int, deadline: Deadline) -> int:
-        """Have the servers load the adapters, and return their bytes."""
+        """Have the servers load the LoRA adapters. Returns the size of the adapters in bytes."""
         name = f"megalith-{version}"
         folder = (Path(self._run.output) / "engine_adapters" / name).absolute()
         sent = self._stream.write_adapters(folder)

@@ -29,7 +29,7 @@ NO_TOOLS = ("reset", "get_reward")  # methods of TRL's protocol
 
 
 class EnvironmentKind:
-    """A class of environments, or a function that makes them."""
+    """Factory for environments, given as a class or function, and the protocol that they follow."""
 
     def __init__(self, environment: str | Factory):
         """Load `path.py:Class` or `NAME:ID` of a library, or take a factory.

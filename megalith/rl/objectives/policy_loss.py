@@ -60,7 +60,7 @@ class RolloutBatch(Batch):
 
 
 def without_routes(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-    """Return micro-batches for a model other than the policy, whose routers choose experts themselves."""
+    """Return the micro-batches without the engine's expert routing, for models other than the policy."""
     return [replace(batch, routes=None) for batch in batches]
 
 

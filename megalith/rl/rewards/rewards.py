@@ -243,8 +243,8 @@ class Rewards:
         Args:
             groups: prompt index, texts and token ids of each group.
             step: training step, passed to the functions.
-            turns: the `Turns` of each group's completions, for completions of several turns. With an environment, each
-                has the key `environment_reward`, None if the reward is absent.
+            turns: per-group `Turns`, for multi-turn completions. With an environment, each entry has
+                `environment_reward`, which is None if the environment gave no reward.
 
         Raises:
             DataError: if a function fails. The message names the function and the completion.

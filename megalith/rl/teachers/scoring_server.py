@@ -21,7 +21,7 @@ ENTRIES_PER_TOKEN_BYTES = 8  # entries of a response in the bytes that JsonServe
 
 
 class ScoringServer:
-    """A server that scores texts. `setting` is the setting with its address, for errors."""
+    """Client of a server that scores texts. `setting` names the config key holding the URL; errors quote it."""
 
     program: str
 
