@@ -1,4 +1,4 @@
-"""Training on generated completions, on preferences and on a teacher's predictions."""
+"""Post-training: reinforcement learning, preference training, reward models and distillation."""
 
 from megalith.rl.distill import train_distilled
 from megalith.rl.dpo import train_dpo

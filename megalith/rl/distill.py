@@ -1,4 +1,4 @@
-"""Distillation (`megalith distill`): training on the predictions of a larger model, or of several.
+"""Distillation (`megalith distill`): trains on the predictions of one or several larger models.
 
 The data are the same as for `megalith train` or `megalith sft`. In a fraction of the samples, answers sampled from the
 student replace the answers in the data (on_policy.py). Before each step, the teacher runs over the step's micro-batches
@@ -152,7 +152,7 @@ class DistillationBatch(Batch):
 
 
 class DistillationTask(Task):
-    """Task of distillation: its data, loss and metrics."""
+    """Distillation task: provides the data, the loss and the metrics."""
 
     restarts_in_process = False
 
@@ -236,7 +236,7 @@ class DistillationLoss(SummedLoss):
 
 
 class DistillationData(StepData):
-    """A run's data, in micro-batches with the teacher's outputs."""
+    """Loads a run's data and adds the teacher's outputs to each micro-batch."""
 
     def __init__(self, run: Run, teacher: Teacher):
         super().__init__(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
@@ -245,7 +245,7 @@ class DistillationData(StepData):
         self.notes.append(teacher.note)
 
     def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
-        """Load without the teacher: evaluation uses the cross-entropy."""
+        """Return a loader whose batches lack the teacher's outputs: evaluation uses the cross-entropy."""
         return Data.evaluation_loader(self, dataset, device)
 
     def augment(self, batches: Sequence[Batch]) -> list[DistillationBatch]:
@@ -262,11 +262,11 @@ class DistillationData(StepData):
         ]
 
     def work(self, consumed_samples: int, batch_size: int) -> TokenCounts | None:
-        """Return the work of the current step, with the student's answers if the student samples."""
+        """Return the token counts of the current step, including the student's sampled answers."""
         if self._samples is not None and self._samples.work is not None:
             return self._samples.work
         return super().work(consumed_samples, batch_size)
 
     def sampling_metrics(self) -> dict[str, float]:
-        """Return the metrics of the student's answers in the current step; empty if the student samples none."""
+        """Return the sampling metrics of the current step, empty if the student does not sample."""
         return {} if self._samples is None else dict(self._samples.metrics)

@@ -59,7 +59,7 @@ def train_dpo(config: RunConfig) -> TrainingResult:
 
 
 class PreferenceTask(SummedLossTask, ReferenceTask):
-    """Task of DPO: its data, loss and metrics."""
+    """DPO task: provides the data, the loss and the metrics."""
 
     restarts_in_process = False
 
@@ -78,7 +78,7 @@ def make_preference_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Prefe
 
 
 class PreferenceData(StepData):
-    """A run's preference pairs, in micro-batches with the reference model's log-probabilities."""
+    """Loads a run's preference pairs and adds the reference model's log-probabilities to each micro-batch."""
 
     make_chat_batch = staticmethod(make_preference_batch)
 

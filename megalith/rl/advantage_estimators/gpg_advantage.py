@@ -1,4 +1,4 @@
-"""GPG (Chu et al. 2025): centered rewards, scaled up to make up for completions whose reward is 0.
+"""GPG (Chu et al. 2025): centered rewards, multiplied by a factor that compensates for completions with reward 0.
 
 advantage  A_i = α · (r_i − mean of the group)      α = completions of the batch / completions whose reward is not 0
 

@@ -11,7 +11,8 @@ from megalith.config.rl import RlConfig
 
 
 def rloo(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
-    """Return the advantages of a rollout batch, float64 [groups, completions]; 0 for absent and for lone rewards.
+    """Return the advantages of a rollout batch, float64 [groups, completions]; 0 for a completion without a reward,
+    and if no other completion of the group has one.
 
     Args:
         rl: section `rl` of the configuration.

@@ -1,1 +1,1 @@
-"""Advantages of completions and of their tokens, from rewards."""
+"""Advantages of completions and tokens, computed from rewards."""

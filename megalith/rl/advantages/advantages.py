@@ -151,7 +151,7 @@ def whitened(rl: RlConfig, advantages: np.ndarray, present: np.ndarray) -> np.nd
 
 @functools.cache
 def load_estimator(name: str) -> Callable[..., np.ndarray]:
-    """Return the estimator of a value of `rl.advantage_estimator`. Raise ConfigError if it does not exist.
+    """Load the advantage estimator that `rl.advantage_estimator` names. Raise ConfigError if it does not exist.
 
     An estimator takes section `rl` and the weighted rewards, float64 [groups, completions] with NaN where absent, and
     returns the advantages in the same shape. If it has parameters of these names, it also gets `lengths`, the tokens of
@@ -183,7 +183,7 @@ def batch_std(rewards: np.ndarray) -> float:
 
 
 def reward_scale(rl: RlConfig, rewards: np.ndarray) -> np.ndarray | float:
-    """Return the divisor of advantages that `rl.scale_rewards` names, broadcastable to [groups, completions]."""
+    """Return the divisor of the advantages according to `rl.scale_rewards`, broadcastable to [groups, completions]."""
     match rl.scale_rewards:
         case "group":
             return group_std(rewards)[:, None] + rl.advantage_epsilon

@@ -83,7 +83,7 @@ def with_gae(
 
 
 def _continues(batch: RolloutBatch, mask: Tensor) -> Tensor:
-    """Return a mask of the tokens that a later token in the loss follows in the same sequence, bool [batch, seq]."""
+    """Return True for each loss token that has a later loss token in its sequence, bool [batch, seq]."""
     position = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     last = torch.full((len(batch.sequence_tokens) or 1,), -1, device=mask.device)
     last = last.scatter_reduce(
@@ -95,7 +95,7 @@ def _continues(batch: RolloutBatch, mask: Tensor) -> Tensor:
 def _by_sequence(
     batch: RolloutBatch, mask: Tensor, rewards: Tensor, values: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns by `gae`, computed for each sequence of the packed or padded `batch`."""
+    """Compute the advantages and returns of each sequence of a packed or padded `batch` with `gae`."""
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     ids = batch.sequence_ids[mask]
     if not len(ids):

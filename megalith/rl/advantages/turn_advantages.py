@@ -1,4 +1,4 @@
-"""Advantages by turn (`rl.advantage_level: turn`), for environments that reward each step.
+"""Per-turn advantages (`rl.advantage_level: turn`), for environments that reward each step.
 
     G_it = Σ_{k ≥ t} γ^(k − t) · w · s_ik + γ^(T_i − 1 − t) · e_i
 
@@ -20,7 +20,7 @@ from megalith.rl.rollouts.rollouts import PromptGroup, RatedCompletion
 
 
 def turn_returns(rl: RlConfig, completion: RatedCompletion, total: float) -> np.ndarray:
-    """Return G of each turn, float64 [turns].
+    """Return the discounted return G of each turn, float64 [turns].
 
     Args:
         rl: section `rl` of the configuration.
@@ -42,7 +42,7 @@ def turn_returns(rl: RlConfig, completion: RatedCompletion, total: float) -> np.
 def turn_advantages(
     rl: RlConfig, groups: Sequence[PromptGroup], totals: np.ndarray, lengths: np.ndarray
 ) -> list[list[np.ndarray | None]]:
-    """Return the advantages of each turn, by group and completion: float64 [turns].
+    """Return per-turn advantages, float64 [turns] for each group and completion.
 
     Entries are None for completions without turn rewards. Their tokens get the completion's advantage.
 

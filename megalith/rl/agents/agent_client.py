@@ -1,4 +1,4 @@
-"""The client that is passed to an agent: `openai.AsyncOpenAI` if it is installed, otherwise a small replacement."""
+"""The client passed to an agent: `openai.AsyncOpenAI` if the package is installed, otherwise a small replacement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class AgentRequestError(Exception):
-    """The server refused a request. `status_code` is the HTTP status."""
+    """Raised if the server refuses a request. `status_code` is the HTTP status."""
 
     def __init__(self, message: str, status_code: int):
         super().__init__(message)
@@ -34,7 +34,7 @@ def make_client(base_url: str, timeout: float) -> Any:
 
 
 class SmallClient:
-    """`chat.completions.create` and `completions.create` of OpenAI's client, without streams."""
+    """Replacement for OpenAI's client with `chat.completions.create` and `completions.create`. It does not stream."""
 
     api_key = "session"
 
@@ -65,7 +65,7 @@ class SmallClient:
 
 
 class AgentAnswer(SimpleNamespace):
-    """An object of a response. Absent fields are None."""
+    """A JSON object of a response, with its fields as attributes. Absent fields are None."""
 
     def __init__(self, fields: dict[str, Any]):
         super().__init__(**fields)

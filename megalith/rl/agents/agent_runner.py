@@ -18,7 +18,7 @@ Result = dict[str, Any]
 
 
 async def run_agent(agent: Agent, row: Mapping[str, Any], base_url: str, timeout: float) -> Result:
-    """Call an agent and return its reward or its failure.
+    """Call an agent. Returns its reward, or a description of its failure.
 
     Args:
         agent: sync or async function of (client, row).

@@ -1,4 +1,4 @@
-"""A session: the requests that an agent sends for one completion, and the trajectories that they form.
+"""Agent sessions: the requests that an agent sends for one completion, and the trajectories that they form.
 
 A request continues a branch if its conversation begins with the branch's conversation, compared as messages or as token
 ids. Sampled ids are kept, and the chat template's tokens are added between turns (turn_template.py). A request that
@@ -48,7 +48,7 @@ class SessionRules:
 
 @dataclass
 class SessionPrompt:
-    """The tokens of a request, and the branch that it continues."""
+    """Token ids of a request, and the earlier conversation that it continues, if any."""
 
     ids: list[int]
     branch: Trajectory | None
@@ -60,7 +60,7 @@ class SessionPrompt:
 
 
 class AgentSession:
-    """The branches of a completion. Requests come from the server's threads."""
+    """The conversations of a completion, each with its own history. The server's threads call the methods."""
 
     def __init__(self, slot: int, position: int, generation: int, prompt_index: int, rules: SessionRules):
         self.slot, self.position, self.generation, self.prompt_index = (
@@ -125,7 +125,7 @@ class AgentSession:
         )  # fmt: skip
 
     def end_choice(self, prompt: SessionPrompt, choice: ChoiceText, turn: ParsedTurn | None) -> None:
-        """Append a complete choice to its branch, or start a new branch with it."""
+        """Append a complete choice to the conversation that it continues, or start a new conversation with it."""
         with self._lock:
             if self.is_closed:
                 return
@@ -209,7 +209,7 @@ class AgentSession:
         return SessionPrompt(ids, branch, length, added, messages, arguments, self._seen[digest] - 1)
 
     def _remaining_tokens(self, prompt: SessionPrompt) -> int:
-        """Return the number of tokens that may follow this prompt."""
+        """Return the maximum number of tokens that may be generated after this prompt."""
         used = 0 if prompt.branch is None else prompt.length + len(prompt.added)
         return self._rules.sampling.max_new_tokens - used
 
@@ -238,7 +238,7 @@ class AgentSession:
     # Result
 
     def close(self, prompt_ids: Sequence[int]) -> Trajectory:
-        """End the session and return the branch that was extended last; the others are its `branches`.
+        """Close the session. Returns the most recently extended trajectory; the others are in its `branches`.
 
         Args:
             prompt_ids: prompt of a session without sampled tokens.
@@ -265,7 +265,7 @@ class AgentSession:
 
 
 def _comparable(message: Message) -> tuple[Any, ...]:
-    """Return the parts of a message that are compared when a request is matched with a branch."""
+    """Return the fields of a message by which a request is matched with an earlier conversation."""
     calls = [
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls") or ()

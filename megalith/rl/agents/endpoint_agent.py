@@ -76,7 +76,7 @@ class EndpointAgent:
 
     @property
     def reward_name(self) -> str | None:
-        """Name of the agent's own reward; None if reward functions score its completions."""
+        """Metric name of the reward that the agent returns. None if reward functions score its completions."""
         return None if self._rl.rewards else self.name
 
     def notes(self) -> list[str]:
@@ -84,18 +84,18 @@ class EndpointAgent:
         return [f"agent: {self.name}"]
 
     def take_problems(self) -> list[str]:
-        """Return the lines about failed agents since the last call."""
+        """Return and clear the log lines about agents that have failed since the last call."""
         problems, self._problems = self._problems, []
         return problems
 
     def open(self, prompts: Sequence[Prompt]) -> None:
-        """Store the run's prompts, to which `sample` refers by index."""
+        """Store the run's prompts. `sample` refers to them by index."""
         self._prompts = prompts
         rows = [{self._rl.prompt_column: one.messages or one.text, **one.columns} for one in prompts]
         self._runner = AgentRunner(self._agent, rows, self._rl.agent_workers, self._rl.agent_timeout)
 
     def prepare(self, trajectories: int) -> None:
-        """Start the processes for this number of trajectories, before `sample` is called in another thread."""
+        """Start the processes for this number of trajectories. Call it before `sample` is called in another thread."""
         self._runner.prepare(trajectories)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class EndpointAgent:
         request_key: RequestKey,
         timed: Callable[[str], AbstractContextManager],
     ) -> tuple[list[Trajectory], LoggedMetrics]:
-        """Run an agent per trajectory. See PolicyAgent.sample for arguments and results.
+        """Run one agent per trajectory. See PolicyAgent.sample for arguments and results.
 
         Raises:
             DataError: if all agents failed before anything was sampled.
@@ -147,7 +147,7 @@ class EndpointAgent:
         return trajectories, self._metrics(sessions, trajectories)
 
     def _run(self, live: LiveEngine, sessions: Sequence[AgentSession]) -> None:
-        """Run the agents of all sessions, and the engine until they have returned."""
+        """Run the agents of all sessions, and run the engine until the last agent has returned."""
         by_token = {secrets.token_urlsafe(16): session for session in sessions}
         access = Access(max_requests=MAX_OPEN)
         service = OpenAiService(live, self._tokenizer, self._chat, "policy", access, by_token.get)
@@ -204,7 +204,7 @@ class EndpointAgent:
             )
 
     def _metrics(self, sessions: Sequence[AgentSession], trajectories: Sequence[Trajectory]) -> LoggedMetrics:
-        """Return the metrics of complete sessions, whose means are logged."""
+        """Return the metrics of the completed sessions. Their means are logged."""
         lengths = [len(one.ids) + sum(len(each.ids) for each in one.branches) for one in trajectories]
         return {
             "turns": [float(one.turns) for one in sessions],

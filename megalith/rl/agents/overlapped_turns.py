@@ -1,4 +1,4 @@
-"""Turns of trajectories while the tools of others run.
+"""Sampling of turns while the tools of other trajectories run.
 
      live engine ─▶ ended turns ─▶ tools of all turns that have ended meanwhile ─▶ next turns ─▶ live engine
 
@@ -29,7 +29,7 @@ def sample_overlapped(
     key: Callable[[Trajectory], int],
     advance: Callable[[Sequence[Trajectory]], None],
 ) -> None:
-    """Sample all trajectories to their ends, on the first rank of a replica; the others follow its engine.
+    """Sample all trajectories to the end on the first rank of a replica. The other ranks repeat its engine's steps.
 
     Args:
         live: a LiveEngine, or the requests of servers.

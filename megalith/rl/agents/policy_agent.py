@@ -1,4 +1,4 @@
-"""The policy as an agent: rollouts of several turns, with tools and environments.
+"""The policy as an agent: multi-turn rollouts with tools and environments.
 
     start environments ─▶ sample one turn of every open trajectory ─▶ parse its calls ─▶ run them in other processes
                                         ▲                                                          │
@@ -40,7 +40,7 @@ RequestKey = Callable[[int, int, int], int]
 
 
 class PolicyAgent(TurnSteps):
-    """Tools, environment and template of a run."""
+    """Samples multi-turn trajectories with the tools, the environment and the chat template of a run."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class PolicyAgent(TurnSteps):
 
     @property
     def reward_name(self) -> str | None:
-        """Name of the environment's own reward; None if there is no such reward."""
+        """Metric name of the environment's reward. None if the environment gives no reward."""
         has_reward = self.environment is not None and self.environment.has_reward
         return self.environment.name if has_reward else None
 
@@ -108,11 +108,11 @@ class PolicyAgent(TurnSteps):
         return notes
 
     def take_problems(self) -> list[str]:
-        """Return no lines for the run's log: failures of tools are in the metrics."""
+        """Return an empty list: tool failures are logged as metrics."""
         return []
 
     def open(self, prompts: Sequence[Prompt]) -> None:
-        """Store the run's prompts, to which `sample` refers by index."""
+        """Store the run's prompts. `sample` refers to them by index."""
         self._prompts = prompts
 
         def make_host() -> EnvironmentHost:
@@ -126,7 +126,7 @@ class PolicyAgent(TurnSteps):
         )
 
     def prepare(self, trajectories: int) -> None:
-        """Start the processes for this number of trajectories, before `sample` is called in another thread."""
+        """Start the processes for this number of trajectories. Call it before `sample` is called in another thread."""
         self._pool.prepare(trajectories)
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class PolicyAgent(TurnSteps):
     def _start(
         self, trajectories: Sequence[Trajectory], is_first: bool, share: Share, max_prompt_tokens: int
     ) -> None:
-        """Start an environment per trajectory and set the prompts."""
+        """Start one environment per trajectory, and set the trajectories' prompts."""
         for one in trajectories:
             one.messages = list(self._prompts[one.prompt_index].messages or ())
             one.prompt_messages = len(one.messages)
@@ -285,7 +285,7 @@ class PolicyAgent(TurnSteps):
             one.prompt_ids = prompt_ids
 
     def _prompt(self, one: Trajectory, result: dict[str, Any]) -> list[int]:
-        """Return the prompt's tokens, including the text that the environment added at its start."""
+        """Return the prompt's token ids, including the text that the environment returned when it started."""
         one.is_lost = "messages" not in result
         if one.is_lost or result["messages"] == one.messages:
             return one.prompt_ids
@@ -337,7 +337,10 @@ class PolicyAgent(TurnSteps):
         share: Share,
         logged: LoggedMetrics,
     ) -> None:
-        """Run the calls of the sampled turns. Append results and the template's text, or end the trajectories."""
+        """Run the tool calls of the sampled turns.
+
+        Append the results and the template's text, or end the trajectories.
+        """
 
         act = lambda: self._next_ids(waiting, sampling.max_new_tokens, logged)  # noqa: E731
         self._append(waiting, self._on_first(act, is_first, share))
@@ -345,7 +348,7 @@ class PolicyAgent(TurnSteps):
     def _next_ids(
         self, waiting: Sequence[Trajectory], max_tokens: int, logged: LoggedMetrics
     ) -> list[list[int] | bool]:
-        """Run the calls of the sampled turns and return, for each turn, the result of `_added_ids`."""
+        """Run the tool calls of the sampled turns. Returns the result of `_added_ids` for each turn."""
         turns = [self._parsed(one) for one in waiting]
         uses_steps = self.environment is not None and self.environment.steps
         added = self._step(waiting) if uses_steps else self._answer(waiting, turns, logged)
@@ -353,7 +356,7 @@ class PolicyAgent(TurnSteps):
 
     @staticmethod
     def _append(waiting: Sequence[Trajectory], added: Sequence[list[int] | bool]) -> None:
-        """Append the results of `_next_ids`, or end the trajectories."""
+        """Append the results of `_next_ids` to the trajectories, or end them."""
         for one, ids in zip(waiting, added, strict=True):
             if one.has_ended:
                 continue
@@ -365,7 +368,7 @@ class PolicyAgent(TurnSteps):
     # Metrics
 
     def _log(self, trajectories: Sequence[Trajectory], logged: LoggedMetrics) -> None:
-        """Add the metrics of complete trajectories, whose means are logged."""
+        """Record the metrics of completed trajectories. Their means are logged."""
         logged["turns"] = [float(one.turns) for one in trajectories]
         logged["trajectory_length"] = [float(len(one.ids)) for one in trajectories]
         logged["history_rewritten"] = [float(one.is_rewritten) for one in trajectories]

@@ -1,4 +1,4 @@
-"""Prompts to which an environment adds its text."""
+"""Appends an environment's text to prompts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Message = dict[str, Any]
 
 
 def with_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return messages with `text` appended to the last one if it is the user's, after an empty line, or as a new
-    message.
+    """Return the messages with `text` appended, after an empty line, to the last message if it is the user's,
+    otherwise as a new message.
     """
     if not messages or messages[-1]["role"] != "user":
         return [*messages, {"role": "user", "content": text}]

@@ -1,4 +1,4 @@
-"""A trajectory: a completion of several turns while it is sampled.
+"""A trajectory: a multi-turn completion while it is sampled.
 
     prompt ids │ turn (sampled) │ answers of tools (added) │ turn (sampled) │ …
 
@@ -21,7 +21,9 @@ Message = dict[str, Any]
 
 @dataclass
 class Trajectory:
-    """A trajectory in progress. Ranks that generate together have the same tokens; the first also has the messages."""
+    """A trajectory in progress. All ranks that generate together store its tokens; only the first stores its
+    messages.
+    """
 
     slot: int  # number within its batch, and of its environment
     position: int  # of its prompt in the run's stream
@@ -75,7 +77,7 @@ class Trajectory:
             self.end(is_truncated=True)
 
     def ends_with(self, stop_ids: Sequence[int]) -> bool:
-        """Return True if the last turn ends with one of these ids."""
+        """Return True if the last token of the last turn is one of these ids."""
         return bool(self.last_turn) and self.last_turn[-1] in stop_ids
 
     def add(self, ids: Sequence[int]) -> None:

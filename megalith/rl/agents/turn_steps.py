@@ -1,4 +1,4 @@
-"""Steps between two turns: a turn's calls are parsed and run, and their answers become tokens of the trajectory.
+"""Steps between two turns: parse and run the turn's tool calls, and append their results to the trajectory as tokens.
 
 Answers are appended in the order of the calls, so the order in which tools answer does not change a trajectory.
 """
@@ -19,14 +19,14 @@ LoggedMetrics = dict[str, list[float]]
 
 
 class TurnSteps:
-    """Base class of PolicyAgent: a turn's calls, their answers, and the tokens that are appended to the trajectory."""
+    """Base class of PolicyAgent: runs a turn's tool calls and returns the tokens to append to the trajectory."""
 
     def turn_text(self, ids: Sequence[int]) -> str:
         """Return the text of a sampled turn, without the token that ends it."""
         return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._tokenizer.stop_ids else ids)
 
     def _parsed(self, one: Trajectory) -> ParsedTurn:
-        """Parse the turn that was just sampled and append its message."""
+        """Parse the turn that was just sampled and append its message to the trajectory."""
         text = self.turn_text(one.last_turn)
         turn = ParsedTurn({"role": "assistant", "content": text})
         if self._parse is not None and not one.has_ended:
@@ -43,7 +43,7 @@ class TurnSteps:
         return one.has_ended or one.is_lost or one.turns == self._rl.max_turns
 
     def _step(self, waiting: Sequence[Trajectory]) -> dict[int, list[Message] | None]:
-        """Take a step of each environment. Return the observations by slot, None where the trajectory ends."""
+        """Call `step` of each environment. Returns the observations by slot, None where the trajectory ends."""
         present = [one for one in waiting if not one.is_lost]
         jobs = {one.slot: ["step", self.turn_text(one.last_turn)] for one in present}
         results, added = self._pool.run_environments(jobs), {}
@@ -63,7 +63,7 @@ class TurnSteps:
     def _answer(
         self, waiting: Sequence[Trajectory], turns: Sequence[ParsedTurn], logged: LoggedMetrics
     ) -> dict[int, list[Message] | None]:
-        """Run the calls of each turn. Return the answers by slot, None where the trajectory ends."""
+        """Run the tool calls of each turn. Returns the results by slot, None where the trajectory ends."""
         calls = {one.slot: [] if self._is_last_turn(one) else turn.calls for one, turn in zip(waiting, turns)}
         trajectories = {one.slot: one for one in waiting}
         answers: dict[tuple[int, int], Answer] = {}
@@ -95,7 +95,7 @@ class TurnSteps:
         return added
 
     def _refusal(self, one: Trajectory, call: ToolCall) -> str | None:
-        """Return the error message for a call that must not be run; None for a call that may."""
+        """Return the error message if a tool call must not be run, otherwise None."""
         if call.error is not None:
             return call.error
         limit = self._rl.max_tool_calls
@@ -110,8 +110,7 @@ class TurnSteps:
         keys: Sequence[tuple[int, int]],
         answers: dict[tuple[int, int], Answer],
     ) -> None:
-        """Call methods of environments, one after the other within an environment, and concurrently across
-        environments."""
+        """Call methods of environments: sequentially within an environment, concurrently across environments."""
         for number in sorted({number for _, number in keys}):
             slots = [slot for slot, n in keys if n == number and not trajectories[slot].is_lost]
             jobs = {slot: ["call", calls[slot][number].name, calls[slot][number].arguments] for slot in slots}

@@ -29,10 +29,10 @@ SENTINEL = "sentinel"
 
 
 class TurnTemplate:
-    """Tokens of prompts, and of the text between turns, from a chat template."""
+    """Tokenizes prompts, and the text between two turns, with a chat template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
-        """Check that the template ends a turn with one of the tokens that end a sampled turn.
+        """Check that the template ends a turn with a token that also ends sampling.
 
         Raises:
             ConfigError: if the template ends turns with another token.

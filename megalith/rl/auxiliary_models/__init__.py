@@ -1,1 +1,1 @@
-"""Models of a run apart from the policy: reference, critic and frozen models."""
+"""Models that a run holds besides the policy: reference, critic and frozen models."""

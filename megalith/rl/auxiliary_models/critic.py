@@ -1,4 +1,4 @@
-"""PPO's critic: a second trained model with a score per token, in the policy's layout.
+"""PPO's critic: a second trained model that returns a value per token. It has the policy's layout.
 
 For a rollout batch, its values give the advantages (gae.py). In each step it is trained on the step's tokens, with its
 own optimizer, before the policy's update. A checkpoint has the critic's weights and optimizer state as additional
@@ -29,7 +29,10 @@ PARTS = {"model": "critic", "optimizer": "critic_optimizer"}  # of a checkpoint,
 
 
 def critic_config(config: RunConfig) -> RunConfig:
-    """Return the configuration of the critic: of the model in rl.critic, by default of the policy's initial weights."""
+    """Return the critic's configuration, for the model in rl.critic.
+
+    Without rl.critic, the critic starts from the policy's initial weights.
+    """
     path = config.rl.critic or config.model.init_from
     if path is not None:
         return frozen_config(config, path, "rl.critic", is_critic=True)
@@ -56,7 +59,7 @@ class Critic:
         return [[next(batches) for _ in step] for step in steps]
 
     def train_step(self, micro_batches: Sequence[RolloutBatch]) -> Callable[[], dict[str, Any]]:
-        """Update the critic on a step's micro-batches, and return a function that reads its metrics."""
+        """Update the critic on a step's micro-batches. Returns a function that returns the step's metrics."""
         run, updates = self._run, self._updates
         loss = self.model.backward(
             without_routes(micro_batches), self._loss, loss_scale=updates.loss_scale.scale
@@ -73,7 +76,9 @@ class Critic:
         }
 
     def parts(self) -> dict[str, Mapping[str, LocalShard]]:
-        """Return the shards of weights and optimizer state, by part of a checkpoint."""
+        """Return this rank's shards of weights and optimizer state, keyed by checkpoint part (critic,
+        critic_optimizer).
+        """
         optimizer = self._updates.optimizer if self._run.config.checkpoint.save_optim else None
         shards = state_shards(self.model.chunks, optimizer, vocabulary_rows(self.config))
         return {PARTS[part]: shards[part] for part in shards}
@@ -87,7 +92,7 @@ class Critic:
 
 
 class CriticRolloutData(RolloutData):
-    """Rollout data whose advantages come from a critic."""
+    """Rollout data with advantages computed by a critic."""
 
     def __init__(self, run: Run, source: RolloutSource, reference: LogProbs | None, critic: Critic):
         super().__init__(run, source, reference)

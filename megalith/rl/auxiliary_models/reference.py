@@ -1,4 +1,4 @@
-"""The reference policy: the run's initial weights, which the policy is kept close to.
+"""The reference policy: a frozen copy of the run's initial weights, used for the KL term.
 
 With LoRA it is the model without its adapters, and with the base's values in the modules of `lora.modules_to_save`.
 Otherwise it is a second model in the run's layout, sharded like the policy, whose weights are loaded at the first use.
@@ -64,7 +64,7 @@ def adapter_free_logprobs(run: Run, temperature: float, vocab_size: int | None) 
 
 
 def load_initial_model(run: Run) -> ParallelModel:
-    """Return a model in the run's layout with the run's initial weights."""
+    """Load a second model with the run's initial weights, in the run's layout."""
     config, model = run.config, build_model(run.config, run.mesh, run.device)
     if config.model.init_from is not None:
         rows = vocabulary_rows(config)
@@ -77,7 +77,7 @@ def load_initial_model(run: Run) -> ParallelModel:
 
 @contextmanager
 def without_adapters(run: Run) -> Iterator[ParallelModel]:
-    """Switch the adapters of the run's model off within the context. Every rank enters it.
+    """Return a context manager that switches the adapters of the run's model off. Every rank enters it.
 
     Meanwhile the modules in `lora.modules_to_save` have the base model's values. Each rank reads its shards of these
     values at the first use and keeps a copy.
@@ -97,8 +97,9 @@ def without_adapters(run: Run) -> Iterator[ParallelModel]:
 
 
 def _swap_in_base_values(run: Run) -> dict[str, Tensor]:
-    """Give the modules in `lora.modules_to_save` the base model's values. Return copies of this rank's
-    previous shards.
+    """Load the base model's values into the modules of `lora.modules_to_save`.
+
+    Returns copies of this rank's previous shards.
     """
     model, config = run.model, run.config
     saved = saved_names_of(model.chunks)
@@ -135,7 +136,7 @@ def _swap_in_values(model: ParallelModel, values: Mapping[str, Tensor]) -> None:
 
 
 class StepData(Data):
-    """Data whose micro-batches get outputs of another model.
+    """Data that adds another model's outputs to each micro-batch.
 
     The outputs are computed for all micro-batches of a step at once, to reduce pipeline bubbles.
     """

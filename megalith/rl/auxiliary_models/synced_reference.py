@@ -1,4 +1,4 @@
-"""A reference model that follows the policy (TR-DPO, Gorbatovski et al. 2024).
+"""A reference model that is periodically updated from the policy (TR-DPO, Gorbatovski et al. 2024).
 
 Every `ref_model_sync_steps` steps, each rank updates its shards of the reference, which has the policy's layout:
 
@@ -30,7 +30,7 @@ PART = "reference"  # of a checkpoint
 
 
 class SyncedReference:
-    """The reference model of a run with `sync_ref_model`. Built at its first use."""
+    """The reference model of a run with `sync_ref_model`. It is built at its first use."""
 
     def __init__(self, run: Run, settings: ReferenceSync, temperature: float, vocab_size: int | None):
         self._run, self._settings = run, settings
@@ -38,7 +38,7 @@ class SyncedReference:
 
     @cached_property
     def model(self) -> ParallelModel:
-        """The reference model, at first with the run's initial weights. Every rank calls it."""
+        """The reference model. It starts with the run's initial weights. Every rank accesses it."""
         return load_initial_model(self._run)
 
     def __call__(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -57,13 +57,13 @@ class SyncedReference:
             weight.mul_(1 - alpha).add_(policy[name], alpha=alpha)
 
     def parts(self) -> dict[str, Mapping[str, LocalShard]]:
-        """Return the shards of the weights, as a part of a checkpoint."""
+        """Return this rank's weight shards, to be saved in the checkpoint."""
         reshard_parameters(self.model.chunks)
         shards = state_shards(self.model.chunks, None, vocabulary_rows(self._run.config))
         return {PART: shards["model"]}
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Restore the weights. Without them in the checkpoint, the reference has the run's initial weights."""
+        """Restore the weights. If the checkpoint has none, the reference keeps the run's initial weights."""
         if PART in checkpoint.manifest.tensors:
             rows = vocabulary_rows(self._run.config)
             reshard_parameters(self.model.chunks)
@@ -71,7 +71,7 @@ class SyncedReference:
 
 
 class ReferenceTask(Task):
-    """A task with a reference model, which `open_reference` opens."""
+    """A task that compares the policy with a reference model. `open_reference` opens it."""
 
     synced: SyncedReference | None = None
 

@@ -1,4 +1,4 @@
-"""Rollout engines: Megalith's own, vLLM and SGLang, and the transfer of weights to them (docs/engines.md)."""
+"""Rollout engines (Megalith's own, vLLM and SGLang), and the weight transfer to them (docs/engines.md)."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
 def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
-    """Return the engine that `rl.engine` selects. No request is sent yet."""
+    """Return the engine that `rl.engine` selects. This sends no request."""
     rl = run.config.rl
     if rl.engine == "own":
         return OwnEngine(run, prompts)
@@ -24,7 +24,7 @@ def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
 
 
 def student_servers(run: Run) -> ServerEngine:
-    """Return the engine behind the servers that `distill.engine_url` names. No request is sent yet."""
+    """Return an engine that uses the servers in `distill.engine_url`. This sends no request."""
     distill = run.config.distill
     servers = [SERVERS[distill.engine](url) for url in distill.engine_urls]
     return ServerEngine(run, servers, distill)

@@ -1,4 +1,4 @@
-"""vLLM in the trainer's processes, on devices that both use in turn (rl.engine vllm without rl.engine_url).
+"""vLLM in the trainer's processes, sharing its devices (rl.engine vllm without rl.engine_url).
 
 Every rank creates an LLM. The ranks of a tensor-parallel axis form one engine: vLLM's external launcher numbers
 workers by the job's ranks, and the tensor-parallel axis is the fastest-varying one in both. The engine sleeps during
@@ -40,7 +40,7 @@ FINISH_REASONS = ("stop", "length")
 
 
 def imported_vllm() -> ModuleType:
-    """Import vLLM. Raise ConfigError if it is not installed."""
+    """Import and return vLLM. Raise ConfigError if it is not installed."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
         "0"  # read during the import: run the engine in this process
     )
@@ -56,7 +56,7 @@ def imported_vllm() -> ModuleType:
 
 
 class ColocatedVllm:
-    """The engine of a run that samples in the trainer's processes."""
+    """RolloutEngine that runs vLLM inside the trainer's processes."""
 
     shared = False
 
@@ -206,7 +206,7 @@ class ColocatedVllm:
         return None
 
     def memory(self) -> int:
-        """Return the bytes that vLLM may use: its fraction of the device's memory."""
+        """Return the number of bytes that vLLM may use: its fraction of the device memory."""
         if self._run.device.type != "cuda":
             return 0
         total = torch.cuda.get_device_properties(self._run.device).total_memory

@@ -1,4 +1,4 @@
-"""Concurrent calls of functions that mostly wait, such as HTTP requests."""
+"""Runs functions concurrently that spend most of their time waiting, such as HTTP requests."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Deadline:
-    """A point in time. `setting` names the setting that determines it, for errors."""
+    """A point in time after which requests fail. `setting` names the config key of the time limit; errors quote it."""
 
     def __init__(self, seconds: float, setting: str):
         self.seconds, self.setting = seconds, setting

@@ -1,4 +1,4 @@
-"""The interface of a server that samples: its requests and the steps of a weight update."""
+"""The interface of generation servers: requests, and the steps of a weight update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megalith.rl.engines.weight_stream import WeightBucket
 
 
 class EngineServer(ABC):
-    """A server and its protocol. All methods raise TrainingError on failure."""
+    """Client of one generation server, for its protocol. All methods raise TrainingError on failure."""
 
     name: str
     health_path = "/health"
@@ -33,8 +33,9 @@ class EngineServer(ABC):
 
     @abstractmethod
     def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
-        """Inspect a running server and return its properties as JSON values: `workers`, and those that other methods
-        need.
+        """Query a running server.
+
+        Returns its properties as JSON values: `workers`, and properties that other methods need.
 
         Raises:
             TrainingError: if the server returns log-probabilities from before the temperature is applied, or does not
@@ -54,14 +55,14 @@ class EngineServer(ABC):
 
     @abstractmethod
     def weight_version(self, deadline: Deadline) -> str | None:
-        """Return the server's version of its current weights; None if it reports none."""
+        """Return the version of the server's current weights, or None if the server does not report it."""
 
     @abstractmethod
     def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
         """Return an object to pass to `join`, and a function that creates rank 0's side of the group."""
 
     def group_name(self) -> str:
-        """Return a new name for a group. A server may still have an earlier group under the old name."""
+        """Return a new process group name. A server may still have an earlier group under the old name."""
         return f"megalith_{secrets.token_hex(4)}"
 
     @abstractmethod
@@ -70,10 +71,10 @@ class EngineServer(ABC):
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> None:
-        """Pause generation and prepare for buckets."""
+        """Pause generation and prepare the server for weight buckets."""
 
     def open_memory(self, deadline: Deadline) -> None:
-        """Have the workers accept tensors by memory handles. Raise ConfigError if they cannot."""
+        """Prepare the workers to open tensors by memory handles. Raise ConfigError if they cannot."""
         raise ConfigError(
             f"rl.weight_sync_method is ipc, which {self.name} does not support; choose nccl, gloo or checkpoint"
         )
@@ -82,15 +83,17 @@ class EngineServer(ABC):
     def receive(
         self, bucket: WeightBucket, version: int, deadline: Deadline, handles: str | None = None
     ) -> None:
-        """Have the workers take a bucket, by broadcast or from `handles`. Return when they have it."""
+        """Have the workers receive a weight bucket, by broadcast or from `handles`. Returns after they have copied
+        it.
+        """
 
     @abstractmethod
     def finish(self, version: int, deadline: Deadline) -> None:
-        """End the update: drop caches computed with older weights, and resume."""
+        """Finish the update: drop caches computed with older weights and resume generation."""
 
     @abstractmethod
     def load_folder(self, path: Path, version: int, deadline: Deadline) -> None:
-        """Have the server read the weights of a folder, between pausing and resuming."""
+        """Pause generation, have the server load the weights in a folder, and resume."""
 
     @abstractmethod
     def load_adapter(self, path: Path, name: str, deadline: Deadline) -> None:
@@ -101,4 +104,4 @@ class EngineServer(ABC):
 
     @abstractmethod
     def give_up(self, deadline: Deadline) -> None:
-        """Restore a usable state after a failure."""
+        """Return the server to a usable state after a failed update."""

@@ -30,11 +30,14 @@ NOT_UP = (
 
 
 class ServerLost(TrainingError):
-    """A server has died, is not up, or was restarted. The run can continue once it is up and has the weights again."""
+    """Raised if a server has crashed, restarted or is not up.
+
+    The run can continue once it is up and has the weights again.
+    """
 
 
 class RequestRefused(TrainingError):
-    """The server answered with an error. `status` is the HTTP status."""
+    """Raised if the server answers with an error. `status` is the HTTP status."""
 
     def __init__(self, *sentences: str, status: int = 0):
         super().__init__(*sentences)
@@ -47,8 +50,9 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class JsonServer:
-    """An HTTP server at `url`. Errors mention the program, `name`, and the setting that has the server's address,
-    `setting`.
+    """Client of an HTTP server at `url`.
+
+    Errors quote the server program, `name`, and the config key of its address, `setting`.
     """
 
     def __init__(self, url: str, name: str, setting: str = "rl.engine_url"):
@@ -64,7 +68,7 @@ class JsonServer:
         return self._request("GET", path, None, deadline)
 
     def post(self, path: str, body: Any, deadline: Deadline, completion_bytes: int = 0) -> Any:
-        """Post `body` as JSON and return the response, which may contain `completion_bytes` bytes of completions."""
+        """Post `body` as JSON and return the response. `completion_bytes` is added to the maximum response size."""
         return self._request(
             "POST", path, json.dumps({} if body is None else body).encode(), deadline, completion_bytes
         )
@@ -103,8 +107,7 @@ class JsonServer:
     def _response(
         self, method: str, path: str, body: bytes | None, request: str, deadline: Deadline, max_bytes: int
     ) -> bytes:
-        """Return the response's bytes. A server that trickles bytes can exceed the socket's time-out; the caller's
-        thread ends it."""
+        """Return the response's bytes. The socket time-out does not bound a slow response; the caller's thread does."""
         http_request = urllib.request.Request(self.url + path, body, method=method)
         http_request.add_header("Content-Type", "application/json")
         try:

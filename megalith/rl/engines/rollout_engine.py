@@ -47,7 +47,7 @@ class RolloutEngine(Protocol):
         num_generations: int = 1,
         max_new_tokens: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Return `num_generations` completions per prompt, ordered by prompt, then generation.
+        """Return `num_generations` completions per prompt, ordered by prompt and then by generation.
 
         Args:
             prompts: token ids of each prompt. Ranks along tensor parallelism pass the same prompts; a shared engine
@@ -59,21 +59,26 @@ class RolloutEngine(Protocol):
         """
 
     def update(self, version: int) -> SyncReport:
-        """Take the policy's current weights of step `version`. Every rank calls it, and all raise if it fails."""
+        """Load the policy's weights of step `version` into the engine. Every rank calls it, and all raise if it
+        fails.
+        """
 
     def weights_to_compare(self) -> WeightPair | None:
-        """Return the tensors of this engine and of a newly built engine, to find differences; None if they are not
-        accessible.
+        """Return this engine's tensors and those of a newly built engine, to locate differences.
+
+        None if they are inaccessible.
         """
 
     def memory(self) -> int:
-        """Return the bytes that the engine uses on this rank's device."""
+        """Return the number of bytes that the engine uses on this rank's device."""
 
     def take_prefill_tokens(self) -> tuple[int, int] | None:
-        """Return how many prompt tokens were prefilled and how many were reused since the last call. None: unknown."""
+        """Return the numbers of prefilled and of reused prompt tokens since the last call, or None if they are
+        unknown.
+        """
 
     def release(self) -> None:
-        """Free memory that is only needed while generating."""
+        """Free memory that is needed only during generation."""
 
     def close(self) -> None:
         """Shut down. Called once, also after an error."""
@@ -137,7 +142,7 @@ def _is_logprob_or_nan(value: Any) -> bool:
 
 
 def request_seed(seed: int, key: int) -> int:
-    """Return a 31-bit seed for the request of the prompt with this key."""
+    """Return the 31-bit seed of the request that samples for the prompt with sampling key `key`."""
     digest = hashlib.blake2b(f"{seed} {key}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -145,16 +150,16 @@ def request_seed(seed: int, key: int) -> int:
 def request_samplings(
     sampling: Sampling, prompts: int, max_new_tokens: Sequence[int] | None
 ) -> list[Sampling]:
-    """Return the sampling parameters of each prompt's request, with the prompt's own limit if `max_new_tokens` is
-    given.
-    """
+    """Return the sampling parameters of each prompt's request. `max_new_tokens` replaces the limit per prompt."""
     if max_new_tokens is None:
         return [sampling] * prompts
     return [replace(sampling, max_new_tokens=limit) for limit in max_new_tokens]
 
 
 def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:
-    """Return the rows of a replica's engine, and the tokens per row: a multiple of 16, or the run's maximum."""
+    """Return the number of cache rows of a replica's engine, and the tokens per row: a multiple of 16, or the run's
+    maximum.
+    """
     rl = config.rl
     groups = config.train.global_batch_size * rl.mini_batches // rl.num_generations
     rows = -(-groups // replicas) * rl.num_generations
@@ -165,7 +170,7 @@ def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) ->
 
 
 def run_sampling(run: Run, max_new_tokens: int) -> Sampling:
-    """Return the run's sampling parameters with this number of tokens."""
+    """Return the run's sampling parameters with this maximum number of new tokens."""
     tokenizer = run.tokenizer
     return Sampling(
         max_new_tokens=max_new_tokens,
@@ -178,8 +183,10 @@ def run_sampling(run: Run, max_new_tokens: int) -> Sampling:
 
 
 class OwnEngine:
-    """Megalith's engine (generation/engine.py) on the trainer's devices. Ranks along tensor parallelism generate
-    together."""
+    """Megalith's engine (generation/engine.py) on the trainer's devices.
+
+    The ranks of a tensor-parallel group generate together.
+    """
 
     shared = False
 
@@ -222,7 +229,7 @@ class OwnEngine:
         return tuple({name: shard.values for name, shard in engine.shards.items()} for engine in engines)
 
     def take_draft_metrics(self) -> DraftMetrics:
-        """Return the counts of speculative decoding since the last call; zeros if it is off."""
+        """Return and clear the counts of speculative decoding; zeros if it is off."""
         return self._engine.take_draft_metrics() or DraftMetrics(0, 0, 0)
 
     def memory(self) -> int:

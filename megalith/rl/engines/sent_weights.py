@@ -18,7 +18,7 @@ from megalith.rl.engines.weight_stream import WeightBucket, unit_of
 
 
 class SentWeights:
-    """Copies of the tensors of the last update, on rank 0."""
+    """Copies, on rank 0, of the tensors that the last update sent."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
@@ -26,7 +26,10 @@ class SentWeights:
         """The unit of the last update with the fewest bytes."""
 
     def forget(self) -> None:
-        """Send everything next time: a server was restarted, or an update failed."""
+        """Discard the copies, so that the next update sends everything.
+
+        For use after a server restart or a failed update.
+        """
         self._copies.clear()
 
     def changed(self, bucket: WeightBucket) -> WeightBucket:
@@ -49,7 +52,7 @@ class SentWeights:
         return WeightBucket(groups, bucket.dtype, kept)
 
     def _take_note(self, name: str, tensor: Tensor) -> bool:
-        """Update the copy of a tensor. Return True if its bits have changed."""
+        """Replace the copy of a tensor. Returns True if its bits have changed."""
         copy, current = self._copies.get(name), tensor.cpu()
         if copy is not None and copy.shape == current.shape and torch.equal(_bytes(copy), _bytes(current)):
             return False

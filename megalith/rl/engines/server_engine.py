@@ -1,5 +1,4 @@
-"""Engine that runs on one or several servers. Requests return completions; weights are sent by a broadcast group, a
-folder or memory handles.
+"""Engine that runs on one or several servers. Weights are sent by broadcast, through a folder or by memory handles.
 
 Each rank that scores completions sends its share of the prompts to the servers in turn, one request per prompt. Rank 0
 sends the weights (weight_transfers.py), and every rank raises rank 0's errors. The steps of an update are
@@ -57,14 +56,14 @@ MAX_UPDATE_ATTEMPTS = 3
 
 
 class ServerEngine:
-    """The engine of a run whose completions come from servers."""
+    """RolloutEngine that requests completions from one or several servers."""
 
     shared = True
 
     def __init__(
         self, run: Run, servers: Sequence[EngineServer], settings: RlConfig | DistillConfig | None = None
     ):
-        """Check the settings. `settings` defaults to section `rl`. No request is sent yet."""
+        """Check the settings, which come from section `rl` by default. This sends no request."""
         self.settings = run.config.rl if settings is None else settings
         self._run, self._world = run, run.mesh.world
         self.version = -1
@@ -141,7 +140,7 @@ class ServerEngine:
         key: int,
         deadline: Deadline,
     ) -> list[Completion]:
-        """Return `count` completions of a prompt, which errors name by its number."""
+        """Return `count` completions of a prompt. Errors quote the prompt's number."""
         with _detect_loss(server):
             answers = server.complete(prompt, sampling, count, request_seed(sampling.seed, key), deadline)
         if len(answers) != count:
@@ -154,13 +153,13 @@ class ServerEngine:
         ]
 
     def sample(self, prompt: Sequence[int], sampling: Sampling, *, key: int, number: int) -> Completion:
-        """Return one completion; request `number` selects the server in turn. Raises as `generate` does."""
+        """Return one completion. The request's `number` selects the server, round-robin. Raises like `generate`."""
         deadline = Deadline(self.settings.generation_timeout, self._name("generation_timeout"))
         server = self.servers[(self._world.rank // self._run.mesh.tp.size + number) % len(self.servers)]
         return self._request(server, number, prompt, sampling, 1, key, deadline)[0]
 
     def live_engine(self, sampling: Sampling) -> ServerRequests:
-        """Return an object that takes requests at any time, for this rank."""
+        """Return this rank's request queue, which accepts requests at any time."""
         config = self._run.config
         return ServerRequests(self, sampling, config.model, max_sequence_tokens(config))
 
@@ -226,7 +225,7 @@ class ServerEngine:
         return SyncReport(sent, time.perf_counter() - start, 0, sent)
 
     def _send(self, version: int, deadline: Deadline) -> int:
-        """Send all buckets and return their bytes. Raise ServerLost on every rank if another attempt may succeed."""
+        """Send all weight buckets. Returns the bytes sent. Raises ServerLost on every rank if a retry may succeed."""
         if self.settings.weight_sync_method == "lora" and self._sends_adapters():
             return self._send_adapters(version, deadline)
         transfer_class = {"checkpoint": FolderTransfer, "lora": FolderTransfer, "ipc": HandleTransfer}.get(
@@ -286,7 +285,7 @@ class ServerEngine:
         return sent
 
     def _sent_unit(self, transfer: GroupTransfer, sent: int) -> int:
-        """Send the smallest unit if no other unit was sent (`sent` is 0), and return its bytes; otherwise return 0."""
+        """Send the smallest unit if no unit was sent (`sent` is 0). Returns the bytes sent."""
         unit, self._sent.smallest = self._sent.smallest, None
         if sent:
             return 0
@@ -296,7 +295,7 @@ class ServerEngine:
     def _on_rank_0(
         self, act: Callable[[], Any], can_retry: Callable[[Exception], bool] = lambda error: False
     ) -> Any:
-        """Call `act` on rank 0 and return its result, a JSON value, on every rank.
+        """Call `act` on rank 0 and return its result on every rank. The result must be a JSON value.
 
         An error is raised on every rank: as ServerLost if `can_retry`, else as TrainingError.
         """
@@ -312,7 +311,7 @@ class ServerEngine:
         return result[0]
 
     def _check_servers(self, deadline: Deadline) -> list[dict[str, Any]]:
-        """Wait until all servers are up, detect restarts, and return their facts."""
+        """Wait until all servers are up and detect restarts. Returns the properties of each server."""
         for server in self.servers:
             server.http.wait_until_up(deadline, server.health_path)
             if server.facts and server.weight_version(deadline) not in (None, str(self.version)):
@@ -339,7 +338,9 @@ class ServerEngine:
         return self._group
 
     def forget(self) -> None:
-        """Abandon the group, which is unusable after a failed broadcast, and the servers' facts and weights."""
+        """Discard the group, which a failed broadcast leaves unusable, and the cached properties and weights of the
+        servers.
+        """
         if self._group is not None:
             InThread(self._group.abort).wait(CLEANUP_SECONDS)
         self._group = None
@@ -368,7 +369,7 @@ class ServerEngine:
 
 @contextmanager
 def _detect_loss(server: EngineServer) -> Iterator[None]:
-    """Turn a server's refusal into ServerLost if the server has ended since: vLLM answers 500 when its engine dies."""
+    """Convert a refused request to ServerLost if the server has exited since. vLLM answers 500 when its engine dies."""
     try:
         yield
     except RequestRefused as error:

@@ -1,4 +1,4 @@
-"""Requests to an engine's servers at any time, with the interface of generation/live_engine.py.
+"""A request queue for an engine's servers, with the interface of generation/live_engine.py.
 
      submit (any thread) ─▶ queue ─▶ worker threads, one request each ─▶ servers ─▶ callback with the whole completion
 
@@ -78,18 +78,18 @@ class ServerRequests:
         return request_ids
 
     def cancel(self, number: int) -> None:
-        """Drop the result of a request. The server may complete it nevertheless."""
+        """Discard the result of a request. The server may still complete it."""
         with self._changed:
             self._tickets.pop(number, None)
 
     def close(self) -> None:
-        """Let `run` return. Open requests end with the reason "closed"."""
+        """Make `run` return. Pending requests end with the reason "closed"."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def run(self) -> None:
-        """Wait for `close`.
+        """Process requests until `close` is called.
 
         Raises:
             ServerLost: if the requests can be repeated after another update of the weights.

@@ -1,4 +1,4 @@
-"""SGLang's server: its /generate endpoint with token ids, and its endpoints for weights.
+"""Client of SGLang's server: its /generate endpoint with token ids, and its weight update endpoints.
 
 The server computes log-probabilities after the temperature and before top-p, unless it was started with
 SGLANG_RETURN_ORIGINAL_LOGPROB. The canary detects that case. Each completion carries the version of the weights that
@@ -40,7 +40,7 @@ class SglangServer(EngineServer):
         return {"workers": sizes[0] * sizes[1] * sizes[2], "sizes": sizes}
 
     def _newest(self, paths: Sequence[str], deadline: Deadline) -> Any:
-        """Return the response of the first of these paths that the server has."""
+        """Request the paths in order until the server has one. Returns its response."""
         for number, path in enumerate(paths):
             try:
                 return self.http.get(path, deadline)

@@ -29,17 +29,17 @@ class BroadcastGroup(Protocol):
     """Interface of a group in which rank 0 broadcasts tensors."""
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcast the tensors in order and return when the workers have them."""
+        """Broadcast the tensors in order. Returns after the workers have received them."""
 
     def abort(self) -> None:
-        """End a broadcast in another thread. The group is unusable afterwards."""
+        """Abort a broadcast that runs in another thread. The group is unusable afterwards."""
 
 
 class Background:
-    """A collective that runs in its own thread. The caller does not hang if other processes never join it."""
+    """A collective in a thread of its own, so that the caller does not hang if other processes never join it."""
 
     def __init__(self, act: Callable[[], Any], description: str, device: torch.device):
-        """Start `act` in a thread. Its collectives run on `device`, on a stream of the thread's own."""
+        """Start `act` in a thread. Its collectives run on `device`, on a separate stream."""
 
         def on_device() -> Any:
             if device.type != "cuda":
@@ -51,7 +51,7 @@ class Background:
         self._description, self._thread = description, InThread(on_device)
 
     def result(self, deadline: Deadline) -> Any:
-        """Return the result. Raise TrainingError if the collective failed or the deadline passes."""
+        """Wait for the collective and return its result. Raise TrainingError if it failed or the deadline has passed."""
         if not self._thread.wait(deadline.left()):
             raise TrainingError(
                 f"{self._description} did not finish within {deadline.seconds:g} s ({deadline.setting}): a worker of "
@@ -67,7 +67,7 @@ class Background:
 
 
 class TorchGroup:
-    """A process group of torch over a store of its own, for SGLang.
+    """A torch process group with its own store, for SGLang.
 
     It is equivalent to a group that `init_process_group` creates with this name.
     """

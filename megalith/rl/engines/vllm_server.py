@@ -1,4 +1,4 @@
-"""vLLM's server: OpenAI's completions with token ids, and vLLM's weight transfer (vLLM 0.21 and newer).
+"""Client of vLLM's server: OpenAI's completions with token ids, and vLLM's weight transfer (vLLM 0.21 and newer).
 
 Start it as in docs/engines.md: VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, and --weight-transfer-config
 for a group. The flag for packed tensors is a field of the update request up to 0.27, and of the group request from 0.28
@@ -61,7 +61,7 @@ class VllmServer(EngineServer):
         return True
 
     def _server_info(self, deadline: Deadline) -> Any:
-        """Return the server's settings; None if the request fails, as it does on some machines.
+        """Return the server's settings, or None if the request fails.
 
         The canary then shows whether log-probabilities are processed.
         """
@@ -73,7 +73,7 @@ class VllmServer(EngineServer):
             return None
 
     def _require_backend(self, info: Any, method: str) -> None:
-        """Raise TrainingError if the weight transfer backend in the server settings `info` is not `method`.
+        """Raise TrainingError unless the weight transfer backend in the server's settings `info` is `method`.
 
         Any backend supports `checkpoint` and `lora`. Settings without a backend are accepted for nccl and ipc, which
         are part of vLLM; plugins register other backends.
@@ -94,7 +94,7 @@ class VllmServer(EngineServer):
         )
 
     def _request_dev_mode(self, method: str, path: str, body: Any, deadline: Deadline) -> Any:
-        """Send a request that vLLM accepts only in development mode."""
+        """Send a request to an endpoint that vLLM serves only in development mode."""
         try:
             return self.http.get(path, deadline) if method == "GET" else self.http.post(path, body, deadline)
         except RequestRefused as error:
@@ -236,7 +236,7 @@ class VllmServer(EngineServer):
 
 
 def at_path(value: Any, *path: str | int) -> Any:
-    """Return the value at a path in JSON; None if there is none."""
+    """Return the value at a path in a JSON value, or None if the path does not exist."""
     for key in path:
         try:
             value = value[key]

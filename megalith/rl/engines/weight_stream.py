@@ -1,4 +1,4 @@
-"""The policy's weights under their Hugging Face names, in buckets, gathered from the shards of all ranks.
+"""Gathers the policy's weight shards from all ranks, in buckets, under Hugging Face names.
 
 Rank 0 gathers one tensor at a time, merges its adapters, splits it into Hugging Face's tensors and converts it to the
 run's compute dtype, as `megalith export-hf` does. Rank 0 needs memory for a bucket and one full tensor, never for the
@@ -115,7 +115,7 @@ class WeightStream:
     def _merged(
         self, name: str, tensors: Mapping[str, GlobalTensor], device: torch.device | str
     ) -> Tensor | None:
-        """Return a full tensor on rank 0 with its adapters merged; None on other ranks."""
+        """Gather a tensor on rank 0 and merge its adapters. Returns None on the other ranks."""
         tensor = tensors[name].gather(device)
         if name not in self._adapters:
             return tensor
@@ -130,7 +130,7 @@ class WeightStream:
 
     @property
     def lora_obstacle(self) -> str | None:
-        """Return why servers cannot load the run's adapters onto their own base model; None if they can."""
+        """Return the reason why servers cannot load the run's adapters onto their base model. None if they can."""
         lora = self._lora
         if lora.use_dora:
             return "lora.use_dora changes the base too"
@@ -149,7 +149,7 @@ class WeightStream:
 
     @torch.no_grad()
     def write_adapters(self, folder: Path) -> int:
-        """Write the adapters in PEFT's format, in the run's compute dtype, on rank 0. Every rank calls it.
+        """Write the adapters in PEFT's format and the run's compute dtype. Rank 0 writes; every rank calls it.
 
         Returns:
             Bytes of the adapters on rank 0, 0 on other ranks.
@@ -175,8 +175,9 @@ class WeightStream:
         return [tensors[name].contiguous() for name in group.sources]
 
     def folder(self, path: str | Path) -> FolderWriter:
-        """Return a writer of a folder with the weights for an engine to load. It replaces an existing folder. For rank
-        0.
+        """Return a writer for a folder of weights that an engine can load.
+
+        It replaces an existing folder. Only rank 0 calls it.
         """
         sources = ((name, shape) for group in self._groups for name, shape in group.sources.items())
         return FolderWriter(path, {name: (self.dtype, shape) for name, shape in sources}, replace=True)
@@ -191,7 +192,7 @@ class WeightStream:
 
 
 def unit_of(group: Group) -> str:
-    """Return the name of the part of a layer that a tensor belongs to, such as layers.3.mlp."""
+    """Return the module of a layer that a tensor belongs to, such as layers.3.mlp."""
     return ".".join(group.name.split(".")[:3])
 
 

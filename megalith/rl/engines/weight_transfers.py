@@ -27,7 +27,7 @@ CLEANUP_SECONDS = 5.0  # per request after a failure
 
 
 class GroupTransfer:
-    """An update by broadcast, as rank 0 performs it. `device` is the device of the sent tensors."""
+    """Weight update by broadcast, as rank 0 runs it. The tensors are on `device`."""
 
     def __init__(self, engine: ServerEngine, version: int, deadline: Deadline):
         self._engine, self._version, self._deadline = engine, version, deadline
@@ -59,7 +59,7 @@ class GroupTransfer:
 
 
 class HandleTransfer(GroupTransfer):
-    """An update through memory of rank 0's GPU, which the servers' workers on the same GPU open and copy from."""
+    """Weight update through memory of rank 0's GPU. Workers on the same GPU open the memory and copy from it."""
 
     def begin(self) -> None:
         for server in self._engine.servers:
@@ -81,7 +81,7 @@ class HandleTransfer(GroupTransfer):
 
 
 class FolderTransfer:
-    """An update through the folder OUTPUT/engine_weights, to which the trainer writes and which the servers read."""
+    """Weight update through the folder OUTPUT/engine_weights. The trainer writes it, and the servers load it."""
 
     device = torch.device("cpu")
 

@@ -1,1 +1,1 @@
-"""Environments by name (`rl.environment`), one file each, listed in config/extensions.py."""
+"""Built-in values of `rl.environment`, one file each, listed in config/extensions.py."""

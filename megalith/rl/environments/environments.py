@@ -1,4 +1,4 @@
-"""Environments: objects with state in which the policy acts, one instance per completion.
+"""Environments: stateful objects in which the policy acts, one instance per completion.
 
 | protocol | methods |
 |---|---|
@@ -58,7 +58,7 @@ class EnvironmentKind:
             self._inspect()
 
     def _inspect(self) -> None:
-        """Find the protocol: from the class itself, without an instance, or by calling any other factory once."""
+        """Determine the protocol from the class, without creating an instance, or by calling any other factory once."""
         example = None if inspect.isclass(self.factory) else self.factory()
         kind = self.factory if example is None else type(example)
         self.name = kind.__name__
@@ -84,7 +84,7 @@ class EnvironmentKind:
 
 
 class EnvironmentHost:
-    """An instance of an environment in its process. Jobs and results are JSON values.
+    """Runs one environment in a worker process. Jobs and results are JSON values.
 
     | job | result |
     |---|---|

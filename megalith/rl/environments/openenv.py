@@ -1,4 +1,4 @@
-"""Environments that an OpenEnv server runs: `rl.environment: openenv:http://127.0.0.1:8000`.
+"""Environments on an OpenEnv server: `rl.environment: openenv:http://127.0.0.1:8000`.
 
 Each turn is an action with one text field, which the server's schema names. Observations are sent to the policy as
 text, or as JSON if they have several fields. A prompt's record may have a `seed`.
@@ -19,7 +19,7 @@ SECONDS = 30.0  # for the server's schema
 
 
 def make_environment(identity: str) -> Callable[[Mapping[str, Any]], OpenEnvSession]:
-    """Return a function that opens a session with the server at this address for a prompt's columns.
+    """Return a factory that opens a session on the server at this address, given a prompt's columns.
 
     Raises:
         ConfigError: if openenv-core is not installed, or the address is malformed.
@@ -42,7 +42,10 @@ def make_environment(identity: str) -> Callable[[Mapping[str, Any]], OpenEnvSess
 
 
 def text_field(url: str) -> str:
-    """Return the field of an action that takes a turn's text. Raise ValueError if the schema does not have just one."""
+    """Return the name of the action field that receives a turn's text.
+
+    Raise ValueError unless the schema has exactly one.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{url.rstrip('/')}/schema", timeout=SECONDS) as answer:
         schema = json.loads(answer.read(1 << 20))["action"]

@@ -15,7 +15,7 @@ from megalith.rl.agents.prompt_text import Message, with_text
 
 
 def make_environment(identity: str) -> Callable[[Mapping[str, Any]], ReasoningTask]:
-    """Return a function that makes the task of a prompt's columns.
+    """Return a factory that creates the task of a prompt from the prompt's columns.
 
     Raises:
         ConfigError: if reasoning-gym is not installed or has no such dataset.

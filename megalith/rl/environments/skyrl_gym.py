@@ -9,7 +9,7 @@ from megalith.errors import ConfigError
 
 
 def make_environment(identity: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Return a function that makes environments with this id from a prompt's columns (`extras` in SkyRL).
+    """Return a factory that creates environments with this id from a prompt's columns (`extras` in SkyRL).
 
     Raises:
         ConfigError: if skyrl-gym is not installed or has no such environment.

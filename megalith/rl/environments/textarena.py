@@ -1,4 +1,4 @@
-"""Games of TextArena for one player by name: `rl.environment: textarena:GuessTheNumber-v0`.
+"""Single-player games of TextArena by name: `rl.environment: textarena:GuessTheNumber-v0`.
 
 The game's first message is appended to the prompt. Each turn is a move, and the reward is the one that the game gives
 at its end. A prompt's record may have a `seed`.
@@ -16,7 +16,7 @@ GAME = "[GAME]"  # begins what the game says in an observation that is text
 
 
 def make_environment(identity: str) -> Callable[[Mapping[str, Any]], TextGame]:
-    """Return a function that makes games with this id from a prompt's columns.
+    """Return a factory that creates games with this id from a prompt's columns.
 
     Raises:
         ConfigError: if textarena is not installed or has no such game.

@@ -1,4 +1,4 @@
-"""Arguments of TRL's classes that have no effect or are not supported, for all trainers."""
+"""Checks, for all trainers, of TRL arguments that have no effect or are not supported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megalith.rl.from_trl.arguments import Arguments
 
 
 def unread_arguments(arguments: Arguments) -> dict[str, str]:
-    """Return the arguments that transformers ignores because of other arguments, with reasons."""
+    """Return the arguments that transformers ignores because of other arguments, each with the reason."""
     values = {name: value for name, value in arguments.values.items() if value is not None}
     reasons: dict[str, str] = {}
     if not values.get("load_best_model_at_end") and values.get("save_strategy") != "best":

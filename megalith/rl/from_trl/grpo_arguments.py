@@ -1,4 +1,4 @@
-"""Arguments of TRL's GRPOConfig and RLOOConfig: some set Megalith's settings, others have no effect.
+"""Tables of GRPOConfig and RLOOConfig arguments: those that set Megalith's settings, and those without effect.
 
 Any other argument that differs from its default raises an error. The tables are from TRL 1.16.0 and transformers
 5.24.0. With other versions, arguments are compared with the defaults of the installed class.

@@ -122,7 +122,7 @@ def _unread(arguments: Arguments) -> dict[str, str]:
 
 
 def _batch(values: dict[str, Any], prompts: int, world_size: int) -> Settings:
-    """Return the settings of batches and steps, and `epoch`: the optimizer steps per epoch."""
+    """Translate batch sizes and numbers of steps. Also returns `epoch`, the number of optimizer steps per epoch."""
     accumulation = values.get("gradient_accumulation_steps", 1)
     micro_batch = values["per_device_train_batch_size"] * world_size
     per_generation = _steps_per_generation(values, micro_batch, accumulation)
@@ -180,7 +180,7 @@ def _objective(values: dict[str, Any], arguments: Arguments) -> Settings:
 
 
 def _aggregation(values: dict[str, Any]) -> Settings:
-    """Return the estimator for TRL's order of summing several rewards and normalizing them."""
+    """Return the advantage estimator that sums and normalizes several rewards in TRL's order."""
     order = values.get("multi_objective_aggregation", "sum_then_normalize")
     if order == "normalize_then_sum":
         return {"rl.advantage_estimator": "gdpo"}
@@ -190,7 +190,9 @@ def _aggregation(values: dict[str, Any]) -> Settings:
 
 
 def _mismatch(values: dict[str, Any]) -> Settings:
-    """Return the unbounded mode if TRL's clip_max is None, which means no upper bound in all of TRL's modes."""
+    """Return Megalith's unbounded mode if TRL's clip_max is None, which removes the upper bound in all of TRL's
+    modes.
+    """
     mode, clip_min = (values.get(f"vllm_importance_sampling_{name}") for name in ("mode", "clip_min"))
     if "vllm_importance_sampling_clip_max" in values:
         return {}
@@ -201,7 +203,7 @@ def _mismatch(values: dict[str, Any]) -> Settings:
 
 
 def _generation(values: dict[str, Any]) -> Settings:
-    """Return the settings of generation_kwargs, which may have vLLM's or transformers' names."""
+    """Translate generation_kwargs, with vLLM's or transformers' names."""
     settings: Settings = {}
     arguments = values.get("generation_kwargs") or {}
     if not isinstance(arguments, Mapping):

@@ -172,7 +172,7 @@ def limit_to_positions(config: RunConfig) -> RunConfig:
 
 
 def check_weight_tying(peft_config: Mapping[str, Any] | object | None, config: RunConfig) -> None:
-    """Raise ConfigError if PEFT would train an embedding apart from the output matrix that it is tied to."""
+    """Raise ConfigError if PEFT would train an embedding separately from the output matrix that it is tied to."""
     if peft_config is None or read_arguments(peft_config).values.get("ensure_weight_tying"):
         return
     if trains_tied_embedding(config):

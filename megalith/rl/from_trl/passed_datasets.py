@@ -1,4 +1,4 @@
-"""Records of a dataset that a script passes to a trainer."""
+"""Converts the datasets that a script passes to a trainer."""
 
 from __future__ import annotations
 

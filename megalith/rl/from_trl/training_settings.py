@@ -1,4 +1,4 @@
-"""Translation of the arguments that all of TRL's trainers share, transformers' TrainingArguments, to settings."""
+"""Translates transformers' TrainingArguments, which all of TRL's trainers share, to settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reject(name: str, value: Any, reason: str) -> NoReturn:
 
 
 def intervals(values: dict[str, Any], steps: int, epoch: int) -> Settings:
-    """Return the intervals of logging, evaluation and checkpoints. A number below 1 is a fraction of all steps."""
+    """Translate the intervals of logging, evaluation and checkpoints. A number below 1 is a fraction of all steps."""
 
     def interval(kind: str, default: Any, never: int | None) -> int | None:
         strategy = values.get(f"{kind}_strategy", "steps" if kind != "eval" else "no")
@@ -63,7 +63,7 @@ def _steps(value: float | None, steps: int) -> int | None:
 
 
 def optimizer_settings(values: dict[str, Any], steps: int) -> Settings:
-    """Return the settings of optimizer and schedule, for a run of `steps` steps."""
+    """Translate the optimizer and schedule arguments, for a run of `steps` steps."""
     name, schedule = values.get("optim", "adamw_torch"), values.get("lr_scheduler_type", "linear")
     if name not in OPTIMIZERS:
         reject(
@@ -101,7 +101,7 @@ def _min_lr(values: dict[str, Any], schedule: str) -> Settings:
 
 
 def precision_settings(values: dict[str, Any], arguments: Arguments) -> Settings:
-    """Return the precision as settings; no settings for a dict without a precision."""
+    """Translate the precision. Returns no settings if a dict does not name a precision."""
     if values.get("bf16"):
         return {"train.precision": "bf16"}
     if values.get("fp16"):
@@ -110,7 +110,7 @@ def precision_settings(values: dict[str, Any], arguments: Arguments) -> Settings
 
 
 def other_settings(values: dict[str, Any], arguments: Arguments) -> Settings:
-    """Return the settings of device, dropout, checkpoints, model and trackers."""
+    """Translate the arguments of device, dropout, checkpoints, model and trackers."""
     settings: Settings = {}
     if "output_dir" in values:  # transformers expands ~
         settings["train.output_dir"] = os.path.expanduser(str(values["output_dir"]))
@@ -128,9 +128,7 @@ def other_settings(values: dict[str, Any], arguments: Arguments) -> Settings:
 
 
 def check_model_argument(name: str, key: str, value: Any) -> None:
-    """Raise ConfigError for entry `key` of the argument `name`, a dict for from_pretrained, if it would
-    change results.
-    """
+    """Raise ConfigError if entry `key` of the dict argument `name`, passed to from_pretrained, would change results."""
     if key not in MODEL_KWARGS and not (key in ("dtype", "torch_dtype") and str(value) in FP32):
         reject(f"{name}[{key!r}]", value, "weights are fp32, and the folder determines the model; omit it")
 

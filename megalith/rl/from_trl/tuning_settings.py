@@ -97,7 +97,7 @@ def no_effect_notes(method: str, args: Mapping[str, Any] | object | None) -> lis
 
 
 def _length(section: str, values: dict[str, Any], arguments: Arguments, epoch: int) -> Settings:
-    """Return the settings of the run's length and of the samples' maximum length."""
+    """Translate the length of the run and the maximum length of samples."""
     if arguments.values.get("max_length", values["max_length"]) is None:
         reject("max_length", None, "rows have a length; set it")
     # TRL's RewardTrainer drops long samples, KTOTrainer keeps their start.
@@ -127,9 +127,7 @@ def _objective(section: str, values: dict[str, Any]) -> Settings:
 
 
 def _distillation(values: dict[str, Any]) -> Settings:
-    """Return the settings of GKD's divergence. Its loss has temperature 1; the argument `temperature` applies to
-    sampling.
-    """
+    """Translate GKD's divergence. Its loss has temperature 1; the argument `temperature` applies to sampling."""
     beta = values["beta"]
     divergence = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "generalized_jsd")
     settings: Settings = {"distill.kd_ratio": 1.0, "distill.divergence": divergence}
@@ -166,7 +164,7 @@ def _unread(method: str, arguments: Arguments) -> dict[str, str]:
 
 
 def _supported(method: str, arguments: Arguments) -> set[str]:
-    """Return the names of the arguments that are settings, or have no effect."""
+    """Return the names of the arguments that are translated to settings or have no effect."""
     translated = GKD_TRANSLATED if method == "gkd" else set()
     return {
         *RENAMED,

@@ -101,7 +101,7 @@ class _TuningTrainer:
 
     @staticmethod
     def _record(record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a record in the form that the data reads."""
+        """Convert a record to the form that Megalith's dataset expects."""
         return record
 
     def train(self) -> TrainingResult:
@@ -116,7 +116,10 @@ class SFTTrainer(_TuningTrainer):
 
     @staticmethod
     def _record(record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a record of plain text as a completion without a prompt: TRL learns all of it, and an end."""
+        """Convert plain text to a completion without a prompt.
+
+        As in TRL, all tokens and an end-of-sequence token are trained.
+        """
         if "text" not in record or any(key in record for key in OTHER_FORMS):
             return record
         return {"prompt": "", "completion": record["text"]}
@@ -191,7 +194,7 @@ class GKDTrainer(_TuningTrainer):
 
     @staticmethod
     def _record(record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a record whose last message is the completion, as TRL's DataCollatorForChatML reads it."""
+        """Mark the last message of a record as its completion, like TRL's DataCollatorForChatML."""
         messages = record.get("messages")
         if not messages or "prompt" in record:
             return record
@@ -211,7 +214,7 @@ def _write_records(records: Iterable[Mapping[str, Any]], output: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Return the JSON form of a value of a dataset's column: of NumPy's, a time, or anything else by its name."""
+    """Return the JSON form of a dataset value: of NumPy's values and of times; of anything else its name."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return value.isoformat() if hasattr(value, "isoformat") else f"<{type(value).__name__}>"
