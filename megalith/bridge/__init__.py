@@ -1,2 +1,3 @@
-"""Import from and export to Hugging Face: a table per model family (`families/`), and the streaming converter that uses
-them."""
+"""Import from and export to Hugging Face: one table per model family (`families/`), and a streaming converter that
+uses them.
+"""

@@ -1,4 +1,4 @@
-"""A model family of transformers: its name, its tensors and its configuration, as two literal tables.
+"""A model family of transformers as two literal tables: its tensors and its configuration.
 
 The type tables below (`COUNTS`, `NUMBERS`, …) are checked before anything is computed from a config.json, because the
 file may be damaged or hostile.
@@ -250,7 +250,10 @@ class Family:
             raise as_config_error(error) from None
 
     def _without_aliases(self, hf_config: Mapping[str, Any]) -> Tree:
-        """Return a config.json with aliases replaced by the rows' names. Raises ConfigError if two spellings differ."""
+        """Return a config.json with aliases replaced by the names in the table.
+
+        Raises ConfigError if two spellings differ.
+        """
         named = {key: value for key, value in hf_config.items() if key not in self.aliases}
         for alias, key in self.aliases.items():
             if hf_config.get(alias) is None:
@@ -275,12 +278,12 @@ class Family:
 
     @property
     def roots_outside_prefix(self) -> set[str]:
-        """The first parts of names that do not begin with `prefix`: those of the head's tensors."""
+        """First name components of the tensors outside `prefix`, which belong to the head."""
         names = [self.tied, *(name for rule in self.tensors.values() for name in rule.names)]
         return {name.partition(".")[0] for name in names if not name.startswith(self.prefix)}
 
     def stored_as(self, shapes: Mapping[str, tuple[int, ...]]) -> Family:
-        """Return the family with the tables for files whose tensors have these shapes.
+        """Return the variant of the family whose tables fit checkpoints with these tensor shapes.
 
         Families override it if the order of dimensions differs among their files.
         """
@@ -298,9 +301,7 @@ class Family:
         return False
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
-        """Return the tensors of MTP layers that repeat tensors of the model: the repeated tensor by the name of its
-        copy.
-        """
+        """Return the duplicates among the tensors of MTP layers: copy's name → name of the model's tensor."""
         return {
             copy.format(layer=layer): original
             for layer in model.mtp_layers
@@ -352,7 +353,7 @@ def build_on_meta(model: ModelConfig, lora: LoraConfig | None = None) -> Transfo
 
 @dataclass(frozen=True)
 class Group:
-    """One Megalith tensor, without vocabulary padding, and the Hugging Face tensors from which it is assembled."""
+    """One Megalith tensor, without vocabulary padding, and the Hugging Face tensors that it is assembled from."""
 
     name: str
     shape: tuple[int, ...]
@@ -362,7 +363,7 @@ class Group:
 
     @property
     def experts(self) -> int | None:
-        """Return the number of experts if Hugging Face has one tensor per expert, else None."""
+        """Return the number of experts if Hugging Face stores one tensor per expert, otherwise None."""
         return self.shape[0] if "{expert}" in self.rule.names[0] else None
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -374,12 +375,12 @@ class Group:
 
     @cached_property
     def matrix_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor, or of one expert's part."""
+        """Shape of the tensor, or of one expert's slice."""
         return self.shape if self.experts is None and not self.rule.stacked else self.shape[1:]
 
     @cached_property
     def runs(self) -> list[RowRun]:
-        """Blocks of rows to copy to or from Hugging Face tensors, for the tensor or one expert's part."""
+        """Blocks of rows to copy to or from Hugging Face tensors, for the tensor or one expert's slice."""
         return self.rule.runs(self.model, self.matrix_shape[0])
 
     def names(self, expert: int | None = None) -> list[str]:

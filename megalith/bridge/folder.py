@@ -81,7 +81,7 @@ class SourceFolder:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of the weights according to config.json, or None."""
+        """Weight dtype according to config.json, or None if it names none."""
         name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "")
         return DTYPE_NAMES.get(name.removeprefix("torch."))
 
@@ -209,7 +209,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json; for a multimodal model, its language model's. Raises CheckpointError."""
+    """Return the config.json of a folder. For a multimodal model, return its language model's. Raises
+    CheckpointError.
+    """
     return language_config(read_json(folder / CONFIG))
 
 

@@ -134,8 +134,9 @@ def check_absent(out: Path | StorePath) -> None:
 
 
 def row_slices(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offset and shape of slices of whole rows that cover a tensor, each of at most `elements` elements or one
-    row.
+    """Yield offset and shape of slices of whole rows that cover a tensor.
+
+    A slice has at most `elements` elements, or one row.
     """
     width = math.prod(shape[1:])
     rows = max(1, elements // max(width, 1))

@@ -1,4 +1,4 @@
-"""First values of adapters that are factors of the adapted matrix: PiSSA, OLoRA and LoftQ.
+"""Adapter initializations that factor the adapted matrix: PiSSA, OLoRA and LoftQ.
 
 PiSSA (Meng et al. 2024) takes the largest singular values and their vectors, OLoRA (Büyükakyüz 2024) the first columns
 of a QR decomposition. For PiSSA, the scale times B · A is the best approximation of W of this rank. LoftQ (Li et al.
@@ -55,7 +55,7 @@ def decompose(method: str, weight: Tensor, rank: int, scaling: float, seed: int 
 def factors_of(
     lora: LoraConfig, name: str, adapter: LinearAdapter, weight: Tensor, seed: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the first A and B of each part of an adapter.
+    """Return the initial A and B of each sub-matrix that an adapter adapts.
 
     Args:
         lora: the method.
@@ -82,7 +82,7 @@ def loftq(
     weight: Tensor,
     quantized: Callable[[Tensor | None], Tensor],
 ) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    """Return A and B of each part after each iteration of LoftQ.
+    """Return A and B of each sub-matrix after each LoftQ iteration.
 
     Args:
         lora: the settings.

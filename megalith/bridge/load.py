@@ -261,7 +261,7 @@ def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str
 
 
 def tokenizer_folder(path: str) -> Path | None:
-    """Return the folder with the tokenizer.json of the weights that `model.init_from` names, or None."""
+    """Return the folder that contains tokenizer.json for the weights in `model.init_from`, or None if there is none."""
     if is_megatron_folder(path):
         return None
     folder = resolve_folder(path) if is_foreign_weights(path) else _checkpoint(path, ()).tokenizer_folder

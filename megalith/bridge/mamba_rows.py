@@ -1,4 +1,4 @@
-"""Rows of the tables for Mamba-2 mixers, which several families have under the same names."""
+"""Mapping rules for Mamba-2 mixers, shared by several families."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _xbc(model: ModelConfig, rows: int) -> list[RowRun]:
 
 
 def mamba_tensors(theirs: str, ours: str = "layers.{layer}.self_attention.") -> dict[str, Rule]:
-    """Return the rows of a Mamba-2 mixer whose Hugging Face names begin with `theirs`."""
+    """Return the mapping rules of a Mamba-2 mixer whose Hugging Face names begin with `theirs`."""
     return {
         f"{ours}linear_zxbcdt.weight": Rule((f"{theirs}in_proj.weight",), _zxbcdt),
         f"{ours}linear_zxbcdt.bias": Rule((f"{theirs}in_proj.bias",), _zxbcdt),
@@ -66,7 +66,7 @@ def _number(value: Any) -> float | None:
 
 
 class StepLimit:
-    """Config row for `time_step_limit`, the smallest and the largest step size; by default there are no limits."""
+    """Maps `time_step_limit`, the smallest and the largest step size. The default is no limits."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         limit = hf_config.get("time_step_limit")
@@ -89,8 +89,9 @@ class StepLimit:
 
 
 class MambaHeads:
-    """Config row for number and size of the heads, whose product is `mamba_expand` · hidden_size, or `width_key`'s
-    value.
+    """Maps `mamba_n_heads` and `mamba_d_head`.
+
+    Their product must be `mamba_expand` · hidden_size, or the value of `width_key`.
 
     Args:
         heads: number of heads if config.json omits it.
@@ -129,7 +130,7 @@ class MambaHeads:
 
 
 class ExpandedHeads:
-    """Check of `expand`: transformers computes the heads' width both from `expand` and from the heads."""
+    """Checks `expand`: transformers computes the width both from `expand` and from the heads."""
 
     def __init__(self, heads: str, size: str):
         self._heads, self._size = heads, size
@@ -153,7 +154,7 @@ class ExpandedHeads:
 
 
 class MixerLayers:
-    """Config row for `layer_types`, which gives each layer attention or the other mixer, `variant`.
+    """Maps `layer_types` to attention or to the other mixer, `variant`, per layer.
 
     Args:
         kind: the other mixer's name in the list.

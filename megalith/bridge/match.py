@@ -57,7 +57,7 @@ class Match:
     def read(
         self, group: Group, seed: int, offset: tuple | None = None, shape: tuple | None = None
     ) -> Tensor:
-        """Return a group's tensor, or a box of it, in float32; a missing source is initialized with `seed`."""
+        """Return a group's tensor, or a box of it, in float32. A missing source is initialized with `seed`."""
         if not set(self.missing) & set(group.sources):
             read = self.source.read_per_expert if group.rule.stacked else self.source.read
             return to_ours(group, read, offset, shape)
@@ -243,7 +243,7 @@ MTP_NAME = re.compile(r"(?:^|\.)mtp(?:_[a-z]+)?\.|^model\.layers\.(\d+)\.")
 
 
 def _warn_of_unread_mtp(source: SourceFolder, read: Collection[str], model: ModelConfig) -> None:
-    """Warn of tensors of multi-token prediction that no row reads."""
+    """Warn of multi-token prediction tensors that no mapping rule uses."""
     unread = [
         name
         for name in source.tensors

@@ -42,7 +42,7 @@ def _with_magnitude(scaling: RopeScaling) -> RopeScaling:
 
 
 def differences(model: ModelConfig, other: ModelConfig, ignore: Collection[str] = ()) -> list[str]:
-    """Return the settings that make two models differ in function, as text: `swiglu True, not False`."""
+    """Return the settings in which two models compute differently, as text such as `swiglu True, not False`."""
     return [f"{name} {one!r}, not {two!r}" for name, one, two in changed_settings(model, other, ignore)]
 
 

@@ -1,4 +1,5 @@
-"""Rows of multi-token prediction (MTP) layers, which transformers reads only to draft tokens and does not save.
+"""Mapping rules of multi-token prediction (MTP) layers. transformers uses these layers only for drafting and does not
+save them.
 
 DeepSeek-V3 numbers them after the model's layers. Each repeats the embedding and the output matrix, which it shares
 with the model. Qwen3-Next and Qwen3.5 store a single layer under `mtp.`, without copies.
@@ -34,7 +35,7 @@ MTP_COPIES = {
 
 
 class MTPLayers:
-    """Config row for `num_nextn_predict_layers`; `default` is the number if config.json omits it."""
+    """Maps `num_nextn_predict_layers`. `default` applies if config.json omits it."""
 
     def __init__(self, default: int = 0):
         self._default = default
@@ -74,7 +75,7 @@ def qwen_mtp_rows(tensors: Mapping[str, Rule], layer: int) -> dict[str, Rule]:
 
 
 class QwenMTPLayer:
-    """Config row for the number of MTP layers under `key`; None: config.json does not say, and the files decide."""
+    """Maps `key`, the number of MTP layers (0 or 1). If config.json omits it, the tensors decide."""
 
     def __init__(self, key: str):
         self._key = key

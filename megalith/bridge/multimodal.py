@@ -1,4 +1,4 @@
-"""The language model inside a multimodal model of transformers: its configuration and its tensors.
+"""Extracts the language model of a multimodal transformers model: its configuration and its tensors.
 
 A wrapper's config.json contains the language model's under `text_config`. Its files also contain the tensors of a
 vision or audio tower and a projector. An import ignores them; an export can take them from the wrapper's folder
@@ -154,14 +154,14 @@ T = TypeVar("T")
 
 
 def wrapper_of(config: Mapping[str, Any]) -> str | None:
-    """Return the class of a multimodal model that can be read; None for another."""
+    """Return the class of a multimodal model that can be imported, otherwise None."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     return name if isinstance(name, str) and name in WRAPPERS else None
 
 
 def language_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the language model's config.json; `config` itself if the model is not multimodal.
+    """Return the language model's config.json, or `config` itself if the model is not multimodal.
 
     Raises ConfigError for a multimodal config.json without a text_config.
     """
@@ -192,7 +192,9 @@ def with_text_config(config: dict[str, Any], text: dict[str, Any], **top: Any) -
 
 
 def thinker_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that contains text_config: the thinker's, if the model also speaks."""
+    """Return the object of a config.json that contains text_config: the thinker's, if the model also generates
+    speech.
+    """
     thinker = config.get(THINKER)
     return thinker if isinstance(thinker, dict) else config
 

@@ -52,7 +52,7 @@ class Origin:
 
 
 def read_origin(folder: Path | None) -> Origin:
-    """Read the small files of a Hugging Face folder or of a checkpoint's tokenizer folder; all are optional."""
+    """Read the small files of a Hugging Face folder or of a checkpoint's tokenizer folder. All of them are optional."""
     if folder is None:
         return Origin()
 
@@ -92,7 +92,7 @@ def save_origin(
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a Hugging Face folder, or None if it has no supported one."""
+    """Return the tokenizer of a Hugging Face folder, or None if it has no supported tokenizer."""
     for name, kind, path in (
         ("tokenizer.json", "HuggingFaceTokenizer", folder),
         ("tokenizer.model", "SentencePieceTokenizer", folder / "tokenizer.model"),

@@ -69,7 +69,7 @@ class CodedBase:
         return {f"{name}.weight" for name, _ in base_matrices(build_on_meta(self._model))}
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Return rows, or experts, of a parameter as the source has them, in float32 on the CPU."""
+        """Return rows, or experts, of a parameter with the source's values, in float32 on the CPU."""
         group = self._groups[name]
         offset, shape = (first, *(0,) * (len(group.shape) - 1)), (count, *group.shape[1:])
         if self._match is not None:
@@ -102,7 +102,7 @@ class CodedBase:
         return assemble(self.form, rest.shape, matrices)
 
     def codes_rows_alone(self, name: str) -> bool:
-        """Return True if this form can quantize some rows of a matrix without the other rows.
+        """Return True if this quantization can encode some rows of a matrix independently of the others.
 
         It is False if the folder already has codes for the matrix, or if LoftQ subtracts something from it.
         """
@@ -133,7 +133,7 @@ class CodedBase:
                 yield encode(self.form, dense[rows.to(dense.device)], rows)
 
     def _stored(self, group: Group, name: str) -> QuantizedMatrix | None:
-        """Return a matrix of the folder that is already in the run's form, or None."""
+        """Return a stored matrix of the folder if it is already quantized as configured, otherwise None."""
         stored = None if self._match is None else self._match.source.tensors.get(name)
         same = getattr(stored, "form", None) == self.form
         return stored if same and not group.rule.transposed else None

@@ -50,7 +50,7 @@ LARGEST = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}
 
 
 def quantized_names(groups: Iterable[Group], form: Form, not_in_fp8: str = "") -> set[str]:
-    """Return the Hugging Face tensors to quantize; in fp8 without names that end in `not_in_fp8`.
+    """Return the names of the Hugging Face tensors to quantize. In fp8, names that end in `not_in_fp8` are excluded.
 
     Raises ConfigError if the family does not store them as matrices [out, in], and for experts in int8, which
     transformers cannot read.
@@ -110,7 +110,7 @@ def notes_on_blocks(tensors: Layout, names: set[str], form: Form) -> list[str]:
 
 
 def quantize(matrix: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Quantize a float32 matrix [out, in]; return codes [out, in] and float32 scales."""
+    """Quantize a float32 matrix [out, in]. Returns codes [out, in] and float32 scales."""
     return int8_codes(matrix) if form == "int8" else fp8_codes(matrix)
 
 
@@ -187,7 +187,7 @@ class QuantizedMatrix:
 
     @property
     def form(self) -> str | None:
-        """Form of ops/weight_codes.py that has the same codes and scales; None: there is none."""
+        """Class of ops/weight_codes.py with the same codes and scales, or None if there is none."""
         if self.codes.dtype == DTYPE_CODES[torch.int8]:
             return "int8" if self.block[0] == 1 else None
         return "fp8" if self.block == (BLOCK, BLOCK) else None

@@ -53,7 +53,7 @@ def _plainly(settings: Tree) -> Tree:
 
 
 class Rope:
-    """Config row for rotary_base and rope_scaling."""
+    """Maps rope_theta and rope_scaling to rotary_base and rope_scaling."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)
@@ -80,7 +80,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class RopeByLayer:
-    """Config row for RoPE with a separate, unscaled base in sliding-window layers (Gemma 3).
+    """Maps the RoPE settings, with a separate, unscaled base for sliding-window layers (Gemma 3).
 
     `base` and `local_base` are the bases of both kinds of layers if config.json omits them. `nested` writes
     `rope_parameters` by kind of layer, for families without `rope_local_base_freq`.
@@ -130,7 +130,7 @@ class RopeByLayer:
 
 @dataclass(frozen=True)
 class PartialRope:
-    """Config row for RoPE on a fraction of each head's dimensions.
+    """Maps `partial_rotary_factor`, the fraction of each head that RoPE rotates, and the other RoPE settings.
 
     `share` and `base` are the config.json keys of the fraction and of the RoPE base.
     """
@@ -151,7 +151,7 @@ class PartialRope:
 
 
 class LongRope:
-    """Config row for RoPE like PartialRope, and for LongRoPE under Phi-3's keys of config.json."""
+    """Maps the RoPE settings like PartialRope, and LongRoPE with Phi-3's config.json keys."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)

@@ -16,7 +16,7 @@ from megalith.config import ModelConfig
 
 @dataclass(frozen=True)
 class RowRun:
-    """A run of `count` rows that a Hugging Face tensor and Megalith's have in common.
+    """`count` consecutive rows that a Hugging Face tensor and a Megalith tensor have in common.
 
     Rows `theirs`, `theirs` + 1, … of the Hugging Face tensor are rows `ours`, `ours` + step, … of Megalith's.
     """
@@ -28,8 +28,10 @@ class RowRun:
     step: int = 1
 
     def inside(self, first: int, rows: int) -> RowRun:
-        """Return the part of this run in Megalith's rows [first, first + rows), relative to `first`. It may be
-        empty."""
+        """Return the rows of this run within Megalith's rows [first, first + rows), relative to `first`.
+
+        The result may be empty.
+        """
         skipped = max(0, -(-(first - self.ours) // self.step))
         stop = min(self.count, max(0, -(-(first + rows - self.ours) // self.step)))
         return replace(
@@ -42,7 +44,7 @@ class RowRun:
 
 @dataclass(frozen=True)
 class Rule:
-    """The Hugging Face tensors from which one Megalith tensor is assembled.
+    """Assembles one Megalith tensor from Hugging Face tensors.
 
     With one name, the sources of `order`'s runs are consecutive parts of that tensor: queries, then keys, then values.
     """
@@ -59,7 +61,7 @@ class Rule:
     ones: tuple[int, int] | None = None  # Hugging Face has so many dimensions of size 1 before and after ours
 
     def runs(self, model: ModelConfig, rows: int) -> list[RowRun]:
-        """Return the runs that make up `rows` rows of Megalith's tensor."""
+        """Return the runs of consecutive rows that make up `rows` rows of Megalith's tensor."""
         runs = self.order(model, rows)
         return runs if len(self.names) > 1 else _from_one_tensor(runs)
 
@@ -103,7 +105,7 @@ def stacked(rule: Rule, transposed: bool = False, flat: bool = False) -> Rule:
 
 
 def first_last(name: str, count: int) -> Rule:
-    """Return the rule of a table whose first `count` rows in Hugging Face are the last rows here."""
+    """Return the rule of a matrix whose first `count` rows in Hugging Face are the last rows in Megalith."""
     return Rule(
         (name,), lambda model, rows: [RowRun(0, count, 0, rows - count), RowRun(0, 0, rows - count, count)]
     )
@@ -128,12 +130,12 @@ def swapped_halves_qkv(*names: str) -> Rule:
 
 
 def one_each(*names: str) -> Rule:
-    """Return the rule of a vector whose elements are stored as tensors of one element."""
+    """Return the rule of a vector that is stored as one tensor per element."""
     return Rule(names, lambda model, rows: [RowRun(source, 0, source, 1) for source in range(len(names))])
 
 
 def interleaved_heads(name: str, plain: str) -> Rule:
-    """Return the rule of heads with `plain` rows without RoPE followed by interleaved rotary pairs.
+    """Return the rule of heads in which `plain` rows without RoPE precede interleaved rotary pairs.
 
     `plain` names the setting with the number of rows without RoPE: `qk_head_dim`, or the size of a latent.
     """
@@ -150,7 +152,7 @@ def interleaved_heads(name: str, plain: str) -> Rule:
 
 
 def gate_up(*names: str) -> Rule:
-    """Return the rule of gate and up: two tensors, or one with the gate before the up."""
+    """Return the rule of gate and up, stored as two tensors or as one tensor with the gate first."""
     return Rule(names, lambda model, rows: [RowRun(part, 0, part, rows // 2, step=2) for part in (0, 1)])
 
 

@@ -34,7 +34,7 @@ class ConfigRow(Protocol):
 
 @dataclass(frozen=True)
 class Field:
-    """Config row for one setting and its key. `values` maps the key's values to the setting's."""
+    """Maps one config.json key to one setting. `values` maps values of the key to values of the setting."""
 
     setting: str
     key: str
@@ -132,7 +132,7 @@ class WrittenKeys:
 
 
 class TrainingNoise:
-    """Warns about a key of noise on the experts' input in training, which Megalith does not add."""
+    """Warns if a key enables noise on the experts' input in training, which Megalith does not add."""
 
     def __init__(self, key: str):
         self._key = key
@@ -152,7 +152,7 @@ class TrainingNoise:
 
 @dataclass(frozen=True)
 class SameInAllLayers:
-    """Config row for a list with one value per layer, which must be the same for all layers."""
+    """Maps a list with one value per layer to a single setting. All values must be equal."""
 
     key: str
     value: Any
@@ -172,9 +172,7 @@ class SameInAllLayers:
 
 @dataclass(frozen=True)
 class Window:
-    """Config row for `sliding_window`, the number of keys that a query attends to, including its own, in
-    every layer.
-    """
+    """Maps `sliding_window`, the number of keys that a query attends to (including its own), to every layer."""
 
     default: int | None  # window if config.json omits it
 
@@ -197,9 +195,7 @@ def check_layer_types(kinds: Collection[str] | None, supported: Collection[str])
 
 @dataclass(frozen=True)
 class WindowsByLayer:
-    """Config row for windows in the layers that `layer_types` calls sliding_attention, or in all but every
-    N-th layer.
-    """
+    """Maps `sliding_window` to the layers that `layer_types` calls sliding_attention, or to all but every N-th layer."""
 
     every: int | None = None  # N if config.json has neither key; None: windows in all layers
     default: int | None = 4096  # window if config.json omits it

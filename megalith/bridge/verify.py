@@ -1,4 +1,4 @@
-"""Certificate of a conversion: bitwise comparison of all tensors, and of the logits of a probe batch.
+"""Certificate of a conversion: compares all tensors bitwise, and the logits of a probe batch.
 
 Tensors: the checkpoint's, converted to Hugging Face's format, must equal the folder's bitwise; the folder's, converted
 to Megalith's format, must equal the checkpoint's, rounded to the folder's dtypes. Logits: Megalith's from the
@@ -154,7 +154,7 @@ def _round(model: Transformer, matched: Match) -> None:
 
 
 def _hugging_face_logits(matched: Match, ids: Tensor) -> Tensor | None:
-    """Return the logits of transformers; None if it is not installed or does not have the model's class."""
+    """Return the logits of transformers, or None if it is not installed or lacks the model's class."""
     if not importlib.util.find_spec("transformers"):
         return None
     import transformers
@@ -177,7 +177,7 @@ def _hugging_face_logits(matched: Match, ids: Tensor) -> Tensor | None:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars, which it draws even into files and pipes."""
+    """Disable transformers' progress bars, which would also be written to files and pipes."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

@@ -40,7 +40,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 
 
 class WrapperFolder:
-    """A multimodal model's folder, whose language model an export replaces."""
+    """The folder of a multimodal model. An export replaces its language model."""
 
     def __init__(self, path: str | Path):
         """Open a folder or hub name.
@@ -117,7 +117,7 @@ class WrapperFolder:
             yield name, self._tensors[name].read()
 
     def with_language_model(self, family: Family, model: ModelConfig, tree: Mapping[str, Any]) -> Tree:
-        """Return the wrapper's config.json for a language model whose own config.json is `tree`.
+        """Return the multimodal config.json with its language model's config.json replaced by `tree`.
 
         It is unchanged if its text_config describes the model.
         """

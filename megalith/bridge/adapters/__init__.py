@@ -1,1 +1,1 @@
-"""Adapters of a run: their settings, their folders, and merging them with their base."""
+"""Adapters of a run: their settings, their folders, and merging them into the base weights."""

@@ -1,4 +1,4 @@
-"""The model families of transformers that Megalith reads and writes.
+"""The model families of transformers that Megalith imports and exports.
 
 Each file in this folder lists its families in `FAMILIES`; a new file needs no other registration.
 """
@@ -85,7 +85,7 @@ def _names(family: Family) -> tuple[str, ...]:
 
 
 def family_named(name: str, where: str) -> Family:
-    """Return the family with this architecture or model type; `where` is the source of the name, for errors."""
+    """Return the family with this architecture or model type. `where` says where the name was found; errors quote it."""
     for family in FAMILIES.values():
         if name in _names(family):
             return family

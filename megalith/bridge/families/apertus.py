@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 
 class ScaledRope(Rope):
-    """Config row for RoPE. If config.json has no RoPE settings, it is scaled as in Llama 3."""
+    """Maps the RoPE settings. Without any in config.json, RoPE is scaled as in Llama 3."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if not (hf_config.get("rope_parameters") or hf_config.get("rope_scaling")):
@@ -46,7 +46,7 @@ class ScaledRope(Rope):
 
 
 class ApertusFamily(Family):
-    """A family whose files have xIELU's constants if the model has this activation."""
+    """A family whose checkpoints contain xIELU's constants if the model uses this activation."""
 
     def stored_constants(self, model: ModelConfig) -> dict[str, float]:
         return super().stored_constants(model) if model.mlp_activation == "xielu" else {}

@@ -1,4 +1,4 @@
-"""Aria's language model: Llama with experts in one transposed tensor per matrix, and shared experts."""
+"""Aria's language model: Llama with experts, stored as one transposed tensor per matrix, and shared experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalith.errors import ConfigError
 
 
 class SharedWidth:
-    """Config row for `moe_num_shared_experts`, the number of shared experts, each as wide as a routed one."""
+    """Maps `moe_num_shared_experts`, a number of experts of `intermediate_size`, to the shared expert's width."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         count = hf_config.get("moe_num_shared_experts", 2)

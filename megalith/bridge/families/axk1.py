@@ -27,7 +27,7 @@ from megalith.errors import ConfigError
 
 
 class QueryLatent(Field):
-    """Config row for `q_lora_rank`, which this family always has."""
+    """Maps `q_lora_rank`, which every model of this family has."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get(self.key, self.default) is None:

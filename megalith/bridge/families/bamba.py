@@ -28,7 +28,10 @@ SIZES_OF_MAMBA = (
 
 
 class AttentionIndices:
-    """Config row for `attn_layer_indices`, the list of the layers with attention."""
+    """Maps `attn_layer_indices`, the indices of the attention layers, to the layer kinds.
+
+    All other layers are Mamba-2.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         attention = hf_config.get("attn_layer_indices") or []
@@ -43,7 +46,7 @@ class AttentionIndices:
 
 
 class OnlyHalfRope(PartialRope):
-    """Config row for RoPE on half of each head: transformers ignores another fraction."""
+    """Maps the RoPE settings and requires RoPE on half of each head: transformers ignores any other fraction."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {**super().read(hf_config), "rotary_percent": 0.5}

@@ -1,4 +1,4 @@
-"""BioGPT: OPT's layers and table of positions, with GELU and a scaled word embedding.
+"""BioGPT: OPT's layers and position embeddings, with GELU and a scaled word embedding.
 
 Its norms have an epsilon of 1e-5; transformers does not read config.json's `layer_norm_eps`.
 """

@@ -1,5 +1,6 @@
-"""CodeGen of Salesforce: GPT-J with one matrix for QKV, stored in four parts, one per tensor-parallel rank of its
-training.
+"""CodeGen of Salesforce:
+
+GPT-J with one QKV matrix, stored as four blocks, one per tensor-parallel rank of its training.
 
 Each part has its queries, then its values, then its keys.
 """
@@ -37,7 +38,7 @@ def _in_parts(model: ModelConfig, rows: int) -> list[RowRun]:
 
 
 class HeadsInParts:
-    """Check that each of the four parts of the QKV matrix has whole heads."""
+    """Check that each of the four blocks of the QKV matrix contains whole heads."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if (hf_config.get("n_head") or 0) % PARTS:

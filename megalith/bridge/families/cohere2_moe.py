@@ -23,7 +23,7 @@ WINDOW = 4096
 
 
 class Layers:
-    """Config row for the lists of windows and of experts by layer, and the layers with RoPE."""
+    """Maps `layer_types` and `mlp_layer_types` to the layers with windows, with experts and with RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         count, dense = hf_config["num_hidden_layers"], hf_config.get("first_k_dense_replace") or 0
@@ -82,9 +82,7 @@ class Layers:
 
 
 class Widths:
-    """Config row for the widths of dense layers and of the shared experts, and how experts and shared experts are
-    combined.
-    """
+    """Maps `prefix_dense_intermediate_size`, the shared experts' width and `shared_expert_combination_strategy`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         width, shared = hf_config["intermediate_size"], hf_config.get("num_shared_experts") or 0
@@ -116,7 +114,7 @@ class Widths:
 
 
 class Scores:
-    """Config row for `expert_selection_fn` and, for sigmoids, `norm_topk_prob`."""
+    """Maps `expert_selection_fn` and, for sigmoid scores, `norm_topk_prob`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         function, divides = (
@@ -143,9 +141,7 @@ class Scores:
 
 
 class Norms:
-    """Config row for RMSNorm with `rms_norm_eps`, or, if that key is null, LayerNorm without biases with
-    `layer_norm_eps`.
-    """
+    """Maps `rms_norm_eps` to RMSNorm. If it is null, maps `layer_norm_eps` to LayerNorm without biases."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if (epsilon := hf_config.get("rms_norm_eps")) is not None:

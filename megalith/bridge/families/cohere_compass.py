@@ -26,7 +26,7 @@ THREE_POSITIONS = ("mrope_section", "mrope_interleaved")  # parameters that text
 
 
 class RopeOrNone(RopeByLayer):
-    """Config row for RoPE settings by kind of layer. A kind of layer whose settings are null has no RoPE."""
+    """Maps `rope_parameters`, one entry per layer type. A layer type with a null entry has no RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = hf_config.get("rope_parameters") or {}
@@ -56,7 +56,7 @@ class RopeOrNone(RopeByLayer):
 
 
 class PlainLogits(LogitScale):
-    """Config row for `logit_scale`, which is 1 if config.json omits it."""
+    """Maps `logit_scale`, with a default of 1."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         scale = hf_config.get("logit_scale")
@@ -64,8 +64,9 @@ class PlainLogits(LogitScale):
 
 
 class WindowsIfListed(WindowsByLayer):
-    """Config row for windows in the layers that `layer_types` calls sliding_attention; no windows if config.json omits
-    it.
+    """Maps windows to the layers that `layer_types` calls sliding_attention.
+
+    Without `layer_types`, no layer has a window.
     """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:

@@ -22,7 +22,7 @@ BASE = 10000.0
 
 
 class Nested:
-    """Applies rows to the object at a key of config.json."""
+    """Applies mapping rules to a nested object of config.json."""
 
     def __init__(self, key: str, *rows: Any):
         self._key, self._rows = key, rows
@@ -41,9 +41,7 @@ class Nested:
 
 
 class ExpertWeights:
-    """Config row for `moe_normalize_expert_weights`: 1 divides a token's weights by their sum, null keeps the
-    softmax.
-    """
+    """Maps `moe_normalize_expert_weights`: 1 divides a token's expert weights by their sum, null keeps the softmax."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("uniform_expert_assignment"):
@@ -64,7 +62,7 @@ class ExpertWeights:
 
 
 class Gate:
-    """Check of `ffn_act_fn`, an object with the name of the activation, which must be `silu`."""
+    """Checks that the activation in `ffn_act_fn` is `silu`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         activation = hf_config.get("ffn_act_fn")
@@ -80,9 +78,7 @@ class Gate:
 
 
 class DbrxRope:
-    """Config row for RoPE, whose base is in `rope_parameters` for transformers and in `attn_config` for other
-    loaders.
-    """
+    """Maps the RoPE base, which transformers reads from `rope_parameters` and other loaders from `attn_config`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope, attention = rope_settings(hf_config), hf_config.get("attn_config") or {}
@@ -107,9 +103,7 @@ class DbrxRope:
 
 
 class AttentionBase:
-    """Config row that writes the base of RoPE into `attn_config`, without which transformers 5.24 cannot build the
-    model.
-    """
+    """Writes the RoPE base into `attn_config`, without which transformers 5.24 cannot build the model."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {}

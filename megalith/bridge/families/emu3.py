@@ -1,4 +1,4 @@
-"""Emu3: Llama with dropout on the residual branches, at the rate of attention dropout."""
+"""Emu3: Llama with dropout before each residual addition, at the attention dropout rate."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ PRE_NORMS = {
 
 
 class Tokentypes:
-    """Config row for `type_vocab_size`. A model without token types is rejected, because transformers has none."""
+    """Maps `type_vocab_size`. Models without token types are rejected because transformers does not support them."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"num_tokentypes": hf_config.get("type_vocab_size", 2)}
@@ -153,7 +153,7 @@ OLD_COPIES = (
 
 @dataclass(frozen=True)
 class BertFamily(Family):
-    """A family whose output matrix has a bias of its own if it is not tied to the embedding.
+    """A family whose output matrix has a separate bias if it is not tied to the embedding.
 
     Files of a tied model may contain both biases. transformers adds the output matrix's own.
     """
@@ -296,7 +296,7 @@ ACTIVATIONS = {
 
 
 class Stacks:
-    """Config row for the number of layers: per stack in Hugging Face, total and encoder's in Megalith."""
+    """Maps `num_layers` and `num_decoder_layers` to the total number of layers and the number of encoder layers."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         encoder = hf_config.get("num_layers")
@@ -315,7 +315,7 @@ class Stacks:
 
 
 class FeedForward:
-    """Config row for `feed_forward_proj`, the activation and gate. `gated-gelu` is the tanh approximation.
+    """Maps `feed_forward_proj` to the activation and the gate. `gated-gelu` is the tanh approximation.
 
     Files may repeat it in `dense_act_fn` and `is_gated_act`, which then have priority in transformers.
     """
@@ -348,7 +348,7 @@ class FeedForward:
 
 
 class TieAndScale:
-    """Config row for `tie_word_embeddings` and `scale_decoder_outputs`.
+    """Maps `tie_word_embeddings` and `scale_decoder_outputs`.
 
     Older files have only the first key. It then also means that the output matrix's input is scaled.
     """

@@ -21,9 +21,7 @@ DENOMINATOR = 1e-6  # a larger bound on the sum of a token's weights would chang
 
 
 class ExpertInterval:
-    """Config row for the layers with experts: every `moe_layer_interval`-th from `moe_layer_start_index` to the end
-    index.
-    """
+    """Maps `moe_layer_interval`, `moe_layer_start_index` and `moe_layer_end_index` to the layers with experts."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         count = hf_config["num_hidden_layers"]

@@ -80,7 +80,7 @@ OLMOE = Family(
 
 
 class SparseLayers:
-    """Config row for the layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    """Maps `decoder_sparse_step` and `mlp_only_layers` to the layers with experts."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or ()
@@ -150,7 +150,7 @@ QWEN2_MOE = Family(
 
 
 class DenseFirst:
-    """Config row for `first_k_dense_replace`, the number of first layers without experts."""
+    """Maps `first_k_dense_replace`, the number of dense layers at the start, to the layers with experts."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         dense = hf_config.get("first_k_dense_replace") or 0
@@ -161,7 +161,7 @@ class DenseFirst:
 
 
 class MlpLayerTypes:
-    """Config row for `mlp_layer_types`, a list of `dense` and `sparse`; the latter have experts.
+    """Maps `mlp_layer_types`, a list of `dense` and `sparse`, to the layers with experts (`sparse`).
 
     If config.json omits the list, the key `count`, or else `dense`, is the number of first layers without experts.
     """
@@ -188,7 +188,7 @@ class MlpLayerTypes:
 
 
 class SharedExperts:
-    """Config row for the number of shared experts, which Megalith joins into one MLP.
+    """Maps the number of shared experts to the width of one MLP, into which Megalith joins them.
 
     Args:
         key: key of the number.
@@ -220,7 +220,7 @@ class SharedExperts:
 
 
 class RouterGroups:
-    """Config row for `n_group` and `topk_group`, where 1 means no limit.
+    """Maps `n_group` and `topk_group`, for group-limited routing. A value of 1 means no limit.
 
     method: config.json has `topk_method`, as DeepSeek-V2's. DeepSeek-V3 has no such key and scores a group by its two
     best experts.
@@ -255,7 +255,7 @@ class RouterGroups:
 
 
 class SigmoidScores:
-    """Config row for sigmoid scores that are divided by their sum over a token's experts.
+    """Sets sigmoid router scores, divided by their sum over a token's experts.
 
     A single expert per token is rejected: transformers gives it the weight 1, Megalith its score.
     """
@@ -278,7 +278,7 @@ class SigmoidScores:
 
 
 class LatentHeads:
-    """Check that `num_key_value_heads` equals the number of heads."""
+    """Checks that `num_key_value_heads` equals the number of attention heads."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         heads = hf_config["num_attention_heads"]
@@ -294,8 +294,10 @@ class LatentHeads:
 
 
 class RotaryHeads:
-    """Check of `head_dim`, which transformers reads as the number of rotary dimensions of a head,
-    with `default` as that number if config.json omits qk_rope_head_dim."""
+    """Checks `head_dim`, which transformers takes for the number of rotary dimensions per head.
+
+    `default` is that number if config.json omits qk_rope_head_dim.
+    """
 
     def __init__(self, default: int = 64):
         self._default = default
@@ -314,7 +316,7 @@ class RotaryHeads:
 
 
 class MscaleRope(Rope):
-    """Config row for RoPE with YaRN's mscale and mscale_all_dim."""
+    """Maps RoPE scaling, including YaRN's mscale and mscale_all_dim."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)

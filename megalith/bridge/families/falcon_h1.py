@@ -15,9 +15,7 @@ from megalith.config import ModelConfig
 
 
 class ParallelMixers:
-    """Config row for attention and Mamba-2 in parallel in every layer, with the factors on inputs, outputs
-    and gates.
-    """
+    """Maps `ssm_multipliers` and `mlp_multipliers`, and sets attention and Mamba-2 in parallel in every layer."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         fields: Tree = {

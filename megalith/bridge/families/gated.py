@@ -1,4 +1,4 @@
-"""Gated decoders that differ from Llama in a few rows: Ministral, CWM, Helium, Ernie 4.5, VaultGemma and HyperCLOVA X.
+"""Gated decoders with small differences to Llama: Ministral, CWM, Helium, Ernie 4.5, VaultGemma and HyperCLOVA X.
 
 Ministral and CWM: windows by layer. Helium and Ernie 4.5: interleaved RoPE. VaultGemma: Gemma 2 without norms after
 attention and MLP. HyperCLOVA X: Granite with such norms, and a factor on the logits instead of a divisor.
@@ -121,7 +121,7 @@ VAULT_GEMMA = Family(
 
 
 class LogitFactor:
-    """Config row for a factor that multiplies the logits, `logits_scaling` or another `key`."""
+    """Maps a factor of the logits, stored as `logits_scaling` or as another `key`."""
 
     def __init__(self, key: str = "logits_scaling"):
         self._key = key
@@ -135,7 +135,7 @@ class LogitFactor:
 
 
 class AttentionMultiplier:
-    """Config row for `attention_multiplier`, by default 1 / √head_dim."""
+    """Maps `attention_multiplier` to the softmax scale. The default is 1 / √head_dim."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         value, heads = hf_config.get("attention_multiplier"), hf_config["num_attention_heads"] or 1
@@ -147,7 +147,7 @@ class AttentionMultiplier:
 
 
 class PostNorm:
-    """Config row for `use_post_norm`, norms after attention and MLP in addition to the norms before them."""
+    """Maps `use_post_norm`, which adds norms after attention and MLP to the norms before them."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"norm_placement": "sandwich" if hf_config.get("use_post_norm", True) else "pre"}

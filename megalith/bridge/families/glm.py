@@ -141,7 +141,7 @@ GLM4_MOE_LITE = Family(
 
 
 class LastWindows(WindowsByLayer):
-    """Config row for windows in layer `max_window_layers` and all later layers, unless `layer_types` lists them."""
+    """Maps windows to layer `max_window_layers` and all later layers, unless `layer_types` lists the layers."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("layer_types") is None:

@@ -33,7 +33,9 @@ NEO_TENSORS = {
 
 
 class LocalLayers:
-    """Config row for `attention_types` with `window_size`: pairs of a list of global and local layers and a count."""
+    """Maps `attention_types`, pairs of a list of layer kinds (global, local) and a repeat count, and `window_size` to
+    windows.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         pairs = hf_config.get("attention_types") or [[["global", "local"], 12]]
@@ -110,7 +112,7 @@ GPT_NEO = Family(
 
 
 class MultiQuery:
-    """Config row for `multi_query`: one key and value head, or one per query head."""
+    """Maps `multi_query` to one key and value head if it is true, otherwise to one per query head."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         heads = hf_config["n_head"]

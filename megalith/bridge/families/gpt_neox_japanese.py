@@ -16,7 +16,7 @@ from megalith.errors import ConfigError
 
 
 class Multiple:
-    """Config row for the width of an MLP, which is `intermediate_multiple_size` times the hidden size."""
+    """Maps `intermediate_multiple_size`, the MLP's width divided by the hidden size, to the width."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         multiple = hf_config.get("intermediate_multiple_size", 4)

@@ -28,7 +28,7 @@ def stacked_experts(name: str) -> Rule:
 
 
 class RopeWithDefaults:
-    """Config row for RoPE, with a default scaling and base if config.json has none."""
+    """Maps the RoPE settings, with a default scaling and base if config.json has none."""
 
     def __init__(self, scaling: Mapping[str, Any], base: float):
         self._scaling, self._base = scaling, base

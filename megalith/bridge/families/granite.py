@@ -16,7 +16,7 @@ from megalith.errors import ConfigError
 
 
 class SharedSize:
-    """Config row for `shared_intermediate_size`, the width of the shared expert; 0 without one."""
+    """Maps `shared_intermediate_size` to the shared expert's width; 0 means no shared expert."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size = hf_config.get("shared_intermediate_size")
@@ -30,7 +30,7 @@ WINDOWS = WindowsByLayer(every=4, default=128, pattern=None, unused=128, first=T
 
 
 class RopePerLayer(Rope):
-    """Config row for RoPE with `layer_rope_theta`, a base per layer; 0 means a layer without RoPE.
+    """Maps `layer_rope_theta`, the RoPE base of each layer. A layer with base 0 has no RoPE.
 
     Layers with a window share one base, and so do the others.
     """

@@ -27,7 +27,10 @@ WIDTH = Field("ffn_hidden_size", "intermediate_size")
 
 
 class GraniteWidths:
-    """Config row for experts with a shared expert, or, if there are no experts, an MLP of the shared expert's width."""
+    """Maps `num_local_experts`, `intermediate_size` and `shared_intermediate_size`.
+
+    Without experts, the layers have an MLP of the shared expert's width.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         experts, shared = (
@@ -61,7 +64,7 @@ class GraniteWidths:
 
 
 class RopeOrNoPositions(Rope):
-    """Config row for `position_embedding_type`: rope, or null for no positions."""
+    """Maps `position_embedding_type`: `rope`, or null for no position embedding."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         kind = hf_config.get("position_embedding_type")

@@ -19,8 +19,9 @@ from megalith.errors import ConfigError
 
 
 class StretchedRope(Rope):
-    """Config row for RoPE. In "dynamic" scaling, `alpha` multiplies the base by alpha^(d / (d − 2)) for heads of size
-    d.
+    """Maps the RoPE settings.
+
+    With "dynamic" scaling, `alpha` multiplies the base by alpha^(d / (d − 2)), where d is the head size.
     """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
@@ -40,7 +41,7 @@ class StretchedRope(Rope):
 
 
 class TopK:
-    """Config row for `moe_topk`, a number or a list with the same number for every layer."""
+    """Maps `moe_topk`, a number, or a list that contains the same number for every layer."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         topk = hf_config.get("moe_topk", 1)
@@ -80,7 +81,7 @@ HUNYUAN = Family(
 
 
 class SharedMLP:
-    """Config row for the shared expert, which is as wide as an expert."""
+    """Maps `intermediate_size` to the shared expert's width, which equals the width of one expert."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"moe_shared_expert_intermediate_size": hf_config["intermediate_size"]}

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets in three of four layers, attention with an output gate in the others.
+"""Qwen3-Next: three of four layers are gated delta nets, the others are attention with an output gate.
 
 Experts are as in Qwen2-MoE, with a gated shared expert. Norms multiply by 1 + weight, except the norms in delta nets.
 The layer for multi-token prediction has attention. Qwen3.5 (text) has MLPs, and separate projections in delta nets.
@@ -20,7 +20,7 @@ from megalith.config import ModelConfig
 
 
 class LinearLayers:
-    """Config row for the layers with linear attention: `layer_types`, or all but every `full_attention_interval`-th."""
+    """Maps `layer_types`, or else `full_attention_interval`, to the layers with linear attention."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         kinds, interval = hf_config.get("layer_types"), hf_config.get("full_attention_interval") or 4
@@ -42,7 +42,7 @@ class LinearLayers:
 
 
 class QwenHybrid(Family):
-    """A family whose files have one MTP layer under `mtp.`."""
+    """A family whose checkpoints have one MTP layer under `mtp.`."""
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         rows = [qwen_mtp_rows(self.tensors, layer) for layer in model.mtp_layers]

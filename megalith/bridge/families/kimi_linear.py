@@ -1,4 +1,4 @@
-"""Kimi-Linear: Kimi Delta Attention in three of four layers, latent attention without positions in the others.
+"""Kimi-Linear: three of four layers are Kimi Delta Attention, the others latent attention without position embedding.
 
 Experts are as in DeepSeek-V3, under Mixtral's names in all layers but the first. config.json numbers layers from 1.
 """
@@ -36,7 +36,7 @@ LINEAR = "linear_attn_config"
 
 
 class KimiExperts(MlpLayerTypes):
-    """Config row for the layers with experts: `mlp_layer_types`, or all but the first `first_k_dense_replace`."""
+    """Maps `mlp_layer_types`, or else `first_k_dense_replace`, to the layers with experts."""
 
     def write(self, model: ModelConfig) -> Tree:
         first = model.expert_layers[0] if model.expert_layers else model.num_layers
@@ -46,7 +46,7 @@ class KimiExperts(MlpLayerTypes):
 
 
 class KimiLayers:
-    """Config row for the layers and sizes of Kimi Delta Attention.
+    """Maps `kda_layers`, `full_attn_layers` and the sizes of Kimi Delta Attention.
 
     The published config.json has them in `linear_attn_config`, that of transformers at the top level.
     """
@@ -160,7 +160,7 @@ SPELLINGS = {  # Kimi's key → the rows'
 
 
 class KimiFamily(Family):
-    """A family that writes its own spellings of keys."""
+    """A family with its own spellings of config.json keys, which `write_config` uses."""
 
     def read_config(self, hf_config: Mapping[str, Any]) -> ModelConfig:
         """Return the model configuration of a config.json. Raises ConfigError for unsupported values."""

@@ -25,7 +25,7 @@ from megalith.errors import ConfigError
 
 
 def activation(key: str, default: str, tanh: str = "gelu_new") -> Field:
-    """Return the row for the activation of an MLP without a gate; `tanh` is the spelling of gelu_tanh to write."""
+    """Return the mapping rule of an ungated MLP's activation. `tanh` is the spelling to write for gelu_tanh."""
     named = dict.fromkeys((tanh, "gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
     others = {
         "gelu": "gelu",
@@ -38,7 +38,7 @@ def activation(key: str, default: str, tanh: str = "gelu_new") -> Field:
 
 
 class CheckHeadDim:
-    """Check of `head_dim`, which transformers uses for RoPE although a head's size is hidden_size / heads."""
+    """Checks `head_dim`, which transformers uses for RoPE although the head size is hidden_size / heads."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size = hf_config["hidden_size"] // (hf_config["num_attention_heads"] or 1)
@@ -54,7 +54,7 @@ class CheckHeadDim:
 
 
 def biases(key: str, default: bool) -> tuple[Field, ...]:
-    """Return the table rows that map one config.json key to add_qkv_bias, add_proj_bias and add_mlp_bias.
+    """Return the mapping rules from one config.json key to add_qkv_bias, add_proj_bias and add_mlp_bias.
 
     Args:
         key: key in config.json.
@@ -319,7 +319,8 @@ ONE_NORM_TENSORS = {
 
 
 class FalconDecoder:
-    """Config row for Falcon's two decoders.
+    """Maps `new_decoder_architecture`, `multi_query` and `num_ln_in_parallel_attn`, which select one of Falcon's two
+    decoder layers.
 
     The new one has GQA and one or two norms. The first one has one norm and MQA or MHA.
     """
@@ -342,7 +343,7 @@ class FalconDecoder:
 
 
 class FalconFamily(Family):
-    """A family whose norms' names depend on the number of norms per layer."""
+    """A family in which the names of the norms depend on the number of norms per layer."""
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         return ONE_NORM_TENSORS if model.shared_layernorm else FALCON_TENSORS

@@ -1,5 +1,7 @@
-"""LFM2: short convolutions in most layers, attention with QK norms in the others. LFM2-MoE has experts after the first
-layers, with sigmoid scores and a bias for choosing."""
+"""LFM2: most layers are short convolutions, the others attention with QK norms.
+
+In LFM2-MoE, all but the first layers have experts, with sigmoid scores and an expert bias.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ WIDTH = Field("ffn_hidden_size", "intermediate_size")
 
 
 class AdjustedWidth:
-    """Config row for the MLP's width, which transformers may compute: two thirds of `intermediate_size`, rounded up."""
+    """Maps `intermediate_size` to the MLP's width.
+
+    With `block_auto_adjust_ff_dim`, the width is two thirds of it, rounded up.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         width = hf_config.get("block_ff_dim") or WIDTH.read(hf_config)["ffn_hidden_size"]
@@ -39,9 +44,7 @@ class AdjustedWidth:
 
 
 class AttentionLayers(MixerLayers):
-    """Config row for the kind of each layer: `layer_types`, or `full_attn_idxs`, the indices of the layers with
-    attention.
-    """
+    """Maps `layer_types`, or else `full_attn_idxs`, to the layers with attention."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         layers, attention = range(hf_config["num_hidden_layers"]), hf_config.get("full_attn_idxs")

@@ -101,7 +101,7 @@ LING2 = Family(
 
 
 class DeepseekYarn(MscaleRope):
-    """Config row for RoPE like MscaleRope, with YaRN's name in Sarvam's own files: `deepseek_yarn`."""
+    """Maps RoPE scaling like MscaleRope, but named `deepseek_yarn` as in Sarvam's checkpoints."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         old = hf_config.get("rope_scaling") or {}

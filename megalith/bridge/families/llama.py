@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, and families that differ in a few rows.
+"""Llama 2 and 3.x, and families with small differences to them.
 
 Mistral: some releases have a sliding window.
 
@@ -121,7 +121,7 @@ LLAMA = Family(
 
 
 class LayersWithoutRope:
-    """Config row for layers without RoPE: a 0 in `no_rope_layers`, or every `no_rope_layer_interval`-th."""
+    """Maps `no_rope_layers`, or else `no_rope_layer_interval`, to the layers without RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         uses_rope = hf_config.get("no_rope_layers")

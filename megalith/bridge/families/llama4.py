@@ -1,4 +1,4 @@
-"""Llama 4, text: Llama with experts, and attention within chunks except in layers without RoPE.
+"""Llama 4's text model: Llama with experts, and attention within chunks in the layers with RoPE.
 
 Each expert's input is multiplied by its weight. Layers without RoPE scale queries by their position; in the others,
 queries and keys have a norm without a weight. RoPE pairs adjacent dimensions. The files have one tensor for the
@@ -22,7 +22,7 @@ CHUNK = 8192
 
 
 class ExpertLayers:
-    """Config row for the layers with experts: `moe_layers`, or every `interleave_moe_layer_step`-th."""
+    """Maps `moe_layers`, or else `interleave_moe_layer_step`, to the layers with experts."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         layers, step = hf_config.get("moe_layers"), hf_config.get("interleave_moe_layer_step", 1)
@@ -41,8 +41,8 @@ class ExpertLayers:
 
 
 class ChunkedLayers:
-    """Config row for `attention_chunk_size` in the layers that `layer_types` calls chunked_attention: those
-    with RoPE.
+    """Maps `attention_chunk_size` to the layers that `layer_types` calls chunked_attention, which are the layers with
+    RoPE.
     """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
@@ -70,7 +70,7 @@ class ChunkedLayers:
 
 
 class QueryScalingKeys:
-    """Config row for the scaling of queries in layers without RoPE."""
+    """Maps `attn_temperature_tuning`, `floor_scale` and `attn_scale`, the query scaling of layers without RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         beta, length = hf_config.get("attn_scale", 0.1), hf_config.get("floor_scale", CHUNK)
@@ -89,9 +89,7 @@ class QueryScalingKeys:
 
 
 class RopeBeforeNorm(Rope):
-    """Config row for RoPE. Its factor on cosines and sines has no effect, because the norms of queries and keys
-    follow.
-    """
+    """Maps the RoPE settings. With QK norms, which cancel it, the attention factor is set to 1."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         fields = super().read(hf_config)
@@ -106,7 +104,7 @@ class RopeBeforeNorm(Rope):
 
 
 class QKNorm:
-    """Config row for norms of queries and keys, without a weight, in layers with RoPE."""
+    """Maps `use_qk_norm`: QK norms without weights, in layers with RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         uses_norm = bool(hf_config.get("use_qk_norm", True))
@@ -117,7 +115,7 @@ class QKNorm:
 
 
 class ExpertsPerToken:
-    """Config row for the number of experts per token, whose weights are not divided by their sum."""
+    """Maps `num_experts_per_tok`. Expert weights are not divided by their sum."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         topk = hf_config.get("num_experts_per_tok", 1)
@@ -128,7 +126,7 @@ class ExpertsPerToken:
 
 
 class SharedExpert:
-    """Config row for the width of the experts, which the shared expert also has."""
+    """Maps `intermediate_size`, the width of each expert and of the shared expert."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size = hf_config.get("intermediate_size", 8192)

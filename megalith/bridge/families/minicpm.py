@@ -1,4 +1,4 @@
-"""MiniCPM3: latent attention with RoPE in halves, and factors on the embedding, the residual branches and the logits.
+"""MiniCPM3: latent attention with RoPE in halves, and factors on the embedding, the layers' outputs and the logits.
 
 The factor on residual branches is `scale_depth` / √layers; the logits are divided by hidden_size / `dim_model_base`.
 """
@@ -20,7 +20,7 @@ from megalith.errors import ConfigError
 
 
 class DepthScale:
-    """Config row for `scale_depth`, which is divided by the square root of the number of layers; null means no
+    """Maps `scale_depth`, divided by the square root of the number of layers, to the residual factor; null means no
     factor.
     """
 
@@ -37,7 +37,7 @@ class DepthScale:
 
 
 class LogitBase:
-    """Config row for `dim_model_base`: logits are divided by hidden_size / dim_model_base; null means no divisor."""
+    """Maps `dim_model_base`: logits are divided by hidden_size / dim_model_base; null means no divisor."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         base = hf_config.get("dim_model_base", 256)
@@ -52,7 +52,7 @@ class LogitBase:
 
 
 class ValueHeads:
-    """Config row for `v_head_dim`, by default hidden_size / heads."""
+    """Maps `v_head_dim`. The default is hidden_size / heads."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size = hf_config.get("v_head_dim")

@@ -1,4 +1,4 @@
-"""Ministral 3, also the language model of Mistral 3: Mistral with queries scaled by their position.
+"""Ministral 3, also the language model of Mistral 3: Mistral with query scaling that depends on the position.
 
 The length and the factor of the scaling are in `rope_parameters`, with YaRN's settings. `mscale` and `mscale_all_dim`
 only scale cosines and sines here, not the scores as in DeepSeek.
@@ -24,7 +24,7 @@ YARN = {
 
 
 class RopeAndQueryScaling:
-    """Config row for RoPE and the scaling of queries."""
+    """Maps RoPE scaling (YaRN) and `llama_4_scaling_beta`, the query scaling."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config) or dict(YARN)

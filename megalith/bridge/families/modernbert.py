@@ -1,4 +1,6 @@
-"""ModernBERT: a pre-LN encoder with RoPE, gated MLPs and windows on both sides in most layers.
+"""ModernBERT: a pre-LN encoder with RoPE and gated MLPs.
+
+Most layers have a window to the left and right of each token.
 
 The embedding has a norm, and the first layer has none before its attention. The head before the output matrix has a
 dense layer without a bias. Layers with a window have their own base of RoPE.
@@ -24,9 +26,7 @@ ROPE = RopeByLayer(base=160_000.0, local_base=10_000.0, nested=True)
 
 
 class LocalAttention:
-    """Config row for `local_attention`, the width of a window with half of it on each side of a token, and its
-    layers.
-    """
+    """Maps `local_attention`, the full width of a window centered on the token, and the layers that have it."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         width, count = hf_config.get("local_attention", 128) or 0, hf_config["num_hidden_layers"]
@@ -59,7 +59,9 @@ class LocalAttention:
 
 
 class GlobalAndLocalRope:
-    """Config row for the two bases of RoPE, which older files store as `global_rope_theta` and `local_rope_theta`."""
+    """Maps the RoPE bases of layers with and without windows, which older checkpoints store as `local_rope_theta` and
+    `global_rope_theta`.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("rope_scaling"):
@@ -99,7 +101,7 @@ TOKENS = {
 
 
 class WrittenTokens:
-    """Config row that writes token ids: transformers rejects null, and padding outside of the vocabulary."""
+    """Writes token ids, because transformers rejects null and padding ids outside the vocabulary."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {}

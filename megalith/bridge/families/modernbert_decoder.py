@@ -1,4 +1,4 @@
-"""ModernBERT's decoder: its layers with causal attention, separate query, key and value matrices, and its head."""
+"""ModernBERT's decoder: causal attention, separate query, key and value matrices, and ModernBERT's head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalith.config import ModelConfig
 
 
 class CausalLocalAttention(LocalAttention):
-    """Config row for `local_attention`, twice the width of a window that ends with the token itself."""
+    """Maps `local_attention`, twice the width of a causal window that includes the token itself."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         settings = super().read(hf_config)

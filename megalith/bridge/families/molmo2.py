@@ -1,4 +1,4 @@
-"""The language model of Molmo 2: Qwen3 or OLMo 2, with fused matrices and names of its own.
+"""The language model of Molmo 2: Qwen3 or OLMo 2 with fused matrices and different tensor names.
 
 The model has a second embedding, for tokens of images, which belongs to the rest of the multimodal model. transformers
 has no class for this language model alone, so an export without the vision tower is Qwen3 or OLMo 2. transformers 5.24
@@ -21,7 +21,7 @@ QK_NORMS = {"qwen3": False, "olmo": True}
 
 
 class RopeInAllLayers(Rope):
-    """Config row for RoPE, which `rope_scaling_layers` scales in all layers."""
+    """Maps the RoPE settings. Rejects RoPE scaling that `rope_scaling_layers` limits to some layers."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope, scaled = rope_settings(hf_config), hf_config.get("rope_scaling_layers")

@@ -34,7 +34,7 @@ WITHOUT_ROPE = tuple(row for row in SETTINGS if not isinstance(row, Rope))
 
 
 class RotaryDim(PartialRope):
-    """Config row for RoPE on `rotary_dim` dimensions of a head, or on a fraction of them in rope_parameters."""
+    """Maps `rotary_dim`, or else a fraction in rope_parameters, to the rotary fraction of each head."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size, rotary = hf_config.get("head_dim") or 128, hf_config.get("rotary_dim")
@@ -119,7 +119,7 @@ def _queries_and_gates(model: ModelConfig, rows: int) -> list[RowRun]:
 
 
 class DenseLayers:
-    """Config row for `num_dense_layers`, the number of dense layers at the start; `default` if config.json omits it."""
+    """Maps `num_dense_layers`, the number of dense layers at the start. `default` applies if config.json omits it."""
 
     def __init__(self, default: int = 1):
         self._default = default
@@ -175,9 +175,7 @@ AFMOE = Family(
 
 
 class FlintWindows(WindowsByLayer):
-    """Config row for windows in all layers but the first two, every fourth and the last, unless `layer_types` lists
-    them.
-    """
+    """Maps `layer_types` to windows. By default, all layers have one except the first two, every fourth and the last."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("layer_types") is None:
@@ -191,7 +189,7 @@ class FlintWindows(WindowsByLayer):
 
 
 class FlintLayers(SparseLayers):
-    """Config row for the layers with experts; the first two have none if config.json has no `mlp_only_layers`."""
+    """Maps `mlp_only_layers` to the layers with experts. By default, only the first two layers have none."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("mlp_only_layers") is None:

@@ -23,7 +23,7 @@ ATTENTION = RequiredKeys(
 
 
 class AttentionConfig:
-    """Config row for `attn_config`, an object with the keys of attention; its dropout rate applies everywhere."""
+    """Maps `attn_config`, an object with the attention keys. Its dropout rate applies to the whole model."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         attention = hf_config.get("attn_config") or {}
@@ -37,7 +37,7 @@ class AttentionConfig:
 
 
 class Length:
-    """Config row for `max_seq_len`. A length of 1 is rejected, because transformers then has no ALiBi."""
+    """Maps `max_seq_len`. A length of 1 is rejected because transformers then omits ALiBi."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         length = hf_config.get("max_seq_len", 2048)

@@ -19,7 +19,7 @@ from megalith.bridge.settings import Field, FixedSettings, Tree
 
 
 class NormedRope(RopeBeforeNorm):
-    """Config row for RoPE that is followed by norms of queries and keys, as in all models of this family."""
+    """Maps the RoPE settings like RopeBeforeNorm. In this family, QK norms always follow RoPE."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return super().read({**hf_config, "use_qk_norm": True})

@@ -1,4 +1,4 @@
-"""Nemotron-H: layers with a single branch, which is Mamba-2, attention without positions, an MLP or experts.
+"""Nemotron-H: each layer is Mamba-2, attention without position embedding, an MLP or experts.
 
 A layer for multi-token prediction is stored as two under `mtp.layers.`: attention, with the projection and the norms
 of its inputs, then experts or an MLP, with the norm of the output. transformers does not read these layers.
@@ -58,7 +58,7 @@ class BlockTypes:
 
 
 class NemotronExperts:
-    """Config row for the experts, which config.json describes even if no layer has them."""
+    """Maps the experts, whose keys are in config.json even if no layer has experts."""
 
     _rows = (
         Field("num_experts", "n_routed_experts", default=8),
@@ -88,7 +88,7 @@ class NemotronExperts:
 
 
 class UnlimitedSteps:
-    """Check that step sizes have no limits of their own.
+    """Checks that the Mamba-2 step sizes have no separate limits.
 
     transformers takes `time_step_min` for the smallest step size and ignores `time_step_limit`; other implementations
     read the latter.
@@ -107,8 +107,8 @@ class UnlimitedSteps:
 
 
 class PatternMTP(MTPLayers):
-    """Config row for the number of MTP layers, which have attention, then experts or, in a model without experts, an
-    MLP.
+    """Maps `mtp_layers_block_type` (or `mtp_hybrid_override_pattern`) to MTP layers: attention, then experts or, in a
+    model without experts, an MLP.
     """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:

@@ -1,4 +1,4 @@
-"""Mamba-2: models whose layers have only Mamba-2."""
+"""Mamba-2: models in which every layer is a Mamba-2 mixer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalith.config import ModelConfig
 
 
 class OnlyMamba:
-    """Config row for layers that have only Mamba-2."""
+    """Sets every layer to Mamba-2."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"hybrid_layer_pattern": "M" * hf_config["num_hidden_layers"]}

@@ -1,4 +1,4 @@
-"""GPT-1: GPT-2's matrices, each norm after its branch (post-LN), and no norm before the first layer.
+"""GPT-1: GPT-2's matrices with post-LN, and no norm before the first layer.
 
 A layer's last norm is the first norm of the next layer in Megalith. `gelu` is the tanh approximation.
 """

@@ -26,7 +26,7 @@ FACTORS = ("short_mscale", "long_mscale")
 
 
 class PhiMoERope:
-    """Config row for RoPE like LongRope, with the factor of cosines and sines in `short_mscale` and `long_mscale`."""
+    """Maps RoPE scaling like LongRope, with its attention factors in `short_mscale` and `long_mscale`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)

@@ -1,4 +1,4 @@
-"""Decoders with RoPE whose MLP has no gate: Arcee (AFM), Jais 2, Nemotron and Persimmon.
+"""Decoders with RoPE and an ungated MLP: Arcee (AFM), Jais 2, Nemotron and Persimmon.
 
 All use squared ReLU by default. Arcee is Llama otherwise. Jais 2 has LayerNorm and biases. Nemotron has LayerNorm that
 multiplies by 1 + weight, and partial RoPE. Persimmon has one matrix for queries, keys and values, grouped by head, and

@@ -1,4 +1,4 @@
-"""The language model of Qwen3-VL with experts: Qwen3 with the matrices of all experts in one tensor.
+"""The language model of Qwen3-VL with experts: Qwen3 with one tensor for the matrices of all experts.
 
 The published files have each expert's matrices as [in, out]; files that transformers 5 saves have them as [out, in].
 transformers has no class for this language model alone, so an export without the vision tower is Qwen3 with experts.
@@ -31,7 +31,7 @@ def _tensors(transposed: bool) -> dict[str, Rule]:
 
 
 class _ByShape(Family):
-    """Family whose files have experts' matrices in one of two orders of dimensions."""
+    """A family whose expert matrices are stored in one of two dimension orders; the shape decides."""
 
     def stored_as(self, shapes: Mapping[str, tuple[int, ...]]) -> Family:
         hidden = shapes.get("model.norm.weight", (None,))[0]

@@ -1,4 +1,4 @@
-"""RoBERTa and its relatives: BERT without a second head, whose positions start after the padding token's.
+"""RoBERTa and similar models: BERT without next-sentence head. Position ids start after the padding token's id.
 
 XLM-RoBERTa, CamemBERT and Data2Vec (text) are RoBERTa. XLM-RoBERTa XL and RoBERTa-PreLayerNorm are pre-LN, the latter
 with a norm of the embedding as well. In all of them position 0 is row 2 of the table, and the head has the exact GELU.

@@ -22,7 +22,7 @@ from megalith.config import ModelConfig
 
 
 class LogitScale:
-    """Config row for `logit_scale`, which multiplies the logits."""
+    """Maps `logit_scale`, a factor of the logits."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"logits_scaling": 1 / (hf_config.get("logit_scale") or 0.0625)}
@@ -32,7 +32,7 @@ class LogitScale:
 
 
 class QKNormPerHead:
-    """Config row for `use_qk_norm`: QK norms with weights per head (Command-R+)."""
+    """Maps `use_qk_norm`: QK norms with separate weights per head (Command-R+)."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         uses_norm = bool(hf_config.get("use_qk_norm"))
@@ -43,7 +43,7 @@ class QKNormPerHead:
 
 
 class RopeInWindows:
-    """Config row for RoPE only in layers with a window.
+    """Maps `sliding_window`. Only layers with a window have RoPE.
 
     Args:
         windows: the family's row of windows.

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases in queries, keys and values, and dropout on the residual branches."""
+"""Seed-OSS: Llama with biases on queries, keys and values, and dropout before each residual addition."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ PHI = Family(
 
 
 class RotaryDimensions:
-    """Config row for `rotary_dim`, the number of rotary dimensions of a head, with GPT-J's fixed base."""
+    """Maps `rotary_dim`, the number of rotary dimensions per head. The RoPE base is GPT-J's constant."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size, rotary = hf_config["n_embd"] // (hf_config["n_head"] or 1), hf_config.get("rotary_dim", 64)
@@ -216,7 +216,7 @@ GPT_J = Family(
 
 
 class PaddedPositions:
-    """Config row for `max_position_embeddings` of families whose table of positions starts with two rows for padding.
+    """Maps `max_position_embeddings` of families whose position embedding starts with two padding rows.
 
     Args:
         default: value of a missing key.

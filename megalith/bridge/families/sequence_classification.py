@@ -40,7 +40,7 @@ CLASSES = {  # architecture of the decoder → that with a score; the name of it
 
 
 class OneLabel:
-    """Config row for the number of labels, which must be 1."""
+    """Maps `num_labels` and `id2label` to a score head. The number of labels must be 1."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         labels = hf_config.get("id2label")

@@ -58,7 +58,7 @@ class _Required:
 
 
 class _Heads:
-    """Config row for attention heads.
+    """Maps the arguments of attention heads: group_query_attention, num_query_groups, qk_layernorm and kv_channels.
 
     num_query_groups is used only with group_query_attention. Latent attention uses neither.
     """
@@ -87,7 +87,7 @@ class _Heads:
 
 
 class _Windows:
-    """Config row for window_size in the layers given by window_attn_skip_freq."""
+    """Maps window_size, for the layers selected by window_attn_skip_freq."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         size, frequency = args.get("window_size"), args.get("window_attn_skip_freq")
@@ -116,7 +116,7 @@ class _Windows:
 
 
 class _MTP:
-    """Config row for multi-token prediction."""
+    """Maps mtp_num_layers and mtp_loss_scaling_factor."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if not args.get("mtp_num_layers"):
@@ -133,9 +133,7 @@ class _MTP:
 
 
 class _Activation:
-    """Config row for the activation. GELU uses the tanh approximation in Megatron's fused kernel and with
-    openai_gelu.
-    """
+    """Maps the activation. GELU is the tanh approximation in Megatron's fused kernel and with openai_gelu."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if args.get("swiglu"):
@@ -159,9 +157,7 @@ class _Activation:
 
 
 class _Biases:
-    """Config row for add_bias_linear (all linear layers and the router) and add_qkv_bias (unless attention is
-    latent).
-    """
+    """Maps add_bias_linear (all linear layers and the router) and add_qkv_bias (not for latent attention)."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         names = ["add_bias_linear"] + ["add_qkv_bias"] * (not args.get("multi_latent_attention"))
@@ -178,9 +174,7 @@ class _Biases:
 
 
 class ExpertArguments:
-    """Config row for experts. Their arguments are read only with num_experts, because they have defaults in Megatron
-    too.
-    """
+    """Maps the expert arguments. Without num_experts they are ignored, because Megatron also sets their defaults."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if not args.get("num_experts"):
@@ -212,7 +206,7 @@ class ExpertArguments:
 
 
 class HybridExpertArguments(ExpertArguments):
-    """Config row for the experts of hybrid models, whose layers are given by the pattern."""
+    """Maps the expert arguments of hybrid models. The layer pattern selects the layers with experts."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         return {name: value for name, value in super().read(args).items() if name != "moe_layer_freq"}
@@ -223,7 +217,7 @@ class HybridExpertArguments(ExpertArguments):
 
 
 class BinaryHeadArguments:
-    """Config row for bert_binary_head, which implies two segments and a pooler."""
+    """Maps bert_binary_head, which implies two token types and a pooler."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         binary = args.get("bert_binary_head", True)

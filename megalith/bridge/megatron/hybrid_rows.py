@@ -1,4 +1,4 @@
-"""Rows and arguments of Megatron core's mixers other than attention: gated delta nets and Mamba-2.
+"""Mapping rules and arguments of Megatron core's other mixers: gated delta nets and Mamba-2.
 
 Megatron has one input projection per mixer, in parts: the queries of all heads, then all keys, and so on. Distributed
 checkpoints store each part as a tensor of its own, `in_proj.weight.query`; rank files have each rank's rows of all
@@ -124,7 +124,7 @@ MAMBA_TENSORS = {
 
 
 def split_parts(state: Mapping[str, Any], args: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return a rank file's tensors, with each part of a mixer's matrix as a tensor of its own.
+    """Return the tensors of a rank file, with each mixer matrix split into its sub-matrices.
 
     Args:
         state: tensors by name.
@@ -173,7 +173,7 @@ def join_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class DeltaLayers:
-    """Config row for `experimental_attention_variant` gated_delta_net with its layers and sizes."""
+    """Maps `experimental_attention_variant` gated_delta_net, `linear_attention_freq` and the sizes of these layers."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         variant = args.get("experimental_attention_variant")
@@ -211,7 +211,7 @@ class DeltaLayers:
 
 
 class PatternLayers:
-    """Config row for `hybrid_layer_pattern` (from core 0.17 on) or `hybrid_override_pattern`, and Mamba-2's sizes."""
+    """Maps `hybrid_layer_pattern` (core 0.17 and newer) or `hybrid_override_pattern`, and Mamba-2's sizes."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         newer, older = args.get("hybrid_layer_pattern"), args.get("hybrid_override_pattern")

@@ -35,7 +35,7 @@ RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """A tensor that is stored as one part per tensor-parallel rank."""
+    """A tensor that is stored as one shard per tensor-parallel rank."""
 
     parts: list[Tensor]
     kind: str  # "rows", "columns", "gated", or "copies"
@@ -95,7 +95,7 @@ def _latent_rows(args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def arguments_in(state: Any) -> dict[str, Any]:
-    """Return the run's arguments from a saved state; empty if there are none."""
+    """Return the run's arguments from a saved state, or an empty mapping if it has none."""
     args = state.get("args") if isinstance(state, dict) else None
     return dict(vars(args)) if isinstance(args, Namespace) else {}
 

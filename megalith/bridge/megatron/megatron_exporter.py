@@ -39,7 +39,7 @@ VERSION = 3.0  # of the order of queries, keys and values in a matrix
 
 @dataclass(frozen=True)
 class _ExportSource:
-    """Source of an export: configuration and tensors."""
+    """Source of an export: a configuration and tensors."""
 
     config: RunConfig
     read: Read
@@ -270,7 +270,7 @@ def _check_latents(model: ModelConfig, tp: int) -> None:
 
 
 def _optimizer(exported: _ExportSource) -> dict[str, Any]:
-    """Return the state of optimizer and schedule besides tensors, as Megatron stores it.
+    """Return the optimizer and schedule state other than tensors, as Megatron stores it.
 
     The plain optimizer over fp32 weights has groups and `state` at the top, the others below `optimizer`.
     """

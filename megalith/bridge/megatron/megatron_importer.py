@@ -57,7 +57,7 @@ class MegatronSource:
         """Do nothing: the names are complete."""
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor by name. The last tensor is cached, because tensors are read in blocks."""
+        """Return a tensor by name. The last tensor is cached because a caller reads a tensor in blocks."""
         if self._last is None or self._last[0] != name:
             self._last = (name, self.tensors[name].read())
         return self._last[1]
@@ -165,7 +165,7 @@ def _plus_one(tensor: Any) -> LazyTensor:
 
 
 def _family(names: Collection[str]) -> Family:
-    """Return the family that the tensors' names indicate; the arguments do not contain it."""
+    """Infer the family from the tensor names; Megatron's arguments do not name it."""
     stacks = {match[1] for name in names if (match := LAYER.match(name))}
     if stacks == {"decoder", "encoder"}:
         raise ConfigError(

@@ -62,7 +62,7 @@ GATED = ("linear_fc1.weight", "linear_fc1.bias")  # by rows; with a gate, each r
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer index in a tensor's name, or None."""
+    """Return the layer index in a tensor name, or None if it has none."""
     return int(match[2]) if (match := LAYER.match(name)) else None
 
 

@@ -1,4 +1,4 @@
-"""Megatron's arguments for positions: the kind, RoPE's settings and its scaling.
+"""Maps Megatron's position arguments: the embedding type, and RoPE's settings and scaling.
 
 Latent attention always uses RoPE, scaled by YaRN unless rope_type is "rope"; learned_absolute adds learned positions.
 Otherwise YaRN is a position_embedding_type, and its arguments begin with yarn_. A rotary_scaling_factor of 1 means no
@@ -28,7 +28,7 @@ LATENT_YARN = {
 
 
 class CorePositions:
-    """Config row for position_embedding_type, rotary_base and rope_scaling."""
+    """Maps position_embedding_type, rotary_base and rope_scaling."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         """Return settings of ModelConfig."""

@@ -1,4 +1,4 @@
-"""Megatron core's GPT, hybrid model and BERT as families: their tensors and arguments.
+"""Megatron core's GPT, hybrid model and BERT as families, each with its tensors and arguments.
 
 In a fused SwiGLU matrix, Megatron has all gate rows before all up rows; in Megalith they alternate. Both group queries,
 keys and values by KV head. The names are the ones in layers without Transformer Engine and of single experts; readers
@@ -26,7 +26,7 @@ from megalith.config import ModelConfig
 
 
 def fc1(name: str) -> Rule:
-    """Return the rule of the MLP's first matrix: gate and up, or one matrix without a gate."""
+    """Return the rule of the MLP's first matrix: gate and up together, or one matrix without a gate."""
 
     def order(model: ModelConfig, rows: int) -> list[RowRun]:
         return gate_up(name).order(model, rows) if model.gated else [RowRun(0, 0, 0, rows)]
@@ -97,10 +97,10 @@ MTP_TENSORS = {  # tensors of an MTP layer besides those of a transformer layer
 
 
 class CoreFamily(Family):
-    """A family whose MTP layers have other names and are numbered from 0."""
+    """A family with Megatron's names for MTP layers, which are numbered from 0."""
 
     def write_config(self, model: ModelConfig) -> Tree:
-        """Return Megatron's arguments, which count rows of the table of positions that are for padding as positions."""
+        """Return Megatron's arguments. The number of positions includes the padding rows of the position embedding."""
         if model.padding_positions:
             positions = {"max_position_embeddings": model.position_rows, "padding_positions": 0}
             positions["positions_skip_padding"] = False
@@ -134,7 +134,7 @@ GPT = CoreFamily(
 
 
 class HybridFamily(CoreFamily):
-    """A family whose layers have Mamba-2 or, from core 0.17 on, gated delta nets, whose rows have the same names."""
+    """A family with Mamba-2 layers or, from core 0.17 on, gated delta nets. Both use the same tensor names."""
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         """Return the tensor table of a model, with its gated delta nets."""

@@ -1,4 +1,4 @@
-"""Reading of Megatron-LM's `torch_dist` checkpoints, which are directories of torch.distributed.checkpoint.
+"""Reads Megatron-LM's `torch_dist` checkpoints, which torch.distributed.checkpoint wrote.
 
 `.metadata` lists the shards of each tensor with their position in the `.distcp` files; each shard is a tensor written
 by torch.save. Identical layers are stacked in one tensor with the layers as first dimension.
@@ -59,7 +59,7 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class DistributedTensor:
-    """A tensor in shards, or one layer or expert of a stack: `at` is its index in the stack."""
+    """A sharded tensor, or one layer or expert of a stacked tensor, at index `at`."""
 
     stored_shape: tuple[int, ...]
     dtype: str
@@ -85,7 +85,7 @@ class DistributedTensor:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor computed from stored ones when it is read."""
+    """A tensor that is computed from stored tensors when it is first read."""
 
     dtype: str
     shape: tuple[int, ...]

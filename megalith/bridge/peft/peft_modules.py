@@ -129,7 +129,7 @@ def saved_tensor_names(family: Family, groups: Mapping[str, Group]) -> dict[str,
 
 
 def modules_to_save(family: Family, groups: Iterable[Group], saved: Iterable[str]) -> list[str]:
-    """Return PEFT's `modules_to_save`: the shortest ends of names that match the saved modules and no others."""
+    """Return PEFT's `modules_to_save`: the shortest name suffixes that match the saved modules and no others."""
     groups = list(groups)
     names = saved_tensor_names(family, saved_groups(groups, saved))
     chosen = {each.rpartition(".")[0] for theirs in names.values() for each in theirs}

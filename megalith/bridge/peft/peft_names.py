@@ -1,4 +1,4 @@
-"""Names in PEFT's folders: files, settings, tensors and wrapped modules."""
+"""PEFT's names for files, settings, tensors and wrapped modules."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def nested_parameters(parameters: Iterable[str]) -> set[str]:
 
 
 def wrapper_name(target: AdapterTarget, module: str, nested: bool) -> str:
-    """Return the name of PEFT's wrapper of a module, or of the module that has the experts' parameter."""
+    """Return the name of the PEFT wrapper of a module, or of the module that holds the expert parameter."""
     if not target.of_experts:
         return f"{PREFIX}{module}"
     return f"{PREFIX}{module.rpartition('.')[0]}{'.base_layer' if nested else ''}"

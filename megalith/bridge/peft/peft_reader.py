@@ -76,7 +76,7 @@ class PeftFolder:
 
     @property
     def has_score(self) -> bool:
-        """True if the folder has a trained score, which only fits a reward model."""
+        """True if the folder contains a trained score head, which only a reward model can use."""
         return self._model.score_head and bool(
             {*SCORE_MODULES} & {*(self._config.get("modules_to_save") or ())}
         )
@@ -242,7 +242,7 @@ class PeftFolder:
         return _Stored(target, part, prefix, rank, alpha)
 
     def _stored_prefix(self, target: AdapterTarget, module: str) -> str | None:
-        """Return the name of PEFT's wrapper of a module if the folder has it."""
+        """Return the name prefix of a module's PEFT wrapper if the folder contains tensors under it."""
         prefix = wrapper_name(target, module, nested=False)
         if not target.of_experts:
             return prefix if f"{prefix}.lora_A.weight" in self._tensors else None
@@ -368,12 +368,15 @@ class PeftFolder:
 
     @property
     def _initialization(self) -> str:
-        """The method whose factors PEFT subtracts from the base when it loads the folder; default: none."""
+        """The initialization whose factors PEFT subtracts from the base when it loads the folder.
+
+        By default there is none.
+        """
         value = str(self._config.get("init_lora_weights", True)).lower()
         return value if value in ("pissa", "olora") else "default"
 
     def _layers(self, by_site: Mapping[str, Mapping[str, set[str]]]) -> list[int] | None:
-        """Return the layers with adapters, None for all; each must have the same adapters as the others."""
+        """The layers with adapters; None means all. Each must have adapters on the same modules."""
         with_site: dict[str, set[str]] = {}
         for target in self._targets.values():
             with_site.setdefault(target.site, set()).add(target.layer)

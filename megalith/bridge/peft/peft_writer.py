@@ -70,7 +70,10 @@ def save_peft(
     read: Callable[[str], Tensor],
     base: str | None,
 ) -> None:
-    """Write adapters to a folder in PEFT's format; `read` returns their parameters by name, `base` names their base."""
+    """Write adapters to a folder in PEFT's format.
+
+    `read` returns a parameter by name; `base` is the name of the base model.
+    """
     parts_by_site, pairs = lora.parts(model), {}
     if lora.decomposes_base:
         read, lora = _difference_to_initial(read), _with_doubled_rank(lora)
@@ -278,7 +281,7 @@ def _their_tokens(
 
 
 def pattern_values(names: Mapping[str, str], values: Mapping[str, Any], default: Any) -> dict[str, Any]:
-    """Return a PEFT pattern: the values that differ from the default, by name of modules.
+    """Return a PEFT pattern: module name → value, for values that differ from the default.
 
     A name is a shared one, the end of several modules' names, if all modules that end with it have the same value;
     otherwise it is the full name of a module. So no two names give a module different values, and their order does not
