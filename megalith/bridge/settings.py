@@ -195,7 +195,7 @@ def check_layer_types(kinds: Collection[str] | None, supported: Collection[str])
 
 @dataclass(frozen=True)
 class WindowsByLayer:
-    """Maps `sliding_window` to the layers that `layer_types` calls sliding_attention, or to all but every N-th layer."""
+    """Maps `sliding_window` to the layers that `layer_types` calls sliding_attention, or to all but each N-th."""
 
     every: int | None = None  # N if config.json has neither key; None: windows in all layers
     default: int | None = 4096  # window if config.json omits it

@@ -1,1 +1,1 @@
-"""The training loop, the construction and state of a run, resuming, and recovery from faults."""
+"""The training loop, the construction of a run and its state, resuming, and recovery from faults."""

@@ -83,7 +83,9 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
 
 
 def _with_tokenizer_of_weights(config: RunConfig) -> RunConfig:
-    """Use the tokenizer of `model.init_from` (a Hugging Face folder or a run) if post-training names none."""
+    """Set `data.tokenizer_model` from `model.init_from` (a Hugging Face folder or a run) if a post-training run names
+    no tokenizer.
+    """
     weights = config.model.init_from
     needs_text = config.chat is not None or config.rl.prompts
     if not needs_text or config.data.tokenizer_type is not None or weights is None:
@@ -116,7 +118,7 @@ def _with_epochs(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
 
 
 def _with_short_evaluations(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
-    """Set `eval_iters` if the run file does not: at most a tenth of the run's steps, or one pass over chat data."""
+    """Set `eval_iters` if the run file does not: one epoch of chat data, otherwise at most a tenth of the steps."""
     train = config.train
     if "eval_iters" in train.model_fields_set:
         return config
@@ -140,7 +142,7 @@ def boundary_rules(config: RunConfig, tokenizer: Tokenizer | None) -> BoundaryRu
 
 
 def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Build the tokenizer named in `data`. None if it names none."""
+    """Build the tokenizer named in section `data`. Returns None if it names none."""
     data = config.data
     if data.tokenizer_type is None:
         return None
@@ -209,12 +211,12 @@ def build_run_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh
 
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
-    """Build this rank's part of the model on `device`, initialized and ready to train."""
+    """Build this rank's shard of the model on `device`, initialized and ready to train."""
     return ParallelModel(TransformerSpec(build_meta_model(config), config), config.parallel, mesh, device)
 
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:
-    """Return the number of rows without padding of each parameter with one row per vocabulary entry, by name."""
+    """Return the number of rows without padding, by name, of each parameter that has one row per vocabulary entry."""
     return dict.fromkeys(VOCABULARY, config.model.vocab_size)
 
 

@@ -51,7 +51,7 @@ class ContextSchedules:
         self._kept.clear()
 
     def of_batch(self, rows: ChatDataset, order: SampleOrder, batch: range) -> StepSchedule:
-        """Return the schedule of the rows at these positions. Sequences in its groups have the dataset's indices."""
+        """Return the schedule of the samples at these positions. The sequences in its groups are dataset indices."""
         key = id(rows), batch.start, batch.stop
         if key not in self._kept:
             members = [sequence for position in batch for sequence in rows.sequences(order(position))]
@@ -71,7 +71,7 @@ class ContextSchedules:
         return self._kept[key]
 
     def describe(self, schedules: Sequence[StepSchedule]) -> str:
-        """Return a note on some steps: the number of passes, the group sizes and the balance."""
+        """Return a note on several steps: the number of forward passes, the group sizes and the load balance."""
         groups = [group for each in schedules for groups in each.passes for group in groups]
         ranks, degrees = self.limits.ranks, sorted({group.degree for group in groups if group.sequences})
         busy = sum(group.degree for group in groups if group.sequences)
@@ -88,5 +88,5 @@ class ContextSchedules:
         )
 
     def rows_of_rank(self, rows: ChatDataset, order: SampleOrder, batch: range) -> Sequence[ContextGroup]:
-        """Return this rank's row in each pass of a global batch."""
+        """Return this rank's sequences in each forward pass of a global batch."""
         return self.of_batch(rows, order, batch).of_rank(self._rank)

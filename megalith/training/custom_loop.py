@@ -1,4 +1,4 @@
-"""Building blocks for custom training loops: the components of `megalith.train` without its run.
+"""Building blocks for custom training loops: the components of `megalith.train`, usable separately.
 
      mesh, device = init_mesh(config.parallel)                # under torchrun or `megalith.launch`
      model = parallelize(config, mesh, device)                # or a ModelSpec instead of config
@@ -71,7 +71,7 @@ def init_mesh(
 def parallelize(
     spec: RunConfig | ModelSpec, mesh: Mesh, device: torch.device, parallel: ParallelConfig | None = None
 ) -> ParallelModel:
-    """Build this rank's part of a model with its initial weights. Every rank calls it.
+    """Build this rank's shard of a model with its initial weights. Every rank calls it.
 
     Args:
         spec: a run's configuration, whose `model` section describes the model, or a custom ModelSpec.
@@ -90,7 +90,7 @@ def parallelize(
 
 
 class Optimizer:
-    """The configured optimizer over this rank's shards, with clipping and skipping of non-finite gradients."""
+    """The configured optimizer for this rank's shards. It clips gradients and skips steps with non-finite gradients."""
 
     def __init__(self, model: ParallelModel, config: OptimConfig, precision: str = "fp32"):
         """Build the optimizer. With `precision` fp16, the loss scale is dynamic."""
@@ -142,13 +142,14 @@ class Optimizer:
         return result
 
     def layer_norms(self) -> LayerNorms:
-        """Return the norms of gradients and updates per layer (`log.log_norms_interval`). Every rank calls it."""
+        """Return the gradient and update norms per layer (`log.log_norms_interval`). Every rank calls it."""
         model = self.model
         elsewhere = counted_elsewhere(model.chunks, model.mesh)
         return LayerNorms(model.parameters, model.mesh.world, sum_of_squares, elsewhere, model.device)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the averaged weights of `optim.ema_decay` or of schedule-free AdamW.
+        """Return a context manager in which the model has the averaged weights of `optim.ema_decay` or of
+        schedule-free AdamW.
 
         Without an average, or before the first step, the weights are unchanged.
         """

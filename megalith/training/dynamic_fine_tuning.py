@@ -1,4 +1,4 @@
-"""Dynamic fine-tuning (DFT, Wu et al. 2025): the cross-entropy of a token, times the token's probability.
+"""Dynamic fine-tuning (DFT, Wu et al. 2025): weights the cross-entropy of each token by the token's probability.
 
 The probability has no gradient, so that unlikely tokens do not dominate the updates:
 

@@ -1,4 +1,4 @@
-"""Gradient noise scale (McCandlish et al. 2018, appendix A.1): the batch size beyond which more samples help little.
+"""Gradient noise scale (McCandlish et al. 2018, appendix A.1): the batch size above which more samples help little.
 
 The squared norm of a gradient over b samples is |G|² + S / b on average, with the true gradient G and the trace S of
 the covariance of a sample's gradient. Norms at two batch sizes give both, and S / |G|² is the noise scale in samples.
@@ -29,7 +29,7 @@ def noise_scale(small_squares: float, large_squares: float, small: int, large: i
 
 
 def read_noise(small_squares: Tensor, large_norm: Tensor, small: int, large: int) -> dict[str, float]:
-    """Return the result of `noise_scale` for norms on a device. Waits for the device.
+    """Return the result of `noise_scale` for gradient norms on a device. Waits for the device.
 
     Args:
         small_squares: float32 scalar, as in `noise_scale`.

@@ -44,7 +44,7 @@ class GrowingJob:
         self._rejected = 0  # number of ranks that the layout forbids
 
     def after_snapshot(self, step: int) -> None:
-        """Let the waiting machines join, if there are any. Does not return on any rank if the job is resized.
+        """Let the waiting machines join the job. Returns only if the job is not resized.
 
         Raises:
             RankLost: the job is being resized; this process continues from memory.
@@ -62,7 +62,9 @@ class GrowingJob:
         self._heartbeat.end_long("training")
 
     def _allowed_size(self) -> int:
-        """Return the number of ranks if the waiting machines join; 0 if none wait or the layout does not allow it."""
+        """Return the number of ranks after the waiting machines have joined. 0 if none wait or the layout forbids the
+        number.
+        """
         size = self._restart.invited()
         if size <= self._world.size or size == self._rejected:
             return 0

@@ -1,4 +1,4 @@
-"""Settings of speculative decoding, with their draft model loaded."""
+"""Loads the draft model for speculative decoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def open_speculation(
     draft_model: str | None,
     tokenizer: Tokenizer | None,
 ) -> Speculation | None:
-    """Return the speculation of an engine; None if `method` is none.
+    """Return an engine's speculative decoding, with its draft model loaded. None if `method` is none.
 
     Args:
         method: method of Speculation, or none.

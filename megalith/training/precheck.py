@@ -129,7 +129,7 @@ def check_opens(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str
 
 
 def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[PreparedRun, int]:
-    """Prepare the run for the largest valid number of processes. Return it with that number."""
+    """Prepare the run for the largest valid number of processes. Returns the prepared run and that number."""
     for world_size in reversed(world_sizes):
         try:
             return prepare(config, world_size), world_size
@@ -140,7 +140,7 @@ def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[Prepare
 
 
 def _forbidden_machines(config: RunConfig, world_sizes: Sequence[int], nproc: int) -> str:
-    """Return a note on numbers of machines within --nnodes that the layout forbids; empty without any."""
+    """Return a note on the numbers of machines within --nnodes that the layout forbids, or an empty string."""
     forbidden: dict[int, ConfigError] = {}
     for world_size in world_sizes:
         try:
@@ -194,7 +194,7 @@ TOLERANCE = 0.02  # relative difference in bytes
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """Weights of one rank, as built by the parallel code."""
+    """The weights of one rank, as its parallel code builds them."""
 
     rank: int
     weights: int
@@ -279,7 +279,9 @@ def _build(layout: Layout, rank: int) -> BuiltRank:
 
 
 def _even_share(parameter: torch.nn.Parameter) -> float:
-    """Return the bytes of a parameter divided by the number of its shards, as if all shards had the same size."""
+    """Return the size of a parameter in bytes divided by the number of its shards, as if all shards had the same
+    size.
+    """
     ranks = 1
     if isinstance(parameter, DTensor):
         sharded = (axis for axis, each in enumerate(parameter.placements) if hasattr(each, "dim"))

@@ -30,7 +30,7 @@ FP8_CAPABILITY, BLOCK_CAPABILITY = (
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
-    """Return the device of process `local_rank` on this machine and set up the process for the run.
+    """Set up this process for the run. Returns the device of process `local_rank` on this machine.
 
     Enables deterministic kernels if configured, disables TF32 in fp32 runs, and raises the compiler's limit so that
     several models fit.
@@ -68,7 +68,7 @@ def raise_cuda_connections() -> None:
 
 
 def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton: bool) -> None:
-    """Raise ConfigError if a GPU with this compute capability does not support the configured FP8 training."""
+    """Raise ConfigError if a GPU of this compute capability does not support the configured FP8 training."""
     train, version = config.train, ".".join(map(str, capability))
     if train.fp8_format is None:
         return
@@ -133,7 +133,7 @@ OBSTACLES = (
 
 
 def _obstacle_of_nvlink(device: torch.device) -> int:
-    """Return the index of this rank's obstacle in OBSTACLES; 0 for none."""
+    """Return the index in OBSTACLES of the reason why the copy engines cannot access other GPUs, or 0."""
     if device.type != "cuda":
         return 1
     try:

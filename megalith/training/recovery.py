@@ -1,5 +1,4 @@
-"""Recovery from bad steps: locate NaN, rerun a suspicious step, or return to a checkpoint and skip the data of a loss
-spike.
+"""Recovery from bad steps: locates NaN, reruns a suspect step, or rolls back and skips the data of a loss spike.
 
 All ranks reach this code at the same step with the same metrics (report/health.py) and take the same decisions.
 """
@@ -29,7 +28,7 @@ MAX_RETURNS = 3  # to the same checkpoint
 
 
 class FaultHandler:
-    """Handles faults of `run`: `rerun_if_suspect` within a step, `after_step` after it."""
+    """Handles faults of `run`: `rerun_if_suspect` during a step, `after_step` after it."""
 
     def __init__(self, run: Run, report: Report):
         self._run, self._report = run, report
@@ -39,8 +38,9 @@ class FaultHandler:
         self._return_counts: dict[int, int] = {}  # returns to each checkpoint, by step
 
     def after_step(self) -> bool:
-        """Act on the steps whose metrics have been read since the last call. Return True if the run has gone back to a
-        checkpoint.
+        """Handle faults in the steps whose metrics have arrived since the last call.
+
+        Returns True if the run has been rolled back to a checkpoint.
 
         Raises TrainingError after too many consecutive bad steps, or if spikes recur.
         """
@@ -57,7 +57,7 @@ class FaultHandler:
         return status.spike is not None and self._roll_back(status)
 
     def rerun_if_suspect(self, loss: Tensor, micro_batches: Sequence[Batch]) -> None:
-        """Compute the gradients again if they or the step's `loss` look wrong and `rerun_bad_steps` is on."""
+        """Recompute the gradients if they or the step's `loss` look wrong and `rerun_bad_steps` is on."""
         run = self._run
         if not self._rerun:
             return
@@ -93,7 +93,7 @@ class FaultHandler:
         )
 
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
-        """Return loss and gradient norm. Waits for the device."""
+        """Return the loss and the gradient norm. Waits for the device."""
         run = self._run
         parameters = [plain for _, plain in run.model.parameters.named if plain.grad is not None]
         norm = run.updates.gradient_squares(parameters).sqrt() / run.loss_scale.scale
@@ -106,8 +106,7 @@ class FaultHandler:
         )
 
     def _find_origin(self, lost: ReadStep) -> None:
-        """Repeat a bad step's passes to find the ranks and parameters whose gradients are not finite before
-        reduction."""
+        """Repeat a bad step to find the ranks and parameters with non-finite gradients before reduction."""
         run = self._run
         start = (lost.step - 1, lost.first_sample, run.device, run.left_out)
         with run.data.train_loader(*start) as batches:
@@ -136,7 +135,9 @@ class FaultHandler:
         return f"when repeated{weights}, everything was finite: a transient hardware fault, or a fault of those weights"
 
     def _roll_back(self, status: HealthStatus) -> bool:
-        """Load the last checkpoint before the spike; skip the data of the spike's step and of the step before it."""
+        """Load the last checkpoint before the loss spike, and skip the data of the spike's step and of the step
+        before it.
+        """
         run, spike, before = self._run, status.spike, status.step_before_spike
         spiked = f"step {spike.step} has loss {spike.loss:.4g}, a spike above the preceding mean"
         run.log_saves(wait=True)
@@ -179,7 +180,7 @@ def _differs(a: float, b: float) -> bool:
 
 
 def _origins(affected: dict[int, list[str]], mesh: Mesh) -> dict[int, list[str]]:
-    """Return the ranks of `affected` where NaN began.
+    """Return the ranks of `affected` in which NaN first appeared.
 
     Backward passes spread NaN to the other ranks that share a model. In each replica, NaN began on the ranks nearest to
     the loss: in the last affected pipeline stage, the ranks with the most affected parameters.

@@ -29,7 +29,7 @@ MAX_NAMES = 3  # parameters named in the message
 
 
 class ReplicaCheck:
-    """Compares replicated parameters. Every rank must build it, while no layer is gathered."""
+    """Compares replicated parameters. Every rank must build it, at a time when no layer is gathered."""
 
     def __init__(self, chunks: Sequence[Transformer], parameters: LocalParameters, mesh: Mesh):
         self._world, self._shards = mesh.world, parameters.shards  # live: store_frozen changes it
@@ -113,7 +113,7 @@ def _copies(parameter: Tensor) -> list[Axis]:
 def _differing(
     axis: Axis, shards: list[tuple[str, Tensor]]
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Return the parameters that differ between ranks.
+    """Return the names of the parameters that differ between ranks.
 
     Each is a tuple (name, ranks that differ from the majority, all ranks that have it). Ranks are global.
     """

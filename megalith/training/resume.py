@@ -73,7 +73,7 @@ def load_run(run: Run, memory: RunSnapshots | None = None) -> Path | StorePath |
 
 
 def _finish_base(run: Run, checkpoint: Checkpoint | None) -> None:
-    """Quantize the frozen weights if configured, record their fingerprint, and store them in the compute dtype.
+    """Quantize the frozen weights if configured, record their fingerprint, and cast them to the compute dtype.
 
     With LoftQ, the quantized weights depend on the values of the adapters, which must be loaded or initialized before.
     """
@@ -87,8 +87,7 @@ def _finish_base(run: Run, checkpoint: Checkpoint | None) -> None:
 def _load_trained(
     run: Run, memory: RunSnapshots | None, snapshot: Any, checkpoint: Checkpoint | None
 ) -> Path | StorePath | None:
-    """Restore the snapshot or the checkpoint, or give new adapters their first values. Return the checkpoint's
-    folder."""
+    """Restore the snapshot or the checkpoint, or initialize new adapters. Returns the checkpoint's folder."""
     config, world, frozen = run.config, run.mesh.world, run.config.lora.rank is not None
     if snapshot:
         memory.restore(snapshot)
@@ -119,8 +118,10 @@ def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
 
 
 def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
-    """Return the changed settings of the kind `what`, with their previous and current values. Settings that the run
-    does not use are left out."""
+    """Return the changed settings of the kind `what`, with previous and current values.
+
+    Settings without effect in the run are omitted.
+    """
     changes = []
     for section in RunConfig.model_fields:
         was, now = getattr(before, section), getattr(config, section)
@@ -137,7 +138,7 @@ def _was_and_is(name: str, was: Any, now: Any) -> str:
 
 
 def _notes_on_samples(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
-    """Warn if the next samples are not the ones that the checkpoint's run would have read."""
+    """Warn if the next samples differ from those that the checkpoint's run would have used."""
     others = _changed(before, run.config, Decides.SAMPLES)
     for prefix, was in checkpoint.manifest.data.items():
         now = run.data_files.get(prefix, was)
@@ -198,8 +199,10 @@ def _first_checkpoint(run: Run) -> Checkpoint | None:
 def check_resumable(
     checkpoint: Checkpoint | None, config: RunConfig, tokenizer: Tokenizer | None
 ) -> Checkpoint | None:
-    """Return `checkpoint`, opened from `checkpoint.load`, if the run can resume from it. Raises CheckpointError
-    otherwise."""
+    """Open the checkpoint in `checkpoint.load` and check that the run can resume from it.
+
+    Raises CheckpointError otherwise.
+    """
     load, output = open_location(config.checkpoint.load), open_location(config.run_folder)
     if checkpoint is None:
         if not is_inside(load, output):

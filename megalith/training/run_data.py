@@ -1,4 +1,4 @@
-"""Inspection of a run's data from its configuration: the samples of a step, and statistics."""
+"""Inspects a run's data from its configuration: the samples of a step, and statistics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STATIC_CONTEXT = {
 
 
 class RunData:
-    """A run's data as one process reads it, without processes, model or device.
+    """A run's data, opened in one process without a process group, model or device.
 
     `step` is the number of finished steps: 0, or the step of the newest checkpoint in the output folder.
     """
@@ -144,7 +144,7 @@ class RunData:
             self.consumed_samples += self.sizes.size(self.consumed_samples)
 
     def plan(self) -> dict[str, Any]:
-        """Return samples, tokens and epochs of each training source over the run, and `steps`."""
+        """Return the samples, tokens and epochs of each training source over the run, and the number of `steps`."""
         if self.config.data.mock or isinstance(self.data.train, ChatDataset):
             raise ConfigError(
                 "data plan needs pre-training data in data.data_path, data.train_data_path or data.dataset; for "
@@ -171,7 +171,7 @@ class RunData:
 
 
 def document_statistics(lengths: np.ndarray, seq_length: int | None) -> dict[str, Any]:
-    """Return statistics of documents.
+    """Return document statistics.
 
     Args:
         lengths: tokens per document, int [documents].
@@ -227,7 +227,7 @@ def _statistics(dataset: SampleDataset, samples: int) -> dict[str, Any]:
 
 
 def _parts(dataset: SampleDataset) -> Iterator[tuple[SampleDataset, float]]:
-    """Yield each dataset of a blend with its share of the samples."""
+    """Yield each dataset of a blend with its fraction of the samples."""
     if not isinstance(dataset, BlendedDataset):
         yield dataset, 1.0
         return

@@ -1,4 +1,4 @@
-"""Statistics of data (run_data.py) as text."""
+"""Formats data statistics (run_data.py) as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megalith.errors import LINES, printable
 
 
 def run_statistics_text(statistics: dict[str, Any]) -> str:
-    """Return the statistics of each split, as from `RunData.statistics`, as text."""
+    """Format the statistics of each split, as returned by `RunData.statistics`."""
     lines: list[str] = []
     for split, values in statistics.items():
         lines += _chat_lines(split, values) if "rows" in values else _source_lines(split, values)
@@ -63,7 +63,7 @@ def _epochs(source: dict[str, Any]) -> str:
 
 
 def _stream_lines(source: dict[str, Any]) -> list[str]:
-    """Return lines about a stream: the known facts, and the size of the sample that the statistics are based on."""
+    """Return lines that describe a stream, and the sample of its shards that the statistics are based on."""
     text = f"a stream of {source['shards']:,} shards in {source['lanes']:,} lanes"
     if source["bytes"] is not None:
         text += f", {source['bytes']:,} bytes"

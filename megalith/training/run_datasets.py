@@ -1,4 +1,4 @@
-"""Datasets of a run, the loaders of its micro-batches, and the position of a stream in checkpoints."""
+"""Datasets of a run, their micro-batch loaders, and the stream positions stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Data:
         return length * flops(0.0) + squares * (flops(1.0) - flops(0.0))
 
     def _balance_note(self) -> str:
-        """Return a note on the slowest rank's work in the first steps, with and without balancing."""
+        """Return a note on the load of the slowest rank in the first steps, with and without balancing."""
         micro, ranks = self._config.train.micro_batch_size, self._dp.size
         self.order = sample_order(self._config.data.dataloader_type, len(self.train), self._config.train.seed)
         first, before, after = 0, [], []
@@ -148,7 +148,7 @@ class Data:
         )
 
     def _schedule_note(self) -> str:
-        """Return a note on the passes of the first steps under dynamic context parallelism."""
+        """Return a note on the forward passes of the first steps under dynamic context parallelism."""
         self.order = sample_order(self._config.data.dataloader_type, len(self.train), self._config.train.seed)
         first, schedules = 0, []
         for _ in range(min(self._total_steps, STEPS_IN_NOTE)):
@@ -159,8 +159,9 @@ class Data:
         return self._schedules.describe(schedules)
 
     def work(self, consumed_samples: int, batch_size: int) -> TokenCounts | None:
-        """Return the token counts of the next `batch_size` samples of the latest train loader. None if all sequences
-        are full.
+        """Return the token counts of the next `batch_size` samples of the latest train loader.
+
+        None means all sequences are full.
         """
         if not isinstance(self.train, ChatDataset):
             return None
@@ -187,8 +188,9 @@ class Data:
         }
 
     def state_files(self, consumed_samples: int, left_out: Sequence[Sequence[int]]) -> dict[str, bytes]:
-        """Return the state of a stream after `consumed_samples`, as checkpoint files: contents by file name. Every rank
-        calls it; the result is complete on the first rank.
+        """Return the state of a stream after `consumed_samples` as checkpoint files, contents by file name.
+
+        Every rank calls it; only the first rank's result is complete.
         """
         if not isinstance(self.train, SampleStream):
             return {}
@@ -198,19 +200,21 @@ class Data:
         return {} if self._stream_state is None else {STREAM_FILE: json.dumps(self._stream_state).encode()}
 
     def stream_notes(self) -> list[str]:
-        """Return new notes on the documents that the train stream left out up to the last `state_files`."""
+        """Return new notes on documents that the train stream omitted before the last call of `state_files`."""
         notes = [] if self._stream_state is None else self.train.notes(self._stream_state)
         before, self._stream_notes = self._stream_notes, notes
         return [note for note in notes if note not in before]
 
     def load_state(self, files: Mapping[str, Path]) -> None:
-        """Set the state of a stream that `state_files` returned when the checkpoint was saved."""
+        """Restore the state of a stream that `state_files` returned when the checkpoint was saved."""
         if isinstance(self.train, SampleStream):
             path = files.get(STREAM_FILE)
             self.train.load_state(None if path is None else json.loads(read_small_file(path, path.parent)))
 
     def preserves_order(self, num_samples: int) -> bool:
-        """Return True if a run with `num_samples` samples reads the same samples, up to the shorter length."""
+        """Return True if a run of `num_samples` samples uses the same samples in the same order, up to the shorter
+        length.
+        """
         return self.train.preserves_order(num_samples, permuted=self._config.data.dataloader_type == "cyclic")
 
     def evaluation_micro_batches(self, dataset: SampleDataset, number: int) -> int:

@@ -1,4 +1,4 @@
-"""Snapshots of a run in host memory: their contents other than tensors, and how a new run continues from one."""
+"""Snapshots of a run in host memory: the state other than tensors, and how a new run continues from them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RunSnapshots:
                 run.log(f"warning: no snapshot of step {result.step} in memory: {result.error}")
 
     def before_update(self) -> None:
-        """Let the snapshot in progress finish its copies of the state, which the optimizer is about to change."""
+        """Wait until the snapshot in progress has copied the state that the optimizer is about to change."""
         self._snapshots.before_update()
 
     def wait(self) -> None:
@@ -77,7 +77,7 @@ class RunSnapshots:
         heartbeat.begin_long(phase)
 
     def newest(self) -> Snapshot | None:
-        """Return this rank's part of the newest snapshot that all ranks can restore, or None."""
+        """Return this rank's shards of the newest snapshot that all ranks can restore, or None if there is none."""
         world = self._run.mesh.world
         while (serial := self._snapshots.find(world)) is not None:
             if (snapshot := self._snapshots.fetch(serial, world, self._shards())) is not None:
@@ -103,7 +103,7 @@ class RunSnapshots:
         self.restored_step = run.step
 
     def _shards(self) -> Shards:
-        """Return the state's tensors with padding, as this rank holds them."""
+        """Return this rank's shards of the state, including padding."""
         run = self._run
         more = amax_shards(run.model.amaxes, run.mesh.world) | run.task.parts(run)
         return state_shards(run.model.chunks, run.optimizer) | more

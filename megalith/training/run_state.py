@@ -63,8 +63,9 @@ class Task:
     """Name of the training loss in log lines."""
 
     def console_line(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """Return the log line of a step that the task writes itself. None: the usual lines, one per log interval, are
-        written.
+        """Return the step's log line if the task formats it.
+
+        None means that the usual lines are logged, once per log interval.
         """
         return None
 
@@ -95,8 +96,10 @@ class Task:
         )
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]] | None:
-        """Return a function that reads the metrics of the current step, for metrics.jsonl; None: there are none. Called
-        once gradients are ready."""
+        """Return a function that returns the current step's metrics for metrics.jsonl, or None if there are none.
+
+        Called once gradients are ready.
+        """
         return None
 
     def state_files(self, run: Run) -> dict[str, bytes]:
@@ -111,14 +114,14 @@ class Task:
         run.data.load_state(files)
 
     def parts(self, run: Run) -> dict[str, Mapping[str, LocalShard]]:
-        """Return the shards of additional models for a checkpoint, by part."""
+        """Return the shards of additional models, keyed by checkpoint part."""
         return {}
 
     def load_parts(self, run: Run, checkpoint: Checkpoint, with_optimizer: bool) -> None:
-        """Restore the parts that `parts` returned when the checkpoint was saved."""
+        """Restore the shards that `parts` returned when the checkpoint was saved."""
 
     def end_step(self, run: Run) -> None:
-        """Do work after a step's update. `run.step` already counts the step."""
+        """Run after a step's update. `run.step` already counts the step."""
 
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
@@ -136,8 +139,9 @@ class Task:
         return None
 
     def evaluation_metrics(self, run: Run) -> dict[str, float] | None:
-        """Return metrics of the evaluation that has just ended. None: the only metric is the loss, a mean over
-        tokens.
+        """Return the metrics of the evaluation that has just ended.
+
+        None means that the loss, a mean over tokens, is the only metric.
         """
         return None
 
@@ -282,15 +286,14 @@ class Run:
         )
 
     def _noise_samples(self, micro_batches: int) -> int:
-        """Return the samples of the smaller batch for the gradient noise scale. 0: the step has too few
-        micro-batches."""
+        """Return the smaller batch size of the gradient noise scale, or 0 if the step has too few micro-batches."""
         parallel, train = self.config.parallel, self.config.train
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
         fewest = fitting_micro_batches(schedule_kind(parallel), self.mesh.pp.size, 1, group)
         return fewest * train.micro_batch_size * self.mesh.dp.size if fewest < micro_batches else 0
 
     def _squares_of_first(self, micro_batches: Sequence[Batch], samples: int) -> Tensor:
-        """Return the squared norm of the gradient over the first `samples` of the step, a float32 scalar."""
+        """Return the squared gradient norm over the first `samples` of the step, a float32 scalar."""
         count = samples // (self.config.train.micro_batch_size * self.mesh.dp.size)
         self.gradients(micro_batches[:count])
         plain = [plain for _, plain in self.model.parameters.named if plain.grad is not None]
@@ -309,7 +312,7 @@ class Run:
     def _with_norms(
         metrics: Callable[[], dict[str, Any]] | None, norms: LayerNorms, gradients: Tensor, updates: Tensor
     ) -> Callable[[], dict[str, Any]]:
-        """Return a function that reads a step's metrics and adds the norms of gradients and updates per layer."""
+        """Return a function that returns a step's metrics, including the gradient and update norms per layer."""
         return lambda: {
             **(metrics or dict)(),
             **{f"gradient_norm/{layer}": value for layer, value in norms.named(gradients).items()},
@@ -322,7 +325,7 @@ class Run:
         return self.step - self.skipped.steps, self.consumed_samples - self.skipped.samples
 
     def gradients(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """Compute the step's gradients, times the loss scale, into `.grad`. Return its loss."""
+        """Compute the step's gradients, scaled by the loss scale, into `.grad`. Returns the loss."""
         self._seed_fused_dropout()
         return self.model.backward(micro_batches, self.task.loss, loss_scale=self.loss_scale.scale)
 
@@ -369,7 +372,7 @@ class Run:
         self.log_saves()
 
     def save_last(self, also_new: bool = True) -> Path | StorePath | None:
-        """Ensure that the current state is saved, and return its folder.
+        """Ensure that the current state is saved. Returns its folder.
 
         Without `also_new`, wait for the save in progress and return the last folder, if any. Raises CheckpointError if
         saving fails.
@@ -402,14 +405,14 @@ class Run:
         return last is not None and last.error is None and last.moment == (self.step, self.consumed_samples)
 
     def restore_record(self, record: RunRecord) -> None:
-        """Restore the state in `record`. Tensors, the task's files and `abandoned` are restored elsewhere."""
+        """Restore the state in `record`. It excludes tensors, the task's files and `abandoned`."""
         self.loss_scale.load_state(record.loss_scale)
         self.step, self.consumed_samples = record.step, record.consumed_samples
         self.skipped = SkippedSteps(record.skipped_steps, record.skipped_samples)
         self.totals, self.left_out = dict(record.counters), record.left_out
 
     def record(self) -> RunRecord:
-        """Return the state other than tensors, for a checkpoint."""
+        """Return the state other than tensors, to be saved in a checkpoint."""
         tokenizer = self.tokenizer
         return RunRecord(
             step=self.step,
@@ -428,7 +431,7 @@ class Run:
         )
 
     def _seed_fused_dropout(self) -> None:
-        """Seed the random state per step. Only the attention dropout of GPU kernels uses it."""
+        """Seed the random state for each step. Only the attention dropout of GPU kernels uses it."""
         if self.device.type == "cuda" and self.config.model.attention_dropout:
             key = f"{self.config.train.seed}/attention dropout/{self.step}/{self.mesh.world.rank}".encode()
             torch.cuda.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))

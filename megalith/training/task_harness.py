@@ -1,4 +1,4 @@
-"""Evaluation on tasks of lm-evaluation-harness, for a model in any layout.
+"""Evaluation on lm-evaluation-harness tasks, for a model in any layout.
 
 Every rank runs the harness on the same requests; calls of the model are collective. Log-likelihoods are computed on
 packed rows, distributed over data-parallel ranks. Completions come from the generation engine over the tensor-parallel
@@ -48,7 +48,7 @@ NEW_TOKENS = 256  # maximum completion length for tasks that set none
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """Options of an evaluation, under the harness's names."""
+    """Options of an evaluation, named as in the harness."""
 
     tasks: list[str]
     """Task names, or paths of tasks' YAML files."""
@@ -118,7 +118,7 @@ class TaskCatalog(TaskManager):
 
 
 def _tasks_of(request: TaskRequest) -> TaskCatalog:
-    """Return the catalog of tasks: only the custom ones if they suffice, because indexing all others takes ten seconds.
+    """Return the task catalog, with only the custom tasks if they suffice: indexing all tasks takes ten seconds.
 
     Raises:
         ConfigError: if `include_path` is not a folder.
@@ -179,7 +179,7 @@ class HarnessModel(TemplateLM):
         return f"{self.tokenizer.tokenizer_type}-{self.tokenizer.fingerprint}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text, with the tokenizer's prefix tokens first.
+        """Encode a text and prepend the tokenizer's prefix tokens.
 
         The prefix is not added if the text already begins with it or `add_special_tokens` is False.
         """
@@ -201,7 +201,7 @@ class HarnessModel(TemplateLM):
         return self.score([(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of texts, in windows that do not overlap."""
+        """Return the log-likelihoods of texts, computed in non-overlapping windows."""
         pairs, owners = [], []
         for number, request in enumerate(requests):
             # The prefix token is scored too, as in the harness's transformers model.
@@ -268,7 +268,7 @@ class HarnessModel(TemplateLM):
         return [np.array(gathered[number]) for number in range(len(sequences))]
 
     def _batch(self, sequences: Sequence[tuple[list[int], int]], rows: Sequence[list[int]]) -> Batch:
-        """Build a batch from rows of sequences; missing rows are empty."""
+        """Build a batch from token sequences, one per row, and fill missing rows with empty ones."""
         shape = self.config.train.micro_batch_size, self.longest
         ids, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         positions, is_start = np.zeros(shape, np.int64), np.zeros(shape, bool)
@@ -315,7 +315,7 @@ class HarnessModel(TemplateLM):
         return [gathered[number] for number in range(len(requests))]
 
     def _sampling(self, kwargs: dict[str, Any]) -> Sampling:
-        """Return the sampling settings, with stop strings, of a task's generation_kwargs."""
+        """Translate a task's generation_kwargs to sampling settings, with stop strings."""
         until = kwargs.get("until") or []
         samples = kwargs.get("do_sample", False) or kwargs.get("temperature", 0) > 0
         texts = [until] if isinstance(until, str) else [text for text in until if text]

@@ -160,8 +160,10 @@ class Trainer:
         return GrowingJob(self.config, world, self.restart, self.memory, self.report, self.heartbeat)
 
     def _train_steps(self) -> str | None:
-        """Train from the current step. Return the reason for the end, or None if the run has gone back to an earlier
-        step."""
+        """Train from the current step.
+
+        Returns the reason for stopping, or None if the run was rolled back to an earlier step.
+        """
         run, report = self.run, self.report
         with run.data.train_loader(run.step, run.consumed_samples, run.device, run.left_out) as batches:
             self.heartbeat.end_long("training")
@@ -186,7 +188,7 @@ class Trainer:
         return "train_iters"
 
     def _between_steps(self) -> None:
-        """Check replicas, evaluate and save at their intervals. Not called if the run must stop at once.
+        """Check replicas, evaluate and save if due. Not called if the run must stop immediately.
 
         Evaluation comes before the save, also at the end of the run. A run that is killed during the evaluation repeats
         it, after the steps since the last save.
@@ -281,7 +283,7 @@ class Trainer:
         return self._result(self.loaded_from, self.stops.stop_reason or "train_iters", None)
 
     def evaluate(self) -> None:
-        """Evaluate, by mean loss or by the task's own metrics, and report the results."""
+        """Evaluate and report the results: the mean loss, or the task's own metrics."""
         run = self.run
         self.report.flush()
         loss = self.mean_loss(run.data.valid)
@@ -291,7 +293,7 @@ class Trainer:
             self.report.log_evaluation(run.step, loss, figures)
 
     def _evaluate_task(self) -> dict[str, float] | None:
-        """Return the task's evaluation metrics. None also if a stop signal interrupts it."""
+        """Return the task's evaluation metrics. Returns None if a stop signal interrupts the evaluation."""
         if not self.config.train.eval_iters or self.stops.stop_reason:
             return None
         step, parts = self.run.step, 0
@@ -309,7 +311,7 @@ class Trainer:
         return figures
 
     def mean_loss(self, dataset: SampleDataset | None) -> float | None:
-        """Return the run's mean loss on `dataset`. None also if a stop signal interrupts it."""
+        """Return the run's mean loss on `dataset`. Returns None if a stop signal interrupts the evaluation."""
         step, total = self.run.step, self.config.train.eval_iters
         if dataset is None or not total or self.stops.stop_reason:
             return None
@@ -328,7 +330,7 @@ class Trainer:
 
 
 def _saves_at_end(ended: str, checkpoint: CheckpointConfig) -> bool:
-    """Return True if a run with this end, a key of EXIT_CODES, saves its last step."""
+    """Return True if a run that ends for this reason, a key of EXIT_CODES, saves its last step."""
     if ended == "train_iters":
         return checkpoint.save_at_end
     when = checkpoint.save_when_stopped

@@ -1,4 +1,4 @@
-"""A whole training run: processes, mesh, restarts and the training loop (trainer.py)."""
+"""A complete training run: processes, mesh, restarts and the training loop (trainer.py)."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
 
 @dataclass
 class _Job:
-    """Everything that a run keeps when its process groups, model and data loaders are built again."""
+    """State that survives when the run's process groups, model and data loaders are rebuilt."""
 
     settings: RunConfig
     """The configuration before it was prepared for a number of ranks."""
@@ -146,8 +146,11 @@ class _Job:
         self.snapshots = MemorySnapshots(self.restart.is_aborted) if self.restart.is_active else None
 
     def run(self) -> tuple[TrainingResult, Path | StorePath | None] | None:
-        """Connect the ranks and train. Return the result and the folder of the loaded checkpoint, or None to restart
-        in this process because another rank has failed."""
+        """Connect the ranks and train.
+
+        Returns the result and the folder of the loaded checkpoint. Returns None to restart in this process because
+        another rank has failed.
+        """
         try:
             return self._run()
         except Exception as error:
@@ -162,7 +165,7 @@ class _Job:
         return None
 
     def _rendezvous(self) -> Store | None:
-        """Wait for the other ranks. Return the store for the process groups of a restart."""
+        """Wait for the other ranks. Returns the store for the process groups of a restart."""
         store = self.restart.meet()
         if self.process != self.restart.process:  # the job has been resized
             self.process = self.restart.process

@@ -22,7 +22,7 @@ STRAGGLES = 2  # consecutive measurements in which a rank is slow
 
 
 class UnhealthyRanks:
-    """Decides on replacements. Every rank makes the same calls.
+    """Decides which ranks to replace. Every rank makes the same calls.
 
     Args:
         world: all ranks.
@@ -48,7 +48,7 @@ class UnhealthyRanks:
         self._slow: dict[int, int] = {}  # rank -> consecutive measurements in which it was slow
 
     def after_step(self, step: int) -> None:
-        """Replace unhealthy ranks, if there are any. Does not return on any rank if one is replaced.
+        """Replace unhealthy ranks, if there are any. Returns only if no rank is replaced.
 
         Raises:
             RankLost: a rank is being replaced; this process continues from memory.
@@ -95,5 +95,5 @@ class UnhealthyRanks:
 
 
 def gpu_reason(event: Mapping[str, Any]) -> str:
-    """Return the fault of a GPU without the advice."""
+    """Return a GPU's fault without the advice."""
     return event["text"].rpartition("): ")[2].partition(":")[0]

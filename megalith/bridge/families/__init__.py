@@ -85,7 +85,7 @@ def _names(family: Family) -> tuple[str, ...]:
 
 
 def family_named(name: str, where: str) -> Family:
-    """Return the family with this architecture or model type. `where` says where the name was found; errors quote it."""
+    """Return the family with this architecture or model type. Errors quote `where`, the place of the name."""
     for family in FAMILIES.values():
         if name in _names(family):
             return family

@@ -175,7 +175,7 @@ AFMOE = Family(
 
 
 class FlintWindows(WindowsByLayer):
-    """Maps `layer_types` to windows. By default, all layers have one except the first two, every fourth and the last."""
+    """Maps `layer_types` to windows. By default, the first two layers, every fourth and the last have none."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("layer_types") is None:

@@ -51,7 +51,7 @@ class Background:
         self._description, self._thread = description, InThread(on_device)
 
     def result(self, deadline: Deadline) -> Any:
-        """Wait for the collective and return its result. Raise TrainingError if it failed or the deadline has passed."""
+        """Wait for the collective and return its result. Raise TrainingError if it fails or the deadline passes."""
         if not self._thread.wait(deadline.left()):
             raise TrainingError(
                 f"{self._description} did not finish within {deadline.seconds:g} s ({deadline.setting}): a worker of "
