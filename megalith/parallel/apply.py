@@ -1,4 +1,4 @@
-"""The order in which parallelism is applied to a model. This file states it once."""
+"""Applies parallelism to a model. This is the only file that states the order of the axes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from megalith.parallel.seams import plug
 
 
 class AttentionLogits:
-    """Table of the largest logits, float32 [layers, heads], with a row per self-attention of the model."""
+    """Largest attention logits, float32 [layers, heads], with one row per self-attention of the model."""
 
     def __init__(self, chunks: Sequence[nn.Module], heads: int, mesh: Mesh, device: torch.device):
         """Make the self-attention of this rank's `chunks` record its logits. Collective.
@@ -97,7 +97,9 @@ def record_max_logits(
     rank: int,
     group: str,
 ) -> None:
-    """Raise a layer's recorded maxima to the largest logits of this pass, per head. Collective over the context group.
+    """Raise a layer's recorded maxima to this forward pass's largest logits per head.
+
+    Collective over the context group.
 
     Does nothing during recomputation. Under context parallelism the keys of all `size` ranks are all-gathered.
     """

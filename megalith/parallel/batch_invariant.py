@@ -54,7 +54,7 @@ def apply_batch_invariant(
     core: Callable[..., Tensor] = attention,
     cp: Axis = Axis(),  # noqa: B008 (immutable)
 ) -> None:
-    """Replace the operators of the forward pass by batch-invariant ones, in place.
+    """Replace the forward pass's operators by batch-invariant ones, in place.
 
     config.rules.batch_invariant_rules rejects models and layouts that use operators without a batch-invariant version.
 

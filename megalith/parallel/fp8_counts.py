@@ -106,7 +106,7 @@ def counters(chunks: Iterable[nn.Module]) -> dict[str, Counter]:
 
 
 def gather_counts(counters: dict[str, Counter], world: Axis) -> dict[str, float]:
-    """Return the statistics of all linears on rank 0, and {} on the others. Collective; waits for the device.
+    """Return the statistics of all linears on rank 0, and {} on the other ranks. Collective; waits for the device.
 
     Keys are `fp8_amax/LINEAR.KIND`, `fp8_overflow/LINEAR.KIND` and `fp8_underflow/LINEAR.KIND`.
     """

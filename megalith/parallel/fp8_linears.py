@@ -73,7 +73,7 @@ def casts_weights_once(config: RunConfig) -> bool:
 
 
 def layers_cast_once(layer_numbers: Sequence[int], config: RunConfig) -> set[int]:
-    """Return the layers of a chunk, `layer_numbers` in order, whose weights are cast to FP8 once per step."""
+    """Return the layers of a chunk that cast their weights to FP8 once per step. `layer_numbers` gives their order."""
     parallel = config.parallel
     if not casts_weights_once(config):
         return set()
@@ -97,7 +97,7 @@ def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
 
 
 def amax_table(model: Transformer, config: RunConfig, device: torch.device) -> AmaxTable | None:
-    """Return the amax history of the full `model` for delayed scaling, or None without it."""
+    """Return the amax history of the full `model` for delayed scaling, or None for other recipes."""
     train = config.train
     if train.fp8_format is None or train.fp8_recipe != "delayed":
         return None
@@ -157,7 +157,7 @@ def _shared_outputs(linear: str, model: ModelConfig, ranks: int) -> tuple[int, i
 
 
 class SharedGradient:
-    """Style of a linear with replicated outputs, which a rank computes because it shares a group with other ranks.
+    """Style of a linear that several ranks compute redundantly because they share a query group.
 
     A run in one process casts the sum of the replicas' gradients to FP8. To match it, the first rank of a group gets
     that sum, and the others get zeros.

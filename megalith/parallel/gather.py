@@ -1,4 +1,4 @@
-"""Gathers global tensors on rank 0, one at a time, from the shards that ranks own.
+"""Gathers global tensors on rank 0, one at a time, from the shards of all ranks.
 
 Used to inspect or export full tensors. Rank 0 needs memory for one global tensor.
 """
@@ -30,7 +30,7 @@ class OwnedShard:
 
 @dataclass
 class GlobalTensor:
-    """A tensor that is sharded over the world. This rank may own no part of it."""
+    """A tensor that is sharded over all ranks. A rank may hold no shard of it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A step's loss on this rank: local micro-batches with weights or objectives, and the loss's denominators."""
+"""This rank's loss of a step: local micro-batches with weights or objectives, and the loss's denominators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LocalLosses:
         return [self._prepare_micro_batch(batch, loss) for batch in micro_batches]
 
     def _context_axis(self, batch: Batch) -> Axis:
-        """Return the ranks that share the rows of a micro-batch."""
+        """Return the axis of the ranks that share the rows of a micro-batch."""
         groups = self.mesh.context_groups
         return groups[batch.cp_size] if groups else self.mesh.cp
 
@@ -128,9 +128,7 @@ def _scalar(loss: Loss, value: Tensor | float) -> float:
 
 
 class CollectLogprobs(Loss):
-    """A loss whose value is zero. It keeps the log-probabilities of each micro-batch, and with `needs_entropy` the
-    entropies.
-    """
+    """A loss of zero that records each micro-batch's log-probabilities and, with `needs_entropy`, entropies."""
 
     def __init__(self, temperature: float, vocab_size: int | None, needs_entropy: bool = False):
         self.temperature, self.vocab_size, self.needs_entropy = temperature, vocab_size, needs_entropy

@@ -1,4 +1,4 @@
-"""Model specs, which define how a model is built and sharded over the ranks, and its loss.
+"""Model specs, which define how a model is built, how it is sharded over ranks, and its loss.
 
 `TransformerSpec` builds Megalith's own models. A `ModelSpec` makes a user's model trainable (docs/own_model.md): a
 `Model` made of the sharded layers of tensor/building_blocks.py. Those layers contain tensor parallelism, and data
@@ -42,7 +42,7 @@ from megalith.parallel.tensor.partial_gradients import partial_gradients
 
 
 class Head:
-    """The output of a model's pass: the loss or the logits of its last hidden states."""
+    """Computes the loss or the logits from a model's last hidden states."""
 
     def __init__(self, axis: Axis, micro_batch: LocalMicroBatch | None = None):
         """Compute the loss of `micro_batch`, or logits if that is None."""
@@ -135,12 +135,12 @@ class ModelSpec:
         return False
 
     def partial_gradients(self, chunk: nn.Module, ranks: int, sequence_parallel: bool) -> Collection[str]:
-        """Return the names of the chunk's parameters whose gradients must be summed over `ranks` tensor ranks."""
+        """Return the names of the chunk's parameters that need a gradient sum over `ranks` tensor-parallel ranks."""
         return ()
 
     @property
     def unpadded_rows(self) -> Mapping[str, int]:
-        """Rows without padding, by name, of parameters that may have padding rows."""
+        """Number of rows without padding, by name, of parameters that may have padding rows."""
         return {}
 
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
@@ -190,7 +190,7 @@ class TransformerSpec(ModelSpec):
     """The Transformer of a run, which supports every axis."""
 
     def __init__(self, model: Transformer, run: RunConfig):
-        """Take ownership of `model`, which is on the meta device."""
+        """Build the spec from `model`, which must be on the meta device and is modified."""
         loss = LOSSES[run.model.model_type, run.train.calculate_per_token_loss]()
         super().__init__(build=lambda mesh: model, seed=run.train.seed, loss=loss)
         self.run, self.config = run, run.model
@@ -218,8 +218,9 @@ class TransformerSpec(ModelSpec):
         return dict.fromkeys(VOCABULARY, self.config.vocab_size)
 
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
-        """Return the row counts of linears and experts; None for routers, embeddings, head and adapters, which AdamW
-        updates.
+        """Return the row counts of linears and experts.
+
+        None for routers, embeddings, output matrix and adapters, which AdamW updates.
         """
         config, module = self.config, name.split(".")[-2]
         if not (module.startswith("linear_") and name.endswith(".weight")):
@@ -297,7 +298,7 @@ class TransformerSpec(ModelSpec):
 
 @dataclass
 class LocalMicroBatch:
-    """This rank's shard of a micro-batch, and the inputs of its passes."""
+    """This rank's shard of a micro-batch, with the inputs of its forward and backward passes."""
 
     batch: Batch  # its labels and loss_mask are the loss's targets and weights
     token_index: Tensor  # int64 [seq]: position of each local token in the full sequence

@@ -1,4 +1,4 @@
-"""Owners of sharded matrices: each matrix is collected on one of the ranks that hold its shards.
+"""Assigns each sharded matrix to one of the ranks that hold its shards; that rank collects the whole matrix.
 
 An operation on whole matrices, such as Muon's orthogonalization, then runs once per matrix instead of once per rank:
 
@@ -40,7 +40,7 @@ class _Cut:
 
 @dataclass(frozen=True)
 class SharedMatrix:
-    """Sharding of a parameter over several ranks, one of which can own the whole."""
+    """A parameter that is sharded over several ranks, one of which can collect the whole."""
 
     mesh: DeviceMesh
     cuts: list[_Cut]

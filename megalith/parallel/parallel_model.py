@@ -1,4 +1,4 @@
-"""The model as the training loop sees it: losses and gradients of the global batch, for any shard of the model."""
+"""The model as the training loop uses it: computes losses and gradients of the global batch, for any sharding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WRONG_IDS = "use the model's own tokenizer, or give the model a larger vocabular
 
 
 class ParallelModel:
-    """This rank's model chunks, and the forward and backward passes that all ranks run together.
+    """This rank's model chunks, with forward and backward passes that all ranks run together.
 
     Every rank calls the same methods in the same order, with the micro-batches of its data-parallel rank.
 
@@ -95,7 +95,7 @@ class ParallelModel:
         *,
         loss_scale: Tensor | float = 1.0,
     ) -> Tensor:
-        """Run forward and backward passes of a step, and reduce the gradients.
+        """Run the forward and backward passes of a step, and reduce the gradients.
 
         The step's loss is the sum of `loss` over all micro-batches of all data-parallel ranks, divided by the sum of
         its denominators. Each parameter's `.grad` is then the gradient of loss_scale · that loss.
@@ -181,7 +181,9 @@ class ParallelModel:
         return logits.amax()
 
     def end_step(self, skipped: Tensor) -> None:
-        """Update FP8 scales and expert biases after the optimizer step; `skipped` is 1 if that was skipped, else 0.
+        """Update FP8 scales and expert biases after the optimizer step.
+
+        `skipped` is 1 if that step was skipped, otherwise 0.
 
         Also discards the step's attention logits.
         """
@@ -192,7 +194,7 @@ class ParallelModel:
             update_expert_biases(self.chunks, self.tallies, skipped)
 
     def forget_logits(self) -> None:
-        """Discard the attention logits of the passes since the last step."""
+        """Discard the attention logits recorded since the last step."""
         if self.attention_logits is not None:
             self.attention_logits.clear()
 
@@ -283,7 +285,7 @@ class ParallelModel:
         return [row for batch in micro_batches for row in batch.rows()]
 
     def _vocab_size(self) -> int | None:
-        """Return the size of the input vocabulary, or None if a user's own model does not reveal it."""
+        """Return the size of the input vocabulary, or None if a user-defined model does not report it."""
         if self.config is not None:
             return self.config.vocab_size
         modules = [module for chunk in self.chunks for module in chunk.modules()]
@@ -291,7 +293,7 @@ class ParallelModel:
         return sizes[0] if len(sizes) == 1 else None
 
     def _begin_logged(self, local_batches: list[LocalMicroBatch]) -> None:
-        """Attach to each local micro-batch the zeros to which its passes add z-loss, logged loss and MTP losses."""
+        """Attach zero tensors to each local micro-batch, to accumulate z-loss, logged loss and MTP losses."""
         logged = torch.zeros((), dtype=self._loss_dtype, device=self.device)
         mtp_sums = torch.zeros(self.spec.mtp_layers, dtype=self._loss_dtype, device=self.device)
         if self.config is not None and self.config.output_z_loss_coeff:
@@ -305,7 +307,9 @@ class ParallelModel:
                 micro_batch.mtp_targets.sums = mtp_sums
 
     def _read_logged(self, local_batches: list[LocalMicroBatch], loss: Tensor, denominators: Tensor) -> None:
-        """Set logged_loss, mtp_losses and output_z_loss from the sums of the passes and the loss of the step.
+        """Set logged_loss, mtp_losses and output_z_loss from the step's loss and the sums that its passes
+        accumulated.
+
         Collective.
         """
         logged, mtp_targets = local_batches[0].logged, local_batches[0].mtp_targets
@@ -330,7 +334,10 @@ class ParallelModel:
         return output
 
     def _run_passes(self, local_batches: list[LocalMicroBatch], factor: Tensor | None) -> Tensor:
-        """Run all passes of a step on this rank. Return the sum of losses on the last stage, zero on the others."""
+        """Run all forward and backward passes of a step on this rank.
+
+        Returns the sum of losses on the last stage, zero on the others.
+        """
         if factor is None:
             local_batches = [replace(micro_batch, mtp_targets=None) for micro_batch in local_batches]
         local_batches = [micro_batch.to(self.device) for micro_batch in local_batches]

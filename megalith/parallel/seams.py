@@ -1,4 +1,4 @@
-"""The seams of a model: the attributes of its modules that parallelism may replace, and the function that does it.
+"""The seams of a model: module attributes that parallelism may replace, and the function that replaces them.
 
 A module of models/ is single-device PyTorch. A seam is an attribute that holds a function or an object, by default the
 single-device one. `plug` replaces it, and rejects attributes that are not listed here. Properties of a single pass,

@@ -48,7 +48,7 @@ class LocalShard:
     """True on exactly one of the ranks that hold the same shard."""
 
     def first_rows(self, rows: int) -> LocalShard:
-        """Return the part of this shard that lies in the first `rows` of the global tensor."""
+        """Return the slice of this shard that lies in the first `rows` of the global tensor."""
         kept = min(max(rows - self.offset[0], 0), len(self.values))
         return replace(self, values=self.values[:kept], shape=(rows, *self.shape[1:]))
 
@@ -220,7 +220,7 @@ class LocalParameters:
 
 
 def _unshard(like: DTensor, shard: Tensor) -> Tensor:
-    """Return the full tensor of this rank's `shard`, which is placed as `like`, by all-gathers.
+    """All-gather the full tensor from this rank's `shard`, which has the placement of `like`.
 
     Experts [experts, rows, columns] stay sharded over their first dimension.
     """

@@ -1,4 +1,4 @@
-"""Casts of weights that are made once per step for all micro-batches: to FP8, and of experts to the compute dtype.
+"""Casts weights once per step for all micro-batches: to FP8, and experts to the compute dtype.
 
 Weights are stored in fp32, and by default a layer casts them in each pass. An FP8 cast computes a maximum, the data and
 the transposed data. Experts hold most weights of their model: if they are cast in every forward and backward pass, they
@@ -32,7 +32,7 @@ CastOnce = list[tuple[Linear, Fp8Gemm | BlockGemm]]
 
 
 class StepCasts:
-    """A context manager around all passes of a step, in which weights are cast once.
+    """A context manager around all forward and backward passes of a step. Within it, weights are cast once.
 
     With `experts`, expert weights that are not stored in the compute dtype are cast once too. The casts are dropped at
     the end of the step, because weights change between steps.
@@ -88,7 +88,10 @@ class StepCasts:
 
     @torch.no_grad()
     def _cast_gathered(self, linears: CastOnce, layer: FSDPModule, *_: object) -> None:
-        """Cast a layer's weights. Called before each of its passes; acts in the first one of a training step."""
+        """Cast a layer's weights.
+
+        Called before each of its passes, but casts only in the first one of a training step.
+        """
         if self._is_on and linears[-1][1].step_codes.operands is None:
             for linear, gemm in linears:
                 _cast(linear, gemm)
@@ -102,7 +105,7 @@ def _cast(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> None:
 
 
 def _can_free_weight(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> bool:
-    """Return True if passes read only the FP8 data, not the weight.
+    """Return True if forward and backward passes use only the FP8 data, not the weight.
 
     A pass reads the weight of a linear that uses only some of its rows or another dtype. So does CountedGemm, which
     compares the weight with its FP8 data.

@@ -1,1 +1,1 @@
-"""Context parallelism: sequences sharded over ranks."""
+"""Context parallelism: shards sequences over ranks."""

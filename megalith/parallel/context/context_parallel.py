@@ -98,7 +98,7 @@ def apply_context(
 
 
 def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_comm_type: str) -> None:
-    """Make the attention of `model` work on rows that are sharded over one of `groups` in each pass, in place.
+    """Replace the attention of `model`, in place, so that each forward pass can shard rows over one of `groups`.
 
     Args:
         model: the model. Its mixers are attention.
@@ -119,7 +119,10 @@ def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_com
 def _pass_core(
     query: Tensor, key: Tensor, value: Tensor, *, run: Callable[..., Tensor], **settings
 ) -> Tensor:
-    """Compute attention with the core of the current pass. Recomputation wraps this function in every pass."""
+    """Compute attention with the implementation selected for the current forward pass.
+
+    Recomputation wraps this function.
+    """
     return run(query, key, value, **settings)
 
 
@@ -132,7 +135,7 @@ def _dynamic_layout(
     has_position_ids: bool,
     cp_size: int | None = None,
 ) -> PassLayout:
-    """Return the layout of a pass over rows that `cp_size` ranks share.
+    """Return the layout of a forward pass over rows that are sharded over `cp_size` ranks.
 
     A pass without position ids, such as in generation, has full sequences on every rank.
     """
@@ -158,8 +161,8 @@ def _pass_states(mixer: Recurrent, axis: Axis) -> None:
 def _scores_of_heads(
     axis: Axis, weight: Tensor, token_index: Tensor, layout: PassLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns of the relative bias table `weight` [buckets, heads] that belong to this rank's heads, and the
-    token index of the full sequence.
+    """Return this rank's head columns of the relative bias table `weight` [buckets, heads], and the token indices in
+    the full sequence.
 
     In passes over full sequences, return `weight` and `token_index` unchanged.
     """
@@ -184,7 +187,7 @@ def _pass_layout(
     has_position_ids: bool,
     cp_size: int | None = None,
 ) -> PassLayout:
-    """Return the layout of a pass. If it has position ids, each rank gets a shard of every sequence.
+    """Return the layout of a forward pass. Position ids mean that each rank has a shard of every sequence.
 
     Passes without position ids, such as generation, get full sequences.
     """
@@ -235,9 +238,7 @@ def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 
 
 def unshard_replicated(x: Tensor, axis: Axis) -> Tensor:
-    """Unshard x along dimension 1 for a computation that is the same on all ranks: the gradient is this
-    rank's slice.
-    """
+    """Unshard x along dimension 1 for a computation that all ranks repeat. The gradient is this rank's slice."""
     return x if axis.size == 1 else from_zigzag(all_gather_replicated(x[None], axis), 1)
 
 

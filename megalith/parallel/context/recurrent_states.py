@@ -1,4 +1,4 @@
-"""Context parallelism of mixers with a state: each rank computes the states that precede its chunks.
+"""Context parallelism of recurrent mixers: each rank computes the states that precede its chunks.
 
 A recurrence maps the state S before a chunk of tokens to A S + W after it (`transition` of the operator). Every rank
 computes A and W of its early and its late chunk (zigzag.py) from the initial state 0, all-gathers A and W of all
@@ -101,7 +101,7 @@ def context_delta_rule(
 
 
 def _run(function: Callable, *args):
-    """Call a function. The backward pass recomputes its intermediate tensors."""
+    """Call a function whose intermediate tensors are recomputed in the backward pass."""
     if not torch.is_grad_enabled():
         return function(*args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
@@ -122,7 +122,7 @@ def _gathered(axis: Axis, x: Tensor) -> Tensor:
 
 
 def _in_order(axis: Axis, every: Tensor) -> list[Tensor]:
-    """Return the ranks' chunks [size, 2 · batch, ...] in the order of the sequence: 2 · size tensors [batch, ...]."""
+    """Reorder the ranks' chunks [size, 2 · batch, ...] by sequence position: 2 · size tensors [batch, ...]."""
     early, late = every.chunk(2, dim=1)
     return [*early.unbind(), *late.flip(0).unbind()]
 
@@ -133,8 +133,9 @@ def _local_chunks(axis: Axis) -> tuple[int, int]:
 
 
 def _before(axis: Axis, every: Tensor, first: int) -> Tensor:
-    """Return the values of the chunks that precede this rank's two chunks, [2 · batch, ...]; `first` stands in for the
-    chunk before the first one.
+    """Return the values of the chunks that precede this rank's two chunks, [2 · batch, ...].
+
+    `first` is used for the chunk at the start of the sequence.
     """
     chunks = _in_order(axis, every)
     chunks = [torch.full_like(chunks[0], first), *chunks]

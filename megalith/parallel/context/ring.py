@@ -1,4 +1,5 @@
-"""Ring attention and its all-gather variant: keys and values of a sharded sequence are sent, queries stay.
+"""Ring attention and its all-gather variant: ranks exchange keys and values of a sharded sequence and keep their
+queries.
 
 Each rank has an early and a late chunk of the sequence (zigzag.py). With causal attention, rank r's queries attend to
 rank s's keys in one of three dense blocks:

@@ -26,7 +26,7 @@ from megalith.ops.documents import alibi_slopes, ends_in_spans
 
 
 def spans(rank: int, size: int, seq: int) -> list[range]:
-    """Return the positions of a rank's `seq` tokens in the full sequence: its two chunks."""
+    """Return the positions in the full sequence of a rank's `seq` tokens, which form two chunks."""
     chunk = seq // 2
     return [range(first * chunk, (first + 1) * chunk) for first in (rank, 2 * size - 1 - rank)]
 
@@ -54,7 +54,7 @@ class KeyBlock:
 
 
 class ShardPart(NamedTuple):
-    """The part of a shard that one kernel call computes."""
+    """The slice of a shard that one kernel call computes."""
 
     queries: slice  # of the local queries
     keys: slice  # of the shard
@@ -86,7 +86,9 @@ class ShardMasks:
 
     @property
     def by_chunk(self) -> bool:
-        """True if a shard is computed per pair of chunks. False with dropout, which has one random state per shard."""
+        """True if attention is computed per pair of chunks, False if per shard: dropout needs one random state per
+        shard.
+        """
         return self.window is not None and not self.dropout
 
     def parts(self, shard: KeyBlock) -> Iterator[ShardPart]:

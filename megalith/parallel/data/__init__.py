@@ -1,1 +1,1 @@
-"""Data parallelism: replicas, FSDP2, and gradients over all ranks."""
+"""Data parallelism: replicas, FSDP2, and gradient reductions."""

@@ -101,7 +101,7 @@ def apply_data(
 def prepare_backward(
     chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool, in_order: bool = False
 ) -> None:
-    """Set whether the next backward pass reduces gradients. Call it before each micro-batch's backward pass.
+    """Select whether the next backward pass reduces gradients. Call it before each micro-batch's backward pass.
 
     With `is_last`, the next pass is the step's last one on these chunks. It reduces the gradients, also over replicas,
     and reshards the parameters, so that the next step gathers the updated ones. With `in_order`, FSDP2 reduces the
@@ -125,7 +125,7 @@ def prepare_backward(
 def finish_weight_gradients(
     chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool, in_order: bool = False
 ) -> None:
-    """Accumulate wgrads that a zero-bubble schedule computed outside of a backward pass. With `is_last`, reduce them.
+    """Accumulate wgrads that a zero-bubble schedule computed outside a backward pass. With `is_last`, reduce them.
 
     Gradients in the compute dtype are added to the fp32 sums, and the call with `is_last` reduces the sums. With
     `in_order`, FSDP2 reduces the gradients of every pass, and replicas reduce theirs after all passes of the step.
@@ -141,7 +141,7 @@ def finish_weight_gradients(
 
 
 def wait_for_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfig) -> None:
-    """Wait for the gradient reductions of a step, after its last backward pass.
+    """Wait for a step's gradient reductions, after its last backward pass.
 
     FSDP2 already waits at the end of each backward pass.
     """
@@ -175,7 +175,7 @@ def _is_replicated(parallel: ParallelConfig) -> bool:
 
 
 def _has_untied_head(chunk: nn.Module) -> bool:
-    """Return True if the output matrix is an FSDP2 unit of its own.
+    """Return True if the output matrix is a separate FSDP2 unit.
 
     With MTP it is not, because a pass with MTP uses the output matrix several times.
     """
@@ -184,7 +184,7 @@ def _has_untied_head(chunk: nn.Module) -> bool:
 
 
 def _outside_layers(root: FSDPModule) -> list[FSDPModule]:
-    """Return the FSDP2 modules outside of the layers, which stay unsharded for the whole step."""
+    """Return the FSDP2 modules outside the layers. They stay unsharded for the whole step."""
     if not hasattr(root, "layers"):  # the root of experts has none
         return []
     head = getattr(root, "output_layer", None)
@@ -250,7 +250,7 @@ def _experts(chunk: Transformer) -> Iterator[nn.Module]:
 
 
 def _expert_placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
-    """Return a function that chooses the sharded dimension of an expert weight: the first that the ranks divide."""
+    """Return a function that selects the sharded dimension of an expert weight: the first one that the ranks divide."""
     size = mesh.expert_fsdp.size(mesh.expert_fsdp.ndim - 1)
 
     def place(parameter: nn.Parameter) -> Shard:

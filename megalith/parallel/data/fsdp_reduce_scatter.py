@@ -1,4 +1,6 @@
-"""FSDP2's reduce-scatters of gradients: to fp32 sums, and in an order that does not depend on the number of ranks."""
+"""Reduce-scatters of gradients for FSDP2: with fp32 sums, and in an order that does not depend on the number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ class ReduceScatter:
         self._input, self._compute_stream = 0, None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer for FSDP2: alternately the reduce-scatter's input, in `dtype`, and its result, in fp32."""
+        """Allocate a buffer for FSDP2.
+
+        Calls alternate between the reduce-scatter's input, in `dtype`, and its result, in fp32.
+        """
         length = math.prod(size)
         if length * self._ranks != self._input:  # an input; after an exception calls need not alternate
             self._input = length
@@ -60,7 +65,7 @@ class ReduceScatter:
         op,
         async_op: bool = False,
     ) -> None:
-        """Reduce `input_tensor`, [ranks · elements], to this rank's part. FSDP2 calls it by these names."""
+        """Reduce-scatter `input_tensor`, [ranks · elements]. FSDP2 passes the arguments by these names."""
         self._reduce(output_tensor, input_tensor, group, op)
 
     def _reduce(self, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, op) -> None:
@@ -70,7 +75,7 @@ class ReduceScatter:
 
 
 class Fp32SumReduceScatter(ReduceScatter):
-    """A reduce-scatter of gradients in the compute dtype: an all-to-all in that dtype, and a local sum in fp32.
+    """Reduce-scatter of gradients in the compute dtype: an all-to-all in that dtype and a local sum in fp32.
 
     The result is the same as with a reduce-scatter in fp32, which would send twice as many bytes.
     """
@@ -92,7 +97,7 @@ class OrderedReduceScatter(ReduceScatter):
 
 
 def _exchange(gradients: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return every rank's part for this rank, [ranks, elements], by an all-to-all."""
+    """Exchange shards by an all-to-all. Returns every rank's contribution to this rank's shard, [ranks, elements]."""
     received = torch.empty_like(gradients)
     dist.all_to_all_single(received, gradients, group=group)
     return received.view(group.size(), -1)

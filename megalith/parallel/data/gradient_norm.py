@@ -32,7 +32,7 @@ def loss_denominators(local_sums: Tensor, dp_cp: Axis, device: torch.device) -> 
 
 
 class GradientSquares:
-    """Sum of squares of the model's gradient over all ranks: `total_squares` of the optimizer step.
+    """Computes the sum of squares of all gradients over all ranks: `total_squares` of the optimizer step.
 
     Each element counts once, on the owner of its shard. One all-reduce over the world makes a nonfinite gradient on any
     rank nonfinite on all, so that all ranks skip the step together.
@@ -85,7 +85,7 @@ class GradientSquares:
 
 
 class OrderFreeGradientSquares(GradientSquares):
-    """A sum of squares whose bits do not depend on how parameters are sharded (train.batch_invariant).
+    """Computes a sum of squares with bits that do not depend on the sharding of parameters (train.batch_invariant).
 
     Squares are divided by a power of two that bounds the largest, and cut into two integers of DIGITS bits each.
     Integers are added without rounding, in any order. The error of the sum is at most 2^(-2·DIGITS) of the bound per

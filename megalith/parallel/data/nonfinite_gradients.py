@@ -1,4 +1,4 @@
-"""Search for the parameters at which NaN or Inf first appears in a rank's own gradients.
+"""Finds the parameters at which NaN or Inf first appears in a rank's local gradients.
 
 After a step, a gradient is a sum over ranks, so NaN in it does not show which rank it came from. Therefore the backward
 pass is repeated with a hook on every parameter that sees the gradient of this rank alone. A backward pass runs from the
@@ -17,7 +17,7 @@ from megalith.ops.compiled import run_eagerly
 
 
 class NonfiniteGradients:
-    """Parameters whose gradient was nonfinite on this rank in some micro-batch, in the order of the backward pass."""
+    """Parameters that had non-finite gradients on this rank in some micro-batch, in backward order."""
 
     def __init__(self) -> None:
         self._is_nonfinite: dict[str, Tensor] = {}
@@ -35,7 +35,7 @@ class NonfiniteGradients:
 
 @contextmanager
 def watch_nonfinite_gradients(chunks: Iterable[nn.Module]) -> Iterator[NonfiniteGradients]:
-    """Record nonfinite gradients of the forward and backward passes in this context, which run uncompiled."""
+    """Record non-finite gradients of all forward and backward passes in this context. They run uncompiled."""
     nonfinite, handles = NonfiniteGradients(), []
     hooked: dict[int, nn.Parameter] = {}
 

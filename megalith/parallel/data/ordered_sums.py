@@ -23,7 +23,7 @@ from megalith.local_shards import local
 
 
 def additions(count: int, neighbours: bool = False) -> list[tuple[int, int]]:
-    """Return the order in which a tree adds `count` terms.
+    """Return the order in which a binary tree sums `count` terms.
 
     Args:
         count: number of terms, at least one.
@@ -51,14 +51,14 @@ class OrderedGradients:
     """Accumulates a step's gradients pass by pass. The passes must run in `order`, which comes from `additions()`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], order: Iterable[tuple[int, int]]):
-        """Take the parameters of one chunk of the model, whose gradients are None."""
+        """Prepare for the parameters of one model chunk. Their `.grad` must be None."""
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._counts = deque(count for _, count in order)
         self._sums: list[list[Tensor | None]] = []
         self._begun: deque[list[Tensor | None]] = deque()
 
     def begin_pass(self) -> None:
-        """Set aside the gradients of a backward pass whose weight gradients are still to be computed (zero-bubble)."""
+        """Store the gradients of a backward pass whose wgrads are still to be computed (zero-bubble)."""
         self._begun.append(self._take())
 
     def _take(self) -> list[Tensor | None]:
@@ -69,7 +69,7 @@ class OrderedGradients:
 
     @torch.no_grad()
     def add_pass(self) -> None:
-        """Add the gradients of a complete backward pass. After the last pass, `.grad` is the sum.
+        """Accumulate the gradients of a complete backward pass. After the last one, `.grad` is the sum.
 
         If `begin_pass` has set gradients aside, add them too: the oldest ones belong to the weight gradients that are
         now in `.grad`.

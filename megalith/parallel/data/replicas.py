@@ -35,7 +35,7 @@ EXPERTS = "mlp.experts."  # prefix of expert parameters within a layer
 
 @dataclass(eq=False)
 class GradientBucket:
-    """Parameters whose gradients are all-reduced together. They are replicated over the same axis."""
+    """Parameters with gradients that are all-reduced together, over the same axis."""
 
     axis: Axis
     names: list[str]
@@ -109,7 +109,7 @@ class Replicated:
                 bucket.start_all_reduce()
 
     def wait(self) -> None:
-        """Wait for the pending all-reduces. Call it after the last pass of a step."""
+        """Wait for the pending all-reduces. Call it after the last backward pass of a step."""
         self.start_all_reduces()
         for bucket in self._buckets:
             bucket.wait()

@@ -1,1 +1,1 @@
-"""Expert parallelism: experts distributed over ranks."""
+"""Expert parallelism: distributes experts over ranks."""

@@ -1,4 +1,4 @@
-"""The dispatch buffer of expert parallelism: one dispatch row holds a token and its routing.
+"""The dispatch buffer of expert parallelism. A dispatch row contains one token and its expert assignment.
 
     dispatch row    | x [hidden] | router weights, float32 [topk] | expert row ids, int32 [topk] |
 
@@ -39,7 +39,7 @@ ROW_ALIGNMENT = 4
 
 
 class DispatchPlan(NamedTuple):
-    """The plan of a dispatch: the position of every dispatch row. The number of rows is not known on the host yet."""
+    """Positions of all dispatch rows. The host does not know their number yet."""
 
     weights: Tensor  # float32 [tokens, topk]
     choices: Tensor  # int32 [tokens, 2 · topk]: the bits of the weights, and the row ids
@@ -85,7 +85,7 @@ def pack(x: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor
 
 
 def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Tensor, Permutation]:
-    """Return the rows of the local experts, extracted from received dispatch rows.
+    """Extract the rows of this rank's experts from received dispatch rows.
 
     Returns:
         The `count` rows [rows, hidden], their weights, float32 [rows, 1], and their order.
@@ -223,10 +223,10 @@ def _place_row_gradients(
 
 
 def _take_pairs(x: Tensor, weights: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of (token, weight) pairs, and their weights."""
+    """Gather the token rows and the weights of (token, weight) pairs."""
     return rows_at(x, pair // weights.shape[1], False), rows_at(weights.reshape(-1, 1), pair, False)
 
 
 def _sum_over_ranks(x: Tensor, weights: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """Sum the ranks' consecutive blocks of rows, in fp32 at least, rounded once."""
+    """Sum consecutive blocks of rows, one per rank, in at least fp32, and round once."""
     return tuple(part.unflatten(0, (ranks, -1)).sum(0) for part in (x, weights))

@@ -1,4 +1,4 @@
-"""Token counts per expert over all ranks: for load-balancing losses, for the log, and for expert biases."""
+"""Token counts per expert over all ranks, used for load-balancing losses, logging and expert biases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalith.parallel.mesh import Mesh
 
 
 class ShardedTokens(LocalTokens):
-    """Collectives over the tokens of a micro-batch, of which this rank has one of `axis.size` shards."""
+    """Collectives over the tokens of a micro-batch that is sharded over `axis.size` ranks."""
 
     def __init__(self, axis: Axis):
         self.axis, self.shards = axis, axis.size
@@ -65,7 +65,7 @@ def update_expert_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped
 
 
 def _routers(chunks: Sequence[Transformer]) -> Iterator[tuple[int, Router]]:
-    """Yield each local router, with the index of its layer among the layers with experts."""
+    """Yield each local router and its index among the layers with experts."""
     for chunk in chunks:
         for layer in layers_of(chunk).values():
             if layer.has_experts:

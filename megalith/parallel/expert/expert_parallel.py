@@ -112,7 +112,7 @@ def apply_expert(
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host, which overlaps later work of the device."""
+    """An asynchronous copy of a tensor to the host. It overlaps later device work."""
 
     def __init__(self, x: Tensor):
         self._copy = x.to("cpu", non_blocking=True)
@@ -224,11 +224,11 @@ class ExpertParallel(Dispatch):
         return Permutation(pair // self.topk, pair.view(tokens, self.topk))
 
     def _splits_tokens(self, layout: PassLayout) -> bool:
-        """Return True if the tensor-parallel ranks have the same tokens, so that each dispatches a part of them."""
+        """Return True if the tensor-parallel ranks have the same tokens, so that each must dispatch a share of them."""
         return self.tensor is not None and not layout.sharded
 
     def _local_tokens(self, x: Tensor, filler: Tensor | int = 0) -> Tensor:
-        """Return this rank's part of x [tokens, width], padded with `filler` to the same length on all ranks."""
+        """Return this rank's share of x [tokens, width], padded with `filler` to the same length on all ranks."""
         missing = x.new_zeros(-len(x) % self.tensor.axis.size, x.shape[1]) + filler
         return local_chunk(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
 
@@ -270,7 +270,8 @@ class ExpertParallel(Dispatch):
         return self._combine(take_rows(rows, by_expert.inverse()), each, each, order, overlapped_fn)
 
     def _run_static(self, x: Tensor, plan: ExpertRows, experts: Experts, overlapped_fn: Shared) -> Tensor:
-        """Run as _run_alltoall, with static dispatch: each token goes to every rank, so the host reads no sizes.
+        """Compute the same as _run_alltoall, but send each token to every rank, so that the host does not wait for
+        sizes.
 
         The plan has the weights of local tokens, and the rows of the tokens of all ranks.
         """
@@ -291,7 +292,7 @@ class ExpertParallel(Dispatch):
     def _combine(
         self, y: Tensor, sent: list[int], received: list[int], order: Permutation, overlapped_fn: Shared
     ) -> Tensor:
-        """Return each token's rows from all ranks, and sum them."""
+        """Sum each token's rows from all ranks."""
         return sum_rows(self._return_rows(y, sent, received, overlapped_fn), order, self.fusion)
 
     def _return_rows(self, y: Tensor, sent: list[int], received: list[int], overlapped_fn: Shared) -> Tensor:
@@ -313,7 +314,7 @@ def local_expert_ids(destinations: Tensor, rank: int, local_experts: int, droppe
 
 
 def max_micro_batches(ranks: int, sharing: int) -> int:
-    """Return the maximum number of micro-batches whose tokens a group of `ranks` adjacent ranks can hold together.
+    """Return the maximum number of micro-batches that a group of `ranks` adjacent ranks can process together.
 
     Each micro-batch is shared by a group of `sharing` adjacent ranks. Both kinds of groups start at multiples of their
     size.

@@ -1,1 +1,1 @@
-"""Recomputation and offloading of activations, which trade time for memory."""
+"""Activation recomputation and offloading, which trade time for memory."""

@@ -1,4 +1,5 @@
-"""Activation offloading: the saved activations of some layers are in host memory until the backward pass needs them.
+"""Activation offloading: moves the saved activations of some layers to host memory until the backward pass needs
+them.
 
 The first layers of a stage wait longest, so theirs are offloaded. While a layer computes, the tensors that it saves are
 copied to pinned memory on a separate stream; when the next layer is done, the device's memory is free. In the backward
@@ -106,7 +107,7 @@ class _CopyStreams:
 
 
 class _SavedStorage:
-    """A storage that the backward pass needs, on the device, on the host, or both."""
+    """A storage saved for the backward pass: on the device, on the host, or both."""
 
     def __init__(self, streams: _CopyStreams, storage: torch.UntypedStorage):
         self.streams = streams
@@ -150,7 +151,7 @@ class _SavedTensor:
 
 
 class _OffloadUnit:
-    """The tensors saved by one pass through some layers."""
+    """The tensors that one forward pass through some layers saves."""
 
     def __init__(self, streams: _CopyStreams, layers: Sequence[nn.Module], context: Context):
         self._streams, self._layers = streams, layers
@@ -215,7 +216,7 @@ class _OffloadUnit:
 
 
 class _Prefetch:
-    """A hook on the gradient of the layers above, which starts copying a unit's tensors back."""
+    """A hook on the gradient of the following layers. It starts to copy a unit's tensors back to the device."""
 
     def __init__(self, unit: _OffloadUnit):
         self._unit = weakref.ref(unit)

@@ -1,4 +1,5 @@
-"""Activation recomputation: a second forward pass instead of memory (Chen et al. 2016; Korthikanti et al. 2022).
+"""Activation recomputation: repeats the forward pass instead of saving activations (Chen et al. 2016; Korthikanti et
+al. 2022).
 
 `full` saves only the input of a unit of layers, and recomputes the unit in the backward pass: `uniform` every unit of
 recompute_num_layers layers, `block` the first recompute_num_layers layers of a pipeline stage, one by one. With
@@ -151,7 +152,10 @@ def _distribute_saved_input(
     x: Tensor,
     context: Context,
 ) -> Tensor:
-    """Call `recompute`, and save only this rank's shard of x [batch, seq, hidden], which all ranks of `axis` have."""
+    """Call `recompute` and save only this rank's shard of x [batch, seq, hidden].
+
+    All ranks of `axis` must have the same x.
+    """
     shape, address = x.shape, x.data_ptr()
 
     def pack(saved: Tensor) -> tuple[Tensor, bool]:
@@ -168,7 +172,7 @@ def _distribute_saved_input(
 
 
 def unit_size(parallel: ParallelConfig) -> int:
-    """Return the number of layers that are recomputed together from the input of the first."""
+    """Return the number of consecutive layers that are recomputed from one saved input."""
     uniform = parallel.recompute_granularity == "full" and parallel.recompute_method != "block"
     return parallel.recompute_num_layers if uniform else 1
 

@@ -79,7 +79,7 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 @operator("scatter(Tensor x, int size, str group) -> Tensor", _scattered)
 def scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """Start sending part j of the contiguous x, along dimension 0, to rank j.
+    """Start to send chunk j of the contiguous x, along dimension 0, to rank j.
 
     Returns the received parts [size - 1, rows / size, ...], from the next rank first. Their sum with the local part is
     a reduce-scatter (collectives.py).
@@ -104,7 +104,7 @@ def scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 
 class Slot:
-    """Symmetric memory for a rank's input, which its peers read, and flags for their progress.
+    """Symmetric memory for a rank's input, which other ranks read, with flags for their progress.
 
     Each use of a slot is a turn. After the memory, every rank has two flags per peer: the last turn for which the peer
     has filled its own slot, and the last turn in which the peer has read this rank's slot.
@@ -177,8 +177,9 @@ class Slot:
         self._filled(self._turns, stream.cuda_stream)
 
     def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Queue a signal that this rank has read all slots, after the work on the stream. Return an event after that
-        signal.
+        """Enqueue a signal, after the stream's work, that this rank has read all slots.
+
+        Returns an event after that signal.
         """
         self._done_reading(self._turns, stream.cuda_stream)
         self._read = stream.record_event()
@@ -186,7 +187,7 @@ class Slot:
 
 
 class _Slots:
-    """The SLOTS slots of a group, used in turn. They are as large as the group's largest collective so far."""
+    """The SLOTS slots of a group, used round-robin. They are as large as the group's largest collective so far."""
 
     def __init__(self, group: str):
         self._group, self._size = group, 0
@@ -217,7 +218,7 @@ def _current_stream(device: int) -> torch.cuda.Stream:
 
 @cache
 def _stream_of(device: int, handle: int) -> torch.cuda.Stream:
-    """Return the current stream. The argument `handle` is its handle, by which the result is cached."""
+    """Return the current stream. The result is cached by the stream's `handle`."""
     return torch.cuda.current_stream(device)
 
 

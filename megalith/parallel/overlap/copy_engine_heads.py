@@ -99,5 +99,5 @@ def tokens_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int
 
 
 def _region_index(rank: int, peer: int) -> int:
-    """Return the index of the region for `rank` in the slot of `peer`."""
+    """Return the index of the region reserved for `rank` in the slot of `peer`."""
     return rank - (rank > peer)

@@ -18,7 +18,7 @@ from megalith.errors import TrainingError
 
 
 class StridedRows(NamedTuple):
-    """A two-dimensional copy: `height` rows of `width` bytes, with a pitch at the source and one at the target.
+    """A two-dimensional copy of `height` rows of `width` bytes, with separate pitches for source and target.
 
     All sizes are in bytes. source and target are offsets of the first row from addresses that are passed later.
     """
@@ -42,7 +42,7 @@ def copy(source: int, target: int, size: int, stream: int) -> None:
 
 
 def copy_rows(rows: StridedRows, source: int, target: int, stream: int) -> None:
-    """Enqueue on `stream` a copy of strided rows; `source` and `target` are base addresses."""
+    """Enqueue a copy of strided rows on `stream`. `source` and `target` are base addresses."""
     _, cuda = _bindings()
     (status,) = cuda.cudaMemcpy2DAsync(
         target + rows.target,

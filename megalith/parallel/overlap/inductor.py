@@ -1,4 +1,4 @@
-"""Inductor's settings for compiled layers: the choice of kernels, and the cache on disk."""
+"""Inductor settings for compiled layers: kernel selection and the cache on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepare_compiler() -> None:
 
 
 def cache_whole_layers() -> None:
-    """Let torch cache the compiled passes of a layer on disk, so that later runs skip tracing.
+    """Let torch cache compiled forward and backward graphs of a layer on disk, so that later runs skip tracing.
 
     By default torch does not cache graphs with autograd functions or a choice of attention kernels, because it cannot
     know what they depend on. Ours depend only on their code: traced code is part of the cache key already, and a hash
@@ -70,7 +70,7 @@ class _Choices(KernelChoices):
     def can_fuse_horizontal(
         scheduler: Scheduler, node1: SchedulerNode, node2: SchedulerNode, shared_data_score: int
     ) -> bool:
-        """Keep the two halves of a ping-pong micro-batch apart.
+        """Prevent fusion across the two halves of a ping-pong micro-batch.
 
         They share weights, so Inductor would fuse their norms into one kernel, which would wait for the collectives of
         both halves. Then neither would overlap the matmuls of the other.

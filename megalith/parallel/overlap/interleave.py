@@ -1,4 +1,4 @@
-"""Node order of a compiled ping-pong layer: one half of a micro-batch computes while the other communicates.
+"""Orders the nodes of a compiled ping-pong layer so that one half computes while the other communicates.
 
 A layer traced for one half and then for the other (ping_pong.py) is a graph of two chains that share only weights and
 the nodes before or after both. Inductor runs a graph's nodes in their order, so ordering the nodes is enough:
@@ -70,7 +70,7 @@ ATTENTION_FLOPS = {
 
 
 class Interleave(GraphPass):
-    """A graph pass that orders the nodes of a graph of two halves, and leaves other graphs unchanged."""
+    """A graph pass that orders the nodes of graphs with two halves. It does not change other graphs."""
 
     def __call__(self, graph: Graph) -> None:
         nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -82,7 +82,7 @@ class Interleave(GraphPass):
             output.prepend(node)
 
     def uuid(self) -> bytes:
-        """Return the cache key of the pass, which depends only on this file."""
+        """Return the cache key of the graph pass, which depends only on this file."""
         return hash_files((__file__,))
 
 
@@ -197,7 +197,7 @@ class Merge:
         return math.inf
 
     def _begin_collectives(self, chain: list[Node]) -> None:
-        """Start a half's next collectives, as long as no step that takes time comes before them."""
+        """Begin a half's next collectives, up to its next node that takes time."""
         for start in [step for step in chain if starts_collective(step)]:
             if any(self._takes_time(node) for node in self._missing(start)):
                 break
@@ -276,9 +276,7 @@ def seconds(node: Node) -> float:
 
 
 def _size_hint(size: int | torch.SymInt) -> int:
-    """Return the size in the traced pass as a number. Comparing a symbolic size would specialize the graph to this
-    size.
-    """
+    """Return the size seen in tracing as a number. Comparing a symbolic size would specialize the graph to it."""
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 

@@ -37,7 +37,7 @@ from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
 def apply_ping_pong(model: Transformer, parallel: ParallelConfig, tensor: TensorParallel | None) -> None:
-    """Make layers, or attention only, run on two halves of each micro-batch, in place, if the configuration requires
+    """Make layers, or only attention, run on two halves of each micro-batch, in place, if the configuration requires
     it.
 
     `tensor` is None without tensor parallelism.
@@ -88,7 +88,7 @@ def _pass_layout(
     has_position_ids: bool,
     cp_size: int | None = None,
 ) -> PassLayout:
-    """Return the layout of a pass, which runs as two halves in training and evaluation, but not in generation."""
+    """Return the layout of a forward pass: two halves in training and evaluation, one in generation."""
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids, cp_size=cp_size)
     return replace(layout, micro_batches=2 if trains else 1)
 
@@ -96,12 +96,12 @@ def _pass_layout(
 def _run_layer_on_parts(
     forward: Callable[[Tensor, Context], Tensor], parts: Sequence[Tensor], contexts: Sequence[Context]
 ) -> tuple[Tensor, ...]:
-    """Run a layer on each part of the micro-batch. All layers have this runner, so that they share compiled code."""
+    """Run a layer on each half of the micro-batch. All layers call this function so that they share compiled code."""
     return tuple(forward(x, context) for x, context in zip(parts, contexts, strict=True))
 
 
 def _run_ping_pong(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
-    """Run x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], in parts through these layers."""
+    """Run x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], through these layers in halves."""
     sharded, count = context.layout.sharded, context.layout.micro_batches
     stream = _split_stream if sharded else torch.chunk
     parts = tuple(stream(x, count))
@@ -115,12 +115,12 @@ Split = Callable[[Tensor, int], Sequence[Tensor]]
 
 
 def _split_stream(x: Tensor, count: int) -> list[Tensor]:
-    """Split a contiguous residual stream [1, tokens, ...] by tokens into contiguous parts [1, tokens / count, ...]."""
+    """Split a contiguous residual stream [1, tokens, ...] along tokens into [1, tokens / count, ...]."""
     return [part[None] for part in x[0].chunk(count)]
 
 
 def _slice_context(context: Context, number: int, count: int, stream: Split) -> Context:
-    """Return the context of part `number` of `count` parts of the sequences. `stream` splits the residual stream."""
+    """Return the layer context for split `number` of `count` of the sequences. `stream` splits the residual stream."""
 
     def part_of(x: Tensor | None, parts: Split = torch.chunk) -> Tensor | None:
         return None if x is None else parts(x, count)[number]

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, and the code that executes, checks, simulates and draws them."""
+"""Pipeline parallelism: schedules as data, and code to execute, check, simulate and draw them."""

@@ -1,4 +1,4 @@
-"""Deferred weight gradients, which let a zero-bubble schedule run dgrad and wgrad separately.
+"""Deferred weight gradients, with which a zero-bubble schedule runs dgrad and wgrad separately.
 
 A linear's backward pass has two matmuls: dgrad, which the previous stage waits for, and wgrad, which no stage waits
 for. Here every linear gets a Gemm that appends its wgrads to a list, together with the autograd edge of the weight.
@@ -21,7 +21,7 @@ from megalith.parallel.seams import plug
 
 
 class DeferredWgrads:
-    """Deferred wgrads of the backward passes so far."""
+    """Stores the wgrad computations that backward passes have deferred."""
 
     def __init__(self, modules: Iterable[nn.Module]):
         """Defer the wgrads of every Linear in `modules`."""

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank runs its list of a schedule's actions (schedules.py).
+"""Executes a pipeline schedule: each rank runs its list of actions (schedules.py).
 
 A stage sends a micro-batch's streams to the next stage and receives their gradients. A stream is a residual stream,
 [batch, seq, hidden] in the compute dtype: a decoder has one, an encoder-decoder has two, and a stage passes on a
@@ -47,7 +47,7 @@ PASS, WAITS = "megalith: pipeline", "megalith: waiting for a stage"
 
 
 class MicroBatch(Protocol):
-    """The part of a micro-batch that the pipeline itself uses. The function `forward` may use more of it."""
+    """The fields of a micro-batch that the pipeline uses. The function `forward` may use others."""
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the tensor of this name; token tensors are int64 [batch, seq]."""
@@ -131,7 +131,7 @@ class Pipeline:
         )
 
     def step(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor) -> Tensor:
-        """Run forward and backward passes of all micro-batches, and accumulate gradients of loss · loss_factor.
+        """Run the forward and backward passes of all micro-batches and accumulate gradients of loss · loss_factor.
 
         Args:
             micro_batches: all micro-batches of the step.
@@ -147,7 +147,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run forward passes only. Return the sum of losses on the last rank, zero on the others."""
+        """Run forward passes only. Returns the sum of losses on the last rank, zero on the others."""
         return _Pass(self, self._forward_schedule(len(micro_batches)), micro_batches).run()
 
     @torch.no_grad()
@@ -236,8 +236,7 @@ class _Pass:
         return self.loss
 
     def _shapes(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each residual stream that micro-batch `number` sends to the next stage, by name, in
-        sending order."""
+        """Return the shapes, by name, of the residual streams that micro-batch `number` sends to the next stage."""
         batch, shape = self.micro_batches[number], self.pipeline._hidden_shape
         return {name: shape(*batch[tokens].shape) for name, tokens in self.chunks[0].streams.items()}
 

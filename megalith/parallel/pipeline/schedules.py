@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: for each rank, the order in which it works on micro-batches.
+"""Pipeline schedules as data: each rank's order of actions on micro-batches.
 
 The layers are cut into stages, one per rank, or with interleaving `virtual` per rank. A micro-batch goes forward
 through all stages and backward through them again, so the last rank waits for work at the start of a step, and the
@@ -69,7 +69,7 @@ class Schedule:
         return neighbour(self, rank, action, {Kind.FORWARD: -1, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1})
 
     def target(self, rank: int, action: Action) -> StageIndex | None:
-        """Return the stage that receives this action's output, or None."""
+        """Return the stage that receives this action's output, or None if it needs no transfer."""
         return neighbour(self, rank, action, {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1})
 
 
@@ -134,7 +134,7 @@ def check_schedule(kind: str, stages: int, micro_batches: int, virtual: int, gro
 
 
 def fitting_micro_batches(kind: str, stages: int, micro_batches: int, group: int | None) -> int:
-    """Return the lowest number of micro-batches, at least `micro_batches`, that the schedule takes."""
+    """Return the smallest number of micro-batches, at least `micro_batches`, that the schedule supports."""
     if kind != "interleaved":
         return micro_batches
     if group is None:
@@ -144,14 +144,16 @@ def fitting_micro_batches(kind: str, stages: int, micro_batches: int, group: int
 
 
 def build_forward_schedule(stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
-    """Build a schedule of forward passes only, for evaluation and generation. Takes any number of micro-batches."""
+    """Build a schedule of forward passes only, for evaluation and generation, with any number of micro-batches."""
     order = _interleaved_order(micro_batches, virtual, stages)
     actions = [[Action(Kind.FORWARD, *item) for item in order] for _ in range(stages)]
     return Schedule("forward", stages, micro_batches, virtual, stages, actions)
 
 
 def in_flight_bound(schedule: Schedule, rank: int) -> int:
-    """Return an upper bound for the (micro-batch, chunk) pairs whose activations `rank` holds at a time."""
+    """Return an upper bound on the number of (micro-batch, chunk) pairs whose activations `rank` holds at the same
+    time.
+    """
     stages, micro_batches, virtual = schedule.stages, schedule.micro_batches, schedule.virtual
     match schedule.kind:
         case "1f1b":
@@ -193,7 +195,7 @@ def _check_interleaved(stages: int, micro_batches: int, virtual: int, group: int
 
 
 def _1f1b(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
-    """Order forward passes until the first gradient can arrive, then one forward, one backward in turn."""
+    """Order forward passes until the first gradient can arrive, then alternate one forward and one backward pass."""
     order = [Action(Kind.FORWARD, m) for m in range(micro_batches)]
     back = [Action(Kind.BACKWARD, m) for m in range(micro_batches)]
     return _one_forward_one_backward(order, back, warm_up=stages - 1 - rank)

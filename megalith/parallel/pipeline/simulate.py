@@ -1,4 +1,4 @@
-"""Simulation of a schedule: each action starts when its rank is free and its input has arrived.
+"""Simulates a schedule: each action starts as soon as its rank is free and its input has arrived.
 
 The bubble is the fraction of a step in which ranks wait. For equal stages and free transfers it has a formula. With F,
 I, W the durations of forward, dgrad and wgrad of a rank, S ranks, M micro-batches and V chunks per rank, a step takes

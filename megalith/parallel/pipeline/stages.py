@@ -81,7 +81,7 @@ def virtual_size(parallel: ParallelConfig) -> int:
 
 
 def schedule_kind(parallel: ParallelConfig) -> str:
-    """Return the schedule of a configuration; 1F1B with several chunks per rank is `interleaved`."""
+    """Return the configured schedule. 1F1B with several chunks per rank becomes `interleaved`."""
     if parallel.pipeline_schedule == "1f1b" and virtual_size(parallel) > 1:
         return "interleaved"
     return parallel.pipeline_schedule

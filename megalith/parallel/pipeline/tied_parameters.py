@@ -50,7 +50,7 @@ def shared_parameters(chunks: Sequence[Transformer], mesh: Mesh) -> dict[str, Ax
 
 
 def reduce_shared_gradients(chunks: Sequence[Transformer], mesh: Mesh) -> None:
-    """Sum the gradients of parameters that several stages hold, in place. Call it after the last backward pass.
+    """Sum the gradients of parameters that several stages share, in place. Call it after the last backward pass.
 
     It all-reduces local fp32 shards once per step: [padded vocabulary, hidden] of a tied embedding, and [buckets,
     heads] per stack with relative position embeddings.

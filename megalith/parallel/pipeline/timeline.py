@@ -50,7 +50,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Fraction of the ranks' time in which they wait, 0 to 1."""
+        """Fraction of the ranks' time spent waiting, 0 to 1."""
         busy = sum(self.busy(rank) for rank in range(len(self.spans)))
         return 1.0 - busy / (len(self.spans) * self.total)
 

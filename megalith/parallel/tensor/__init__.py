@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: matmuls and the vocabulary sharded over ranks."""
+"""Tensor and sequence parallelism: shards matmuls and the vocabulary over ranks."""

@@ -1,4 +1,4 @@
-"""Sharded layers for a user's own model: column- and row-parallel linears, and a vocabulary-parallel embedding.
+"""Sharded layers for user-defined models: column- and row-parallel linears, and a vocabulary-parallel embedding.
 
 A pair of linears needs one all-reduce, by the collectives of tensor_parallel.py:
 
@@ -33,7 +33,7 @@ class _ShardedLinear(Linear):
 
 
 class ColumnParallelLinear(_ShardedLinear):
-    """A linear whose outputs are sharded: [..., in_features], replicated -> [..., out_features / tp].
+    """A linear with sharded outputs: [..., in_features], replicated -> [..., out_features / tp].
 
     Args:
         in_features: global input size.
@@ -53,7 +53,7 @@ class ColumnParallelLinear(_ShardedLinear):
 
 
 class RowParallelLinear(_ShardedLinear):
-    """A linear whose inputs are sharded: [..., in_features / tp] -> [..., out_features], all-reduced.
+    """A linear with sharded inputs: [..., in_features / tp] -> [..., out_features], all-reduced.
 
     Args:
         in_features: global input size. Weight [out_features, in_features] is sharded along dimension 1.
@@ -94,7 +94,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def vocab_parallel_of(output: nn.Module, axis: Axis) -> tuple[VocabParallel, int]:
-    """Return the vocabulary-parallel loss and logits of an output matrix, and its global number of rows."""
+    """Return the vocabulary-parallel loss and logits of an output matrix, and the matrix's global number of rows."""
     size = output.num_embeddings if isinstance(output, VocabParallelEmbedding) else output.out_features
     return VocabParallel(TensorParallel(axis, sequence_parallel=False), size), size
 

@@ -1,4 +1,4 @@
-"""Column-parallel linear, whose collectives overlap its backward matmuls."""
+"""Column-parallel linear with collectives that overlap its backward matmuls."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def _wgrad(gemm: Gemm, grad: Operand, x: Operand, axis: Axis, sharded: bool) -> 
 
 
 def begin_gather(operand: Operand, axis: Axis) -> list[Tensor]:
-    """Start the all-gather of an operand, which `end_gather` returns. Codes are sent as bytes, as gloo has no FP8."""
+    """Start the all-gather of an operand; `end_gather` returns the result.
+
+    FP8 codes are sent as bytes because gloo lacks FP8.
+    """
     return [begin_all_gather(_as_bytes(each), axis) if each.dim() else each for each in operand]
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters under tensor parallelism: A and B are sharded like their linear.
+"""LoRA adapters under tensor parallelism: A and B are sharded like the linear that they adapt.
 
 At a column-parallel linear A is replicated and B has the rows of the rank's heads or columns. x · Aᵀ is computed on the
 rank's tokens; with SP its few columns, and not x, are all-gathered for B. At a row-parallel linear A has the columns of

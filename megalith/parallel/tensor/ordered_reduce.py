@@ -1,4 +1,4 @@
-"""Sums over tensor-parallel ranks, added in the order of one device.
+"""Sums over tensor-parallel ranks in the order in which one device would add.
 
 Such sums are the outputs of row-parallel linears and, under expert tensor parallelism, of the experts' second linear.
 Ranks exchange their partial sums in fp32 and add them by a binary tree of neighbours (ops/batch_invariant/matmul.py).
@@ -19,7 +19,7 @@ from megalith.ops.gemm import Gemm, linear
 
 
 class OrderedRow:
-    """Style of a row-parallel linear. It computes TensorParallel.row, but adds the ranks' sums in a fixed order.
+    """Style of a row-parallel linear that computes TensorParallel.row, but sums the ranks' outputs in a fixed order.
 
     Its Gemm is a BatchInvariantRowGemm.
     """

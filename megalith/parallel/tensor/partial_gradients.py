@@ -30,7 +30,7 @@ def module_roles(model: Transformer, ranks: int) -> list[tuple[str, nn.Module, R
 
 
 def partial_gradients(model: Transformer, ranks: int, sequence_parallel: bool) -> frozenset[str]:
-    """Return the names of the parameters whose gradients must be summed over a tensor axis of `ranks` ranks."""
+    """Return the names of the parameters that need a gradient sum over a tensor axis of `ranks` ranks."""
     if ranks == 1:
         return frozenset()
     return frozenset(

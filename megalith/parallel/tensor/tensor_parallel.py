@@ -40,7 +40,7 @@ class TensorParallel:
     def pass_layout(
         self, tokens: int, *, trains: bool, has_position_ids: bool, cp_size: int | None = None
     ) -> PassLayout:
-        """Shard the tokens under SP. Generation feeds one token at a time, which cannot be sharded."""
+        """Shard the tokens under SP, except in generation, which processes one token at a time."""
         divides = tokens % self.axis.size == 0
         if self.sequence_parallel and not divides and torch.is_grad_enabled():
             raise ConfigError(
@@ -60,7 +60,7 @@ class TensorParallel:
         return reduce_scatter(x.reshape(1, -1, x.shape[-1]), self.axis, 1)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks, for use on each rank's own heads. Gradients are summed too."""
+        """Sum x over the ranks, for use on each rank's own heads. The backward pass sums the gradients too."""
         return all_reduce_gradient(all_reduce(x, self.axis), self.axis)
 
     def shard_sequence(self, x: Tensor, layout: PassLayout) -> Tensor:
@@ -75,7 +75,7 @@ class TensorParallel:
         return by_rank.reshape(1, -1, *x.shape[2:])
 
     def reduce_sequence(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """Sum the results that ranks computed from their own tokens. All ranks must compute the same from the sum."""
+        """Sum the results that the ranks computed from their own tokens. All ranks must use the sum identically."""
         return all_reduce(x, self.axis) if layout.sharded else x
 
     def from_sp_order(self, x: Tensor, layout: PassLayout, batch: int) -> Tensor:

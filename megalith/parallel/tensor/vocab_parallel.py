@@ -46,7 +46,7 @@ class VocabParallel:
         bias: Tensor | None = None,
         math: HeadMath = ORDINARY,
     ) -> Tensor:
-        """Return the result of `cross_entropy_sum` for this rank's rows of the weight, the same on every rank."""
+        """Compute `cross_entropy_sum` from this rank's rows of the weight. The result is the same on every rank."""
         labels, loss_mask = (self.tensor.to_sp_order(x, context.layout) for x in (labels, loss_mask))
         hidden = self.tensor.gather(hidden, context)
         of_tokens = labels, loss_mask, vocab_size, softcap, context, scale
@@ -66,7 +66,8 @@ class VocabParallel:
         bias: Tensor | None = None,
         math: HeadMath = ORDINARY,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the result of `models.loss.compute_logprobs`, the same on every rank, in the order of the sequences.
+        """Compute `models.loss.compute_logprobs`. The result is the same on every rank, in the order of the
+        sequences.
 
         Log-probabilities are [batch, seq], or [batch, seq, k] for k targets per token, and entropies [batch, seq].
         """
