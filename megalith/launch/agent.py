@@ -1,4 +1,4 @@
-"""The launcher's process: torch's elastic agent, extended for training jobs.
+"""The launcher process: torch's elastic agent, extended for training jobs.
 
 The agent starts this machine's processes, watches them, and after a failure meets the other machines in a new
 rendezvous and restarts the processes, with the ranks that remain. In addition, this subclass
@@ -58,7 +58,7 @@ RESIZE_INTERVAL = 1.0  # seconds between checks for lost and waiting machines
 
 
 class Agent(HookedAgent):
-    """Elastic agent whose `run` returns when the job is done or has failed for good.
+    """Elastic agent. `run` returns once the job has succeeded or failed permanently.
 
     Attributes:
         failures: first failure on this machine of each failed attempt.
@@ -270,8 +270,9 @@ class Agent(HookedAgent):
             print(f"continuing with {self.world_size} ranks on {info.world_size} machines", file=sys.stderr)
 
     def _next_process(self, local_rank: int, variables: Mapping[str, str]) -> SubprocessHandler:
-        """Return a process for this rank: a spare, to which the rank is assigned, or a new process. The process gets a
-        GPU that no rank has used, if there is one.
+        """Return a process for this rank: a spare, if there is one, otherwise a new process.
+
+        It gets a GPU that no rank has used, if possible.
         """
         if self._free_devices:
             self._devices[local_rank] = self._free_devices.pop(0)

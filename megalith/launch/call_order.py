@@ -82,7 +82,10 @@ class CallOrder:
         self._is_published = bool(calls)
 
     def _others(self) -> list[Calls]:
-        """Return the calls that each rank has published; empty for a rank that does not wait in a call."""
+        """Return the calls that each rank has published.
+
+        The list is empty for a rank that is not waiting in a call.
+        """
         keys = [str(rank) for rank in range(self._world_size)]
         return [json.loads(self._store.get(key)) if self._store.check([key]) else {} for key in keys]
 

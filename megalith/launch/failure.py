@@ -101,7 +101,7 @@ def _write_error_file(path: str, error: BaseException, expected: bool, code: int
 
 
 def _collectives() -> str:
-    """Return this rank's last collectives, which the launcher prints if another rank was killed."""
+    """Return this rank's most recent collectives, which the launcher prints if another rank was killed."""
     if "torch.distributed" not in sys.modules:
         return ""
     from megalith.launch.last_collectives import last_collectives
@@ -137,7 +137,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the launcher: the rank's, 128 + the signal's number, or 1 if another machine was lost."""
+        """Exit code of the launcher: the rank's exit code, 128 + the signal number, or 1 if a machine was lost."""
         if self.not_connected:
             return 1
         if self.error is not None:
@@ -146,15 +146,16 @@ class Failure:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key. Errors raised by the rank itself come first, then crashes and kills, then lost connections, then
-        ranks that SIGTERM or SIGINT ended; within each kind, failures with an error file are sorted by time.
+        """Sort key that puts the likely cause first: errors raised by the rank, then crashes and kills, then lost
+        connections, then ranks that SIGTERM or SIGINT ended. Within a kind, failures with an error file are sorted by
+        time.
         """
         if self.error is not None:
             return (2 if self.error["collective"] else 0), self.error["nanoseconds"]
         return (3 if -self.exit_status in (signal.SIGTERM, signal.SIGINT) else 1), 0
 
     def message(self, world_size: int = 1) -> str:
-        """Return the launcher's message, which mentions the other ranks if `world_size` is above 1."""
+        """Return the launcher's message. It lists the other ranks if `world_size` is above 1."""
         if self.not_connected:
             return f"error: the ranks of this machine were stopped before they were connected: {self.not_connected}"
         others = f"; the other {world_size - 1} were stopped" if world_size > 1 else ""

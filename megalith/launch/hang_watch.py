@@ -1,4 +1,5 @@
-"""Hang detection: find a rank that hangs, name it and the collective that the others wait in, and end the job.
+"""Hang detection: finds the rank that hangs, reports it with the collective in which the others wait, and ends the
+job.
 
 A thread of each rank publishes its progress (heartbeat.py) in the job's store. It checks that its own training loop
 makes progress within the timeout, and that the next rank's thread still publishes. The thread of a stopped process or a
@@ -155,7 +156,7 @@ class HangWatch:
         return _text(self._store.get(key)) if self._store.check([key]) else ""
 
     def _read_all(self) -> list[str]:
-        """Return the last status text of every rank; "" for a rank that has published none."""
+        """Return the last status text of every rank, "" for a rank that has published none."""
         keys = [f"rank{rank}" for rank in range(self._world_size)]
         if self._store.check(keys):
             return [_text(content) for content in self._store.multi_get(keys)]
@@ -171,7 +172,7 @@ class HangWatch:
         os._exit(HangError.exit_code)
 
     def _verdict(self, check_count: int, interval: float) -> str:
-        """Return the verdict on the hang, which the first rank that detects the hang decides.
+        """Return the verdict on the hang. The first rank that detects the hang decides it.
 
         The other ranks wait for it and keep publishing meanwhile, so that they do not count as silent. If the first
         rank is lost, they decide themselves.
@@ -188,8 +189,9 @@ class HangWatch:
         return self._decide(before)
 
     def _decide(self, before: list[str]) -> str:
-        """Publish a verdict, and return the one that was published first. Ranks whose status has not changed since
-        `before` count as silent.
+        """Publish a verdict unless another rank has done so, and return the published one.
+
+        A rank whose status equals that in `before` counts as silent.
         """
         after = self._read_all()
         statuses = {rank: _parse_status(text) for rank, text in enumerate(after) if text}
@@ -201,7 +203,7 @@ class HangWatch:
         return verdict
 
     def _replace(self, ranks: set[int], text: str) -> None:
-        """Request the replacement of ranks that hang. Ends the job if no rank differs from the others."""
+        """Request the replacement of the ranks that hang. Ends the job if no rank differs from the others."""
         if not ranks:
             report(HangError(text))
             os._exit(HangError.exit_code)
@@ -216,7 +218,10 @@ class HangWatch:
 
 
 def differing_ranks(statuses: Mapping[int, RankStatus | None]) -> set[int]:
-    """Return the ranks whose step, phase or pending collective differs from the majority's; empty without one."""
+    """Return the ranks whose step, phase or pending collective differs from the majority's.
+
+    Empty if there is no majority.
+    """
     ranks_by_text: dict[str, set[int]] = {}
     for rank, status in statuses.items():
         ranks_by_text.setdefault("" if status is None else status.text(), set()).add(rank)
@@ -225,12 +230,12 @@ def differing_ranks(statuses: Mapping[int, RankStatus | None]) -> set[int]:
 
 
 def _text(content: bytes) -> str:
-    """Decode a value of the store, into which other programs may have written."""
+    """Decode a value of the store. Other programs may have written it."""
     return content.decode(errors="replace")
 
 
 def _parse_status(text: str) -> RankStatus | None:
-    """Return a rank's status; None if the text is not one."""
+    """Parse a rank's status. Returns None if the text is invalid."""
     try:
         return RankStatus(**json.loads(text))
     except (ValueError, TypeError, RecursionError):
@@ -295,7 +300,7 @@ def open_hang_watch(
     output: Path,
     restart: InProcessRestart | None = None,
 ) -> AbstractContextManager:
-    """Return a HangWatch; a null context for a single process without a launcher."""
+    """Return a HangWatch, or a null context for a single process without a launcher."""
     if process.world_size == 1 and this_attempt().launcher is None:
         return nullcontext()
     store = None

@@ -1,4 +1,4 @@
-"""Progress of this rank, read by the hang watch (hang_watch.py), and the timeouts of collectives."""
+"""Progress of this rank, which the hang watch (hang_watch.py) checks, and collective timeouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In-process restart: ranks that survive another rank's failure begin again without leaving their processes.
+"""In-process restart: ranks that survive another rank's failure restart training without exiting.
 
 Launcher and ranks communicate through the store that the launcher serves:
 
@@ -51,7 +51,7 @@ class MeetingError(TrainingError):
 
 
 class InProcessRestart:
-    """Context manager of a rank that can restart in its process; the launcher's counterpart is in agent.py.
+    """Context manager for a rank that can restart in its process. agent.py has the launcher's counterpart.
 
     Args:
         process: this process's ranks.
@@ -143,7 +143,7 @@ class InProcessRestart:
         return newest
 
     def _follow_resizes(self) -> None:
-        """Apply all resizes since the last call: give this process its new rank and world size.
+        """Apply all resizes since the last call by updating this process's rank and world size.
 
         Raises MeetingError if the job continues without this process.
         """
@@ -172,7 +172,7 @@ class InProcessRestart:
             self._store.begin_training(self.generation)
 
     def request_replacement(self, ranks: Sequence[int]) -> None:
-        """Ask the launchers to replace ranks that hang. Called from a thread of its own."""
+        """Ask the launchers to replace ranks that hang. The hang watch's thread calls this."""
         self._connect().request_replacement(self.generation, ranks)
 
     def plan_replacement(self, rank: int) -> bool:
@@ -184,7 +184,7 @@ class InProcessRestart:
         self._store.request_planned_replacement(self.generation, ranks)
 
     def invited(self) -> int:
-        """Return the number of ranks that the job would have if the machines that wait joined it."""
+        """Return the number of ranks that the job would have if the waiting machines joined."""
         return self._store.invited()
 
     def request_resize(self) -> None:

@@ -41,7 +41,10 @@ def pending_collective(thread: int | None) -> str:
 
 
 def _torch_function(stack: traceback.StackSummary) -> str:
-    """Return the function of torch.distributed that the thread is in; the recorder misses some gloo collectives."""
+    """Return the torch.distributed function that the thread is executing.
+
+    The flight recorder omits some gloo collectives.
+    """
     names = [f.name for f in stack if f.filename == distributed_c10d.__file__ and f.name != "wrapper"]
     return names[0] if names else ""
 

@@ -50,7 +50,9 @@ class Process:
 
 
 def this_process() -> Process:
-    """Return this process's ranks from the launcher's environment variables; rank 0 of 1 without a launcher.
+    """Return this process's rank and world size from the launcher's environment variables.
+
+    Without a launcher: rank 0 of 1.
 
     If LOCAL_RANK is not set, it is the rank modulo the number of visible GPUs. This fits schedulers that start one
     process per GPU, node by node, and containers that see one GPU each.
@@ -205,7 +207,10 @@ def _send_prefix(store: dist.Store, prefix: str, other_ranks: Collection[int], d
 
 
 def end_distributed() -> None:
-    """Destroy the process group after a successful run. After an error, just exit: the launcher stops the others."""
+    """Destroy the process group after a successful run.
+
+    Do not call it after an error: the launcher then stops the other ranks.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -221,7 +226,10 @@ def end_at_exit() -> None:
 
 
 def _end_groups(pid: int) -> None:
-    """End the groups of the process `pid`; a fork of it has none of gloo's threads and would wait for them."""
+    """Destroy the process groups of process `pid`.
+
+    A forked child lacks gloo's threads and would wait for them forever.
+    """
     if os.getpid() == pid and not is_failing() and not has_nccl_group():
         release_groups()
 

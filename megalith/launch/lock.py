@@ -26,7 +26,7 @@ LOCK_NAME = ".lock"
 
 
 class OutputLock:
-    """Exclusive lock on `output_dir`, which is created if absent; a context manager.
+    """Context manager that locks `output_dir` exclusively. It creates the folder if needed.
 
     Held until `release` or the end of the process. Folders created for the lock are removed on release if nothing
     else was written into them.
@@ -75,7 +75,7 @@ class OutputLock:
         return None
 
     def release(self) -> None:
-        """Release the lock; a second call does nothing."""
+        """Release the lock. Further calls do nothing."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
@@ -123,7 +123,10 @@ def _close_in_forked_children(lock: OutputLock) -> None:
 
 
 def lock_output(output: Path | StorePath) -> contextlib.AbstractContextManager:
-    """Return the lock of a folder; a null context for an object store, where concurrent jobs are not detected."""
+    """Return the lock of a folder.
+
+    For an object store, return a null context, which does not detect concurrent jobs.
+    """
     return contextlib.nullcontext() if isinstance(output, StorePath) else OutputLock(output)
 
 
@@ -198,7 +201,7 @@ def check_output_dir(
 
 
 def _find_run(folder: Path | StorePath) -> str:
-    """Return a description of the run in `folder`; empty if there is none."""
+    """Return a description of the run in `folder`, or an empty string if there is none."""
     contents = []
     metrics = folder / "metrics.jsonl"
     if isinstance(folder, Path) and metrics.is_file() and metrics.stat().st_size > 0:

@@ -52,7 +52,7 @@ def use_network_interface(host: str, port: int) -> None:
 
 
 def _interface_of(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address; None if there is none, or off Linux."""
+    """Return the name of the network interface with this IPv4 address. None if there is none, or off Linux."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
@@ -89,7 +89,7 @@ def is_this_host(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this machine on the route to `host`."""
+    """Return the address that this machine uses to reach `host`."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as route:
         route.connect(address)  # sends nothing
@@ -110,7 +110,7 @@ def open_connections() -> Connections:
 
 @contextmanager
 def limited_silence(seconds: float) -> Iterator[None]:
-    """Context in which new TCP connections fail if the other machine does not answer for `seconds`.
+    """Return a context manager in which new TCP connections fail if the peer does not answer for `seconds`.
 
     Most operations of torch's TCPStore wait without a timeout. After a link has been cut, they would wait until the
     kernel stops retransmitting, which takes a quarter of an hour, or forever if there is nothing to send.
@@ -138,7 +138,7 @@ def _limit_silence(connection: socket.socket, seconds: float) -> None:
 
 
 def shut_down(sockets: Connections) -> None:
-    """Shut down the open TCP connections in `sockets`, so reads and writes fail at once."""
+    """Shut down the open TCP connections in `sockets`. Pending and later reads and writes fail immediately."""
     for descriptor, inode in sockets:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and (

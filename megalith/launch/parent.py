@@ -1,4 +1,4 @@
-"""The launcher process of a rank: a rank exits when its launcher does."""
+"""Makes a rank exit when its launcher exits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def exit_with_launcher() -> None:
 
 
 def process_start_time(pid: int) -> int | None:
-    """Return a process's start time in clock ticks since boot; None off Linux."""
+    """Return a process's start time in clock ticks since boot, or None off Linux."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -38,7 +38,7 @@ def process_start_time(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """Return the id of this boot of the system; empty off Linux."""
+    """Return the id of the current boot, or an empty string off Linux."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -22,7 +22,7 @@ CONNECTED = b"connected"
 
 
 class PeerWatch:
-    """One launcher's heartbeat, and its view of the others.
+    """Publishes a launcher's heartbeat and monitors those of the other launchers.
 
     Args:
         store: store of this rendezvous round.
@@ -42,7 +42,7 @@ class PeerWatch:
         self.is_done = machines == 1
 
     def poll(self) -> str:
-        """Return why the ranks of this machine can never connect; empty while they can."""
+        """Return the reason why this machine's ranks can never connect, or an empty string."""
         now = time.monotonic()
         if self.is_done or now < self._next_poll:
             return ""
@@ -84,8 +84,9 @@ class PeerWatch:
             )
 
     def publish_failure(self, message: str, serves_store: bool) -> None:
-        """Publish the reason why the job has failed. The launcher that serves the store waits until the others have
-        read it.
+        """Publish the reason why the job has failed.
+
+        The launcher that serves the store waits until the others have received it.
         """
         if self.is_done:
             return

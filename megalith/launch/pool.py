@@ -38,7 +38,10 @@ CAUSE_DELAY = 1.0  # seconds to wait for the failure that made other ranks lose 
 
 
 class RankFailed(Exception):
-    """A rank failed. The message is its traceback; the cause is the error itself if it can be pickled."""
+    """Raised if a rank failed.
+
+    The message is the rank's traceback; the cause is its exception, if that can be pickled.
+    """
 
 
 class Pool:
@@ -59,7 +62,7 @@ class Pool:
         self._store = None
 
     def run(self, function: Callable, *args: Any, size: int | None = None) -> list[Any]:
-        """Run `function(*args)` on ranks 0 to size - 1 (default: all), in a process group of that size.
+        """Run `function(*args)` on ranks 0 to size − 1, by default on all ranks, in a process group of that size.
 
         Returns:
             The return values in rank order.
@@ -108,7 +111,7 @@ class Pool:
         return {name: list(values) for name, values in zip(cases, zip(*ranks))}
 
     def close(self) -> None:
-        """End the workers; the next job starts new ones."""
+        """Terminate the workers. The next job starts new ones."""
         for process, pipe in self._workers:
             pipe.close()
             with suppress(ProcessLookupError):  # a worker that has just started has no process group yet

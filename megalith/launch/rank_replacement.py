@@ -34,11 +34,11 @@ class RankReplacement:
         )
 
     def requested(self) -> list[int]:
-        """Return the ranks of the job whose replacement other ranks have requested because they hang."""
+        """Return the ranks whose replacement other ranks have requested because they hang."""
         return self._store.requested(self._store.generation())
 
     def planned(self) -> list[int]:
-        """Return the ranks of the job whose planned replacement is requested."""
+        """Return the ranks whose planned replacement has been requested."""
         return self._store.planned(self._store.generation())
 
     def is_possible(self, codes: Sequence[int | None], failure: Failure) -> bool:
@@ -62,7 +62,7 @@ class RankReplacement:
             self._store.invite(world_size)
 
     def resize_reason(self) -> str:
-        """Return why the number of ranks has to change now: LOST, JOINED, or empty."""
+        """Return the reason for a resize that is due, LOST or JOINED, or an empty string."""
         if reason := self._store.resize_reason():
             return reason
         generation = self._store.generation()
@@ -84,17 +84,17 @@ class RankReplacement:
         return time.monotonic() - self._requested_at[1] > HANG_DELAY
 
     def begin_resize(self, reason: str) -> int:
-        """Begin a resize, which interrupts the ranks. Return the number of resizes before it."""
+        """Begin a resize, which interrupts the ranks. Returns the number of earlier resizes."""
         self._start_clock()
         self._store.begin_resize(reason)
         return self._store.resizes()
 
     def finish_resize(self, world_size: int, ranks: Mapping[int, int]) -> None:
-        """Announce the new number of each rank, by its old number. Only one launcher calls this."""
+        """Publish the mapping from old to new rank numbers. Only one launcher calls this."""
         self._store.finish_resize(world_size, ranks)
 
     def set_world_size(self, world_size: int) -> None:
-        """Continue with another number of ranks. They have LIMIT seconds from now to train again."""
+        """Continue with another number of ranks. They must train again within LIMIT seconds."""
         self._store.world_size, self._limited_from = world_size, time.monotonic()
 
     def _start_clock(self) -> None:
@@ -122,7 +122,7 @@ class RankReplacement:
 
 
 def _is_local(failure: Failure) -> bool:
-    """Return True if the failure concerns one rank, so that the others can continue: a kill, a crash or a bug."""
+    """Return True if a failure (a kill, a crash or a bug) affects one rank, so that the others can continue."""
     if failure.error is None and failure.exit_status < 0:
         return -failure.exit_status not in (signal.SIGTERM, signal.SIGINT)
     return failure.exit_code == UNEXPECTED

@@ -1,4 +1,4 @@
-"""Rendezvous handlers of torch elastic: for one launcher, and for launchers of several machines.
+"""Rendezvous handlers for torch elastic: one for a single launcher, one for launchers on several machines.
 
 Launchers of several machines meet at `--rdzv-endpoint`. torch elastic pickles its state in that store, so every program
 that can reach the port is trusted (docs/reliability.md).
@@ -160,7 +160,10 @@ class MultiNodeRendezvous(RendezvousHandler):
         self._inner = create_handler(self._store, C10dRendezvousBackend(self._store, run_id), parameters)
 
     def _open(self, run_id: str) -> tuple[TCPStore, str]:
-        """Serve the rendezvous store or connect to it; return it with the unique name of this start of the job."""
+        """Serve the rendezvous store or connect to it.
+
+        Returns the store and the unique name of this start of the job.
+        """
         key, timeout = "megalith/job", timedelta(seconds=60)
         self._address = self._host
         await_name(self._host)
@@ -212,8 +215,9 @@ class MultiNodeRendezvous(RendezvousHandler):
                 self._store.set(RUNNING, "")
 
     def _await_running_job(self) -> bool:
-        """Signal to a running job that this machine waits, and wait until the job meets again. Return False if no job
-        runs.
+        """Signal to a running job that this machine is waiting, and wait until the job's launchers meet again.
+
+        Returns False if no job is running.
 
         True means that the caller must take part in another round with the job.
         """
@@ -259,7 +263,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         return None
 
     def _rendezvous(self, member: Membership | None) -> RendezvousInfo:
-        """Meet the other launchers. Members of a running job keep their order; the others follow."""
+        """Meet the other launchers. Members of a running job keep their order, and new launchers come after them."""
         info = self._inner.next_rendezvous()
         launcher = {"serves_store": self.serves_store, "member": member and asdict(member)}
         info.store.set(f"megalith/launcher/{info.rank}", json.dumps(launcher))
@@ -293,7 +297,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(info.store, rank, info.world_size, address)
 
     def waiting(self) -> int:
-        """Return the number of machines that wait to join, read at most once per second."""
+        """Return the number of machines that wait to join. The store is queried at most once per second."""
         now = time.monotonic()
         if self.is_elastic and now >= self._waiting_read_at + ANNOUNCE_INTERVAL:
             self._waiting, self._waiting_read_at = self._store.add(WAITING, 0), now

@@ -1,4 +1,4 @@
-"""Restarts after a failure: growing pauses, resuming from the newest checkpoint, and a record of every error.
+"""Restarts after a failure, with increasing pauses, from the newest checkpoint. Every error is recorded.
 
 An elastic launcher (`--max-restarts`, torchrun) runs the same command again. To recognize a restart, rank 0 of the
 first attempt writes the launcher's name into the output folder. A later attempt of the same launcher resumes from the
@@ -50,18 +50,18 @@ def this_attempt() -> Attempt:
 
 
 def _launcher_name(run_id: str, launcher: int) -> str:
-    """Return a unique name of a launcher. Run ids, hostnames and process ids alone repeat, especially in containers."""
+    """Return a unique launcher name. Run ids, hostnames and process ids alone can repeat, especially in containers."""
     return f"{run_id} {socket.gethostname()} {boot_id()} {launcher} {process_start_time(launcher)}"
 
 
 def pause(attempt: Attempt) -> float:
-    """Return the seconds to wait before this attempt: 0, then 1, 2, 4, … 60."""
+    """Return the pause before this attempt in seconds: 0, then 1, 2, 4, … 60."""
     return min(2.0 ** (attempt.number - 1), MAX_PAUSE) if attempt.number else 0.0
 
 
 @contextmanager
 def locked_output_dir(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
-    """Lock the output folder; yield True if an earlier attempt of the same job has saved there. Rank 0 calls this.
+    """Lock the output folder. Yields True if an earlier attempt of the same job has saved there. Rank 0 calls this.
 
     Raises:
         ConfigError: another job uses the folder, or has left a run in it.

@@ -1,4 +1,4 @@
-"""The keys by which launchers and ranks coordinate in-process restarts, in the store that a launcher serves.
+"""Store keys with which launchers and ranks coordinate in-process restarts.
 
 Restarts are counted by generations. If the number of ranks changes, the job is resized:
 
@@ -66,7 +66,7 @@ class RestartStore:
         return self._store.add(f"planned/{rank}", 1) == 1
 
     def request_planned_replacement(self, generation: int, ranks: Sequence[int]) -> None:
-        """Ask the launchers to replace ranks that still work, if the allowed number of restarts is not used up."""
+        """Ask the launchers to replace ranks that still work, unless the maximum number of restarts is reached."""
         self._store.set(f"unhealthy/{generation}", json.dumps(sorted(ranks)))
 
     def planned(self, generation: int) -> list[int]:
@@ -105,17 +105,17 @@ class RestartStore:
         return self._store.add("resizes", 0)
 
     def begin_resize(self, reason: str) -> None:
-        """Begin a resize, which announces a generation, unless another launcher has begun one."""
+        """Begin a resize by announcing a generation, unless another launcher has done so."""
         if not self.resize_reason():
             self._store.set(f"begun/{self.resizes()}", reason)
             self.announce()
 
     def resize_reason(self) -> str:
-        """Return the reason of the resize in progress; empty if there is none."""
+        """Return the reason for the resize in progress, or an empty string if there is none."""
         return self._get(f"begun/{self.resizes()}")
 
     def finish_resize(self, world_size: int, ranks: Mapping[int, int]) -> None:
-        """Publish the new number of ranks and the new number of each rank that continues, by its old one."""
+        """Publish the new number of ranks and, for each rank that continues, old rank → new rank."""
         self._store.set(f"ranks/{self.resizes() + 1}", json.dumps([world_size, ranks]))
         self._store.add("resizes", 1)
         self.announce()
@@ -126,7 +126,7 @@ class RestartStore:
         return world_size, {int(old): new for old, new in ranks.items()}
 
     def _get(self, key: str) -> str:
-        """Return a value; empty if there is none."""
+        """Return the value of a key, or an empty string if it is not set."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 

@@ -103,7 +103,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_by_node(text: str) -> list[int]:
-    """Return the tasks on each node from Slurm's notation: `8(x2),4` → [8, 8, 4]."""
+    """Parse Slurm's notation for tasks per node: `8(x2),4` → [8, 8, 4]."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
 

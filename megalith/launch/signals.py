@@ -51,8 +51,9 @@ class StopSignals:
 
     @contextmanager
     def during_rendezvous(self) -> Iterator[None]:
-        """Context in which a signal ends the process at once, because no step runs yet and the other processes may
-        never connect.
+        """Return a context manager in which a signal ends the process immediately.
+
+        No step runs yet, and other processes may never connect.
         """
         self._in_rendezvous = True
         if self.received is not None:
@@ -63,7 +64,7 @@ class StopSignals:
             self._in_rendezvous = False
 
     def acknowledge(self) -> None:
-        """Record that the training loop acts on the signal; a later one is a new request."""
+        """Record that the training loop has handled the signal. A later signal is a new request."""
         self._acknowledged_at = self._acknowledged_at or time.monotonic()
 
     def __enter__(self) -> StopSignals:
@@ -116,7 +117,9 @@ class StopSignals:
             _exit_now(number, f"a second {number.name}: exiting at once, without a checkpoint")
 
     def _is_second_request(self, number: signal.Signals, first: float) -> bool:
-        """Return True if a repeated signal is a new request: a SIGINT, or the loop has acted on the first."""
+        """Return True if a repeated signal is a new request: a SIGINT, or any signal after the loop has handled the
+        first.
+        """
         return number is signal.SIGINT or (
             self._acknowledged_at is not None and first <= self._acknowledged_at
         )

@@ -1,4 +1,4 @@
-"""Warm spares: processes that have imported everything and wait until they replace a rank (`--spares`)."""
+"""Warm spares: processes that have finished their imports and wait to replace a rank (`--spares`)."""
 
 from __future__ import annotations
 

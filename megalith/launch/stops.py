@@ -1,4 +1,4 @@
-"""Early ends of a run: all ranks stop after the same step, with an exit code for the reason.
+"""Early stopping of a run: all ranks stop after the same step, with an exit code that encodes the reason.
 
 Signals and time limits reach the ranks at different moments. Each rank therefore starts an asynchronous all-reduce of
 its stop reason on the host before each step and each evaluation batch, and reads the result afterwards. The device is
@@ -75,7 +75,10 @@ class Stops:
         return self.stop_reason
 
     def after_step(self, step: int) -> str | None:
-        """Call `after_work`, and return why the run ends after `step`: a key of EXIT_CODES, or None."""
+        """Call `after_work`.
+
+        Returns the reason, a key of EXIT_CODES, if the run must stop after `step`, otherwise None.
+        """
         interval = self._limits.exit_interval
         return self.after_work() or ("exit_interval" if interval and step % interval == 0 else None)
 

@@ -139,7 +139,7 @@ def parse_volumes(words: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def grace_seconds(parameters: int, nodes: int) -> int:
-    """Return the grace period for a last step and a save: a minute plus twice the write time at DISK_RATE."""
+    """Return the seconds allowed for a last step and a save: a minute, plus twice the write time at DISK_RATE."""
     return max(MIN_GRACE, round(60 + 2 * STATE_BYTES * parameters / (nodes * DISK_RATE)))
 
 

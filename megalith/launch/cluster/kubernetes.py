@@ -1,4 +1,5 @@
-"""Kubernetes manifests: a TrainJob (Kubeflow Trainer 2), a PyTorchJob (training operator 1) or a plain JobSet.
+"""Generates Kubernetes manifests: a TrainJob (Kubeflow Trainer 2), a PyTorchJob (training operator 1) or a plain
+JobSet.
 
 A pod has all GPUs of a node. Ranks are numbered pod by pod, so tensor parallelism stays within a pod. The run file is
 in a ConfigMap. Restarted pods resume from the newest checkpoint; a run that exits with a configuration, data or
@@ -149,8 +150,9 @@ def submit_manifests(job: ClusterJob, files: Mapping[str, Sequence[Manifest]]) -
 
 
 def _await_end(namespace: list[str], job: Manifest, following: str) -> None:
-    """Wait until a job is complete or has failed. It takes two kubectl processes, because each waits for
-    one condition.
+    """Wait until a job has completed or failed.
+
+    It runs two kubectl processes, because kubectl waits for one condition.
     """
     resource = f"{job['kind'].lower()}/{job['metadata']['name']}"
     with ThreadPoolExecutor(2) as pool:

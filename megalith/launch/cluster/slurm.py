@@ -1,4 +1,6 @@
-"""Slurm batch files: one task per node, which starts the node's processes; requeued at the time limit.
+"""Generates Slurm batch files with one task per node, which starts the node's processes.
+
+Jobs are requeued at the time limit.
 
 Slurm sends SIGUSR1 some time before the limit. The run saves and exits with code 23, and the script requeues the job.
 After a node failure Slurm restarts the job (`--requeue`), and the run resumes. The scripts are in templates/.
@@ -157,7 +159,7 @@ def _container(job: ClusterJob) -> str:
 
 
 def submit(files: Mapping[str, str]) -> list[str]:
-    """Submit the files with sbatch, each to start after the previous one has succeeded; return the job ids."""
+    """Submit the files with sbatch, each to start after the previous one has succeeded. Returns the job ids."""
     ids: list[str] = []
     for name, text in files.items():
         after = [f"--dependency=afterok:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
@@ -166,7 +168,7 @@ def submit(files: Mapping[str, str]) -> list[str]:
 
 
 def run_tool(command: Sequence[str], text: str, name: str) -> str:
-    """Run a scheduler's command with `text` as its input; return its output. Raises ConfigError if it fails."""
+    """Run a scheduler command with `text` as its input. Returns its output. Raises ConfigError if it fails."""
     try:
         done = subprocess.run(command, input=text, text=True, capture_output=True, check=True)
     except OSError as error:
