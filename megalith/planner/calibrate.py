@@ -51,7 +51,7 @@ CPU_SHRINK = 32  # factor by which each dimension is smaller on a CPU
 
 
 def calibrate(device: torch.device, seconds: float = 120.0, show_progress: bool = False) -> Rates:
-    """Measure this device. Every process of the job calls it; the rates are rank 0's.
+    """Measure this device's rates. Every process of the job calls it; rank 0's rates are returned.
 
     Args:
         device: this process's device.
@@ -190,7 +190,7 @@ class _Bench:
         return 3 * parameter.numel() / (time.perf_counter() - began) / GIGA
 
     def collectives(self) -> Iterator[list[Any]]:
-        """Yield [kind, link, ranks, MB sent, ms]. Every rank calls it; ranks outside of a group wait."""
+        """Yield [kind, link, ranks, MB sent, ms]. Every rank calls it; ranks outside a group wait."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         sizes = sorted({2, world} - ({1} if world > 1 else {1, 2}))
         link = (

@@ -1,4 +1,4 @@
-"""Candidates of the layout search: mesh sizes, micro-batches, pipeline splits, sharding and recomputation."""
+"""Candidates for the layout search: mesh sizes, micro-batch sizes, pipeline splits, sharding and recomputation."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def least_batch(config: RunConfig, world_size: int, gpus_per_node: int) -> int:
 
 
 def _sizes(config: RunConfig, world_size: int, gpus_per_node: int) -> Iterator[dict[str, Any]]:
-    """Yield sizes of tensor, context, pipeline and expert parallelism whose product divides the world size."""
+    """Yield (tensor, context, pipeline, expert) parallel sizes whose product divides the world size."""
     model, seq, experts = config.model, config.data.seq_length, config.model.num_experts
     for tensor in _divisors(world_size, most=gpus_per_node):
         for context in _divisors(world_size // tensor, most=max(seq // MIN_CONTEXT_SHARD, 1)):

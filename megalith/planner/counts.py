@@ -110,9 +110,7 @@ class MetaModel:
         return self._layers[self._first[number]]
 
     def in_layers(self, layer_numbers: Iterable[int], matrices: bool = False) -> Counter[str]:
-        """Return the number of parameters of these layers by part. With `matrices`, count only weights that tokens are
-        multiplied by.
-        """
+        """Return the number of parameters of these layers by module. With `matrices`, count only matmul weights."""
         key = tuple(layer_numbers)
         return self.cached(("layers", key, matrices), partial(self._in_layers, key, matrices))
 
@@ -126,8 +124,9 @@ class MetaModel:
         return total
 
     def saved(self, chunks: Sequence[Stage] | None = None) -> int:
-        """Return the number of parameters that are trained in full in addition to adapters: `lora.modules_to_save` and
-        the output layer of a model that scores. It is 0 without adapters.
+        """Return the number of fully trained parameters besides adapters:
+
+        `lora.modules_to_save` and a score head. It is 0 without adapters.
 
         `chunks` is as in `outside`.
         """
@@ -158,7 +157,7 @@ class MetaModel:
         return (self._model.output_layer or self._model.embedding.word_embeddings).weight
 
     def idle_adapters(self) -> int:
-        """Return the number of adapter parameters in the experts that a token is not routed to."""
+        """Return the number of adapter parameters in experts to which a token is not routed."""
         model, total = self.config, 0
         for number, times in self.kinds(self.layer_numbers).items():
             for name, module in self.layer(number).named_modules():
@@ -167,14 +166,14 @@ class MetaModel:
         return total - active_experts(model, total)
 
     def kinds(self, layer_numbers: Iterable[int]) -> Counter[int]:
-        """Count these layers by kind. A kind is identified by the index of its first layer."""
+        """Count these layers by kind. The index of its first layer identifies a kind."""
         key = tuple(layer_numbers)
         if key not in self._kinds:
             self._kinds[key] = Counter(map(self._first.__getitem__, key))
         return self._kinds[key]
 
     def outside(self, chunks: Sequence[Stage] | None = None) -> Counter[str]:
-        """Return the number of parameters outside of layers, by part of the model.
+        """Return the number of parameters outside the layers, by module.
 
         Args:
             chunks: count only the parameters of a pipeline rank with these chunks; None: all.
@@ -184,7 +183,7 @@ class MetaModel:
     def _outside_of(
         self, chunks: Sequence[Stage] | None, count: Callable[[nn.Module], Any], what: str
     ) -> Any:
-        """Return the sum of `count` over the modules outside of layers; None if the chunks have no such modules."""
+        """Sum `count` over the modules outside the layers. Returns None if the chunks have no such modules."""
         if chunks is None:
             return count(self._model)
         # The encoder's norm follows this layer. Each stage of an encoder-decoder has relative positions.
@@ -240,7 +239,7 @@ class MetaModel:
         return self._counted[*key, cut]
 
     def _count(self, module: nn.Module, matrices: bool = False) -> Counter[str]:
-        """Count the parameters of a layer, or of a model outside its layers, by part."""
+        """Count the parameters of a layer, or of a model without its layers, by module."""
         total: Counter[str] = Counter()
         for name, owner, kind, parameter in _parameters(module):
             part = _part(name, owner)
@@ -333,7 +332,7 @@ OUTSIDE = {
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters by part, over all layers. Biases are counted with their part."""
+    """Parameter counts by module, summed over all layers. A bias counts with its module."""
 
     embedding: int
     """Token embedding and learned positions, absolute or relative."""
@@ -374,7 +373,7 @@ class ParameterCounts:
 def count_parameters(
     model: ModelConfig, padded_vocab: bool = True, lora: LoraConfig | None = None
 ) -> ParameterCounts:
-    """Count the parameters of `model` by part.
+    """Count the parameters of `model` by module.
 
     Args:
         model: the model.
@@ -395,5 +394,5 @@ def count_parameters(
 
 
 def active_experts(model: ModelConfig, experts: int) -> int:
-    """Return the number of expert parameters of a layer that a token uses, out of `experts` parameters."""
+    """Return how many of a layer's `experts` parameters a token uses."""
     return experts * model.moe_router_topk // model.num_experts if experts else 0

@@ -42,7 +42,7 @@ def require_fit(layout: Layout, rates: Rates) -> None:
 
 
 def memory_warnings(layout: Layout, memory: int, device: str = "a GPU here") -> list[str]:
-    """Return a warning if a layout is not expected to fit `device`, which has `memory` bytes.
+    """Return a warning if the layout probably does not fit `device`, which has `memory` bytes.
 
     Raises:
         ConfigError: the weights and optimizer state alone exceed the memory.

@@ -28,7 +28,7 @@ MULTIPLY_ADD = 2  # FLOPs
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs per token by part, forward and backward."""
+    """Forward and backward FLOPs per token, by operation."""
 
     attention_projections: int
     """FLOPs of attention's projections, and of the recurrences of delta nets and state space models."""
@@ -42,12 +42,12 @@ class TokenFlops:
 
     @property
     def causal(self) -> int:
-        """FLOPs in Megatron-LM's convention: half of the attention matrix if it is causal."""
+        """FLOPs by Megatron-LM's convention: a causal attention matrix counts half."""
         return self.full - (self.attention_matrix // 2 if self.is_causal else 0)
 
     @property
     def full(self) -> int:
-        """FLOPs in PaLM's and torchtitan's convention: the full attention matrix."""
+        """FLOPs by the convention of PaLM and torchtitan: the full attention matrix counts."""
         return self.attention_projections + self.attention_matrix + self.mlp + self.head + self.adapters
 
 
@@ -123,7 +123,7 @@ def token_fraction(config: RunConfig, number: int) -> float:
 
 
 def recurrence_macs(model: ModelConfig, layer: int) -> int:
-    """Return the multiply-adds per token, forward, of the recurrence in a layer whose mixer is not attention."""
+    """Return the forward multiply-adds per token of a recurrent mixer's recurrence."""
     mixer = model.recurrent_mixer(layer)
     if mixer in DELTA_RULES:  # read, write, read
         return 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim

@@ -1,4 +1,4 @@
-"""Goodput: the fraction of time in which a job trains, given failures, saves and restarts.
+"""Goodput: the fraction of time that a job trains, given failures, saves and restarts.
 
 Failures are exponentially distributed with a rate per GPU, so a job of N GPUs fails every M = 1 / (N · rate) seconds on
 average. A save stalls training for δ seconds after every τ seconds of work. A failure costs R seconds (detection,
@@ -32,8 +32,10 @@ TENSORS_PER_LAYER = 8  # and the same number for each moment
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of saves and failures. Defaults are as measured (docs/checkpoints.md, docs/reliability.md); times in
-    seconds."""
+    """Costs of saves and failures, in seconds.
+
+    Defaults are measured values (docs/checkpoints.md, docs/reliability.md).
+    """
 
     stall: float = 0.8
     """Seconds that training stalls while an asynchronous save copies the state."""
@@ -83,8 +85,9 @@ class Goodput:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the size of a checkpoint: weights and moments, both in fp32. With adapters, count only the trained
-    parameters.
+    """Return the checkpoint size in bytes: weights and moments in fp32.
+
+    With adapters, only trained parameters count.
     """
     counts = count_parameters(config.model, lora=config.lora)
     stored = config.optim.model_copy(
@@ -96,7 +99,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 def goodput(
     config: RunConfig, gpus: int, costs: Costs = Costs(), failures_per_gpu_hour: float = FAILURES_PER_GPU_HOUR
 ) -> Goodput:
-    """Estimate the fraction of time in which a job trains, with the best save interval.
+    """Estimate the fraction of time that a job trains with the best save interval.
 
     Args:
         config: the run.
@@ -132,7 +135,7 @@ def goodput(
 
 
 def share_with_memory(costs: Costs, save: float, restart: float, between: float) -> float:
-    """Return the fraction of time in which the job trains with snapshots in memory, with the best intervals.
+    """Return the fraction of time that the job trains with in-memory snapshots and the best intervals.
 
     Args:
         costs: stalls and the restart from memory.
@@ -165,7 +168,7 @@ def best_interval(stall: float, between: float) -> float:
 
 
 def training_share(interval: float, stall: float, restart: float, between: float) -> float:
-    """Return the fraction of time in which the job trains, 0 to 1.
+    """Return the fraction of time that the job trains, 0 to 1.
 
     Args:
         interval: seconds between saves.

@@ -1,4 +1,4 @@
-"""Time of a layer's forward and backward pass over one micro-batch, in seconds by part.
+"""Forward and backward time of a layer for one micro-batch, in seconds per operation.
 
 A layer takes the time of its GEMMs at their shapes, its attention, and the bytes that all other operators read and
 write; the sizes come from the model on the meta device. The time of exposed collectives is added; for tensor and
@@ -55,7 +55,7 @@ SUMMING = 10  # bytes per parameter to accumulate a micro-batch's gradients
 
 
 class LayerTimes:
-    """Estimates the time of a layer in one micro-batch's passes on a rank."""
+    """Estimates a layer's forward and backward time for one micro-batch on a rank."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class LayerTimes:
         return self.rates.collective_time(kind, link, size, sent, bandwidth)
 
     def _layer(self, number: int) -> tuple[Counter[str], Counter[str], Counter[str]]:
-        """Return the seconds of forward pass, backward pass and recomputation of a layer."""
+        """Return the seconds of a layer's forward pass, backward pass and recomputation."""
         if number not in self._layers:
             forward, backward = Counter(), Counter()
             self._matmuls(number, forward, backward)
@@ -118,7 +118,7 @@ class LayerTimes:
         return self._layers[number]
 
     def _recomputed_work(self, number: int, forward: Counter[str]) -> Counter[str]:
-        """Return the part of a layer's forward pass that its recomputation repeats."""
+        """Return the operations of a layer's forward pass that recomputation repeats."""
         recomputed, model = Counter(forward), self.model
         if self.parallel.saves_attention:
             recomputed["attention"] = 0.0
@@ -309,7 +309,7 @@ class LayerTimes:
         backward["elementwise"] += width * self.tokens * backward_elements / self.streams
 
     def _rows_moved(self) -> float:
-        """Return how many times dispatch and combine read or write a token's hidden state in a pass."""
+        """Return how often dispatch and combine read or write a token's hidden state per forward or backward pass."""
         model, size = self.model, self.parallel.expert_model_parallel_size
         moved = 3 * model.moe_router_topk + 1  # rows gathered, and read to sum them
         if size > 1 and self.parallel.moe_token_dispatcher_type == "alltoall":
@@ -367,7 +367,7 @@ class LayerTimes:
             self._sharded(local_weights, forward, backward)
 
     def _decode(self, number: int, here: Counter[str], passes: Iterable[Counter[str]]) -> None:
-        """Add the time of decoding a layer's quantized weights to each pass.
+        """Add the time to decode a layer's quantized weights to each forward and backward pass.
 
         Subtracts these weights from `here`, the number of the layer's weights by part.
         """
@@ -399,7 +399,9 @@ class LayerTimes:
             backward["data"] += self._slowdown(kind, width * local_weights)
 
     def _slowdown(self, kind: str, size: float) -> float:
-        """Return the seconds by which a collective of `size` bytes over the shards slows the GEMMs that it overlaps."""
+        """Return the seconds by which a collective of `size` bytes over the shards slows down the GEMMs that it
+        overlaps.
+        """
         shards = shard_size(self.parallel, self.world)
         return GEMM_SLOWDOWN["NCCL"] * self.collective_time(
             kind, shards, self.tensor, size * (shards - 1) / shards

@@ -1,4 +1,4 @@
-"""A run's layout from its configuration and number of processes, with expected memory, bubble and communication.
+"""A run's layout, from its configuration and number of processes, with expected memory, bubble and communication.
 
 No process or device is needed. memory_choices.py resolves the settings whose `auto` depends on the device's memory,
 and layout_text.py prints a layout.
@@ -34,7 +34,7 @@ from megalith.planner.traffic import Transfer, transfers
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The part of the model on one pipeline rank. Without a pipeline there is one, with the full model."""
+    """The layers and modules of the model on one pipeline rank. Without a pipeline, this is the full model."""
 
     number: int
     chunks: tuple[Stage, ...]
@@ -159,7 +159,7 @@ def fullest(config: RunConfig, world_size: int, meta: MetaModel | None = None) -
 
 
 def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:
-    """Return the run's layout with other settings ("section.field" → value); None if they are rejected."""
+    """Return the run's layout with other settings ("section.field" → value), or None if they are rejected."""
     config = layout.config.with_settings(settings)
     try:
         check_layout(config, layout.world_size)
@@ -197,7 +197,10 @@ def stage_layout(
 
 
 def max_in_flight(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
-    """Return the maximum number of micro-batches in flight on `rank`; a micro-batch in chunk c counts weights[c]."""
+    """Return the maximum number of micro-batches in flight on `rank`.
+
+    A micro-batch in chunk c counts as weights[c].
+    """
     ends = Kind.BACKWARD_WEIGHT if schedule.kind == "zero_bubble" else Kind.BACKWARD
     current = most = 0
     for action in schedule.actions[rank]:
@@ -210,7 +213,7 @@ def max_in_flight(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
 
 
 def _durations(config: RunConfig, assignment: list[list[Stage]]) -> list[Durations]:
-    """Return stage times proportional to FLOPs, in the order of the model.
+    """Return stage times proportional to FLOPs, in model order.
 
     A layer's forward pass, dgrad and wgrad take the same time. The loss computes the head's gradients in the forward
     pass (ops/cross_entropy.py).

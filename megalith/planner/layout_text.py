@@ -1,4 +1,4 @@
-"""A run's layout as text: ranks, stages with their expected memory, the bubble, and the bytes that each axis sends."""
+"""Formats a run's layout: ranks, stages with expected memory, the bubble, and the bytes that each axis sends."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def stages_table(layout: Layout) -> Table:
 
 
 def explain_imbalance(layout: Layout) -> str | None:
-    """Return a sentence that explains why one stage takes more memory than another; None if they are about equal."""
+    """Return a sentence that explains why one stage needs more memory than another, or None if they need about the
+    same.
+    """
     most = max(layout.stages, key=lambda stage: stage.memory.total)
     least = min(layout.stages, key=lambda stage: stage.memory.total)
     if most.memory.total <= UNEVEN * least.memory.total:
@@ -132,8 +134,8 @@ def explain_imbalance(layout: Layout) -> str | None:
 
 
 def _reasons(layout: Layout, most: StageLayout, least: StageLayout) -> list[tuple[int, str]]:
-    """Return reasons why one stage takes more memory: pairs of the additional bytes of `most` over `least`, and
-    a text.
+    """Return reasons why one stage needs more memory: pairs of the additional bytes of `most` over `least`, and a
+    text.
     """
 
     def more(*names: str) -> int:

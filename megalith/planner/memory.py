@@ -39,7 +39,7 @@ SNAPSHOT_BUFFERS = 4  # states in a rank's host memory: two of its own, two of a
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of one device by part, in bytes."""
+    """Memory of one device by use, in bytes."""
 
     weights: int
     """Stored weights, in fp32 except frozen ones."""

@@ -1,4 +1,4 @@
-"""Values of the settings whose `auto` depends on the memory of the devices."""
+"""Resolves settings whose value `auto` depends on device memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ USABLE = 0.9  # of a GPU's memory; the rest is for fragmentation, libraries and 
 def with_unsharded_layers(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Choose fsdp_unsharded_layers if it is `auto`: as many layers as are expected to fit.
+    """Resolve fsdp_unsharded_layers `auto` to the largest number of layers that are expected to fit.
 
     Args:
         config: the run.
@@ -82,7 +82,7 @@ def with_unsharded_layers(
 
 
 def _layers_to_keep(config: RunConfig, world_size: int) -> int:
-    """Return the largest number of layers that `auto` of fsdp_unsharded_layers may choose."""
+    """Return the maximum for fsdp_unsharded_layers `auto`."""
     parallel = config.parallel
     sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
     ranks = world_size // parallel.tensor_model_parallel_size // parallel.pipeline_model_parallel_size
@@ -168,9 +168,7 @@ def with_recomputation(
 
 
 def _recomputed_by(configured: ParallelConfig, parallel: ParallelConfig) -> str:
-    """Return, as text, the settings of `parallel` by which it recomputes more than `configured`, or gathers tokens
-    again.
-    """
+    """Return, as text, the settings in `parallel` that recompute or re-gather more than `configured` does."""
     granularity, reasons = parallel.recompute_granularity, []
     if granularity is not None:
         modules = f" of {' and '.join(parallel.recompute_modules)}" if granularity == "selective" else ""
@@ -279,7 +277,9 @@ def _enable_if_it_fits(
     meta: MetaModel | None,
     why: str = "",
 ) -> tuple[RunConfig, list[str]]:
-    """Return `on` if it is expected to fit into `memory`, else `off`; and the choice with its reason."""
+    """Return `on` if it is expected to fit into `memory`, otherwise `off`, with a text that gives the choice and the
+    reason.
+    """
     expected = fullest(on, world_size, meta)
     fits = expected <= USABLE * memory
     with_it = "" if fits else " with true"

@@ -1,4 +1,4 @@
-"""Notes that suggest larger micro-batches if these fit, because a step then has fewer passes."""
+"""Suggests larger micro-batches if they fit, because a step then needs fewer forward and backward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cost of a pass in dynamic context parallelism, by FLOPs and by the exchange of keys and values.
+"""Cost of a forward and backward pass under dynamic context parallelism, from FLOPs and the exchange of keys and
+values.
 
     cost = overhead + Σ (per_token · n + per_pair · n² + per_exchanged_token · n if degree > 1) / degree
 
@@ -24,7 +25,7 @@ SCALE = 16
 
 
 def pass_costs(config: RunConfig) -> PassCosts:
-    """Return the cost of the passes of a run."""
+    """Return the cost model of a run's forward and backward passes."""
     model, length = config.model, config.data.seq_length
     shortest, longest = (flops_per_token(model, n, config.lora).causal for n in (1, length))
     pair = (longest - shortest) / max(

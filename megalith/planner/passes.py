@@ -1,4 +1,4 @@
-"""Time of a rank's forward and backward passes over one micro-batch, in seconds by part.
+"""Forward and backward time of a rank for one micro-batch, in seconds per operation.
 
 The times of a stage's layers (layer_times.py) are added to the times of embedding and output layer. If the host
 launches kernels more slowly than the GPU runs them, the host sets the pace.
@@ -24,7 +24,7 @@ ACTION = 6e-4  # seconds between two passes of a pipeline rank, to start transfe
 
 
 class Passes(LayerTimes):
-    """Estimates the time of one micro-batch's passes on a rank."""
+    """Estimates a rank's forward and backward time for one micro-batch."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Passes(LayerTimes):
         self._chunks: dict[tuple, tuple[Counter[str], Counter[str]]] = {}
 
     def chunk(self, chunk: Stage) -> tuple[Counter[str], Counter[str]]:
-        """Return the seconds of the forward and the backward pass by part."""
+        """Return the seconds of the forward and the backward pass of a chunk, per operation."""
         layer_numbers = layers_of(self.model, [chunk])
         kinds = self.meta.kinds(layer_numbers)
         key = (*kinds.items(), chunk.embedding, chunk.head)
@@ -87,8 +87,8 @@ class Passes(LayerTimes):
         return 1.0 - (head and skips_last_layer(parallel)) / layers
 
     def _host(self, work: Counter[str], layer_numbers: Sequence[int], share: float) -> Counter[str]:
-        """Return the seconds by part, with an additional part `host`: the time in which the device waits for
-        the host.
+        """Return the seconds per operation, with an additional entry `host`: the time that the device waits for the
+        host.
         """
         launch = self.rates.launch * 1e-6
         experts = len(self.expert_layers.intersection(layer_numbers))
@@ -107,7 +107,10 @@ class Passes(LayerTimes):
         return late
 
     def _head(self) -> Counter[str]:
-        """Return the time of final norm, output matrix and loss, which computes its gradients in the forward pass."""
+        """Return the time of final norm, output matrix and loss.
+
+        The forward pass of the loss also computes its gradients.
+        """
         model, rows = self.model, -(-self.model.padded_vocab_size // self.tensor)
         dtype, rate = ("bf16", OTHER_RATES.get(self.config.train.precision, 1.0))
         if self.config.train.precision == "fp32":

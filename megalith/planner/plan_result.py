@@ -98,7 +98,7 @@ class PlanResult:
 
 
 def changed(layout: PlannedLayout) -> dict[str, dict[str, Any]]:
-    """Return the settings of a layout that differ from the defaults: section → key → value, as in a run file."""
+    """Return a layout's settings that differ from the defaults: section → key → value, as in a run file."""
     tree: dict[str, dict[str, Any]] = {}
     for path, value in layout.settings.items():
         section, _, name = path.partition(".")

@@ -72,7 +72,7 @@ MOMENTS_NOTE = (
 
 
 def best_table(answer: PlanResult, tokens: float | None, price: float | None) -> str:
-    """Return a table with a row of numbers per layout, followed by the layout's name."""
+    """Format a table with one layout per row: its figures, then its name."""
     headings = ["", "ms per step", "tokens/s/GPU", "MFU", "GB", "bubble", "exposed"]
     headings += (["days"] if tokens else []) + (["cost"] if tokens and price else [])
     table = plain_table(*headings, left=0)
@@ -105,7 +105,7 @@ def layout_cells(layout: PlannedLayout) -> list[str]:
 
 
 def layout_details(layout: PlannedLayout) -> str:
-    """Return a layout's time by part and memory by stage."""
+    """Format a layout's time per operation and memory per stage."""
     unit, size = memory_unit(stage.total for stage in layout.memory)
     memory = plain_table("stage", *MEMORY_HEADINGS.values(), f"total {unit}", left=1)
     for number, stage in enumerate(layout.memory):
@@ -132,7 +132,7 @@ def layout_details(layout: PlannedLayout) -> str:
 
 
 def _snapshot_memory(layout: PlannedLayout) -> list[str]:
-    """Return a line about the host memory of snapshots, if the run takes any."""
+    """Return a line about the host memory of snapshots if the run takes any."""
     if layout.config.checkpoint.memory_interval is None:
         return []
     most = max(stage.snapshots for stage in layout.memory)
@@ -223,7 +223,7 @@ def layout_json(
 
 
 def goodput_table(estimates: Sequence[Goodput]) -> str:
-    """Return a table with one row per job size."""
+    """Format a table of goodput with one row per job size."""
     headings = (
         "GPUs",
         "MTBF",

@@ -1,4 +1,4 @@
-"""Configurations to plan: a preset, or a run with another batch size or sequence length."""
+"""Builds configurations to plan: a preset, or a run with another batch size or sequence length."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _attention_flops(key: str, seq: float, head_dim: int) -> tuple[float, float]
 
 @cache
 def _collectives(key: str, kind: str, link: str, ranks: int) -> list[tuple[float, float]]:
-    """Return the measured (bytes per rank, seconds) for the nearest number of ranks."""
+    """Return the measured (bytes per rank, seconds) of collectives for the nearest number of ranks."""
     rows = [row for row in _TABLES[key].collectives if row[:2] == [kind, link]]
     nearest = min((row[2] for row in rows), key=lambda size: abs(math.log(size / ranks)), default=0)
     return sorted((row[3] * 1e6, row[4] / 1e3) for row in rows if row[2] == nearest)
@@ -287,12 +287,12 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
 
 
 def _short(name: str) -> str:
-    """Return a GPU's name in short form: `NVIDIA GeForce RTX 4090` → `rtx-4090`."""
+    """Shorten a GPU's name: `NVIDIA GeForce RTX 4090` → `rtx-4090`."""
     return "-".join(word for word in name.lower().replace("-", " ").split() if word not in MAKER)
 
 
 def _by_ratio(table: Rates, name: str) -> Rates:
-    """Scale the rates to another chip: GEMMs and attention by peak FLOP/s, memory and links by bandwidth."""
+    """Scale measured rates to another chip: GEMMs and attention by peak FLOP/s, memory and links by bandwidth."""
     here, there = DATASHEETS[table.device], DATASHEETS[name]
     wiring, measured_wiring = WIRING[name], table.wiring
     compute = _peak(there) / _peak(here)
@@ -332,10 +332,10 @@ def check_precision(config: RunConfig, rates: Rates) -> None:
 
 
 def peak_flops(rates: Rates, dtype: str) -> float | None:
-    """Return the datasheet's dense FLOP/s; None if unknown."""
+    """Return the dense FLOP/s of the chip's datasheet, or None if unknown."""
     return device_info(rates.device).peak(dtype)
 
 
 def bytes_per_second(rates: Rates, link: str) -> float:
-    """Return the bytes/s of a link without measured collectives: 90 % of the datasheet."""
+    """Return the bandwidth of a link without measured collectives, in bytes/s: 90 % of the datasheet."""
     return 0.9 * GIGA * (rates.wiring.outside if link == NETWORK else rates.wiring.inside)

@@ -125,7 +125,7 @@ def plan(
 
 
 def _distinct(layouts: Iterable[PlannedLayout]) -> Iterator[PlannedLayout]:
-    """Yield the layouts without duplicates: same time and memory, and settings that differ only in sharding.
+    """Yield distinct layouts. Layouts with equal time and memory that differ only in sharding count as duplicates.
 
     For example, `optim_grads_params` with all layers kept gathered equals `optim_grads`.
     """
@@ -244,7 +244,7 @@ class _Search:
         self.without_state = every
 
     def _candidate(self, settings: dict[str, Any]) -> _Candidate | None:
-        """Return the candidate for these settings; None if the trainer rejects it."""
+        """Return the candidate with these settings, or None if the trainer rejects it."""
         try:
             chosen, _ = resolve_auto(self.clean.with_unvalidated(settings), self.machine)
             assignment = assign_layers(chosen.model, chosen.parallel)
@@ -293,7 +293,7 @@ class _Search:
         return layout.fits
 
     def _try(self, candidate: _Candidate, way: dict[str, Any]) -> PlannedLayout | None:
-        """Return a layout by formula; None if the trainer rejects it."""
+        """Estimate a layout by formula. Returns None if the trainer rejects it."""
         recomputation = {PARALLEL + name: value for name, value in way.items()}
         try:
             config = candidate.chosen.with_unvalidated(recomputation)
@@ -358,7 +358,7 @@ class _Search:
         return estimates
 
     def exact(self, layout: PlannedLayout) -> PlannedLayout | None:
-        """Evaluate a layout in full, with a simulated pipeline; None if the trainer rejects it after all."""
+        """Evaluate a layout in full, with a simulated pipeline. Returns None if the trainer rejects it."""
         try:
             check_layout(layout.config, self.world)
         except ConfigError as error:

@@ -117,7 +117,7 @@ def step_time(
 
 
 def caution(config: RunConfig) -> str:
-    """Return a sentence about parts of the estimate that are not based on measurements; empty if there are none."""
+    """Return a sentence about the terms of the estimate that are not measured, or an empty string if all are."""
     model, seq = config.model, config.data.seq_length
     if model.linear_attention_layers:
         return "the delta rule of linear attention was not measured: its time is estimated from the bytes that it moves"
@@ -143,7 +143,7 @@ def _bubble(parallel: ParallelConfig, micro_batches: int) -> float:
 def _durations(
     passes: Passes, work: Sequence[Sequence[tuple[Counter, Counter]]], zero: bool
 ) -> list[Durations]:
-    """Return the durations of the stages, in the order of the model."""
+    """Return the stage durations in model order."""
     parallel = passes.parallel
     between = passes.world // parallel.pipeline_model_parallel_size
     link, bandwidth = passes.link(2, between)

@@ -54,7 +54,7 @@ def gather_rank_locations(mesh: Mesh, device: torch.device) -> list[RankLocation
 
 
 def read_links(gpu: str, peers: dict[int, str]) -> dict[int, str]:
-    """Return rank → link from `gpu` to each of `peers` (rank → UUID); empty if the driver does not report links."""
+    """Return rank → link from `gpu` to each of `peers` (rank → UUID). Empty if the driver does not report links."""
     try:
         return _links_by_nvml(gpu, peers)
     except Exception:  # no package, or no answer from the driver (container, MIG)

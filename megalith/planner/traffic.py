@@ -130,7 +130,7 @@ def context_bytes(config: RunConfig, number: int) -> int:
 
 
 def _state_bytes(config: RunConfig, number: int) -> int:
-    """Return the bytes of the states that a mixer other than attention exchanges: two chunks per rank, in fp32."""
+    """Return the bytes of state that a recurrent mixer exchanges: two chunks per rank, in fp32."""
     model, parallel = config.model, config.parallel
     mixer, size = model.recurrent_mixer(number), parallel.context_parallel_size
     each = 0
@@ -199,7 +199,7 @@ def data_bytes(
 
 
 def _neighbours(chunks: Sequence[Stage], last: int, ranks: int) -> int:
-    """Return the number of stages that the chunks of a rank send to per micro-batch, forward and backward.
+    """Return the number of stages to which a rank's chunks send per micro-batch, forward and backward.
 
     `last` is the index of the last stage.
     """
