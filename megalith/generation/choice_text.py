@@ -1,4 +1,4 @@
-"""The text of a choice while it is sampled: complete characters, up to a stop text or stop id."""
+"""The text of a choice during sampling: complete characters, up to a stop text or stop id."""
 
 from __future__ import annotations
 

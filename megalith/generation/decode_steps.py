@@ -1,4 +1,4 @@
-"""Decoding: steps that sample the next token of every row of the engine, in windows.
+"""Decode steps, launched in windows. Each step samples the next token of every row of the engine.
 
 A step's inputs and outputs stay on the device. So a step can be a CUDA graph, and the host need not wait for each one:
 it launches a window of steps and meanwhile reads the results of the previous window. With speculation (speculation.py),
@@ -114,7 +114,7 @@ class DecodeSteps:
         routes: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits after each token, [rows * tokens, this rank's entries].
+        """Compute the logits after each token, [rows * tokens, this rank's entries].
 
         Args:
             tokens: int64 [rows, tokens], newest token and drafts of each of the first rows.
@@ -142,7 +142,9 @@ class DecodeSteps:
         return linear_logits(self.model.head_input(hidden), *head, math=self._head_math)
 
     def sampling_keys(self, noise: Tensor, index: Tensor) -> Tensor:
-        """Return int32 keys of the sampling noise, from each row's `noise` and a token's `index` in the completion."""
+        """Return int32 keys for the sampling noise, from each row's `noise` and the token's `index` in the
+        completion.
+        """
         return mix(noise.to(torch.int32) ^ self._position_keys[index])
 
     def sample_logits(
@@ -153,7 +155,7 @@ class DecodeSteps:
         settings: Tensor | None,
         raw_logits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return a token and its log-probability for each row of logits (ops.gumbel).
+        """Sample one token from each row of logits. Returns tokens and log-probabilities (ops.gumbel).
 
         Args:
             logits: [rows, this rank's entries].
@@ -176,7 +178,7 @@ class DecodeSteps:
         return ids, logprobs
 
     def _decode_step(self, sampling: Sampling, rows: int, longest: int, used: UsedParts = NO_PARTS) -> None:
-        """Generate one token in each of the first `rows` rows that is active, and one more per accepted draft."""
+        """Generate one token in each active row among the first `rows`, and one more per accepted draft."""
         token, position, count, limit, noise, alive, stops, adapters = self._state[:, :rows]
         settings = self._row_settings[:, :rows] if sampling.by_row else None
         tokens, width, drafts = token[:, None], len(self._offsets), None
@@ -222,7 +224,7 @@ class DecodeSteps:
 
     @staticmethod
     def _exact_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, **shard) -> Tensor:
-        """Return the log-probabilities that the trainer's loss computes, float32 [rows].
+        """Return the log-probabilities as the trainer's loss computes them, float32 [rows].
 
         For greedy samples they are computed at temperature 1.
         """

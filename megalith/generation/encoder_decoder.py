@@ -1,4 +1,4 @@
-"""Generation with an encoder-decoder: the encoder reads the prompt once, the decoder generates token by token.
+"""Generation with an encoder-decoder. The encoder processes the prompt once; the decoder generates token by token.
 
 The decoder starts with DECODER_START, as T5's does. The decoder's keys and values are cached; the keys and values of
 the encoder's output are recomputed in each pass. With tensor parallelism, every rank has its heads and samples from the
@@ -104,7 +104,7 @@ def generate_t5(
 
 
 def shard_t5(model: T5, tp: Axis, device: torch.device) -> T5:
-    """Return this tensor-parallel rank's part, on `device`, of a complete model held by every process.
+    """Shard a complete model that every process holds. Returns this tensor-parallel rank's shard on `device`.
 
     The part is in evaluation mode.
     """

@@ -66,7 +66,7 @@ OnToken = Callable[[int, int, int], None]  # prompt, generation, id
 
 
 class Engine(PrefillPasses, DecodeSteps, EngineRows):
-    """Generation engine, with weights of its own in `dtype` or with a model that is passed to it.
+    """Generation engine. It has its own weights in `dtype`, or uses a model that is passed to it.
 
     At most `max_rows` sequences of `max_tokens` tokens each (prompt and completion) are in progress. With `tp`, every
     rank makes the same calls with the same prompts and receives every completion.

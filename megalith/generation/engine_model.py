@@ -1,4 +1,4 @@
-"""An engine's part of a model: this rank's shards, in the engine's dtype."""
+"""The model of an engine: this rank's shards, in the engine's dtype."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def engine_model(
     lora: LoraConfig | None,
     slots: SlotSizes | None = None,
 ) -> tuple[Transformer, dict[str, SiteSlots]]:
-    """Build this rank's part of the model, without values, and the slots for adapters by the name of their matrix.
+    """Build this rank's shard of the model without values, and adapter slots keyed by matrix name.
 
     Matrices have the engine's dtype. Parameters that layers use in fp32 (norms, positions, decays, sinks, router
     bias) stay in fp32.

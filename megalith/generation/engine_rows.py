@@ -1,4 +1,4 @@
-"""Rows of the engine's cache: filling them with sequences, moving and clearing them."""
+"""Rows of the engine's cache: fills them with sequences, and moves and clears them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalith.hardware import to_device
 
 
 class EngineRows:
-    """Base class of Engine: the sequence of each row, and the row's state on the device."""
+    """Base class of Engine that manages the sequence of each row and the rows' device state."""
 
     @torch.no_grad()
     def reset_state(self, sampling: Sampling) -> None:
@@ -61,20 +61,23 @@ class EngineRows:
                 self._graph(replace(sampling, top_k=filters), UsedParts.of(sampling.processing))
 
     def _route_memory(self, tokens: int) -> Tensor | None:
-        """Return memory for the routes of a pass, int16 [layers with experts, tokens, topk]; None: not recorded."""
+        """Allocate memory for the expert routing of a forward pass, int16 [layers with experts, tokens, topk].
+
+        None if it is not recorded.
+        """
         if not self._routed_layers:
             return None
         sizes = len(self._routed_layers), tokens, self.config.moe_router_topk
         return torch.zeros(sizes, dtype=torch.int16, device=self.device)
 
     def choose_rows(self, sequences: Sequence[RowSequence], free: Sequence[int]) -> list[int]:
-        """Return a free row for each sequence. There must be enough free rows."""
+        """Select a free row for each sequence. The caller must ensure that there are enough."""
         if self._prefixes is None:
             return list(free[: len(sequences)])
         return self._prefixes.choose_rows(sequences, free)
 
     def fill_rows(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
-        """Assign rows to sequences: prefill the rows and set their state."""
+        """Assign rows to sequences: prefill the rows and initialize their state."""
         rows = to_device(torch.tensor([row for row, _ in begun]), self.device)
         if self._states is not None:
             self._states.clear(rows)
@@ -94,7 +97,7 @@ class EngineRows:
         self._logits_state.begin(begun, lambda sequence: sequence.prompt)
 
     def set_masks(self, masks: np.ndarray) -> None:
-        """Set bit masks of the tokens that the next step may sample, for the first rows: int32 [rows, words]."""
+        """Set the bit masks of tokens that the next step may sample in the first rows: int32 [rows, words]."""
         self._logits_state.set_masks(masks)
 
     def _first_state(self, sequence: RowSequence) -> list[int]:
@@ -107,11 +110,11 @@ class EngineRows:
         return [last, last_position, count, sequence.pause_at, sequence.noise, 1, stops, adapter]
 
     def clear_row(self, row: int) -> None:
-        """Make a row idle."""
+        """Mark a row as idle."""
         self._state[:, row] = 0
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy a row with a sequence of `length` tokens to another one."""
+        """Copy the row of a sequence of `length` tokens to another row."""
         self._cache[:, :, target, :length] = self._cache[:, :, source, :length]
         self._state[:, target] = self._state[:, source]
         self._row_settings[:, target] = self._row_settings[:, source]

@@ -1,4 +1,4 @@
-"""Caches of batch-invariant engines, whose recurrences have the trainer's bits.
+"""Caches of batch-invariant engines, with recurrences that are bitwise equal to the trainer's.
 
 A row keeps the state before the current chunk of CHUNK tokens, counted from the sequence's first one, and the inputs of
 the chunk's tokens. A decode step repeats the matmuls of the chunk (ops/batch_invariant/recurrences.py), so it costs as
@@ -87,5 +87,5 @@ class ExactDecode(_ExactRecurrences, Decode):
 
 
 def _flat(inputs: Sequence[Tensor]) -> Tensor:
-    """Concatenate each token's inputs [batch, seq, ...] into one row, float32 [batch, seq, inputs]."""
+    """Concatenate each token's inputs [batch, seq, ...] into one vector, float32 [batch, seq, inputs]."""
     return torch.cat([x.flatten(2).float() for x in inputs], -1)

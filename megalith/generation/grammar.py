@@ -50,7 +50,7 @@ class GrammarCompiler:
     """Compiles grammars for a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer):
-        """Prepare to compile for a tokenizer, which is read when the first grammar is compiled."""
+        """Prepare to compile grammars for a tokenizer. The tokenizer is loaded when the first grammar is compiled."""
         self._tokenizer = tokenizer
         self._cached = lru_cache(CACHED_GRAMMARS)(self._compile)
 
@@ -146,7 +146,7 @@ def _tokens_of(tokenizer: Tokenizer) -> Any:
 
 
 class _Bytes:
-    """A ByteTokenizer in the form that llguidance's TokenizerWrapper takes."""
+    """Adapts a ByteTokenizer to the interface of llguidance's TokenizerWrapper."""
 
     def __init__(self, tokenizer: ByteTokenizer):
         self.eos_token_id, self.bos_token_id = tokenizer.eod, None

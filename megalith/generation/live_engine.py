@@ -1,4 +1,4 @@
-"""An engine that takes requests at any time, from any thread, over tensor-parallel replicas.
+"""An engine that accepts requests at any time, from any thread, over tensor-parallel replicas.
 
      submit, cancel (any thread) ─▶ first rank: commands ─▶ all ranks: one window of steps ─▶ tokens to the first rank
                                        ▲                                                              │
@@ -99,7 +99,7 @@ class LiveEngine:
         self._changed = Condition()
 
     def submit(self, requests: Sequence[LiveRequest], on_tokens: Sequence[OnTokens]) -> list[int]:
-        """Queue requests with the same prompt, which share its prefill, and return their numbers.
+        """Queue requests with the same prompt, which is prefilled once. Returns the requests' numbers.
 
         Args:
             requests: the requests.
@@ -126,8 +126,9 @@ class LiveEngine:
             self._changed.notify()
 
     def update_weights(self, version: int, kv_cache: KvCache = "recompute") -> None:
-        """Load the weights of a version before the next window; see RunningBatch.update_weights. Any thread may call
-        it.
+        """Load the weights of a version before the next window (see RunningBatch.update_weights).
+
+        Any thread may call it.
 
         Open requests continue with the new weights. An update that has not been loaded yet is replaced.
 
@@ -218,7 +219,7 @@ class LiveEngine:
             pass
 
     def _commands(self, batch: RunningBatch) -> dict[str, Any]:
-        """Return the changes since the last window; waits if no request is open."""
+        """Return the changes since the last window. Waits if there are no open requests."""
         with self._changed:
             is_idle = not self._tickets and not batch.is_busy and not self._inbox.added
             has_change = self._inbox.cancelled or self._inbox.weights or self._inbox.adapters
@@ -327,7 +328,7 @@ class LiveEngine:
         self._deliver(self._events(batch.update_weights(load, kv_cache)))
 
     def _events(self, added: list[tuple[RowSequence, list[int]]]) -> list[list[Any]]:
-        """Return all replicas' events on the first rank: a request's new tokens, and the reason if it has ended."""
+        """Gather all replicas' events on the first rank: each request's new tokens and, if it has ended, the reason."""
         events = []
         for sequence, ids in added:
             reason = None

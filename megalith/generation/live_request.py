@@ -1,4 +1,4 @@
-"""Requests to a live engine, which may be in another process. This module does not import torch."""
+"""Requests to a live engine, possibly in another process. This module does not import torch."""
 
 from __future__ import annotations
 

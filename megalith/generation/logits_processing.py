@@ -1,4 +1,4 @@
-"""Settings that change the logits before sampling: penalties, biases, bad words, a grammar.
+"""Settings that modify the logits before sampling: penalties, biases, bad words and a grammar.
 
      logits + bias ─▶ repetition, frequency and presence penalties ─▶ masks of bad words and grammar ─▶ sampling
 
@@ -24,7 +24,7 @@ class TokenMask(Protocol):
     """Tokens that may follow, for one sequence."""
 
     def restrict(self, words: np.ndarray) -> None:
-        """Clear the bits of forbidden tokens, int32 [words] with 32 tokens each."""
+        """Clear the bits of forbidden tokens in int32 [words], 32 tokens per word."""
 
     def advance(self, token: int) -> None:
         """Record the token that was sampled."""
@@ -74,7 +74,7 @@ class LogitsProcessing:
 
     @property
     def biases(self) -> dict[int, float]:
-        """Logit biases by token; -inf for bad words of one token."""
+        """Logit biases by token. Single-token bad words have −inf."""
         banned = {word[0]: -math.inf for word in self.bad_words if len(word) == 1}
         return dict(self.logit_bias) | banned
 
@@ -115,7 +115,7 @@ class LogitsProcessing:
                 )
 
     def to_json(self) -> list[Any]:
-        """Return the values for another rank; the grammar as its source."""
+        """Return the settings as JSON values to send to another rank, with the grammar as source text."""
         source = None if self.grammar is None else self.grammar.source
         return [*self.penalties, list(map(list, self.logit_bias)), list(map(list, self.bad_words)), source]
 
@@ -155,7 +155,7 @@ OFF = LogitsProcessing()
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of bad words, as vLLM does. Raises ConfigError for a word without tokens.
+    """Tokenize bad words as vLLM does. Raises ConfigError for a word without tokens.
 
     Each word is encoded as it is, and also after a space if that gives as many tokens and another first token.
     """

@@ -1,4 +1,4 @@
-"""Device state of logits processing: each row's penalties, token counts, biases and mask.
+"""Device state of logits processing: penalties, token counts, biases and mask per row.
 
 A part is allocated when a sequence first needs it, in static tensors as CUDA graphs require, and covers this rank's
 vocabulary entries. A row without logits processing has values that leave its logits unchanged.
@@ -29,13 +29,13 @@ class UsedParts(NamedTuple):
 
     @classmethod
     def by(cls, sequences: Iterable[RowSequence | None]) -> UsedParts:
-        """Return the parts that at least one of these sequences needs."""
+        """Return the features of logits processing that at least one of these sequences needs."""
         processing = {id(one.processing): one.processing for one in sequences if one is not None}
         return cls(*map(any, zip(*map(cls.of, processing.values())))) if processing else cls()
 
     @classmethod
     def of(cls, processing: LogitsProcessing) -> UsedParts:
-        """Return the parts that these settings need."""
+        """Return the features of logits processing that these settings need."""
         return cls(processing.has_penalties, bool(processing.biases), processing.needs_masks)
 
 
@@ -50,10 +50,10 @@ class _Penalties:
 
 
 class LogitsState:
-    """State of logits processing for the rows of an engine."""
+    """Logits processing state for the rows of an engine."""
 
     def __init__(self, rows: int, first: int, entries: int, vocab_size: int, device: torch.device):
-        """Begin without any part.
+        """Start without memory for any feature.
 
         Args:
             rows: number of rows.
@@ -69,7 +69,7 @@ class LogitsState:
         self._masks: Tensor | None = None  # int32 [rows, words] of all entries
 
     def allocate(self, used: UsedParts) -> None:
-        """Allocate these parts, with values that change nothing."""
+        """Allocate memory for these features, initialized so that logits do not change."""
         sizes, device = (self._rows, self._entries), self._device
         if used.penalties and self._penalties is None:
             settings = torch.tensor(OFF.penalties, device=device)[:, None].repeat(1, self._rows)
@@ -96,7 +96,10 @@ class LogitsState:
     def begin(
         self, begun: Sequence[tuple[int, RowSequence]], prompt_of: Callable[[RowSequence], Sequence[int]]
     ) -> None:
-        """Set the state of rows that have been assigned to sequences. `prompt_of` returns a sequence's prompt."""
+        """Initialize the state of rows that have been assigned to sequences.
+
+        `prompt_of` returns a sequence's prompt.
+        """
         self.allocate(UsedParts.by(sequence for _, sequence in begun))
         if self._penalties is None and self._biases is None:
             return
@@ -120,7 +123,7 @@ class LogitsState:
                 self._biases.index_put_(self._index(biased), to_device(values, self._device))
 
     def _local(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return (row, local entry) for each pair (row, token) whose vocabulary entry is on this rank."""
+        """Return (row, local entry) of those (row, token) pairs whose vocabulary entry is on this rank."""
         return [
             (row, token - self._first) for row, token in pairs if 0 <= token - self._first < self._entries
         ]
@@ -130,7 +133,7 @@ class LogitsState:
         return rows, entries
 
     def move(self, source: int, target: int) -> None:
-        """Copy a row to another one."""
+        """Copy a row's state to another row."""
         for part in self.tensors:
             rows = part.mT if self._penalties is not None and part is self._penalties.settings else part
             rows[target] = rows[source]
@@ -140,7 +143,7 @@ class LogitsState:
         self._masks[: len(masks)] = to_device(torch.from_numpy(masks), self._device)
 
     def process(self, logits: Tensor, used: UsedParts) -> Tensor:
-        """Return the processed logits of the first rows, float32 [rows, local entries]."""
+        """Process the logits of the first rows. Returns float32 [rows, local entries]."""
         (rows, entries), logits = logits.shape, logits.float()
         if used.biases:
             logits = logits + self._biases[:rows, :entries]
@@ -154,7 +157,7 @@ class LogitsState:
         return logits
 
     def process_drafted(self, logits: Tensor, drafts: Tensor | None, used: UsedParts) -> Tensor:
-        """Return the processed logits after the newest token and after each draft, which counts like a sample.
+        """Process the logits after the newest token and after each draft. A draft counts like a sampled token.
 
         Masks apply only to a row's first logits, those after the newest token.
 
@@ -184,7 +187,10 @@ class LogitsState:
 
 
 def token_masks(sequences: Sequence[RowSequence | None], vocab_size: int) -> np.ndarray:
-    """Return a bit mask of the allowed next tokens per row, int32 [rows, ceil(vocab_size / 32)]. Bit set: allowed."""
+    """Return a bit mask of the allowed next tokens per row, int32 [rows, ceil(vocab_size / 32)].
+
+    A set bit allows the token.
+    """
     words = np.full((len(sequences), -(-vocab_size // 32)), -1, dtype=np.int32)
     for row, sequence in enumerate(sequences):
         for mask in () if sequence is None else sequence.masks:

@@ -1,4 +1,4 @@
-"""Drafts of the model's own multi-token prediction layers (models/mtp.py), for speculative decoding.
+"""Drafts from the model's own multi-token prediction layers (models/mtp.py), for speculative decoding.
 
 With the newest token t_p at position p, the inputs h of the output layer are known up to position p - 1. MTP layer 1
 predicts t_{p+1} from h_{p-1} and the embedding of t_p, layer 2 predicts t_{p+2} from the first's output and the
@@ -60,9 +60,7 @@ class MTPDrafter:
         self._first.fill_(NO_DRAFT)
 
     def take_prompts(self, ids: Tensor, positions: Tensor, cache: Prefill, hidden: Tensor) -> None:
-        """Take the output layer's inputs of a prefill, [sequences, seq, hidden], which covers all tokens but the
-        newest.
-        """
+        """Process a prefill's final hidden states, [sequences, seq, hidden], of all tokens except the newest."""
         mtp_cache = replace(cache, keys_values=self._cache, attention_layers=self._layers, states=None)
         last = hidden[torch.arange(len(ids), device=ids.device), cache.lengths - 1]
         self._hidden[cache.rows, 0] = last[cache.prompts]
@@ -109,7 +107,7 @@ class MTPDrafter:
         return torch.where(has_window[:, None], torch.stack(drafts, 1), NO_DRAFT)
 
     def take_hidden(self, hidden: Tensor) -> None:
-        """Take the output layer's inputs of the newest tokens and the drafts, [rows, drafts + 1, hidden]."""
+        """Process the final hidden states of the newest tokens and the drafts, [rows, drafts + 1, hidden]."""
         self._hidden[: len(hidden)].copy_(hidden)
 
     def add(self, position: Tensor, ids: Tensor) -> None:
@@ -129,7 +127,7 @@ class MTPDrafter:
         return 0, sum(part.nbytes for part in parts)
 
     def _decode(self, positions: Tensor, longest: int) -> Decode:
-        """Return the cache for a pass over these positions of the first rows, int64 [rows, tokens]."""
+        """Return the cache for a forward pass over these positions of the first rows, int64 [rows, tokens]."""
         seen = [(at, visible_positions(at, longest + self._drafts)) for at in positions.unbind(1)]
         return Decode(self._cache[:, :, : len(positions)], self._layers, seen)
 

@@ -16,7 +16,7 @@ def noise_keys(seed: int, stream_keys: Sequence[int]) -> list[int]:
 
 
 def noise_key(seed: int, stream_key: int) -> int:
-    """Return `noise_keys(seed, [stream_key])[0]`. Plain Python, because tensor operations take longer for one key."""
+    """Return `noise_keys(seed, [stream_key])[0]`, computed in plain Python, which is faster for a single key."""
     low, high = stream_key & 0xFFFFFFFF, stream_key >> 32 & 0xFFFFFFFF
     sample = _mix(low ^ _mix(high ^ (seed * 0x9E3779B1 & 0xFFFFFFFF)))
     key = _mix(sample ^ _mix(0x632BE5AB))

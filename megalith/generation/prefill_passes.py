@@ -1,4 +1,4 @@
-"""Prefill: passes that write keys and values of prompts into the rows of the engine's cache.
+"""Prefill: forward passes that write the keys and values of prompts into rows of the engine's cache.
 
 Rows with the same tokens and adapter share a pass, and rows with a known prefix run only the tokens after it. LongRoPE
 changes the angles of a sequence that exceeds the original context; such a row is prefilled again.
@@ -31,7 +31,7 @@ PREFILL_SCORES = 2**24  # maximum pairs of a new token and a key in a pass after
 
 @dataclass(frozen=True)
 class _Prefix:
-    """Tokens that are prefilled for several rows, with the slot of their adapter."""
+    """A prefix that is prefilled for several rows, with its adapter slot."""
 
     tokens: list[int]
     rows: list[int]
@@ -39,17 +39,19 @@ class _Prefix:
 
 
 class PrefillPasses:
-    """Base class of Engine: prefill passes with the engine's cache and layers."""
+    """Base class of Engine that runs prefill forward passes on the engine's cache and layers."""
 
     @property
     def _original_context(self) -> float:
-        """Length up to which LongRoPE uses its short factors."""
+        """Maximum length for which LongRoPE uses its short factors."""
         scaling = self.config.rope_scaling
         is_long = scaling is not None and scaling.type == "longrope"
         return scaling.original_max_position_embeddings if is_long else math.inf
 
     def prefill(self, begun: Sequence[tuple[int, RowSequence]]) -> dict[int, np.ndarray]:
-        """Fill the rows with keys and values of all tokens but the last, and return each row's routes if recorded.
+        """Write the keys and values of all tokens but the last into the rows.
+
+        Returns each row's expert routing if recorded.
 
         Completions of the same prompt share a pass.
         """
@@ -80,7 +82,7 @@ class PrefillPasses:
         return routes | self._prefill_pass(batch) if batch else routes
 
     def _prefill_rest(self, groups: Sequence[tuple[_Prefix, int]]) -> None:
-        """Fill rows with the keys and values of the tokens after a prefix that they hold.
+        """Write the keys and values of the tokens that follow a prefix which the rows already hold.
 
         Args:
             groups: for each group, its tokens and rows, and the length of the prefix.
@@ -186,7 +188,7 @@ class PrefillPasses:
         length: int | None = None,
         adapters: Tensor | None = None,
     ) -> Context:
-        """Return the context of a pass of layers; see `_hidden`."""
+        """Return the layer context of a forward pass (see `_hidden`)."""
         context = Context(len(ids), PassLayout(), position_ids=positions, cache=cache)
         if self.slots:
             context.adapters = ids.new_zeros(len(ids)) if adapters is None else adapters

@@ -1,4 +1,4 @@
-"""Reuse of keys and values: a sequence begins with the keys and values of the longest known prefix of its tokens.
+"""Reuse of keys and values: a new sequence copies those of the longest cached prefix of its tokens.
 
      rows in use and idle rows ─┐
      copies within a budget  ───┴─▶ longest common prefix ─▶ copied into the sequence's row; only the rest is prefilled
@@ -28,7 +28,7 @@ CANDIDATES = 16  # holders of the same blocks that are compared
 
 @dataclass(eq=False)
 class Holder:
-    """Tokens whose keys and values are in a row, or in a copy."""
+    """Tokens whose keys and values are stored in a row or in a copy."""
 
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # hash of the tokens up to each complete block's end
@@ -40,20 +40,20 @@ class Holder:
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """A holder, and the length of its common prefix with a sequence."""
+    """A Holder and the length of the prefix that it has in common with a sequence."""
 
     holder: Holder | None = None
     length: int = 0
 
 
 class PrefixReuse:
-    """Known prefixes of an engine's rows.
+    """Cached prefixes of an engine's rows.
 
     The state depends only on the calls, so all ranks of a tensor-parallel axis reuse the same rows.
     """
 
     def __init__(self, cache: Tensor, budget: int = 0):
-        """Begin with empty rows.
+        """Start with empty rows.
 
         Args:
             cache: the engine's keys and values, [attention layers, 2, rows, room, groups, head_dim].
@@ -68,11 +68,11 @@ class PrefixReuse:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored first keys and values and of the copied rows."""
+        """Memory of the copied rows and of the stored first keys and values, in bytes."""
         return self._first.nbytes + sum(holder.copy.nbytes for holder in self._copies)
 
     def forget(self) -> None:
-        """Drop everything: the weights have changed."""
+        """Drop all cached prefixes, because the weights have changed."""
         self._index.clear()
         self._copies.clear()
         self._rows = [Holder(row=row) for row in range(len(self._rows))]
@@ -80,7 +80,7 @@ class PrefixReuse:
     # Choice of rows
 
     def choose_rows(self, sequences: Sequence[RowSequence], free: Collection[int]) -> list[int]:
-        """Return a free row for each sequence.
+        """Select a free row for each sequence.
 
         This is the row that holds its longest known prefix, if that is more than half of the row's tokens. Otherwise it
         is the least recently used free row.
@@ -100,7 +100,7 @@ class PrefixReuse:
     # Filling and moving rows
 
     def place(self, groups: Sequence[tuple[list[int], list[int]]]) -> list[int]:
-        """Copy the longest known prefix of each group's tokens into its rows.
+        """Copy the longest cached prefix of each group's tokens into the group's rows.
 
         Args:
             groups: tokens to prefill, and the rows that get them.
@@ -145,7 +145,7 @@ class PrefixReuse:
         self._refresh()
 
     def moved(self, source: int, target: int) -> None:
-        """Record that a row was copied to another one."""
+        """Record that a row was copied to another row."""
         holder = self._rows[source]
         self._remove(self._rows[target])
         self._rows[target] = Holder(row=target, sequence=holder.sequence, used=holder.used)
@@ -156,7 +156,7 @@ class PrefixReuse:
     # Index
 
     def _refresh(self) -> None:
-        """Add the tokens that the rows' sequences have received since the last call."""
+        """Append the tokens that the rows' sequences have received since the last call."""
         for holder in self._rows:
             if holder.sequence is not None and holder.sequence.length - 1 > len(holder.tokens):
                 holder.tokens += _prefilled(holder.sequence, len(holder.tokens))
@@ -202,7 +202,7 @@ class PrefixReuse:
         return values
 
     def _keep(self, holder: Holder, matches: Sequence[PrefixMatch]) -> None:
-        """Copy a row that is about to be overwritten, within the budget."""
+        """Save a copy of a row that is about to be overwritten, within the memory budget."""
         size = self._cache[:, :, 0, 0].nbytes * len(holder.tokens)
         is_continued = any(
             match.holder is holder and match.length == len(holder.tokens) for match in matches
@@ -222,7 +222,7 @@ class PrefixReuse:
 
 
 def _prefilled(sequence: RowSequence, first: int = 0) -> list[int]:
-    """Return a row's tokens starting at index `first`, except the newest one, which has no keys and values yet."""
+    """Return a row's tokens from index `first`, except the newest one, which has no keys and values yet."""
     prompt, sampled = sequence.prompt[first:], sequence.ids[max(first - len(sequence.prompt), 0) :]
     return tokens_of_adapter([*prompt, *sampled][:-1], sequence.adapter)
 

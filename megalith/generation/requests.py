@@ -114,7 +114,7 @@ class RowSequence:
     is_cancelled: bool = False
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float]) -> int:
-        """Append sampled tokens up to the end of the completion, and return the number of appended tokens."""
+        """Append sampled tokens up to the end of the completion. Returns the number of appended tokens."""
         count = len(ids) if self.stop_watch is None else self.stop_watch.count(ids)
         for at, token in enumerate(ids[:count] if self.masks else ()):
             for mask in self.masks:
@@ -128,8 +128,10 @@ class RowSequence:
 
     @property
     def all_routes(self) -> np.ndarray | None:
-        """Experts of all its tokens except the last, int16 [tokens - 1, layers with experts, topk]; None: not
-        recorded."""
+        """Expert routing of all tokens except the last, int16 [tokens - 1, layers with experts, topk].
+
+        None if it was not recorded.
+        """
         return np.concatenate(self.routes) if self.routes else None
 
     @property
@@ -155,7 +157,7 @@ class RowSequence:
 
     @property
     def ended_on_host(self) -> bool:
-        """True if only the host knows that the completion has ended, so that the device would continue its row."""
+        """True if the completion has ended by a rule that only the host applies. The device would continue the row."""
         return self.ended and not self.ends_with_stop_id and len(self.ids) < self.limit
 
     @property

@@ -1,4 +1,4 @@
-"""Continuous batching: sequences that wait for a row of the engine, sequences in rows, and windows of steps in flight.
+"""Continuous batching: manages sequences that wait for a row, sequences in rows, and windows of steps in flight.
 
      add ─▶ waiting ─▶ a row: prefill, then windows of steps ─▶ ended, cancelled, or paused (LongRoPE) ─▶ waiting
 
@@ -30,7 +30,7 @@ KvCache = Literal["keep", "recompute"]
 
 @dataclass
 class _Window:
-    """Launched steps: their samples, and the sequences in their rows."""
+    """A window of launched steps: their samples, and the sequences in their rows."""
 
     owners: list[RowSequence | None]
     ids: Tensor  # int64 [tokens, rows] on the host, -1 where a row got none
@@ -44,7 +44,7 @@ class RunningBatch:
     """The sequences of an engine. An engine has one at a time."""
 
     def __init__(self, engine: Engine, sampling: Sampling):
-        """Begin without sequences. With `sampling.by_row`, each sequence has its own sampling settings."""
+        """Start without sequences. With `sampling.by_row`, each sequence has its own sampling settings."""
         self._engine, self._sampling = engine, sampling
         self._on_cpu = engine.device.type == "cpu"
         self._owners: list[RowSequence | None] = [None] * engine.max_rows
@@ -62,7 +62,7 @@ class RunningBatch:
         self._waiting.extend(sequences)
 
     def cancel(self, sequence: RowSequence) -> None:
-        """End a sequence. Its row is free for the next step."""
+        """End a sequence. Its row becomes free for the next step."""
         sequence.is_cancelled = True
         if sequence in self._waiting:
             self._waiting.remove(sequence)
@@ -73,8 +73,9 @@ class RunningBatch:
 
     @torch.no_grad()
     def step(self) -> list[tuple[RowSequence, list[int]]]:
-        """Launch a window of steps if any row holds a sequence. Return the new tokens of an earlier window, or of this
-        one.
+        """Launch a window of steps if any row holds a sequence.
+
+        Returns the new tokens of an earlier window, or of this one.
         """
         self._fill()
         if any(owner is not None and owner.masks for owner in self._owners):
@@ -99,7 +100,7 @@ class RunningBatch:
     def update_weights(
         self, load: Callable[[], None], kv_cache: KvCache
     ) -> list[tuple[RowSequence, list[int]]]:
-        """Load other weights between two steps; the sequences in progress continue with them.
+        """Replace the weights between two steps. The sequences in progress continue with the new weights.
 
         Args:
             load: loads the weights and sets the engine's version.
@@ -165,7 +166,7 @@ class RunningBatch:
         return window
 
     def _read(self, window: _Window) -> list[tuple[RowSequence, list[int]]]:
-        """Append a window's tokens to their sequences, free the rows of finished ones, and return the tokens."""
+        """Append a window's tokens to their sequences and free the rows of finished ones. Returns the tokens."""
         if window.copied is not None:
             window.copied.synchronize()
         ids, logprobs = window.ids.T.tolist(), window.logprobs.T.tolist()

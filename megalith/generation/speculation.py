@@ -1,4 +1,4 @@
-"""Speculative decoding: drafts of the next tokens, which one pass of the model verifies (Leviathan et al. 2023).
+"""Speculative decoding: one forward pass of the model verifies drafts of the next tokens (Leviathan et al. 2023).
 
      history ──▶ draft tokens d1 … dK ──▶ one pass over [newest, d1 … dK] ──▶ samples x1 … xK+1 ──▶ x1 … up to the first
                                                                                            sample that is not its draft
@@ -104,7 +104,7 @@ class DraftMetrics:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Rates by the name of the metric."""
+        """Acceptance rates by metric name."""
         return {"draft_acceptance": self.acceptance_rate, "tokens_per_step": self.tokens_per_step}
 
     def __str__(self) -> str:
@@ -128,19 +128,19 @@ class DecodeRows:
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of every row."""
+    """Interface of drafters, which propose the next tokens of every row."""
 
     def reset(self, sampling: Sampling) -> None:
-        """Allocate memory if needed, and forget all rows."""
+        """Allocate memory if needed, and clear all rows."""
 
     def fill_rows(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
-        """Give rows to sequences."""
+        """Assign rows to sequences."""
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy a row with a sequence of `length` tokens to another one."""
+        """Copy the row of a sequence of `length` tokens to another row."""
 
     def propose(self, rows: DecodeRows, sampling: Sampling) -> Tensor:
-        """Return drafts, int64 [rows, K]; NO_DRAFT for none."""
+        """Return drafts, int64 [rows, K], with NO_DRAFT where there is none."""
 
     def add(self, position: Tensor, ids: Tensor) -> None:
         """Take the samples of a step. Samples after the accepted ones are replaced later.
@@ -155,7 +155,7 @@ class Drafter(Protocol):
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of the drafter's weights, and bytes of its memory for the rows."""
+        """Memory of the drafter's weights and of its rows, in bytes."""
 
 
 class NgramDrafter:
@@ -231,7 +231,7 @@ def ngram_drafts(history: Tensor, last: Tensor, drafts: int, shortest: int, long
 
 
 class ModelDrafter:
-    """Drafter that samples from a smaller model. That model has its own engine with the same rows."""
+    """Drafter that samples from a smaller model, which has its own engine with the same rows."""
 
     def __init__(self, engine: Engine, drafts: int):
         self._engine, self._drafts = engine, drafts

@@ -37,13 +37,16 @@ def empty_cache(
 
 
 def cached_layers(config: ModelConfig) -> list[int]:
-    """Return the indices of the layers with keys and values. MTP layers do not take part in generation."""
+    """Return the indices of the layers with keys and values.
+
+    MTP layers are excluded because generation does not run them.
+    """
     return [layer for layer in range(config.num_layers) if config.has_attention(layer)]
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """State of one layer's mixer per row, for mixers that are not attention."""
+    """Per-row state of one layer's mixer, for mixers other than attention."""
 
     tokens: Tensor  # [rows, taps − 1, units]: convolution inputs of the last tokens
     matrices: Tensor | None  # float32 [rows, heads, ·, ·]; None for a mixer that is only a convolution
@@ -102,12 +105,12 @@ class RecurrentStates:
         return RecurrentStates({number: state.first(rows) for number, state in self.layers.items()})
 
     def move(self, source: int, target: int) -> None:
-        """Copy the states of a row to another one."""
+        """Copy the states of a row to another row."""
         for part in self.parts:
             part[target] = part[source]
 
     def clear(self, rows: Tensor) -> None:
-        """Reset rows for new sequences."""
+        """Reset the states of rows for new sequences."""
         for part in self.parts:
             part.index_fill_(0, rows, 0)
 
@@ -123,7 +126,10 @@ class RecurrentStates:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Cache of a pass over complete prompts, which may be padded at the end: no token attends to later ones."""
+    """Cache of a forward pass over complete prompts.
+
+    They may be right-padded, because no token attends to later ones.
+    """
 
     keys_values: Tensor | None
     """[attention layers, 2, rows, room, groups, head_dim].
@@ -191,7 +197,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class ContinuedPrefill:
-    """Cache of a pass over the tokens of sequences after a prefix, whose keys and values their rows already hold.
+    """Cache of a forward pass over the tokens that follow a prefix whose keys and values the rows already hold.
 
     Sequences may be padded at the end. Layers with a state are not supported.
     """
@@ -219,7 +225,7 @@ class ContinuedPrefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Cache of a pass over the newest token of each row, and over drafts of the next ones."""
+    """Cache of a forward pass over the newest token of each row and over drafts of the next ones."""
 
     keys_values: Tensor | None  # like Prefill's, for the rows of the pass
     attention_layers: Sequence[int]

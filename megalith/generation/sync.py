@@ -218,7 +218,7 @@ class _WeightSource:
         return SyncReport(total, time.perf_counter() - began, self.gathered, self._sent_bytes)
 
     def _buckets(self, names: Collection[str]) -> Iterator[list[_Part]]:
-        """Yield parts of these tensors with the same rank and dtype that fit in one broadcast."""
+        """Yield groups of these tensors with the same rank and dtype, each small enough for one broadcast."""
         bucket: list[_Part] = []
         size = 0
         for part in (each for each in self.parts if each.name in names):
@@ -288,7 +288,7 @@ class _WeightSource:
         return changed
 
     def _engine_values(self, bucket: list[_Part]) -> Tensor | None:
-        """Return the values of these parts in the engine of this rank, [elements], or None if it lacks some of them."""
+        """Return the values of these slices in this rank's engine, [elements], or None if it lacks some of them."""
         values = []
         for part in bucket:
             shard = self.engine.shards[part.name]
@@ -312,7 +312,7 @@ def _bits(x: Tensor) -> Tensor:
 def _copy_overlap(
     shard: LocalShard, piece: Tensor, offset: tuple[int, ...], valid: Tensor | None = None
 ) -> None:
-    """Copy the overlap with a piece of the same tensor into the shard, except where `valid` is False."""
+    """Copy the overlap with another slice of the same tensor into the shard, except where `valid` is False."""
     target, source = [], []
     for start, size, piece_start, piece_size in zip(shard.offset, shard.values.shape, offset, piece.shape):
         first, last = max(start, piece_start), min(start + size, piece_start + piece_size)
