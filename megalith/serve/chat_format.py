@@ -1,4 +1,4 @@
-"""Chat with a model: from a conversation to its tokens, and from a sampled turn to a message with tool calls."""
+"""Converts a conversation to tokens, and a sampled turn to a message with tool calls."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ChatFormat:
         return call_grammar(f'{begin} "\\n"', schema, f'"\\n" {end}')
 
     def _marker(self, text: str) -> str:
-        """Return a marker in the grammar's syntax: as a token if it is a special token, otherwise as quoted text."""
+        """Return a marker in the grammar's syntax: special tokens as tokens, other markers as quoted text."""
         return text if self._tokenizer.token_id(text) in self._tokenizer.special_ids else f'"{text}"'
 
     def parse(

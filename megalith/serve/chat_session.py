@@ -1,4 +1,4 @@
-"""Conversation with a model in this process: the conversation so far, and one call per turn."""
+"""A conversation with a model in this process. Each call adds a turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server in a process of its own: HTTP, chat templates, tokenization and texts.
+"""The server process: HTTP, chat templates, tokenization and detokenization.
 
      clients ─▶ process of the server: HttpServer, OpenAiService, RemoteEngine ─▶ process of the engine: LiveEngine
                                                                    ▲                                │
@@ -62,7 +62,7 @@ class ServerSettings:
 
 
 class HttpProcess:
-    """The server's process, as a context manager. Its imports start at once; it listens after `start`."""
+    """Context manager for the server process. The process starts its imports immediately; it listens after `start`."""
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()

@@ -1,4 +1,4 @@
-"""A bounded HTTP/1.1 server on asyncio, in a thread of its own.
+"""An HTTP/1.1 server on asyncio, with bounded requests, in a thread of its own.
 
 It has what an API for JSON needs: bodies with a Content-Length, keep-alive, and responses as a whole or in chunks.
 Everything that a client decides is bounded: connections, sizes of heads and bodies, and the time to send and receive
@@ -48,7 +48,7 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """A response: a JSON value, or parts that are sent as they come. `first` is sent before the other parts."""
+    """A response: a JSON value, or chunks that are sent as they arrive. `first` is sent before them."""
 
     value: Any = None
     status: int = 200
@@ -220,7 +220,7 @@ class _Connection:
         await asyncio.Event().wait()  # it sends without waiting for responses: no longer watched
 
     async def receive(self) -> HttpRequest | None:
-        """Return the next request; None if the client has closed the connection.
+        """Return the next request, or None if the client has closed the connection.
 
         Raises:
             HttpError: if it is malformed or exceeds a limit.

@@ -296,7 +296,7 @@ def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
 
 
 def _json_schema(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the schema that the texts must follow; None: any text."""
+    """Return the JSON schema that the texts must follow, or None for any text."""
     wanted, outputs = values.get("response_format", {"type": "text"}), values.get("structured_outputs")
     if outputs is not None and wanted["type"] != "text":
         raise HttpError(400, "response_format and structured_outputs are both given; leave one of them out")
@@ -308,7 +308,7 @@ def _json_schema(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _required_tools(tools: list[dict[str, Any]], choice: Any) -> tuple[str, ...]:
-    """Return the names of the tools of which `tool_choice` requires one to be called; empty if it requires none."""
+    """Return the names of the tools of which `tool_choice` requires a call, or none if no call is required."""
     if choice in ("auto", "none"):
         return ()
     functions = [tool.get("function") for tool in tools]
@@ -324,7 +324,7 @@ def _required_tools(tools: list[dict[str, Any]], choice: Any) -> tuple[str, ...]
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """Return the prompts of a field `prompt`; empty if it is malformed."""
+    """Return the prompts in a field `prompt`, or an empty list if it is malformed."""
     if isinstance(value, str) or (isinstance(value, list) and value and _is_id_list(value)):
         return [value] if value else []
     if not isinstance(value, list) or len(value) > MAX_PROMPTS:
@@ -333,7 +333,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _message(number: int, value: Message) -> Message:
-    """Return a message for the chat template: content as text, arguments of calls as objects."""
+    """Return a message for the chat template, with content as text and tool call arguments as objects."""
     where = f"messages[{number}]"
     role = value.get("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):

@@ -1,4 +1,4 @@
-"""Responses of OpenAI's API: objects of complete choices, and chunks of a stream."""
+"""Responses of OpenAI's API: complete choices, and chunks of a stream."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class ResponseWriter:
 
 
 def message_of(turn: ParsedTurn) -> dict[str, Any]:
-    """Return a turn as a message of the API, whose calls have ids and arguments as JSON text."""
+    """Return a turn as an API message. Its tool calls have ids, and arguments as JSON text."""
     message = {"role": "assistant", "content": turn.message.get("content") or None}
     for name in ("reasoning_content",):
         if turn.message.get(name):

@@ -1,4 +1,4 @@
-"""The API: routes, keys, prompts, and completions from a live engine.
+"""The API service: routes, keys, prompts, and completions from a live engine.
 
 | route | |
 |---|---|
@@ -98,7 +98,10 @@ class PlainConversation:
     def live_request(
         self, request: CompletionRequest, prompt: PlainPrompt, choice: int, limit: int
     ) -> LiveRequest:
-        """Return the request. Its samples depend on the request's seed and the index of the choice."""
+        """Return the request to the live engine.
+
+        Its samples depend on the request's seed and the index of the choice.
+        """
         seed = self._random.getrandbits(64) if request.seed is None else request.seed
         key = (seed >> 32) % (MAX_KEYS // MAX_GENERATIONS) * MAX_GENERATIONS + choice % MAX_GENERATIONS
         sampling = request.temperature, request.top_k, request.top_p, request.min_p
@@ -112,7 +115,7 @@ class PlainConversation:
 
 @dataclass(frozen=True)
 class Access:
-    """Rules that decide which clients are admitted."""
+    """Rules that determine which clients are admitted."""
 
     key: str | None = None
     """Required as `Authorization: Bearer KEY`, except for /health."""
@@ -274,7 +277,7 @@ class OpenAiService:
             )
 
     def _model(self, request: CompletionRequest, conversation: Any) -> tuple[int, str]:
-        """Return the slot and the name of a request's model. Raise HttpError if no model has this name."""
+        """Return the adapter slot and the name of a request's model. Raise HttpError if no model has this name."""
         if conversation is not self._plain:
             return 0, self._name
         slot = self._adapters.slot(request.model)
@@ -284,7 +287,7 @@ class OpenAiService:
         return slot, request.model or self._name
 
     async def _counted(self, sampler: _Choices, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """Count the choices while they are open, and cancel them if the client leaves."""
+        """Count the choices while they are open. Cancel them if the client disconnects."""
         self._open += len(sampler)
         try:
             async for part in parts:

@@ -1,4 +1,4 @@
-"""The engine, as the server's process sees it: it sends requests to the engine's process and receives tokens."""
+"""Proxy of the engine in the server process: sends requests to the engine process and receives tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RequestEvent = tuple[int, list[int], list[float], str | None]
 
 @dataclass
 class EngineFacts:
-    """Attributes of an Engine that the server reads, with the same names."""
+    """Attributes of an Engine that the server needs, with the same names."""
 
     config: ModelConfig
     max_tokens: int
@@ -60,7 +60,7 @@ class RemoteEngine:
         self._next, self._is_closed = 0, False
 
     def submit(self, requests: Sequence[LiveRequest], on_tokens: Sequence[OnTokens]) -> list[int]:
-        """Send requests with the same prompt to the engine; see LiveEngine.submit. `run` calls the callbacks.
+        """Send requests with the same prompt to the engine (see LiveEngine.submit). `run` calls the callbacks.
 
         Raises:
             ConfigError: if a request does not fit the engine, or the engine is closed.
@@ -84,7 +84,7 @@ class RemoteEngine:
             self._send("cancel", number)
 
     def set_adapter(self, slot: int, path: str) -> Future[str | None]:
-        """Put the adapter in `path`, on the engine's machine, into a slot; see LiveEngine.set_adapter."""
+        """Load the adapter in `path`, on the engine's machine, into a slot (see LiveEngine.set_adapter)."""
         future: Future[str | None] = Future()
         self._adapters[slot] = future
         if not self._send("adapter", slot, path):

@@ -1,4 +1,4 @@
-"""The adapters of a server: their names in the API, and the slots of the engine that hold them.
+"""The adapters of a server: their API names, and the engine slots that hold them.
 
 Loading and unloading follow vLLM's server: the same paths, fields and rules. Open requests of an unloaded adapter are
 completed. Its slot is then free for another adapter.
@@ -53,7 +53,7 @@ class ServedAdapters:
         return [*self._by_name]
 
     def slot(self, name: str | None) -> int | None:
-        """Return the slot of a request's model: 0 for the base, None if there is no such model."""
+        """Return the slot of a request's model: 0 for the base model, None for an unknown model."""
         if name in (None, self._base):
             return 0
         adapter = self._by_name.get(name)
@@ -99,8 +99,8 @@ class ServedAdapters:
         return f"Success: LoRA adapter '{printable(name)}' removed successfully."
 
     def _free_slot(self, name: str) -> int:
-        """Return a slot for the adapter `name`: one without an adapter and without requests, else the slot of the one
-        it replaces.
+        """Return a slot for the adapter `name`: one without adapter and requests, otherwise the slot of the adapter
+        that it replaces.
         """
         used = {one.slot for one in self._by_name.values()} | self._live.used_slots
         free = [slot for slot in range(1, self._live.engine.slots + 1) if slot not in used]

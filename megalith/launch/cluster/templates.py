@@ -25,7 +25,7 @@ def _environment() -> Environment:
 
 
 def yaml_scalar(value: Any) -> str:
-    """Write a string, number or list in YAML's flow style. Strings are quoted, and all but printable ASCII is escaped."""
+    """Write a string, number or list in YAML's flow style. Strings are quoted, all but printable ASCII escaped."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(yaml_scalar, value))}]"
     if isinstance(value, str):
