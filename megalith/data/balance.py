@@ -17,8 +17,7 @@ BatchCosts = Callable[[range], np.ndarray]
 
 
 def assign(costs: np.ndarray, micro_batch_size: int, ranks: int) -> np.ndarray:
-    """Return the indices of the samples in each micro-batch of each rank, int64 [micro_batches, ranks,
-    micro_batch_size].
+    """Assign samples to micro-batches: int64 indices [micro_batches, ranks, micro_batch_size].
 
     Args:
         costs: cost of each sample of the global batch, float [samples]; their number is a multiple of

@@ -20,7 +20,7 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class BoundaryRules:
-    """Treatment of the end-of-document token `eod`. The token counts as part of the document that it ends."""
+    """Rules for the end-of-document token `eod`, which counts as the last token of its document."""
 
     eod: int | None = None
     reset_position_ids: bool = False  # positions restart at 0 after it
@@ -41,7 +41,7 @@ class BoundaryRules:
 
 @dataclass
 class Batch:
-    """A micro-batch of one data-parallel rank: tensors named like the arguments of the model's forward.
+    """A micro-batch of one data-parallel rank. Its tensors are named like the arguments of the model's forward.
 
     A subclass adds the fields that another model or loss reads.
     """
@@ -162,7 +162,7 @@ def make_batch(
 
 
 def document_ends(starts: np.ndarray) -> Tensor | None:
-    """Return the ends of documents, int32 [batch, documents]; None if each row is a single document.
+    """Return the end of each document, int32 [batch, documents]. None if each row is a single document.
 
     The number of columns is a power of two, at least 8, so that compiled layers see few shapes.
 

@@ -1,4 +1,6 @@
-"""Best-fit decreasing: the longest pieces first, each into the fullest row that has room for it."""
+"""Best-fit decreasing bin packing: takes pieces by decreasing length and puts each into the fullest row with room for
+it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import numpy as np
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Return the row of each piece by best-fit decreasing, and the number of rows.
+    """Pack pieces by best-fit decreasing. Returns the row of each piece and the number of rows.
 
     Pieces of equal length are placed together: a row with room for k of them takes k. The result is the same as if they
     were placed one by one.
@@ -52,8 +54,9 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 def best_fit_decreasing(lengths: np.ndarray, room: int, seed: int) -> list[list[int]]:
-    """Return the indices of the samples in each row of `room` tokens. Rows, and the samples in a row, are in ascending
-    order.
+    """Pack samples into rows of `room` tokens.
+
+    Returns the sample indices of each row, with rows and indices in ascending order.
 
     Samples of equal length are placed in an order that depends on the seed.
     """

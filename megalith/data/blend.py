@@ -32,7 +32,7 @@ DataPath = str | Sequence[str | float | Mapping[str, object]]
 
 
 def indexed_datasets(dataset: SampleDataset) -> Iterator[IndexedDataset]:
-    """Yield the indexed datasets that a dataset reads; none for mock data."""
+    """Yield the indexed datasets that a dataset uses; none for mock data."""
     if isinstance(dataset, BlendedDataset):
         for part in dataset.datasets:
             yield from indexed_datasets(part)
@@ -85,7 +85,7 @@ def _is_path(text: str) -> bool:
 
 
 def dataset_prefixes(data: DataConfig) -> list[str]:
-    """Return the prefixes of all files that a run reads."""
+    """Return the prefixes of all dataset files that a run uses."""
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     return [prefix for path in paths if path is not None for prefix in parse_data_path(path)[0]]
 
@@ -195,7 +195,7 @@ def _build(
     settings: MixtureSettings | None,
     progress: Progress,
 ) -> SampleDataset:
-    """Build part `number` of `split` of a data path. `opened` caches the open files by prefix.
+    """Build dataset `number` of a data path for `split`. `opened` caches open files by prefix.
 
     `settings` is None for evaluation data, where the caps on epochs are ignored too.
     """

@@ -44,7 +44,7 @@ class BlendedDataset:
         return np.bincount(self._choices[first:end], minlength=len(self.datasets)).tolist()
 
     def locate(self, i: int) -> tuple[int, int]:
-        """Return the index of the dataset that provides sample i, and the sample's index within it."""
+        """Return the index of the dataset that contains sample i, and the sample's index in it."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} is out of range of a blend of {len(self)} samples")
         return self._locate(i)
@@ -55,7 +55,7 @@ class BlendedDataset:
         return dataset, int(self._counts[block, dataset]) + in_block
 
     def attention_cost(self, indices: Sequence[int]) -> np.ndarray:
-        """Return the sum of the squared document lengths of each sample, float64 [indices]."""
+        """Return the sum of squared document lengths of each sample, float64 [indices]."""
         located = map(self.locate, indices)
         return np.array([self.datasets[k].attention_cost([i])[0] for k, i in located], dtype=np.float64)
 

@@ -25,7 +25,7 @@ BLOCK = 64  # documents between two stored cumulative sums; idx_format.CHUNK is 
 
 
 class SampleDataset(Protocol):
-    """A dataset for a Loader: sample i is an int64 array of seq_length + 1 tokens."""
+    """Interface of a dataset for a Loader. Sample i is an int64 array of seq_length + 1 tokens."""
 
     def __len__(self) -> int: ...
 
@@ -126,11 +126,11 @@ class GPTDataset:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of samples in the tokens of one epoch, fractional."""
+        """Number of samples per epoch, fractional."""
         return self._tokens / self.seq_length
 
     def samples_in_epochs(self, epochs: float) -> int:
-        """Return the number of samples in a number of epochs, which may be fractional."""
+        """Return the number of samples in `epochs` epochs. Both may be fractional."""
         return max(0, int((epochs * self._tokens - 1) // self.seq_length))
 
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
@@ -158,7 +158,8 @@ class GPTDataset:
 
 
 def epoch_plan(tokens: int, seq_length: int, num_samples: int) -> tuple[int, int | None]:
-    """Return the number of epochs, and the samples before the last epoch if it is shuffled separately, else None.
+    """Return the number of epochs, and the number of samples before the last epoch if that is shuffled separately,
+    otherwise None.
 
     The last epoch is shuffled separately if less than 80 % of it is used; if it were mixed with the other epochs, its
     documents would displace documents that have been read less often.

@@ -1,4 +1,4 @@
-"""Dataset kinds: the samples that a model type trains on.
+"""Dataset kinds: the type of samples that a model trains on.
 
 A kind is a file in `kinds/` with a subclass of `DatasetKind`, and a row in `DATASET_KINDS`.
 """
@@ -39,10 +39,10 @@ class DatasetKind(ABC):
 
     @abstractmethod
     def factory(self) -> DatasetFactory | None:
-        """Return the dataset factory for `build_datasets`; None: GPTDataset."""
+        """Return the dataset factory for `build_datasets`. None means GPTDataset."""
 
     def datasets(self, num_samples: tuple[int, int, int]) -> list[SampleDataset | None] | None:
-        """Return the train, valid and test datasets; None: they are built from data paths with `factory`.
+        """Return the train, valid and test datasets. None means that `factory` builds them from data paths.
 
         Args:
             num_samples: numbers of samples that the run reads. A dataset is None if its number is 0.
@@ -57,7 +57,7 @@ class DatasetKind(ABC):
 def load_dataset_kind(
     data: DataConfig, model: ModelConfig, tokenizer: Tokenizer | None, seed: int
 ) -> DatasetKind:
-    """Return the dataset kind of the model's type, or of your own dataset if data.dataset is set."""
+    """Return the dataset kind of the model's type, or of the user-defined dataset in data.dataset."""
     kind = DATASET_KINDS[model.model_type] if data.dataset is None else OWN_KIND
     module, _, name = kind.partition(":")
     return getattr(importlib.import_module(module), name)(data, model, tokenizer, seed)

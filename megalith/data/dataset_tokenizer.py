@@ -102,7 +102,7 @@ def record_path(prefix: str | Path) -> Path | StorePath:
 
 
 def read_record(prefix: str | Path) -> DatasetTokenizer | None:
-    """Return the record of a dataset; None if there is none or it belongs to files of other sizes.
+    """Return the tokenizer record of a dataset. None if there is none or it was written for files of other sizes.
 
     Raises:
         DataError: the record is damaged.
@@ -165,7 +165,7 @@ def check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer, data: DataCon
 
 
 def merged_record(prefixes: Sequence[str | Path]) -> DatasetTokenizer | None:
-    """Return the tokenizer record for the merge of several datasets; None if one of them has no record.
+    """Return the tokenizer record of merged datasets. None if one of the datasets has no record.
 
     Raises:
         DataError: two of them were made with different tokenizers.

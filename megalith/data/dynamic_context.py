@@ -1,4 +1,4 @@
-"""Schedule of a step under dynamic context parallelism: which ranks compute each sequence, and in which pass.
+"""Schedules a step under dynamic context parallelism: which ranks process each sequence, and in which forward pass.
 
 The data × context ranks of a step run the same number of passes. In each pass they are divided into groups of adjacent
 ranks; the size of a group, its degree, is a power of two. A group computes a row of whole sequences, each sharded over
@@ -37,7 +37,8 @@ LIMITS = (4, 2, 1)
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Cost of a pass of a rank: overhead + Σ (per_token · n + per_pair · n²) / degree, over its sequences of n tokens.
+    """Cost of a rank's forward and backward pass: overhead + Σ (per_token · n + per_pair · n²) / degree, summed over
+    its sequences of n tokens.
 
     Above degree 1, the exchange of keys and values adds `per_exchanged_token` · n / degree. The unit is arbitrary.
     """
@@ -62,7 +63,7 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class RankLimits:
-    """The number of ranks in a step, and the number of tokens that a rank can hold in a pass."""
+    """The number of ranks in a step, and the maximum number of tokens per rank and forward pass."""
 
     ranks: int
     """Number of data × context ranks."""
@@ -76,16 +77,16 @@ class RankLimits:
 
     @property
     def degrees(self) -> list[int]:
-        """Possible sizes of groups: powers of two that divide the ranks."""
+        """Possible group sizes: powers of two that divide the number of ranks."""
         return context_degrees(self.ranks, self.min_degree)
 
     @property
     def room(self) -> int:
-        """Tokens per rank and pass, rounded up to the multiple."""
+        """Maximum number of tokens per rank and forward pass, rounded up to the multiple."""
         return -(-self.max_tokens // self.multiple) * self.multiple
 
     def padded(self, tokens: int, degree: int) -> int:
-        """Return the length that a group's row of `tokens` is padded to."""
+        """Return the padded length of a group's row with `tokens` tokens."""
         per_rank = -(-tokens // degree)
         level = max(1, -(-per_rank * LEVELS // self.room))
         steps = -(-self.room * level // (LEVELS * self.multiple))
@@ -94,7 +95,7 @@ class RankLimits:
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """Adjacent ranks that compute a row of sequences in a pass."""
+    """Adjacent ranks that process one row of sequences in a forward pass."""
 
     first_rank: int
     degree: int
@@ -106,7 +107,7 @@ class ContextGroup:
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """The groups of each pass of a step, in the order of their ranks."""
+    """The groups of each forward pass of a step, in rank order."""
 
     passes: tuple[tuple[ContextGroup, ...], ...]
     cost: int
@@ -115,7 +116,7 @@ class StepSchedule:
     """Cost of all sequences on one rank."""
 
     def of_rank(self, rank: int) -> list[ContextGroup]:
-        """Return a rank's group in each pass."""
+        """Return a rank's group in each forward pass."""
         return [
             next(group for group in groups if group.first_rank <= rank < group.first_rank + group.degree)
             for groups in self.passes
@@ -146,7 +147,7 @@ def schedule_step(lengths: Sequence[int], limits: RankLimits, costs: PassCosts) 
 
 
 def with_padding(schedule: StepSchedule, passes: int, limits: RankLimits) -> StepSchedule:
-    """Return the schedule extended to `passes` passes; the added passes, at its end, are padding."""
+    """Return the schedule padded to `passes` forward passes."""
     more = passes - len(schedule.passes)
     empty = _groups({}, np.zeros(0, np.int64), limits)
     return replace(schedule, passes=schedule.passes + (empty,) * more) if more else schedule
@@ -166,8 +167,9 @@ def _fewest_ranks(lengths: np.ndarray, limits: RankLimits) -> np.ndarray:
 def _degrees_within(
     lengths: np.ndarray, fewest: np.ndarray, limit: int, limits: RankLimits, costs: PassCosts
 ) -> np.ndarray:
-    """Return the smallest degree from `fewest` upwards at which a sequence costs at most `limit`, or the largest
-    degree.
+    """Return the smallest degree, at least `fewest`, at which a sequence costs at most `limit`.
+
+    If there is none, return the largest degree.
     """
     degrees = np.full_like(fewest, limits.degrees[-1])
     for degree in reversed(limits.degrees[:-1]):
@@ -177,7 +179,7 @@ def _degrees_within(
 
 
 class _Passes:
-    """Passes being filled. Arrays have a row per pass and a column per rank."""
+    """Forward passes that are being filled with sequences. Arrays are [passes, ranks]."""
 
     def __init__(self, ranks: int):
         self.costs = np.zeros((0, ranks), dtype=np.int64)
@@ -235,7 +237,10 @@ def _place(
 
 
 def _best_group(passes: _Passes, degree: int, cost: int, room: int) -> tuple[int, int] | None:
-    """Return the pass and first rank of the group whose pass a sequence lengthens least; None if no group has room."""
+    """Find the group whose pass becomes the least longer by adding a sequence.
+
+    Returns its pass and first rank, or None if no group has room.
+    """
     if not passes.sequences:
         return None
     shape = (len(passes.sequences), -1, degree)
@@ -257,7 +262,8 @@ Blocks = dict[int, tuple[int, tuple[int, ...]]]
 def _join_slowest(
     blocks: Blocks, lengths: np.ndarray, limits: RankLimits, costs: PassCosts
 ) -> tuple[Blocks, int]:
-    """Merge the slowest group of a pass with its neighbours as long as this makes the pass at least 5 % faster.
+    """Merge the slowest group of a forward pass with its neighbours as long as this makes the pass at least 5 %
+    faster.
 
     Returns the groups of the pass and the cost of its slowest rank.
     """
@@ -291,7 +297,7 @@ def _join_slowest(
 
 
 def _groups(blocks: Blocks, lengths: np.ndarray, limits: RankLimits) -> tuple[ContextGroup, ...]:
-    """Return the groups of a pass. Ranks without sequences form groups of the smallest degree."""
+    """Return the groups of a forward pass. Ranks without sequences form groups of the smallest degree."""
     groups, rank = [], 0
     while rank < limits.ranks:
         degree, sequences = blocks.get(rank, (limits.degrees[0], ()))

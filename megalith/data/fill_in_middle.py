@@ -36,7 +36,7 @@ class FimTokens(NamedTuple):
 
 
 class FillInMiddle:
-    """Rearranges samples. Called with a sample, int64 [n], and a generator; returns a sample of the same length.
+    """Rearranges samples. Call it with a sample, int64 [n], and a generator. It returns a sample of the same length.
 
     Raises:
         ConfigError: there is no tokenizer, or it lacks one of the tokens.

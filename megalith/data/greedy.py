@@ -1,4 +1,4 @@
-"""The order in which a blend draws from its datasets: Megatron's greedy rule, vectorized over blocks.
+"""The order in which a blend draws from its datasets: Megatron's greedy rule, vectorized over blocks of samples.
 
 Sample n comes from the dataset that is furthest behind its share: the argmax over i of `w[i] * max(n, 1) - count[i]`,
 the lowest i on a tie. Each choice needs the counts after all previous choices, so a plain loop takes at least 0.4
@@ -85,8 +85,9 @@ def _fair_counts(weights: np.ndarray | BlendWeights, n: np.ndarray) -> np.ndarra
 def _advance(
     weights: np.ndarray | BlendWeights, n: np.ndarray, counts: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Take `steps` samples in every lane; return the counts after them, [lanes, datasets], and the choices [lanes,
-    steps].
+    """Draw `steps` samples in every lane.
+
+    Returns the counts after them, [lanes, datasets], and the chosen datasets [lanes, steps].
 
     Lane b starts before sample n[b] with counts[b]. Counts are float64, exact below 2^53.
     """

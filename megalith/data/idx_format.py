@@ -119,7 +119,7 @@ def require_files(prefix: str) -> tuple[Path | StorePath, Path | StorePath]:
 
 
 def map_index(path: Path | StorePath) -> mmap.mmap | bytes:
-    """Return a memory-mapped `.idx`. An empty file, which cannot be mapped, is b"".
+    """Memory-map an `.idx` file. Returns b"" for an empty file, which cannot be mapped.
 
     An `.idx` in an object store is first downloaded to an unlinked temporary file, after its size has been checked
     against its header.
@@ -141,7 +141,7 @@ def _map(file: FileIO) -> mmap.mmap | bytes:
 
 
 class TokenFile:
-    """A `.bin` that any number of threads can read. Raises DataError if a read fails."""
+    """A `.bin` file that several threads can read at the same time. Raises DataError if a read fails."""
 
     def __init__(self, path: Path | StorePath):
         self._path = path

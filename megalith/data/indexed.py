@@ -86,7 +86,10 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def document_lengths(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Return the number of tokens of each document in `[first, last)`, int64; without `last`, up to the end."""
+        """Return the number of tokens of the documents `[first, last)`, int64.
+
+        `last` defaults to the number of documents.
+        """
         bounds = self.document_indices[first : self.num_documents + 1 if last is None else last + 1]
         sums = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
         return np.diff(sums[bounds])
@@ -96,7 +99,7 @@ class IndexedDataset:
         return int(self.sequence_lengths.sum(dtype=np.int64))
 
     def identity(self) -> dict[str, int | str]:
-        """Return the files' sizes `bin_bytes` and `idx_bytes`, and the hash `idx_sha256`. Tokens are not read."""
+        """Return the file sizes `bin_bytes` and `idx_bytes`, and the hash `idx_sha256`. Tokens are not read."""
         return {
             "bin_bytes": self._tokens.size,
             "idx_bytes": len(self._index),
@@ -104,8 +107,9 @@ class IndexedDataset:
         }
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return tokens `[offset, offset + length)` of sequence i, read-only; without `length`, up to the end of the
-        sequence.
+        """Return the tokens `[offset, offset + length)` of sequence i, read-only.
+
+        `length` defaults to the rest of the sequence.
         """
         size = int(self.sequence_lengths[i])
         length = size - offset if length is None else length
@@ -238,7 +242,7 @@ class IndexedWriter:
         self._documents.append(len(self._lengths))
 
     def add_documents(self, flat_tokens: np.ndarray, document_lengths: np.ndarray) -> None:
-        """Add documents of one sequence each: `flat_tokens` [sum of lengths], `document_lengths` [documents]."""
+        """Add single-sequence documents: `flat_tokens` [sum of lengths], `document_lengths` [documents]."""
         first = len(self._lengths)
         self._add(np.asarray(flat_tokens), np.asarray(document_lengths, np.int64))
         ends = np.arange(first + 1, len(self._lengths) + 1, dtype=np.int64)
@@ -336,7 +340,7 @@ class IndexedWriter:
 
 
 class _PrefixLock:
-    """Lock file `PREFIX.lock`. Without it, two writers could leave the .bin of one and the .idx of the other.
+    """Lock file `PREFIX.lock`, which prevents that two writers leave the .bin of one and the .idx of the other.
 
     The kernel releases the lock when its holder ends.
     """

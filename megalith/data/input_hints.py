@@ -1,4 +1,4 @@
-"""Hints for error messages: the command that can read a data file, recognized by the keys of its records."""
+"""Hints for error messages: infers from the keys of a data file's records which command can read it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ KEYS: tuple[tuple[set[str], str], ...] = (
 
 
 def record_kind(keys: Iterable[object]) -> str:
-    """Return the kind of records with these keys and the command for them; "" if unknown."""
+    """Return the kind of records with these keys and the command that reads them, "" if unknown."""
     present = set(keys)
     return next((kind for names, kind in KEYS if names <= present), "")
 
 
 def record_hint(keys: Iterable[object]) -> str:
-    """Return a clause that names the kind of records with these keys, to end a sentence; "" if unknown."""
+    """Return a clause, to end a sentence, that names the kind of records with these keys. "" if unknown."""
     kind = record_kind(keys)
     return f"; such records are {kind}" if kind else ""
 
 
 def dataset_hint(prefix: str) -> str:
-    """Return a sentence if `prefix` names an indexed dataset or one of its files; else ""."""
+    """Return a sentence if `prefix` names an indexed dataset or one of its files, otherwise ""."""
     path = Path(prefix.removesuffix(".idx").removesuffix(".bin"))
     if not path.with_name(f"{path.name}.idx").is_file():
         return ""
@@ -47,7 +47,7 @@ def dataset_hint(prefix: str) -> str:
 
 
 def file_hint(path: Path) -> str:
-    """Return a sentence on the records of a file that was passed as an indexed dataset; "" if they are unknown."""
+    """Return a sentence on the records of a file that was passed as an indexed dataset, "" if they are unknown."""
     if not path.is_file():
         return ""
     try:

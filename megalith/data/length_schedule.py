@@ -41,7 +41,10 @@ class LengthSchedule:
         return self._lengths[np.searchsorted(self._starts, positions, "right") - 1]
 
     def starts(self, positions: np.ndarray, seq_length: int) -> np.ndarray:
-        """Return where sequences start, bool [batch, seq_length]; the first token of a row is not marked."""
+        """Return a mask of the tokens at which a sequence starts, bool [batch, seq_length].
+
+        The first token of a row is False.
+        """
         at = np.arange(seq_length)
         return (at % self.at(positions)[:, None] == 0) & (at > 0)
 

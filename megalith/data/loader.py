@@ -213,7 +213,7 @@ class _MicroBatchMaker:
         return batch.pin_memory() if self.pin_memory else batch
 
     def _regrouped(self, positions: range, group: ContextGroup) -> Batch:
-        """Return the micro-batch of a group: one row with the group's sequences from the global batch."""
+        """Build the micro-batch of a group: one row with the group's sequences from the global batch."""
         row = self.dataset.packed_row(group.sequences, group.length)
         batch = self.collate(row[None], np.array([positions.start], dtype=np.int64))
         batch.cp_size = group.degree

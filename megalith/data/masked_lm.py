@@ -1,4 +1,4 @@
-"""BERT's samples: two segments of sentences with masked words, token for token like Megatron's.
+"""BERT's samples: two segments of sentences with masked words, identical to Megatron's token for token.
 
     [CLS] a a a [SEP] b b [SEP] [PAD] …      tokentypes 0 0 0 0 0 1 1 1 0 …
 
@@ -36,7 +36,7 @@ SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 
 @dataclass
 class BertBatch(Batch):
-    """Samples of one or two segments. Padding is a document of its own (`document_ends`)."""
+    """Samples of one or two segments. Padding counts as a separate document (`document_ends`)."""
 
     tokentype_ids: Tensor  # int64 [batch, seq], segment of each token
     sentence_order: Tensor  # int64 [batch], 1 if the segments were swapped, else 0
@@ -162,7 +162,7 @@ class SentenceSamples(ABC):
 
     @property
     def samples_per_epoch(self) -> float:
-        """Mean number of samples in one epoch."""
+        """Mean number of samples per epoch."""
         return len(self) / len(self._epochs)
 
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
@@ -295,7 +295,7 @@ def mask_words(
 
 
 def _word_bounds(tokens: list[int], words: WordPieces, whole_words: bool) -> tuple[list[int], list[int]]:
-    """Return the positions of all tokens except [CLS] and [SEP], and the bounds of words among them.
+    """Return the positions of all tokens except [CLS] and [SEP], and the word boundaries among them.
 
     The bounds are the indices into these positions at which words (or pieces) start, followed by the number of
     positions.
@@ -320,8 +320,8 @@ def _cumulative_span_probabilities(max_words: int) -> list[float]:
 
 
 def _longest_fit(bounds: list[int], room: float) -> slice:
-    """Return the positions of the longest run of whole words that starts at the first bound and has at most `room`
-    tokens.
+    """Return the positions of the longest sequence of whole words that starts at the first bound and has at most
+    `room` tokens.
     """
     return slice(bounds[0], next(end for end in reversed(bounds) if end - bounds[0] <= room))
 

@@ -1,4 +1,4 @@
-"""Weights of a blend over a run: constant, in phases, or changing linearly, with caps on the epochs of a source.
+"""Blend weights over a run: constant, in phases, or changing linearly, with caps on the epochs of a source.
 
 A schedule is a list of points `{samples: N, weights: [...]}` or `{tokens: N, weights: [...]}`. A point's weights start
 to apply at its position; with `interpolation: linear`, the weights change linearly between points and reach the point's
@@ -72,8 +72,8 @@ class BlendWeights:
         return len(self.starts) == 1
 
     def due(self, n: np.ndarray) -> np.ndarray:
-        """Return the number of samples due from each source before each sample number in `n`: the integral of the
-        weights.
+        """Return the number of samples due from each source before each sample number in `n`, which is the integral
+        of the weights.
 
         Args:
             n: sample numbers, float64 [numbers].
@@ -95,7 +95,7 @@ class BlendWeights:
         return self.due(np.array([float(num_samples)]))[0]
 
     def segments(self, num_samples: int) -> Iterator[tuple[BlendWeights, int]]:
-        """Yield each segment of a run: its weights, shifted to start at sample 0, and its length in samples."""
+        """Yield each segment of a run: its weights, shifted to start at sample 0, and its number of samples."""
         for k, first_sample in enumerate(self.starts.astype(np.int64).tolist()):
             end = num_samples if k + 1 == len(self.starts) else min(int(self.starts[k + 1]), num_samples)
             if end <= first_sample:
@@ -125,7 +125,7 @@ class BlendWeights:
 
 
 class Mixture:
-    """Weights of a blend for any length of the run, with the number of samples that each source may provide.
+    """Blend weights for a run of any length, with the number of samples available from each source.
 
     Args:
         weights: weights without caps.
@@ -178,7 +178,7 @@ class Mixture:
         )
 
     def sizes(self, num_samples: int) -> list[int]:
-        """Return the number of samples that each source is built for: its share plus 0.5 %, within its capacity."""
+        """Return the number of samples to build for each source: its share plus 0.5 %, within its capacity."""
         weights = self.weights(num_samples)
         if weights.is_constant:
             shares = [samples_for_weight(weight, num_samples) for weight in weights.first[0].tolist()]
@@ -196,7 +196,7 @@ def normalize(weights: Sequence[float]) -> np.ndarray:
 
 
 def samples_for_weight(weight: float, num_samples: int) -> int:
-    """Return the number of samples that a dataset of normalized `weight` is built for: ceil(ceil(N * w) * 1.005)."""
+    """Return the number of samples to build for a dataset of normalized `weight`: ceil(ceil(N * w) * 1.005)."""
     return math.ceil(math.ceil(num_samples * weight) * 1.005)
 
 
@@ -207,7 +207,9 @@ def tempered(sizes: Sequence[float], temperature: float) -> list[float]:
 
 
 def scheduled(weights: Sequence[float], points: Sequence[BlendPoint]) -> BlendWeights:
-    """Return the blend weights over a run: `weights` until the first point, then the weights that the points set.
+    """Return the blend weights over a run:
+
+    `weights` until the first schedule point, then the weights that the points set.
 
     Raises:
         ConfigError: a point does not have one weight per source.

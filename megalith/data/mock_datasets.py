@@ -103,8 +103,9 @@ class MockMaskedDataset(_MockSamples):
 
 
 class MockPairDataset(_MockSamples):
-    """Mock samples for T5: the encoder's tokens count up from a random one in steps of 1, 2 or 3, and the decoder
-    continues.
+    """Mock samples for T5.
+
+    The encoder's tokens count up from a random one in steps of 1, 2 or 3; the decoder's continue them.
 
     Each sequence fills between half of its length and all of it.
     """

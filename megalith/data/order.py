@@ -16,7 +16,7 @@ SampleOrder = Callable[[int], int]  # position in the stream → index in the da
 
 
 class SingleOrder:
-    """One pass in the dataset's order. Positions past the end raise DataError, or start over with `wrap`."""
+    """A single epoch in dataset order. Positions after the end raise DataError, or start over with `wrap`."""
 
     def __init__(self, num_samples: int, *, wrap: bool = False) -> None:
         self.num_samples = num_samples

@@ -1,4 +1,4 @@
-"""Your own datasets: registered functions, their datasets as a run reads them, and the check of their batches.
+"""User-defined datasets: registration, the datasets that a run builds from them, and a check of their batches.
 
 `data.dataset` names a function, by a name that `register_dataset` gave it or as `path.py:function`. It returns a
 `torch.utils.data.Dataset`, which the run reads by index like any other, or an `IterableDataset`, which is one stream.
@@ -72,7 +72,7 @@ def load_dataset_function(name: str) -> DatasetFunction:
 
 
 class _OwnDataset:
-    """Base of own datasets. Without a method `collate`, samples are converted to int64 [seq_length + 1]."""
+    """Base of user-defined datasets. Without a method `collate`, samples are converted to int64 [seq_length + 1]."""
 
     def __init__(self, dataset: Dataset, name: str, seq_length: int):
         self.dataset, self.name, self.seq_length = dataset, name, seq_length
@@ -132,7 +132,7 @@ class MapDataset(_OwnDataset):
 
 
 class StreamDataset(_OwnDataset, SampleStream):
-    """Adapter for a user's `IterableDataset`: item i is the i-th sample. Items must be read in ascending order.
+    """Adapter for a user's `IterableDataset`. Item i is the i-th sample; items must be read in ascending order.
 
     Args:
         dataset: the stream; `set_epoch(epoch)` is called before each pass if it exists.
@@ -259,7 +259,7 @@ OwnDataset = MapDataset | StreamDataset
 
 
 def open_own_dataset(name: str, request: DatasetRequest) -> OwnDataset | None:
-    """Return the dataset of `data.dataset` for one split; None if there is no data for the split.
+    """Open `data.dataset` for one split. Returns None if it has no data for the split.
 
     Raises:
         ConfigError: there is no such function, or it does not return a dataset.

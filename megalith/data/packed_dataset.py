@@ -23,7 +23,7 @@ from megalith.progress import Progress
 
 
 class PackedDataset:
-    """The rows of sequences `[first_sequence, last_sequence)` of an indexed dataset.
+    """Packed rows of the sequences `[first_sequence, last_sequence)` of an indexed dataset.
 
     Sample i is int64 [seq_length + 1], filled up with PADDING. An epoch has `samples_per_epoch` samples; the dataset
     has as many complete epochs as `num_samples` requires. A piece takes 8 bytes of memory, and 4 bytes per epoch.
@@ -94,7 +94,7 @@ class PackedDataset:
         return sample
 
     def attention_cost(self, indices: Sequence[int]) -> np.ndarray:
-        """Return the sum of the squared document lengths of each sample, float64 [indices]."""
+        """Return the sum of squared document lengths of each sample, float64 [indices]."""
         rows = [int(self._rows[i // self.samples_per_epoch][i % self.samples_per_epoch]) for i in indices]
         return self._attention_costs[rows]
 
@@ -105,7 +105,7 @@ class PackedDataset:
         return {self.indexed.prefix: len(self._rows)}
 
     def samples_in_epochs(self, epochs: float) -> int:
-        """Return the number of samples in a number of epochs, which may be fractional."""
+        """Return the number of samples in `epochs` epochs. Both may be fractional."""
         return int(epochs * self.samples_per_epoch)
 
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
@@ -114,7 +114,7 @@ class PackedDataset:
 
 
 def divide(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Divide documents into pieces of at most seq_length + 1 tokens, which overlap by one token.
+    """Split documents into pieces of at most seq_length + 1 tokens. Adjacent pieces overlap by one token.
 
     Args:
         lengths: tokens of each document, int32 [documents].

@@ -1,4 +1,4 @@
-"""Samples of an encoder-decoder: one sequence for the encoder, and one that the decoder learns to write.
+"""Samples of an encoder-decoder: a sequence for the encoder, and a sequence that the decoder learns to generate.
 
 From documents split into sentences, they are made by span corruption (Raffel et al. 2020), token for token like
 Megatron's. Words are chosen as for BERT (masked_lm.py); each span of them is replaced by a sentinel, and the decoder
@@ -51,7 +51,7 @@ class T5Batch(Batch):
 
 
 def pair_dtype(encoder_length: int, length: int) -> np.dtype:
-    """Return the dtype of a record with both sequences and their masks, with Megatron-LM's names."""
+    """Return the dtype of a record with both sequences and their masks, with Megatron-LM's field names."""
     return np.dtype(
         [
             ("text_enc", np.int64, (encoder_length,)),

@@ -1,4 +1,4 @@
-"""The sentences of each BERT or T5 sample: Megatron's rule for documents that are split into sentences.
+"""The sentences of each BERT or T5 sample, by Megatron's rule for documents that are split into sentences.
 
 In each epoch, in document order, sentences are joined until they reach the target length or the document's end. The
 target is the maximum length or, with probability short_seq_prob, a random length. Documents with a sentence of more

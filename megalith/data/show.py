@@ -21,7 +21,7 @@ def show_samples(
     positions: Sequence[int] = (),
     dataloader_type: str = "cyclic",
 ) -> list[dict[str, object]]:
-    """Return samples of split `which`, built for `num_samples`, as a run reads them.
+    """Return samples of split `which`, built for `num_samples`, as a run would use them.
 
     Args:
         data_path: a dataset or blend that is divided by `split`.
@@ -70,7 +70,7 @@ def show_samples(
 def render_samples(
     samples: Sequence[dict[str, object]], detokenize: Callable[[list[int]], str] | None = None
 ) -> str:
-    """Return the samples as text for a terminal: the ids, and the text if `detokenize` is given."""
+    """Format samples for a terminal: the ids and, if `detokenize` is given, the text."""
     lines = []
     for sample in samples:
         tokens: list[int] = sample["tokens"]  # type: ignore[assignment]

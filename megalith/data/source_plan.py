@@ -51,9 +51,7 @@ def source_plan(train: SampleDataset, num_samples: int, seq_length: int) -> dict
 
 
 def source_notes(plan: dict[str, Any]) -> list[str]:
-    """Return notes about sources that the run reads more than once, or less often than their weights in the blend
-    imply.
-    """
+    """Return notes on sources that the run repeats, or uses less than their blend weights imply."""
     notes, sources = [], plan["sources"]
     if len(sources) < 2:
         return notes
@@ -70,7 +68,7 @@ def source_notes(plan: dict[str, Any]) -> list[str]:
 
 
 def plan_text(plan: dict[str, Any], steps: int) -> str:
-    """Return a plan as text: a line per source and, if weights change during the run, the tokens per phase."""
+    """Format a plan: a line per source and, if weights change during the run, the tokens per phase."""
     lines = [f"{steps:,} steps, {plan['samples']:,} samples, {plan['tokens']:,} tokens", ""]
     table = [("source", "weight", "samples", "tokens", "epochs")]
     for source in plan["sources"]:

@@ -1,4 +1,4 @@
-"""Text as pre-training data: text inputs among the data paths are tokenized into the run's cache before the first step.
+"""Tokenizes text in the data paths of pre-training into the run's cache before the first step.
 
 Each entry of a data path becomes one indexed dataset, with the files that `preprocess --input ENTRY` would write. So
 samples, their order and the position in checkpoints are the same as with preprocessed data. The cache is reused while
@@ -43,7 +43,7 @@ PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
 def is_text(entry: str) -> bool:
-    """Return True if an entry of a data path is text: a file with an ending of text, a folder, a glob or a `hf://` URL.
+    """Return True if a data path entry is text: a file with a text extension, a folder, a glob or a `hf://` URL.
 
     The prefix of an indexed dataset is not text.
     """
@@ -146,8 +146,7 @@ def with_tokenized_text(
 
 
 def cached_name(prefix: str) -> str:
-    """Return the prefix of a dataset. For tokenized text, omit the folder of the cache, which may differ in a resumed
-    run."""
+    """Return a dataset's prefix. For tokenized text, omit the cache folder, which may differ in a resumed run."""
     name = Path(prefix).name
     return name if name.startswith(PREFIX) and Path(prefix).parent.name == "cache" else prefix
 
@@ -158,13 +157,13 @@ def source_name(prefix: str) -> str:
 
 
 def content_identity(prefix: str) -> dict[str, str]:
-    """Return the SHA-256 of the tokens of a dataset in the cache, to detect changes; nothing for other datasets."""
+    """Return the SHA-256 of a cached dataset's tokens, to detect changes. Empty for other datasets."""
     digest = _about(prefix, "tokens_sha256")
     return {} if digest is None else {"samples_sha256": digest}
 
 
 def _about(prefix: str, name: str) -> str | None:
-    """Return the cache's notes about a dataset; None for other datasets."""
+    """Return the cache's notes on a dataset, or None for datasets that are not in the cache."""
     if cached_name(prefix) == prefix:
         return None
     about = Path(prefix).with_name(f"{Path(prefix).name.split('_')[0]}.json")

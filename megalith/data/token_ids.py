@@ -25,7 +25,7 @@ class TokenIds:
     """
 
     def __init__(self, vocab_size: int | None, remedy: str):
-        """Set the vocabulary size; None: each `check` passes a size. `remedy` ends the error messages."""
+        """Set the vocabulary size. With None, each `check` passes a size. `remedy` ends the error messages."""
         self.vocab_size, self.remedy = vocab_size, remedy
         self._pending: deque[tuple[Tensor, Any, Callable[[int, int], DataError]]] = deque()
 
@@ -90,8 +90,9 @@ class TokenIds:
 
 
 def _first_outside(ids: Tensor, size: int, mask: Tensor | None) -> Tensor:
-    """Return the flat position of the first id outside [0, size) and the id, int64 [2] on the device of `ids`; −1 if
-    none."""
+    """Return the flat position of the first id outside [0, size), and the id: int64 [2] on the device of `ids`. −1 if
+    there is none.
+    """
     outside = (ids < 0) | (ids >= size)
     if mask is not None:
         outside &= mask.to(ids.device)

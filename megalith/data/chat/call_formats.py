@@ -1,4 +1,4 @@
-"""Formats of tool calls: from the text of a turn to a message and its calls.
+"""Tool call formats: parse the text of a turn into a message and its tool calls.
 
 | format | a call |
 |---|---|
@@ -33,7 +33,7 @@ THINK_END = "</think>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. `error` is the message for a malformed one, which is not run."""
+    """A tool call. `error` is the message for a malformed call, which is not run."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -50,8 +50,9 @@ class ParsedTurn:
 
     @classmethod
     def of(cls, content: str, calls: list[ToolCall], others: Message | None = None) -> ParsedTurn:
-        """Return the assistant's turn with this content and these calls. Its message also has the valid calls and the
-        keys of `others`.
+        """Build an assistant turn from its content and calls.
+
+        The message contains the valid calls and the keys of `others`.
         """
         message: Message = {"role": "assistant", "content": content, **(others or {})}
         valid = [call for call in calls if call.error is None]
@@ -167,7 +168,7 @@ def _object_call(value: Any, keys: Sequence[str]) -> ToolCall:
 
 
 def tokenizer_response_template(tokenizer: Tokenizer) -> Any:
-    """Return the response template of the tokenizer's files; None if it has none."""
+    """Return the response template in the tokenizer's files, or None if there is none."""
     table = read_json(tokenizer.files[CONFIG], CONFIG) if CONFIG in tokenizer.files else {}
     return table.get("response_template") if isinstance(table, dict) else None
 

@@ -1,4 +1,4 @@
-"""Rows of chat samples: padded, with one sample per row, or packed, with several complete samples per row.
+"""Rows of chat samples: one padded sample per row, or with packing several complete samples per row.
 
 Packing is best fit decreasing: the longest samples first, each into the fullest row that has room for it. It leaves a
 few percent of padding, splits no sample, and depends only on the lengths and the seed. In a packed row attention
@@ -91,11 +91,14 @@ class ChatDataset:
         return np.stack(rows).reshape(self.shape)
 
     def sequences(self, i: int) -> list[int]:
-        """Return the indices of the sequences in row i, for `packed_row`, in data with one sequence per sample."""
+        """Return the indices of the sequences in row i, to pass to `packed_row`.
+
+        For data with one sequence per sample.
+        """
         return self._samples_of(i)
 
     def attention_cost(self, indices: Sequence[int]) -> np.ndarray:
-        """Return the sum of the squared document lengths of each row, int64 [indices]."""
+        """Return the sum of squared document lengths of each row, int64 [indices]."""
         return self._attention_costs[indices]
 
     def packed_row(self, sequences: Sequence[int], length: int) -> np.ndarray:
@@ -130,11 +133,11 @@ class ChatDataset:
         return True  # rows do not depend on the length of the run
 
     def identity(self) -> dict[str, int | str]:
-        """Return the number and the hash of the rows, to detect changes."""
+        """Return the number of rows and a hash of them, to detect changes."""
         return {"rows": self.num_rows, "samples_sha256": self.samples.identity()}
 
     def note(self, packing: bool) -> str:
-        """Return a note on how full the rows are."""
+        """Return a note on the fraction of the rows that is not padding."""
         answers, sequences = self.samples.sequences_per_sample, self.num_samples / self.num_rows
         percent = 100 * self.num_tokens / (self.num_rows * answers * self.seq_length)
         layout = f", {sequences:.1f} sequences per row" if packing else ", padded"
@@ -202,7 +205,7 @@ def open_chat_data(
     cache: Path,
     may_write: bool = True,
 ) -> ChatSplits:
-    """Return the rows of the run's splits: parts of data_path according to `split`, or each from its own data path.
+    """Return the rows of the run's splits: data_path divided according to `split`, or one data path per split.
 
     All files are tokenized. With the folder `cache`, this happens once per machine (`cached_samples`).
 

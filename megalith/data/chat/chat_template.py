@@ -1,4 +1,4 @@
-"""Chat templates: from a conversation to its text and its learned spans, which are the parts of the text in the loss.
+"""Renders conversations with chat templates. Returns the text and its learned spans, which count in the loss.
 
 The template is Jinja, run in a sandbox (template_renderer.py) with the names that transformers provides, so templates
 for transformers render the same text. Learned spans are determined in one of three ways. A template may mark the
@@ -123,7 +123,7 @@ class ChatTemplate:
             return self._turns_of_full_text(chat, [chat.first], text)[0][0]
 
     def _prefix(self, chat: Chat, count: int, text: str, add_generation_prompt: bool = False) -> int:
-        """Return the length of the text of the first `count` messages, which must be a prefix of `text`."""
+        """Return the length of the rendered first `count` messages, which must be a prefix of `text`."""
         prefix = self.render(
             chat.messages[:count], add_generation_prompt=add_generation_prompt, **chat.arguments
         )
@@ -134,7 +134,7 @@ class ChatTemplate:
         return len(prefix)
 
     def _turns(self, chat: Chat, text: str) -> dict[int, Span]:
-        """Return the span of each message in `text`; the last one ends with the text."""
+        """Return the span of each message in `text`. The last span ends with the text."""
         marked = self._with_turns(chat.messages, False, chat.arguments)
         turns, last = find_turns(marked), len(chat.messages) - 1
         if without_markers(marked) != text or last not in turns:
@@ -245,13 +245,16 @@ def _marked_spans(marked: str) -> list[Span]:
 
 
 def read_template(path: str) -> bytes:
-    """Read the Jinja file at `path`, or chat_template.jinja in that folder. Raise DataError if it cannot be read."""
+    """Read the Jinja file at `path`, or chat_template.jinja in the folder `path`.
+
+    Raise DataError if it cannot be read.
+    """
     folder = Path(path) if Path(path).is_dir() else None
     return read_file(path if folder is None else folder / CHAT_TEMPLATE, "chat template", folder)
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template in the tokenizer's files; None if there is none."""
+    """Return the chat template in the tokenizer's files, or None if there is none."""
     tables = [side_table(tokenizer.files, name) for name in (SPECIAL_TOKENS, CONFIG)]
     source: Any = tables[1].get("chat_template")
     tool_source: Any = None

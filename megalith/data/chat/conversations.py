@@ -1,4 +1,4 @@
-"""Records of chat data: conversations, prompts with completions, token ids, or preferences between two answers.
+"""Parses chat records: conversations, prompts with completions, token ids, or preferences between two answers.
 
 | form | keys of a record |
 |---|---|
@@ -139,7 +139,7 @@ def _parse(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], A
 
 
 def _check_masks(record: Record, read: Sequence[str]) -> None:
-    """Raise ValueError if a record has a mask that its form does not read."""
+    """Raise ValueError if a record has a mask that its format does not use."""
     for key, value in record.items():
         is_mask = "mask" in key and isinstance(value, Sequence) and not isinstance(value, str)
         if key == "mask" and isinstance(value, str):
@@ -218,7 +218,7 @@ def _alpaca(record: Record) -> Chat:
 
 
 def _history(record: Record) -> Sequence[Sequence[str]]:
-    """Return the earlier questions and answers in LLaMA-Factory's `history`. These answers are learned too."""
+    """Return the earlier questions and answers in LLaMA-Factory's `history`. These answers are in the loss too."""
     pairs = record.get("history") or []
     if not isinstance(pairs, Sequence) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)

@@ -1,4 +1,4 @@
-"""Harmony, the format of gpt-oss's turns: messages in channels, some of them to a tool.
+"""Parser for Harmony, the turn format of gpt-oss: messages in channels, some of them addressed to a tool.
 
      <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.add
      <|constrain|>json<|message|>{"a": 1}<|call|>
@@ -22,8 +22,9 @@ FUNCTIONS = "functions."  # namespace of the tools in a request
 
 
 def harmony(text: str, context: ParseContext) -> ParsedTurn:
-    """Parse a turn: the channel analysis is the reasoning, other channels are content, and messages to a tool are
-    calls.
+    """Parse a turn.
+
+    The channel analysis becomes the reasoning, other channels the content, and messages to a tool become calls.
     """
     thinking: list[str] = []
     content: list[str] = []

@@ -1,5 +1,6 @@
-"""Cache of tokenized chat data, so that later runs with the same files and template read token arrays
-instead of text.
+"""Cache of tokenized chat data.
+
+Later runs with the same files and template load token arrays instead of tokenizing.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def cached_samples(
     vocab_size: int,
     may_write: bool = True,
 ) -> Samples:
-    """Return the result of `read_samples`. The first process of a machine tokenizes; the others wait and memory-map the
-    cache.
+    """Return the result of `read_samples`, cached.
+
+    One process per machine tokenizes; the others wait and memory-map the cache.
 
     The cache key covers the files' names, sizes and times, the tokenizer, the template and the settings. Without a
     cache (data from an object store, or a `folder` that cannot be written), each process tokenizes by itself.
@@ -107,7 +109,7 @@ def _write_cache(samples: Samples, path: Path) -> None:
 
 
 def _load_cached(path: Path, vocab_size: int) -> Samples | None:
-    """Return the memory-mapped samples written by `_write_cache`; None if there are none or they are damaged."""
+    """Memory-map the samples that `_write_cache` wrote. Returns None if there are none or they are damaged."""
     try:
         info = json.loads(read_small_file(path / "about.json", path))
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in ARRAYS}

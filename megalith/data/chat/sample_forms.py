@@ -1,4 +1,4 @@
-"""Forms of the samples of each fine-tuning method: a record is converted to one of them.
+"""Sample formats of the fine-tuning methods, and the conversion of records to them.
 
 | form | sequences of a sample | value |
 |---|---|---|
@@ -38,14 +38,14 @@ from megalith.data.chat.turns import Span
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text of which some spans are learned, without an end of document."""
+    """A text with learned spans and without an end-of-document token."""
 
     text: str
     spans: list[Span]
 
 
 class ParsedSample(NamedTuple):
-    """The sequences of a sample, and its value: a number, one per learned stretch, or None."""
+    """The sequences of a sample, and its value: a number, one number per learned span, or None."""
 
     sequences: list[ParsedSequence | MarkedText]
     value: float | list[float] | None = None
@@ -149,7 +149,7 @@ def _steps(record: Record, separator: str) -> ParsedSample:
 
 
 def _answer(record: Record) -> ParsedSequence:
-    """Return the answer of a record with prompt and completion, as text, messages or token ids."""
+    """Return the answer of a prompt-completion record, as text, messages or token ids."""
     if record.get("completion_ids") is not None and record.get("prompt_ids") is not None:
         prompt, completion = record["prompt_ids"], record["completion_ids"]
         require_ids("prompt_ids", prompt)
@@ -196,7 +196,7 @@ SAMPLE_FORMS: dict[str, SampleForm] = {  # by ChatConfig.record_form
 
 
 def token_values(value: float | list[float] | None, learned: np.ndarray, default: float) -> np.ndarray:
-    """Return the value of a sample at each of its tokens, float32 [tokens]; `default` if the sample has no value.
+    """Return the sample's value at each of its tokens, float32 [tokens], or `default` if it has no value.
 
     A list has one value per learned stretch of tokens. Raise ValueError if the tokens have fewer stretches, which
     happens if the tokenizer merges two.

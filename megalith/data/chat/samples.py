@@ -1,4 +1,4 @@
-"""Tokenized chat data: every sample of the files, and which of its tokens are learned (in the loss).
+"""Tokenized chat data: all samples of the files, with a mask of the learned tokens, which count in the loss.
 
 A sample is a sequence of tokens, or two, such as a chosen and a rejected answer, each after its prompt
 (sample_forms.py). An unusable sample ends the run with file, line and number, or is counted (`skip_bad_samples`).
@@ -96,7 +96,7 @@ def read_samples(
 
 
 class _Texts(Sequence[str]):
-    """Concatenated texts: UTF-8 bytes, uint8 [bytes], and the end of each text, int64 [texts]."""
+    """Concatenated texts: UTF-8 bytes, uint8 [bytes], and the end offset of each text, int64 [texts]."""
 
     def __init__(self, letters: np.ndarray, ends: np.ndarray):
         self._letters, self._ends = letters, ends
@@ -268,7 +268,7 @@ class _Reader:
         )
 
     def _truncated(self, sequences: list[Encoded]) -> list[Encoded]:
-        """Return each sequence with at most `max_tokens` tokens; empty if the sample is dropped.
+        """Truncate each sequence to `max_tokens` tokens. Returns an empty list if the sample is dropped.
 
         Raises ValueError if no truncation mode is set.
         """
@@ -323,7 +323,7 @@ class _Reader:
         return Samples(tokens, learned, starts, self.sources, counts, self.first_bad, count, values)
 
     def _add_mismatched(self) -> None:
-        """Add to each sample a second sequence: its prompt with an answer of the preceding record.
+        """Add a second sequence to each sample: its prompt with the answer of the preceding record.
 
         The first sample gets an answer of the last record. Sequences are cut to `max_tokens`.
         """

@@ -1,4 +1,4 @@
-"""Tool calls whose arguments have a tag each, in the formats of Qwen3-Coder and GLM-4.5.
+"""Tool calls with one tag per argument, in the formats of Qwen3-Coder and GLM-4.5.
 
 | format | a call |
 |---|---|

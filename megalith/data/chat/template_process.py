@@ -63,7 +63,7 @@ class TemplateProcess:
             raise ConfigError(f"the chat template is invalid ({answer['error']}); correct the template")
 
     def _exchange(self, value: Any) -> dict[str, Any]:
-        """Send a value and return the answer. Raise ValueError if the process has ended."""
+        """Send a value to the process and return its answer. Raise ValueError if the process has exited."""
         try:
             request = json.dumps(value, default=str).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The process that renders a chat template: sandboxed Jinja with limits on memory and processor time.
+"""The process that renders chat templates, in sandboxed Jinja with limits on memory and CPU time.
 
 It reads JSON lines from standard input and answers each with a line: first the template's source, then the variables
 of one text after another. Anyone may publish a model with a template, and Jinja's sandbox limits neither loops nor
@@ -75,7 +75,7 @@ def _raise(message: str) -> None:
 
 
 def serve() -> None:
-    """Answer requests until standard input ends: {"text": …}, or {"error": reason}."""
+    """Answer requests until standard input ends. Answers are {"text": …} or {"error": reason}."""
     _set_limit(resource.RLIMIT_AS, MEMORY)
     renderer = None
     for line in sys.stdin:

@@ -33,8 +33,10 @@ def marked_template(environment: jinja2.Environment, source: str) -> jinja2.Temp
 
 
 def turn_markers(messages: Sequence[Any]) -> dict[str, Any]:
-    """Return the functions that a marked template calls. They write the index of a message, and nothing for other
-    values."""
+    """Return the functions that a marked template calls.
+
+    They write a message's index, and nothing for other values.
+    """
     indices = {id(message): index for index, message in enumerate(messages)}
 
     def marker(kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""Blocks of documents and their parsed contents. One process reads the blocks; another may parse them."""
+"""Blocks of documents and their parsed contents. One process reads the blocks, and another may parse them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A record without a usable document. `line` counts from 1; `offset` is its first byte, None for rows.
+    """A record without a usable document. `line` counts from 1. `offset` is its first byte, or None for table rows.
 
     `unit` is the unit that `line` counts: "line", "row" or "entry".
     """
@@ -39,7 +39,7 @@ class BadLine:
     unit: str = "line"
 
     def way_out(self, setting: str) -> str:
-        """Return the start of a clause that suggests another key for `setting`, if the record has one; else ""."""
+        """Return a clause that suggests another key for `setting` if the record has one, otherwise ""."""
         return f"set {setting} if the text has another key, " if self.reason.startswith(NO_KEY) else ""
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ SAMPLE = 64  # bytes that show the encoding
 
 
 def utf16_hint(content: bytes) -> str:
-    """Return a clause that names UTF-16 and how to convert it, if the content starts like UTF-16; else "".
+    """Return a clause about UTF-16 and its conversion if the content starts like UTF-16, otherwise "".
 
     Content without a byte-order mark counts as UTF-16 if every second one of its first bytes is 0, but not all of them.
     """

@@ -1,4 +1,4 @@
-"""Reading of files in pieces, decompressed if they end in `.gz` or `.zst`."""
+"""Reads files in chunks, and decompresses `.gz` and `.zst` files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def content_suffix(path: Path | StorePath) -> str:
 
 
 def read_pieces(path: Path | StorePath, size: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the uncompressed content in pieces of about `size` bytes, each with the position in the file itself.
+    """Yield the uncompressed content in chunks of about `size` bytes, each with its position in the compressed file.
 
     Raises:
         DataError: the file cannot be read, or is damaged or truncated.

@@ -1,4 +1,4 @@
-"""Names of Hugging Face datasets as inputs: `hf://OWNER/NAME?split=train&name=CONFIG&streaming=true`."""
+"""Parses names of Hugging Face datasets: `hf://OWNER/NAME?split=train&name=CONFIG&streaming=true`."""
 
 from __future__ import annotations
 

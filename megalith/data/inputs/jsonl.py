@@ -126,7 +126,7 @@ ARCHIVES = (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z", ".rar")
 
 
 def _other_format_hint(path: Path | StorePath) -> str:
-    """Return advice for a file whose extension names an unsupported format; "" for other extensions."""
+    """Return advice if the file extension names an unsupported format, otherwise ""."""
     ending = content_suffix(path)
     if ending in ARCHIVES:
         return f" ({ending} files are not supported: extract the files, or compress them with gzip or zstd)"
@@ -136,7 +136,7 @@ def _other_format_hint(path: Path | StorePath) -> str:
 
 
 def _parse_object(line: bytes, max_line_bytes: int) -> dict[str, Any]:
-    """Parse a line. Raise ValueError with the reason; errors of JSON and of Unicode are subclasses of ValueError."""
+    """Parse a line as a JSON object. Raises ValueError with the reason, also for JSON and Unicode errors."""
     check_size(line, max_line_bytes)
     content = json.loads(line.decode("utf-8"))
     if not isinstance(content, dict):

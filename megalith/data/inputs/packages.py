@@ -9,7 +9,7 @@ from megalith.errors import ConfigError, install_line
 
 
 def import_package(module: str, purpose: str, extra: str = "datasets") -> ModuleType:
-    """Import `module`, which `purpose` needs.
+    """Import `module`. Errors quote `purpose`, which needs the package.
 
     Args:
         module: dotted name, such as `pyarrow.parquet`.

@@ -30,7 +30,7 @@ RawDocument = tuple[int, int, bytes]  # number of its first line, its byte offse
 
 @dataclass(frozen=True)
 class TextFileBlock:
-    """Documents of a `.txt` file as bytes. `position` is the number of bytes of the file read so far."""
+    """Documents of a `.txt` file as bytes. `position` is the number of bytes read from the file so far."""
 
     path: Path | StorePath
     documents: list[RawDocument]

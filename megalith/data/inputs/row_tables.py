@@ -1,4 +1,4 @@
-"""Reading of tables: Parquet and Arrow files, JSON arrays, folders saved by `datasets`, and datasets of the hub.
+"""Reads tables: Parquet and Arrow files, JSON arrays, folders saved by `datasets`, and datasets of the hub.
 
 Text columns are passed on as bytes, so that worker processes decode them.
 """
@@ -49,7 +49,10 @@ class NoValue:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of a table: the values of each requested key. Strings are UTF-8 bytes; other values are unchanged."""
+    """Rows of a table, with the values of each requested key.
+
+    Strings are stored as UTF-8 bytes, other values unchanged.
+    """
 
     path: Source
     unit: str
@@ -66,7 +69,7 @@ class RowBlock:
     def parse(
         self, json_keys: Sequence[str], max_document_bytes: int = MAX_DOCUMENT_BYTES
     ) -> tuple[list[TextRecord], list[BadLine]]:
-        """Return the texts of the rows, and the rows with a value that is not a string or is too long."""
+        """Return the texts of the rows, and the rows with values that are not strings or are too long."""
         records, bad_lines = [], []
         for row, values in enumerate(zip(*self.columns), self.first_row):
             try:
@@ -126,7 +129,7 @@ def _blocks(path: Any, tables: Iterator[tuple[Any, float]], keys: list[str]) -> 
 
 
 def read_array_blocks(path: Path | StorePath, json_keys: Sequence[str]) -> Iterator[RowBlock] | None:
-    """Return blocks of a file that is a JSON array of objects; None if it is JSON Lines."""
+    """Return blocks of a file that contains a JSON array of objects, or None if it is JSON Lines."""
     entries = json_array(path)
     if entries is None:
         return None
@@ -173,7 +176,7 @@ def _undecodable_row(path: Source, table: Any, rows: int) -> DataError:
 
 
 def open_dataset(path: Path | HubDataset) -> Any:
-    """Return the Dataset or IterableDataset of a saved folder or a name of the hub.
+    """Open a saved folder or a hub dataset. Returns a Dataset or IterableDataset.
 
     Raises DataError if it cannot be read, and ConfigError if the folder contains several splits.
     """
@@ -208,7 +211,7 @@ def _check_saved_file(path: Path) -> None:
 
 
 def json_array(path: Path | StorePath) -> list[dict[str, Any]] | None:
-    """Return the entries of a file that is a JSON array; None if it is JSON Lines. Raise DataError if it is invalid."""
+    """Return the entries of a JSON array file, or None if the file is JSON Lines. Raise DataError if it is invalid."""
     start = b""
     for piece, _ in read_pieces(path, 1 << 12):
         start = (start + piece).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -261,7 +264,7 @@ def _parquet_batches(path: Source, file: Any, keys: list[str] | None) -> Iterato
 
 
 def _arrow_batches(path: Source, file: Any, keys: list[str] | None) -> Iterator[tuple[Any, float]]:
-    """Read Arrow's file format, and the stream format, which `datasets` writes."""
+    """Read Arrow's file format or its stream format. `datasets` writes the stream format."""
     library = import_package("pyarrow", str(path))
     magic = file.read(6)
     file.seek(0)
@@ -308,7 +311,10 @@ def _dataset_tables(path: Any, dataset: Any, keys: list[str] | None) -> Iterator
 
 @contextmanager
 def _hub_errors(path: Source, rows: Callable[[], int]) -> Iterator[None]:
-    """Turn errors of `datasets` while rows are read into a DataError. `rows` returns the number of rows read."""
+    """Convert errors that `datasets` raises while rows are read to DataError.
+
+    `rows` returns the number of rows read.
+    """
     try:
         yield
     except (MegalithError, GeneratorExit):

@@ -42,14 +42,14 @@ def versions_by_source(sources: Sequence[Source]) -> dict[Source, list[Version]]
 
 
 def steady(source: Source, items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the items read from a source. Raise DataError at their end if its files have changed or are gone."""
+    """Yield a source's items. After the last one, raise DataError if its files have changed or are gone."""
     before = current_versions([source])
     yield from items
     check_unchanged(source, before[source], current_versions([source])[source])
 
 
 def current_versions(sources: Sequence[Source]) -> dict[Source, list[Version]]:
-    """Return the versions of each source's files; none for datasets of the hub. Raise DataError if a file is gone."""
+    """Return the version of each source's files; none for hub datasets. Raise DataError if a file is gone."""
     hub = [source for source in sources if isinstance(source, HubDataset)]
     try:
         files = versions_by_source([source for source in sources if not isinstance(source, HubDataset)])

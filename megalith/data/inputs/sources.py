@@ -1,4 +1,4 @@
-"""The one reader of text and records: names of inputs → sources → blocks of documents, texts, or records.
+"""Reads text and records: turns input names into sources, and sources into blocks of documents, texts or records.
 
 | source | documents |
 |---|---|

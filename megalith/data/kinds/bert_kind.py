@@ -16,7 +16,7 @@ from megalith.progress import Progress
 
 
 class BertKind(DatasetKind):
-    """Masked samples of an encoder (MaskedLMDataset); mock data are MockMaskedDataset."""
+    """Masked samples of an encoder (MaskedLMDataset). Mock data are MockMaskedDataset."""
 
     collate = staticmethod(make_bert_batch)
 
@@ -42,8 +42,9 @@ class BertKind(DatasetKind):
 
 
 def masking_settings(data: DataConfig, model: ModelConfig, **defaults: object) -> Masking:
-    """Return the settings of Masking. A value set in `data` comes first, then `defaults`, then Masking's
-    own default.
+    """Return the settings of Masking.
+
+    Values in `data` take precedence over `defaults`, and those over Masking's own defaults.
     """
     if model.bert_binary_head and model.tokentypes == 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Samples of a user's own dataset (own_dataset.py)."""
+"""Samples of a user-defined dataset (own_dataset.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of encoder-decoders: spans of words that the decoder restores."""
+"""Samples of encoder-decoders: the decoder restores masked spans of words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megalith.progress import Progress
 
 
 class T5Kind(DatasetKind):
-    """Samples of an encoder and decoder with masked spans (SpanDataset); mock data are MockPairDataset."""
+    """Samples of an encoder-decoder with masked spans (SpanDataset). Mock data are MockPairDataset."""
 
     collate = staticmethod(make_t5_batch)
 

@@ -1,4 +1,4 @@
-"""JSON Lines from other corpora: Hugging Face datasets, tables, and Python's standard library.
+"""Converts corpora to JSON Lines: Hugging Face datasets, tables, and Python's standard library.
 
 The standard library is real text that every machine has without a download: 10 to 15 MB of code, comments and prose,
 without tests, generated tables and installed packages.
@@ -35,8 +35,9 @@ class CorpusSummary:
 def write_dataset(
     source: str, output_jsonl: str | Path, keys: Sequence[str] = ("text",), *, overwrite: bool = False
 ) -> Path:
-    """Write columns of a dataset as JSON Lines and return the path of the file. A `source` in JSON Lines is returned as
-    it is.
+    """Write columns of a dataset as JSON Lines and return the file's path.
+
+    If `source` is JSON Lines, return it unchanged.
 
     Args:
         source: a `.parquet` or `.jsonl` file, or NAME[:SPLIT] of a Hugging Face dataset (default: split `train`),

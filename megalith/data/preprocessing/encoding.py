@@ -1,4 +1,4 @@
-"""Encoding of blocks of documents as token arrays, which is the part of preprocessing that workers run."""
+"""Encodes blocks of documents as token arrays. Preprocessing workers run this code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Column:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """`columns`: one per JSON key. `empty`: number of documents without tokens, over all keys."""
+    """Tokens of a block.
+
+    `columns` has one entry per JSON key. `empty` is the number of documents without tokens, over all keys.
+    """
 
     columns: list[Column]
     empty: int

@@ -201,7 +201,7 @@ def preprocess(
 
 @contextlib.contextmanager
 def _threads(workers: int) -> Iterator[Executor]:
-    """Yield a pool of threads, one per core, with the tokenizers library's own threads disabled."""
+    """Yield a thread pool with one thread per core, with the tokenizers library's own threads disabled."""
     before = os.environ.get(LIBRARY_THREADS)
     os.environ[LIBRARY_THREADS] = "false"
     pool = ThreadPoolExecutor(workers)
@@ -214,7 +214,7 @@ def _threads(workers: int) -> Iterator[Executor]:
 
 @contextlib.contextmanager
 def _processes(encoder: BlockEncoder, workers: int) -> Iterator[Executor | None]:
-    """Yield a pool of processes, one per core; None for 0 workers."""
+    """Yield a process pool with `workers` processes, or None for 0 workers."""
     if workers == 0:
         yield None
         return
@@ -270,7 +270,7 @@ def _write(writer: IndexedWriter, column: Column) -> None:
 
 
 def _file_offsets(paths: Sequence[Source]) -> tuple[dict[Source, int], int]:
-    """Return the number of input bytes before each file, and the total."""
+    """Return the number of input bytes before each file, and the total number."""
     sizes = [source_size(path) for path in paths]
     return dict(zip(paths, itertools.accumulate(sizes, initial=0))), sum(sizes)
 

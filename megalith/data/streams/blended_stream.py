@@ -1,4 +1,4 @@
-"""A blend of which at least one source is a stream, read in the order of the blend."""
+"""A blend with at least one stream. Samples are drawn in the order of the blend."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class BlendedStream(BlendedDataset, SampleStream):
                 part.close()
 
     def _parts(self, position: int) -> list[tuple[SampleDataset, int]]:
-        """Return each source with the number of its samples before a position."""
+        """Return each source and the number of its samples before a position."""
         rounds, at = divmod(position, self._num_samples)
         counts = rounds * self._totals + np.array(self.sample_counts(0, at))
         return list(zip(self.datasets, counts.tolist()))

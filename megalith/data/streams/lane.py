@@ -1,4 +1,4 @@
-"""Lanes: the deterministic order of a stream's samples.
+"""Lanes, which define the deterministic sample order of a stream.
 
 A stream is divided into lanes. Their number does not depend on the number of ranks. In each pass the shards are
 permuted, and lane l of n reads shards l, l + n, l + 2n, … of that order. Its documents are shuffled in windows: whole
@@ -49,7 +49,7 @@ class StreamSettings:
     skip_bad_documents: bool = False
 
     def shards_of(self, lane: int, pass_number: int) -> list[Shard]:
-        """Return the shards that a lane reads in a pass, in order."""
+        """Return the shards that a lane reads in an epoch, in order."""
         order = np.random.default_rng([self.seed, pass_number]).permutation(len(self.shards))
         if self.shuffle_buffer == 1:
             order = np.arange(len(self.shards))

@@ -20,8 +20,9 @@ def stream_opener(
     global_batch_size: int,
     notes: list[str] | None = None,
 ) -> Callable[[str, bool], TextStream | None]:
-    """Return a function that opens streams: (entry of a data path, True for training data) → stream, or None for
-    other entries.
+    """Return a function (entry of a data path, True for training data) → stream.
+
+    It returns None for entries that are not streams.
 
     Args:
         data: the run's data settings.

@@ -1,4 +1,4 @@
-"""Interface of a dataset that is read in order and stores its position in checkpoints."""
+"""Interface of datasets that are read in order and store their position in checkpoints."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ class SampleStream(ABC):
 
     @abstractmethod
     def state_at(self, position: int) -> State | None:
-        """Return this rank's state before the sample at `position`; None without a state."""
+        """Return this rank's state before the sample at `position`, or None if it has no state."""
 
     def merged_state(self, position: int, states: Sequence[State | None]) -> State | None:
-        """Return the state before the sample at `position` from the states of all data-parallel ranks; None without
-        a state."""
+        """Merge the states of all data-parallel ranks before the sample at `position`.
+
+        Returns None without a state.
+        """
         return states[0]
 
     @abstractmethod

@@ -54,7 +54,7 @@ class Shard:
 
 
 def list_shards(entry: str, notes: list[str] | None = None) -> list[Shard]:
-    """Return the shards of an entry of a data path: its files, or the shards of a streamed dataset of the hub.
+    """Return the shards of a data path entry: its files, or the shards of a streamed hub dataset.
 
     `notes` receives a sentence about the files of a folder that are not read.
 
@@ -140,7 +140,7 @@ class ShardReader:
 
 
 def _may_pass(error: DataError, shard: Shard) -> bool:
-    """Return True for errors of the network, which may not recur on a retry."""
+    """Return True for network errors that a retry may avoid."""
     cause = error.__cause__
     if isinstance(cause, FileNotFoundError):
         return False

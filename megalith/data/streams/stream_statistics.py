@@ -59,9 +59,7 @@ def stream_statistics(settings: StreamSettings) -> dict[str, Any]:
 
 
 def estimated_epochs(statistics: dict[str, Any], tokens: int) -> float | None:
-    """Return the estimated number of passes over a stream that provide `tokens` tokens, from its statistics; None if
-    unknown.
-    """
+    """Estimate the number of epochs over a stream that provide `tokens` tokens. None if its statistics are unknown."""
     return tokens / statistics["estimated_tokens"] if statistics["estimated_tokens"] else None
 
 

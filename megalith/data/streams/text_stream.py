@@ -1,4 +1,4 @@
-"""A stream of text as a dataset of a run: lanes that worker processes or the calling thread read."""
+"""A text stream as a dataset of a run. Worker processes or the calling process read its lanes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class TextStream(SampleStream):
             self._workers, self._readers = [], {}
 
     def _next_sample(self, lane: int, position: int) -> int:
-        """Return the index of the first sample of a lane at or after a position of the stream."""
+        """Return the index of a lane's first sample at or after a position of the stream."""
         return max(0, -(-(position - lane) // self.settings.lanes))
 
     def _next(self, lane: int) -> LaneSample:

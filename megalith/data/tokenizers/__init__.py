@@ -1,1 +1,1 @@
-"""Tokenizers, one file per kind; open_tokenizer.py builds them by name."""
+"""Tokenizers, one file per kind. open_tokenizer.py builds them by name."""

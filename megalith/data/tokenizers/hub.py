@@ -1,4 +1,4 @@
-"""Lookup of tokenizers by hub name: in the local Hugging Face cache, or else by download."""
+"""Finds tokenizers by hub name, in the local Hugging Face cache or else by download."""
 
 from __future__ import annotations
 

@@ -57,7 +57,10 @@ class RustTokenizer(Tokenizer):
     _tokenizer: tokenizers.Tokenizer
 
     def _set_vocab_size(self) -> None:
-        """Set the size to the highest id plus one: added tokens may leave gaps, so a count could be too low."""
+        """Set the vocabulary size to the highest id plus one.
+
+        A count could be too low because added tokens may leave gaps.
+        """
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def to_json(self) -> str:
@@ -134,7 +137,9 @@ class RustTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(RustTokenizer):
-    """A `tokenizer.json`, read by the tokenizers library; neither transformers nor code is loaded.
+    """A `tokenizer.json`, loaded with the tokenizers library.
+
+    It loads neither transformers nor the tokenizer's own code.
 
     `eod` is the end of sequence named by the files next to it, else the first known end-of-text token.
     """
@@ -269,7 +274,7 @@ class GPT2BPETokenizer(RustTokenizer):
 
 
 class BertWordPieceLowerCase(RustTokenizer):
-    """BERT's word pieces, lower-cased and without accents, from its vocab.txt. It has no end of document."""
+    """BERT's lower-cased word pieces without accents, from its vocab.txt. It has no end-of-document token."""
 
     required_files = (PIECES,)
     lower_case: ClassVar[bool] = True
@@ -296,7 +301,7 @@ class BertWordPieceLowerCase(RustTokenizer):
 
     @property
     def model_vocab_size(self) -> int:
-        """The vocabulary plus Megatron's [BOS] and [EOS], which occur in no text but can replace masked words."""
+        """The vocabulary size plus Megatron's [BOS] and [EOS], which occur in no text but can replace masked words."""
         return self.vocab_size + 2
 
     @classmethod
@@ -314,7 +319,7 @@ class BertWordPieceCase(BertWordPieceLowerCase):
 
 
 def _is_unicode(text: str) -> bool:
-    """Return True if the library accepts the text: JSON may contain an unpaired surrogate."""
+    """Return True if the tokenizers library accepts the text. JSON may contain an unpaired surrogate."""
     return not any("\ud800" <= one <= "\udfff" for one in text)
 
 

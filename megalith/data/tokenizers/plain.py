@@ -1,4 +1,4 @@
-"""Tokenizers without files: one id per byte, and text that consists of ids."""
+"""Tokenizers without files: one id per byte, or text that consists of ids."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text that consists of ids separated by white space: `"17 4 203"`.
+    """Tokenizes text that consists of ids separated by white space: `"17 4 203"`.
 
     `vocab_size` is the given size plus one, and the end of document is the last id, as in Megatron.
     """

@@ -51,7 +51,7 @@ class Vocabulary:
 
 
 def llama3_vocabulary(ranks: int) -> Vocabulary:
-    """Return Llama 3's vocabulary: `ranks` tokens of the file, then 256 special tokens, most of them reserved."""
+    """Return Llama 3's vocabulary: the file's `ranks` tokens, then 256 special tokens, most of them reserved."""
     special = {"<|begin_of_text|>": ranks, "<|end_of_text|>": ranks + 1}
     return Vocabulary(LLAMA3_PATTERN, ranks + 256, special, eod_token="<|end_of_text|>")
 
@@ -220,7 +220,7 @@ def _check_ranks(ranks: dict[bytes, int], all_ranks: Iterable[int]) -> dict[byte
 def _megatron_vocabulary(
     ranks: dict[bytes, int], vocab_size: int | None
 ) -> tuple[dict[bytes, int], Vocabulary]:
-    """Return ids and special tokens as Megatron assigns them: special tokens first, then the best ranks."""
+    """Return ids and special tokens in Megatron's order: special tokens first, then the best ranks."""
     num_special, max_size = MEGATRON_NUM_SPECIAL_TOKENS, len(ranks) + MEGATRON_NUM_SPECIAL_TOKENS
     vocab_size = min(max_size, MEGATRON_MAX_VOCAB_SIZE) if vocab_size is None else vocab_size
     if not num_special + 256 <= vocab_size <= max_size:

@@ -23,7 +23,7 @@ SPEC_FILE = "megalith_tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenizerPaths:
-    """A configuration's tokenizer paths, and a vocabulary size for kinds that have none of their own."""
+    """Tokenizer paths of a configuration, and a vocabulary size for kinds without a size of their own."""
 
     tokenizer_model: str | None
     vocab_file: str | None
@@ -52,7 +52,7 @@ class Tokenizer(ABC):
     eod: int | None
 
     def __init__(self, files: Mapping[str, bytes], vocab_size: int | None) -> None:
-        """Keep the files and the requested `vocab_size`, which kinds with their own size ignore."""
+        """Store the files and the requested `vocab_size`, which kinds with a fixed size ignore."""
         self.files = dict(files)
         self.requested_vocab_size = vocab_size
 
@@ -67,17 +67,17 @@ class Tokenizer(ABC):
 
     @property
     def prefix(self) -> list[int]:
-        """Special tokens that the tokenizer's own model adds before a text, such as <s>."""
+        """Special tokens that the tokenizer itself adds before a text, such as <s>."""
         return []
 
     @property
     def suffix(self) -> list[int]:
-        """Special tokens that the tokenizer's own model adds after a text, such as T5's </s>."""
+        """Special tokens that the tokenizer itself adds after a text, such as T5's </s>."""
         return []
 
     def special_tokens(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the parts of `prefix` and `suffix` that `ids` do not already have around them. transformers adds both
-        to a text.
+        """Return the tokens of `prefix` and `suffix` that are not already around `ids`. transformers adds both to a
+        text.
         """
         prefix, suffix, ids = self.prefix, self.suffix, list(ids)
         return (
@@ -135,7 +135,7 @@ class Tokenizer(ABC):
         return self.decode([i for i in ids if i not in self.special_ids])
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a vocabulary entry or special token by its spelling; None if there is none."""
+        """Return the id of a vocabulary entry or special token by its spelling, or None if there is none."""
         try:
             return self.pieces().index(token)
         except (ConfigError, ValueError):
@@ -148,7 +148,7 @@ class Tokenizer(ABC):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a generated text: `eod`, and other ids that the tokenizer's files list."""
+        """Ids that end a generated text: `eod`, and further ids listed in the tokenizer's files."""
         return () if self.eod is None else (self.eod,)
 
     def pieces(self) -> list[str]:
@@ -162,7 +162,7 @@ class Tokenizer(ABC):
         )
 
     def content(self) -> bytes:
-        """Return the bytes that determine the ids of every text; the fingerprint hashes them."""
+        """Return the bytes that determine how texts are tokenized. The fingerprint is a hash of them."""
         return b"".join(self.files[name] for name in sorted(self.files))
 
     @property
@@ -176,12 +176,12 @@ class Tokenizer(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of kind, size and content in hexadecimal: equal if every text gets the same ids."""
+        """Hexadecimal SHA-256 of kind, size and content. Equal fingerprints mean that every text gets the same ids."""
         head = f"{self.tokenizer_type} {self.vocab_size}\n".encode()
         return hashlib.sha256(head + self.content()).hexdigest()
 
     def save(self, folder: str | Path) -> None:
-        """Write the tokenizer's files and its spec into `folder`; `load_tokenizer(folder)` reads them."""
+        """Write the tokenizer's files and its spec into `folder`, from which `load_tokenizer(folder)` loads it."""
         for name, content in self.files.items():
             with atomic_file(Path(folder) / name) as file:
                 file.write(content)
@@ -201,7 +201,7 @@ class Tokenizer(ABC):
 
 
 def read_file(path: str | Path, description: str, folder: Path | None = None) -> bytes:
-    """Return the content of a tokenizer file; `description` names it in errors.
+    """Return the content of a tokenizer file. Errors quote `description`.
 
     Without `folder`, the file may be a link to anywhere, because the user chose its path. With `folder`, a link must
     stay within that folder.
@@ -215,14 +215,13 @@ def read_file(path: str | Path, description: str, folder: Path | None = None) ->
 
 
 def side_table(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the JSON object in one of a tokenizer's files; empty if there is no such file or it contains another
-    type."""
+    """Return the JSON object in an auxiliary tokenizer file. Empty if the file is missing or contains another type."""
     table = read_json(files[name], name) if name in files else {}
     return table if isinstance(table, dict) else {}
 
 
 def read_json(content: bytes, description: str) -> object:
-    """Parse JSON; `description` names it in errors."""
+    """Parse JSON. Errors quote `description`."""
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:

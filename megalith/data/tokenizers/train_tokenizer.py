@@ -1,4 +1,4 @@
-"""Training of a byte-level byte-pair encoding like GPT-2's, which encodes every text without loss.
+"""Trains a byte-level byte-pair encoding like GPT-2's, which encodes every text without loss.
 
 Text is split into words (GPT-2's pattern: a word includes the space before it) and words into bytes. The most
 frequent adjacent pairs are merged, one pair at a time, until the vocabulary is full. [Sennrich et al. 2016,
