@@ -1,5 +1,7 @@
-"""Activation functions of MLPs. The input is a linear layer's output including its bias. Each function also takes the
-bias, to compute its gradient.
+"""Activation functions of MLPs.
+
+The input is a linear layer's output including its bias. Each function also takes the bias as an argument, to compute
+its gradient.
 
 GELU's tanh approximation (Hendrycks and Gimpel 2016) is computed as a sigmoid: (1 + tanh u) / 2 = sigmoid(2u). On an
 H200 this takes four fifths of the time, because the kernel becomes memory-bound. This needs a compiled layer.
@@ -88,7 +90,7 @@ def weighted_activation(
     offset: float = 0.0,
     end: Tensor | None = None,
 ) -> Tensor:
-    """Apply the experts' activation to the output rows of fc1, and multiply each row by its weight.
+    """Apply the experts' activation to the rows of fc1's output, and multiply each row by its weight.
 
     Args:
         x: [rows, expert size], or [rows, 2 · expert size] with gates and ups alternating.

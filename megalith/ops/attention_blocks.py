@@ -1,4 +1,4 @@
-"""Attention in blocks: some queries against some keys, with the log-sum-exp that merges the blocks.
+"""Blockwise attention: a block of queries attends to a block of keys, and the log-sum-exp merges the blocks.
 
 A query's softmax over many keys can be computed one block of keys at a time (Dao et al. 2022; Liu et al. 2023). A block
 returns its own output o and, for each query, the log l of the sum of its exponentials. Two blocks merge into
@@ -24,8 +24,10 @@ from megalith.ops.documents import dense_mask
 
 
 def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
-    """Compute attention of one block. Returns the output o, the log-sum-exp l, and the kernel's random state, int64
-    [2], or None if it uses none."""
+    """Compute attention for one block.
+
+    Returns the output o, the log-sum-exp l, and the kernel's random state, int64 [2], or None if it uses none.
+    """
     kernel, block = _chosen(query, key, value, block)
     return kernel.forward(query, key, value, block)
 

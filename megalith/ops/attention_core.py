@@ -193,7 +193,7 @@ def supports_heads(query: Tensor, key: Tensor) -> bool:
 
 @mark_constant
 def _widest_grouped_head() -> int:
-    """Return the largest head_dim for which flash has a backward pass on this device."""
+    """Return the largest head_dim for which flash attention has a backward pass on this device."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         return 0

@@ -94,7 +94,7 @@ def _cudnn_backward(grad, query, key, value, out, lse, random, block):
 
 @cache
 def _cudnn_keeps_last_dimension(device: torch.device) -> bool:
-    """Return True if cuDNN returns l as [batch, heads, queries, 1], which depends on torch's version."""
+    """Return True if cuDNN returns l as [batch, heads, queries, 1]. This depends on the torch version."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     return operators.cudnn_attention(x, x, x, None, True)[1].dim() == 4
 

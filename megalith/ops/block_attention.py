@@ -21,7 +21,7 @@ from megalith.ops.documents import query_and_key_ends
 
 
 class _Recomputation(local):
-    """State of this thread: a pass that saves results of block_attention, or a recomputation that reuses them."""
+    """Per-thread state: a forward pass that saves results of block_attention, or a recomputation that reuses them."""
 
     saves: deque[tuple[Tensor, Tensor]] | None = None
     takes: deque[tuple[Tensor, Tensor]] | None = None
@@ -31,7 +31,7 @@ _recomputation = _Recomputation()
 
 
 def saved_attention_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a pass and its recomputation, for torch.utils.checkpoint.
+    """Return the context managers of a forward pass and its recomputation, for torch.utils.checkpoint.
 
     In the recomputation, block_attention returns the results of the first pass instead of computing them again, even
     inside compiled code.

@@ -35,7 +35,7 @@ def cached_attention(
     first_head: int = 0,
     chunk: int | None = None,  # length of the chunks that attention stays within; not with a window
 ) -> Tensor:
-    """Add the key and value of one new token per row to the cache, and return its attention over the cache.
+    """Write the key and value of one new token per row to the cache. Returns the token's attention over the cache.
 
     Returns [rows, 1, heads, head_dim].
     """
@@ -88,7 +88,7 @@ def continued_attention(
     sink: Tensor | None = None,
     chunk: int | None = None,  # as in `cached_attention`
 ) -> Tensor:
-    """Return the attention of new tokens over the keys of the earlier tokens and their own.
+    """Compute the attention of new tokens over the keys of earlier tokens and their own keys.
 
     `key` and `value` contain the earlier tokens first. Returns [rows, seq, heads, head_dim].
     """

@@ -1,4 +1,4 @@
-"""Chunks of a recurrence over tokens: decays between the tokens of a chunk, and the documents of packed sequences.
+"""Helpers for chunked recurrences: decays between the tokens of a chunk, and the documents of packed sequences.
 
 A recurrence with a decay α per token is computed in chunks of C tokens, with matmuls inside of a chunk and a scan of
 states over the chunks (delta_rule.py, state_space.py). G is the running sum of log α in a chunk.

@@ -1,4 +1,7 @@
-"""Matmuls by a quantized frozen weight, which is decoded at each use; the backward pass saves nothing decoded."""
+"""Matmuls with a quantized frozen weight.
+
+The weight is decoded at each use, and nothing decoded is saved for backward.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class CodedGemm(Gemm):
 
 
 class CodedGroupedGemm(GroupedGemm):
-    """The matmuls of experts whose weight is quantized."""
+    """The matmuls of experts with a quantized weight."""
 
     def __init__(self, weight: Coded, kernel: bool):
         super().__init__(kernel)

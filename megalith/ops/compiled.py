@@ -1,4 +1,4 @@
-"""Use of torch's compiler. Its import takes seconds, so it is imported only when something is compiled.
+"""Wrappers of torch's compiler, which is imported only when something is compiled, because the import takes seconds.
 
 Element-wise operations outside of compiled layers are compiled to one kernel on a GPU; run eagerly, each operation
 would read and write memory.
@@ -21,25 +21,25 @@ INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per el
 
 
 def run_eagerly() -> AbstractContextManager:
-    """Return a context in which compiled code runs eagerly."""
+    """Return a context manager in which compiled code runs eagerly."""
     if not is_tracer_imported():  # nothing has been compiled
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
 def disable_compile(function: Callable) -> Callable:
-    """Return `function` for use as a hook of compiled modules: it runs eagerly."""
+    """Exclude `function` from compilation. For hooks of compiled modules."""
     return torch.compiler.disable(function) if is_tracer_imported() else function
 
 
 def mark_dynamic(x: Tensor, dim: int) -> None:
-    """Let compiled code accept any size of x along `dim`."""
+    """Mark dimension `dim` of x as dynamic, so that compiled code accepts any size."""
     if is_tracer_imported() and not torch.compiler.is_compiling():
         maybe_mark_dynamic(x, dim)
 
 
 def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary: bool = False):
-    """Run function(*args) compiled on a GPU. Within code that is being compiled, run it as part of that code.
+    """Run function(*args) compiled on a GPU. Within code that is being compiled, inline it.
 
     The first argument is a tensor. By default every new size is compiled. With `sizes_vary`, torch compiles a size as
     dynamic when it changes, and runs the function eagerly after a few variants. `rows_vary` does the same, and
@@ -71,7 +71,7 @@ def _in_pieces(function: Callable, dynamic: bool | None) -> Callable:
 
 
 def compiled_recompute() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return torch's contexts for a pass in compiled code that saves nothing, and for its recomputation.
+    """Return torch's context managers for a compiled forward pass that saves nothing, and for its recomputation.
 
     Without them, torch 2.11 saves the results of autograd functions, such as matmuls and norms on a GPU.
     """
@@ -79,7 +79,7 @@ def compiled_recompute() -> tuple[AbstractContextManager, AbstractContextManager
 
 
 def compiled_save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return contexts like those of `compiled_recompute`, for a pass that saves only the output of attention."""
+    """Return context managers like `compiled_recompute`, for a forward pass that saves only the attention output."""
     return create_selective_checkpoint_contexts(_saves)
 
 

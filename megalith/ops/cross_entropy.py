@@ -226,8 +226,7 @@ def _loss_and_slopes(
     wants_gradient: bool,
     sum_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the sum of the tokens' losses, and its derivatives with respect to the log-probabilities and the
-    entropies.
+    """Return the sum of the token losses, and its derivatives with respect to log-probabilities and entropies.
 
     Derivatives that are not needed are None.
     """

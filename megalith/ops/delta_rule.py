@@ -1,4 +1,4 @@
-"""Gated delta rule (Yang, Kautz and Hatamizadeh 2024): attention whose memory is one matrix per head.
+"""Gated delta rule (Yang, Kautz and Hatamizadeh 2024): linear attention with one state matrix per head.
 
 A token with key k and value v updates the state S, [key, value]. S decays by α; then a fraction β of what k reads from
 it is replaced by v. The query q reads the result:
@@ -131,7 +131,7 @@ def with_states(
 def decayed_products(
     x: Tensor, k: Tensor, decay: Tensor, same: Tensor | None = None, math: ChunkMath = ORDINARY
 ) -> Tensor:
-    """Return Σ_d x_id k_jd exp(G_id − G_jd) of the pairs of tokens j ≤ i in each chunk, 0 for the others.
+    """Return Σ_d x_id k_jd exp(G_id − G_jd) for the token pairs j ≤ i of each chunk, 0 for other pairs.
 
     No exponent is above 0. If k is in an earlier block than x, the exponent is split at the start of the block of x: x
     e^{G−G_start} times k e^{G_start−G}. Within a block the decay of every pair is computed separately.
@@ -170,7 +170,7 @@ def decayed_products(
 
 
 def _sums_after(decay: Tensor, math: ChunkMath) -> Tensor:
-    """Return, for each token along dimension 3, the sum of the decays of the tokens after it."""
+    """Return, for each token along dimension 3, the sum of the decays of the later tokens."""
     return math.cumsum(pad(decay[:, :, :, 1:], (0, 0, 0, 1)).flip(3), 3).flip(3)
 
 
@@ -294,7 +294,10 @@ scan_chunks.register_autograd(_gradients, setup_context=_keep)
 def next_token(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of one token, [batch, 1, heads, ·], after `state`, and the new state; see `with_last_state`."""
+    """Compute one token, [batch, 1, heads, ·], from `state`.
+
+    Returns the result and the new state (see `with_last_state`).
+    """
     sharing = value.shape[2] // key.shape[2]
     q, k = (_unit(x[:, 0], ORDINARY).repeat_interleave(sharing, dim=1) for x in (query, key))
     decay = decay[:, 0].exp()

@@ -1,4 +1,4 @@
-"""Divergence of a model from a teacher without materialized logits: matmuls and divergence, chunk by chunk of tokens.
+"""Divergence of a model from a teacher without materialized logits, computed in chunks of tokens.
 
 As in ops/cross_entropy.py, a chunk's gradient is computed together with its loss.
 
@@ -55,7 +55,7 @@ class TeacherOutput:
 
 @dataclass(frozen=True)
 class TopLogProbs:
-    """Stored part of a teacher's softmax(logits / T)."""
+    """Stored top-k entries of a teacher's softmax(logits / T)."""
 
     indices: Tensor  # int64 [..., k]: most likely entries, as rows of this rank's shard of the vocabulary
     logprobs: Tensor  # float32 [..., k + 1]: of these, and of all others together; NONE if there are none
@@ -86,7 +86,7 @@ NONE = -1e30  # log-probability of an empty set; finite, so that differences are
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """Predictions of a teacher for the tokens of a pass, and settings of the loss."""
+    """A teacher's predictions for the tokens of a forward pass, and settings of the loss."""
 
     teacher: TeacherOutput | TopLogProbs
     share: float

@@ -1,4 +1,4 @@
-"""Documents packed in a sequence: masks and lengths for attention within documents, and ALiBi biases.
+"""Documents packed in a sequence: attention masks and lengths within documents, and ALiBi biases.
 
 Documents are described by their ends: int32 [batch, documents], ascending; `ends[b, d]` is the exclusive end of
 document d in sequence b, the last one the sequence length. Rows are padded by repeating the sequence length, which adds
@@ -43,7 +43,9 @@ def document_ids(ends: Tensor, seq: int) -> Tensor:
 
 
 def chunk_ends(ends: Tensor, size: int, length: int) -> Tensor:
-    """Return the ends of chunks of `size` tokens into which each document is cut, int32 [batch, documents · chunks].
+    """Split each document into chunks of `size` tokens.
+
+    Returns the ends of the chunks, int32 [batch, documents · chunks].
 
     Args:
         ends: ends of the documents, int32 [batch, documents].
@@ -152,8 +154,9 @@ def ends_in_spans(ends: Tensor, spans: Sequence[range]) -> Tensor:
 
 
 def cumulative_lengths(ends: Tensor, seq: int) -> Tensor:
-    """Return the start of each document within the flattened batch, and the end of the last: int32 [batch · documents +
-    1]."""
+    """Return the start of each document in the flattened batch, and the end of the last: int32 [batch · documents +
+    1].
+    """
     rows = torch.arange(ends.shape[0], dtype=ends.dtype, device=ends.device)[:, None] * seq
     return torch.nn.functional.pad((ends + rows).flatten(), (1, 0))
 

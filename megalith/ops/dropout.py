@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on an element's coordinates instead of a random state.
+"""Dropout with a mask that depends on the coordinates of an element instead of a random state.
 
 An element's 32 random bits are a hash of (seed, sample, position in the sample, layer, site, column). Masks are thus
 the same however tensors are divided over devices or micro-batches, in recomputation, and after resuming; only row keys
@@ -48,9 +48,7 @@ ADAPTER_INPUTS = {
 
 @dataclass
 class DropoutKeys:
-    """Keys from which the dropout masks of a layer are computed. Each method adds the site of a mask within
-    the layer.
-    """
+    """Keys for the dropout masks of a layer. Each method adds the location of a mask within the layer."""
 
     queries: Tensor  # int32 [batch, seq]: keys of the tokens that attend
     stream: Tensor  # int32: keys of the residual stream's tokens, in its shape
@@ -78,7 +76,8 @@ class DropoutKeys:
         return replace(self, layer=-2 - self.layer, outputs=None)
 
     def output_rows(self, site: int) -> Tensor:
-        """Return the keys of the residual stream's tokens for the output of a branch of this layer, int32.
+        """Return int32 keys for the tokens of the residual stream, to drop elements of a layer output before it is
+        added.
 
         The result has the stream's shape.
         """

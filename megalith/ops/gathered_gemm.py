@@ -1,4 +1,4 @@
-"""Matmuls with a matrix per sequence or per row, gathered from a stack of them: several adapters in one batch."""
+"""Matmuls with a separate matrix per sequence or row, gathered from a stack, for several adapters in one batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def gathered_linear(x: Tensor, weights: Tensor, *indices: Tensor) -> Tensor:
-    """Return x [batch, tokens, in] times the transpose of each sequence's matrix: [batch, tokens, out].
+    """Multiply x [batch, tokens, in] by the transpose of each sequence's matrix. Returns [batch, tokens, out].
 
     Args:
         x: the sequences. Rows [batch, in] are sequences of one token.

@@ -59,7 +59,7 @@ class Gemm:
     """List of deferred wgrads. None: the backward pass computes them."""
 
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
-        """Return x [tokens, in] in two forms: for `forward` and an all-gather, and saved for `wgrad`.
+        """Return x [tokens, in] in two forms: one for `forward` and all-gathers, and one to save for `wgrad`.
 
         The second form is empty unless `saves`. `sharded`: the second form will be all-gathered too, in the backward
         pass.
@@ -67,15 +67,17 @@ class Gemm:
         return (x,), (x,) if saves else ()
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
-        """Return the weight in two forms: for `forward`, and saved for `dgrad`.
+        """Return the weight in two forms: one for `forward`, and one to save for `dgrad`.
 
         `trains`: there is a backward pass; otherwise the second form is not used.
         """
         return (weight,), (weight,)
 
     def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
-        """Return the gradient of y [tokens, out] as `dgrad` and as `wgrad` need it; the latter is empty unless
-        `has_wgrad`."""
+        """Return the gradient of y [tokens, out] in the forms for `dgrad` and `wgrad`.
+
+        The latter is empty unless `has_wgrad`.
+        """
         return (grad,), (grad,) if has_wgrad else ()
 
     def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
@@ -147,7 +149,7 @@ def wgrad_in_parts(grad: Tensor, x: Tensor, parts: int = 1) -> Tensor:
 
 
 def wgrad_parts(x: Tensor, weight_shape: tuple[int, int]) -> int:
-    """Return the best number of parts for the wgrad of such a weight with input x [..., in]."""
+    """Return the best number of chunks for the wgrad of a weight of this shape with input x [..., in]."""
     tokens = x.numel() // x.shape[-1]
     if not x.is_cuda or x.dtype == torch.float32 or tokens < MIN_TOKENS or tokens % PARTS:
         return 1

@@ -1,4 +1,4 @@
-"""Grouped GEMM: matmuls of consecutive groups of rows, each with its own matrix, for a layer's experts.
+"""Grouped GEMM for a layer's experts: each group of consecutive rows is multiplied by its own matrix.
 
 On a GPU in bf16, torch's grouped GEMM computes all groups in one kernel and reads their ends on the device. Groups of
 equal size are a batched matmul. Everything else is a loop, which needs the sizes on the host.
@@ -55,7 +55,7 @@ class RowGroups:
 
     @cached_property
     def end(self) -> Tensor | None:
-        """End of the last group's rows, int32 [1] on the device; None if there are no further rows.
+        """End of the last group's rows, int32 [1] on the device. None if no rows follow.
 
         It is a separate tensor, because kernels launch faster with addresses that are multiples of 16.
         """
@@ -90,7 +90,7 @@ class GroupedWeight:
 
 
 def prepare_weight(weight: Tensor, cast: Tensor, stays: bool = False) -> GroupedWeight:
-    """Prepare weight [groups, out, in] or bias [groups, out]; `cast` is its cast to the matmuls' dtype.
+    """Prepare weight [groups, out, in] or bias [groups, out]. `cast` is the tensor in the matmul dtype.
 
     The gradient has the weight's dtype, summed in fp32 and rounded once. `stays`: the cast exists until the backward
     pass ends, which then reuses it.
@@ -102,7 +102,7 @@ def prepare_weight(weight: Tensor, cast: Tensor, stays: bool = False) -> Grouped
 
 
 class GroupedGemm:
-    """The three matmuls of a Gemm (gemm.py), per group of rows.
+    """The three matmuls of a Gemm (gemm.py) for each group of rows.
 
     x is [rows, in], grad [rows, out] and weight [groups, out, in], of one dtype. `kernel` selects the single kernel
     where available.
@@ -122,7 +122,7 @@ class GroupedGemm:
         return self._by_rows(grad, weight, groups)  # [rows, in]
 
     def wgrad(self, grad: Tensor, x: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
-        """Return the weight's gradient [groups, out, in] in this dtype, zero for a group without rows."""
+        """Compute the weight gradient [groups, out, in] in this dtype. It is zero for a group without rows."""
         if groups.even and len(x):
             grad, x = (t.view(len(groups.counts), -1, t.shape[1]) for t in (grad, x))
             if grad.is_cuda and grad.dtype != dtype:
@@ -135,7 +135,7 @@ class GroupedGemm:
         return torch.stack([g.T @ rows for g, rows in pairs]).to(dtype)
 
     def _by_rows(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
-        """Multiply each group's rows by its matrix; matrices are [groups, columns of the rows, ·]."""
+        """Multiply each group's rows by its matrix. `matrices` is [groups, width of the rows, ·]."""
         if groups.even and len(rows):
             y = torch.bmm(rows.view(len(matrices), -1, rows.shape[1]), matrices)
             # Not a plain view, because FSDP2 warns if a module's output is a view.
@@ -176,7 +176,7 @@ def add_bias(
     kernel: bool = True,
     fused: bool = False,
 ) -> Tensor:
-    """Add the bias [groups, columns] of each row's group to rows y [rows, out]. Returns [rows, out].
+    """Add each group's bias [groups, columns] to its rows of y [rows, out]. Returns [rows, out].
 
     The bias is added to y's columns starting at `first`. With `factors`, float32 [rows, 1], it is first multiplied by
     the row's factor. `kernel` is as in GroupedGemm; `fused` runs one compiled kernel on a GPU. The bias always gets a
@@ -226,7 +226,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """Addition of a bias per group of rows, with a factor per row."""
+    """Adds a bias per group of rows, multiplied by a factor per row."""
 
     @staticmethod
     def forward(
@@ -279,14 +279,14 @@ def _biased(y: Tensor, bias: Tensor, factors: Tensor | None, group: Tensor, firs
 
 
 def _factor_gradient(grad: Tensor, bias: Tensor, group: Tensor) -> Tensor:
-    """Return the gradient of the factors, float32 [rows, 1], from grad [rows, columns]."""
+    """Compute the gradient of the row factors, float32 [rows, 1], from grad [rows, columns]."""
     return (grad * bias.to(grad.dtype)[group]).sum(1, keepdim=True, dtype=torch.float32)
 
 
 def _bias_gradient(
     grad: Tensor, factors: Tensor | None, groups: RowGroups, kernel: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the bias's gradient [groups, columns] from grad [rows, columns] and the rows' factors [rows, 1].
+    """Compute the bias gradient [groups, columns] from grad [rows, columns] and the row factors [rows, 1].
 
     `factors` is None if all factors are 1.
     """
@@ -298,5 +298,5 @@ def _bias_gradient(
 
 
 def _without_empty(result: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Set the results of groups without rows to zero: the kernels of some GPUs leave them uninitialized."""
+    """Zero the results of groups without rows, which the kernels of some GPUs leave uninitialized."""
     return torch.where((counts == 0)[:, None, None], 0.0, result).to(dtype)

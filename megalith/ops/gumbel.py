@@ -41,7 +41,7 @@ def sample(
     axis: Axis = ALONE,  # shards the vocabulary
     first: int = 0,  # first local entry
 ) -> tuple[Tensor, Tensor]:
-    """Sample an entry per row.
+    """Sample one entry per row.
 
     Returns:
         Entries, int64 [rows], and their log-probabilities, float32 [rows], under softmax(logits / temperature) over the
@@ -70,7 +70,7 @@ def sample_rows(
     axis: Axis = ALONE,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Sample an entry per row like `sample`, with separate settings for each row."""
+    """Sample one entry per row like `sample`, with separate settings per row."""
     temperature, top_k, top_p, min_p = settings
     is_greedy = temperature == 0
     z = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
@@ -96,7 +96,7 @@ def sampled_blocks(
     temperature: float,
     inverse: float,
 ) -> Tensor:
-    """Return five statistics of each block of vocabulary entries, for each row.
+    """Return five statistics of each block of vocabulary entries, per row.
 
     Args:
         logits: [rows, local entries].
@@ -140,7 +140,7 @@ def exponential(keys: Tensor) -> Tensor:
 
 
 def _combine_blocks(blocks: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
-    """Return the sampled entries and their log-probabilities from the statistics of blocks, [rows, blocks, 5]."""
+    """Compute the sampled entries and their log-probabilities from the statistics of blocks, [rows, blocks, 5]."""
     peak, entry, chosen, largest, sums = blocks.unbind(-1)  # [rows, blocks] each
     best = peak.argmax(-1, keepdim=True)
     top = largest.amax(-1)
@@ -165,7 +165,7 @@ def _entries_to_search(logits: Tensor, real: int, axis: Axis) -> tuple[Tensor, A
 def least_logit(
     logits: Tensor, inverse: float, top_k: int, top_p: float, min_p: float, axis: Axis = ALONE
 ) -> Tensor:
-    """Return the smallest logit that the filters top_k, top_p and min_p keep, float32 [rows].
+    """Return the smallest logit that passes the filters top_k, top_p and min_p, float32 [rows].
 
     logits are [rows, local entries]. An entry is kept if fewer than top_k entries are more likely, if the more likely
     ones have less than top_p of the probability mass that top_k keeps, and if its probability is at least min_p times
@@ -196,7 +196,7 @@ def least_logit(
 
 
 def least_logit_by_row(z: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, axis: Axis = ALONE) -> Tensor:
-    """Return `least_logit` with separate settings for each row. The logits z are already divided by the temperature."""
+    """Return `least_logit` with separate settings per row. The logits z are already divided by the temperature."""
     z = z if z.shape[1] else z.new_full((len(z), 1), LOWEST)
     top = all_reduce_no_grad(z.amax(-1), axis, "max")
     most = torch.where(top_k > 0, top_k, math.inf)

@@ -1,4 +1,4 @@
-"""Sizes of the chunks of tokens in which losses compute their logits, and the gradients of the chunks."""
+"""Losses that compute their logits in chunks of tokens: chunk sizes and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ class HeadGradients:
     """Gradients of the output matrix, its bias and its input, collected chunk by chunk."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, has_wgrad: bool):
-        """Start with zeros for `weight` [rows, hidden], unless it is frozen, and for `bias` [rows], if there is one."""
+        """Allocate zero gradients for `weight` [rows, hidden], unless it is frozen, and for `bias` [rows], if there
+        is one.
+        """
         self.inputs: list[Tensor] = []
         """Gradients of the chunks' inputs, [tokens, hidden] each, in the order of `add`."""
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if has_wgrad else None
         self.bias = None if bias is None else torch.zeros_like(bias)
 
     def add(self, grad: Tensor, x: Tensor, matrix: Tensor) -> None:
-        """Add a chunk, whose logits x · matrixᵀ have the gradient `grad` [tokens, rows].
+        """Accumulate the gradients of a chunk whose logits x · matrixᵀ have the gradient `grad` [tokens, rows].
 
         `matrix` is the weight in x's dtype.
         """

@@ -1,4 +1,4 @@
-"""Largest attention logit of each head: the maximum of scale · query · key over all visible pairs.
+"""Largest attention logit per head: the maximum of scale · query · key over all visible pairs.
 
 Fused attention kernels do not return it. Here it is computed in tiles of scores, so that no full score matrix is in
 memory. Tiles that causality or a window hides are skipped. The cost is one of the two matmuls of attention's forward
@@ -70,9 +70,7 @@ def max_logits(
 def _tiles(
     spans: Sequence[range], keys: int, heads: int, causal: bool, window: int | None
 ) -> Iterator[tuple[int, range, range]]:
-    """Yield, for each tile, the index of its first query, the positions of its queries, and the positions of
-    its keys.
-    """
+    """Yield each tile's index of the first query, positions of the queries, and positions of the keys."""
     size, first = max(TILE // (heads * min(KEYS, keys)), 1), 0
     for span in spans:
         for start in range(span.start, span.stop, size):
@@ -93,7 +91,7 @@ def _visible(
     window: int | None,
     device: torch.device,
 ) -> Tensor | None:
-    """Return a mask of the visible pairs of a tile, bool [batch or 1, 1, rows, columns].
+    """Return a mask of the visible (query, key) pairs of a tile, bool [batch or 1, 1, rows, columns].
 
     None: all pairs are visible.
     """

@@ -23,7 +23,7 @@ BLOCK = 1024  # tokens per scan
 
 @dataclass(frozen=True)
 class Permutation:
-    """The token of each row, and the rows of each token."""
+    """Maps each row to its token, and each token to its rows."""
 
     token: Tensor  # int64 [rows]; the number of tokens for a padding row
     row: Tensor  # int64 [tokens, topk]; the number of rows, or more, for a pair without a row
@@ -124,7 +124,9 @@ def replicate_tokens(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor
 
 
 def inverse(row: Tensor, rows: int) -> Tensor:
-    """Return the element at each of `rows` positions, int64 [rows], given each element's position, int64 [n]."""
+    """Return the inverse of a placement: the element at each of `rows` positions, int64 [rows], given positions int64
+    [n].
+    """
     elements = torch.empty(rows, dtype=torch.int32, device=row.device)
     return elements.scatter(0, row, torch.arange(len(row), dtype=torch.int32, device=row.device)).long()
 
@@ -223,7 +225,7 @@ def sum_at(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
 
 
 def one_by_one(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
-    """Return `sum_at`, added in the order of the columns of `index`."""
+    """Compute `sum_at` by adding the columns of `index` in order."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = rows_at(rows, index[:, 0], complete).to(wide)
     for choice in range(1, index.shape[1]):

@@ -36,9 +36,7 @@ def split_heads(qkv: Tensor, heads_in_group: int, head_dim: int, flat: bool = Tr
 
 
 class _SplitQKV(torch.autograd.Function):
-    """Split whose backward pass is one kernel: it assembles the gradient of qkv, and sums it over tokens for
-    the bias.
-    """
+    """Splits qkv. One backward kernel assembles the gradient of qkv and sums it over tokens for the bias."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""State space model of Mamba-2 (SSD, Dao and Gu 2024): a recurrence whose state is one matrix per head.
+"""State space model of Mamba-2 (SSD, Dao and Gu 2024): a recurrence with one state matrix per head.
 
 A token with input x [head size], step size Δ and vectors b and c [state size] updates the state S [state size, head
 size]. S decays by α = e^{−AΔ}; then Δ b ⊗ x is written, and c reads the result:
@@ -210,8 +210,10 @@ scan_states.register_autograd(_gradients, setup_context=_keep)
 def next_token(
     state: Tensor, x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of one token, [batch, 1, heads, head size], after `state`, and the new state; see
-    `with_last_state`."""
+    """Compute one token, [batch, 1, heads, head size], from `state`.
+
+    Returns the result and the new state (see `with_last_state`).
+    """
     sharing = x.shape[2] // b.shape[2]
     b, c = (y[:, 0].float().repeat_interleave(sharing, dim=1) for y in (b, c))  # [batch, heads, state size]
     wide = x[:, 0].float()

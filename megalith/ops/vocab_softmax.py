@@ -115,7 +115,7 @@ def real_logits(
 
 
 def local_rows(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of `index` on this rank, 0 for rows of other ranks, and a mask of the local ones."""
+    """Return the local rows of `index`, 0 for rows of other ranks, and a mask of the rows on this rank."""
     is_local = (index >= 0) & (index < rows)
     return torch.where(is_local, index, 0), is_local
 

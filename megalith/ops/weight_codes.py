@@ -1,4 +1,4 @@
-"""Codes of frozen weights in 4 or 8 bits, and their conversion to the numbers that matmuls take.
+"""Quantized frozen weights (codes) in 4 or 8 bits, and their conversion to dtypes for matmuls.
 
 nf4    4-bit NormalFloat (QLoRA, Dettmers et al. 2023) with double quantization, in bitsandbytes' tables and blocks: 64
        values share an absmax. Absmaxes are stored as 8-bit codes of their differences from the matrix's mean; 256 of
@@ -54,7 +54,7 @@ def dynamic_map() -> Tensor:
 
 
 class WeightCodes(NamedTuple):
-    """A quantized weight [..., rows, columns]. Parts that a form does not have are empty."""
+    """A quantized weight [..., rows, columns]. Tensors that a format does not use are empty."""
 
     codes: Tensor  # [..., rows, columns], or two per byte [..., rows, columns / 2]
     scales: Tensor  # [..., rows, blocks]: nf4 uint8 or float32, mxfp4 uint8, int8 float32
@@ -104,7 +104,7 @@ def levels_of(form: str) -> Tensor:
 
 
 def encode(form: str, matrix: Tensor, rows: Tensor) -> CodedMatrix:
-    """Quantize a float32 matrix [rows, columns]. `rows` are its rows in the weight, int64 [rows]."""
+    """Quantize a float32 matrix [rows, columns]. `rows`, int64 [rows], are its row indices in the weight."""
     if form == "nf4":
         return nf4_matrix(rows, *_nf4_codes(matrix))
     if form == "mxfp4":
@@ -145,7 +145,7 @@ def fp8_matrix(rows: Tensor, codes: Tensor, scales: Tensor) -> CodedMatrix:
 
 
 def assemble(form: str, shape: Sequence[int], matrices: Iterable[CodedMatrix]) -> WeightCodes:
-    """Return a weight of this shape [rows, columns], assembled from the matrices that its rows come from."""
+    """Assemble a weight of shape [rows, columns] from the matrices that contain its rows."""
     matrices = list(matrices)
     first, parts = matrices[0], []
     for each in (first.codes, first.scales, first.block_index):

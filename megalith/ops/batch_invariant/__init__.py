@@ -1,4 +1,4 @@
-"""Operators whose result for a token has the same bits, whatever other tokens are computed with it.
+"""Operators that compute the same bits for a token regardless of the other tokens in the batch.
 
 Ordinary kernels choose their tiles, splits and vector lanes by the number of rows, so that the same token rounds
 differently in a batch of 1 and of 64, in a prefill and in a decode step, or in the trainer and in the engine. Here:

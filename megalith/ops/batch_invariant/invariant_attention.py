@@ -1,4 +1,4 @@
-"""Attention whose sums over keys have one order: for prefill and decode, padded and packed rows.
+"""Attention that sums over keys in a fixed order, for prefill and decode and for padded and packed rows.
 
 A query takes the keys of its document in blocks of KEYS, counted from the document's first key, with an online softmax
 (Milakov and Gimelshein 2018; Dao et al. 2022). A block that the query does not see multiplies the running sums by 1 and
@@ -60,7 +60,9 @@ _IGNORED = {"causal", "first_head", "dropout_rows", "saved"}  # always causal; t
 
 
 def first_keys(seq: int, mask: Tensor | None, documents: Tensor | None) -> Tensor | None:
-    """Return the first key of each query's document, int64 [batch, seq]; None if that is the row's first key.
+    """Return the index of the first key of each query's document, int64 [batch, seq].
+
+    None if that is the row's first key.
 
     `mask` is bool [batch, 1, seq, seq], `documents` int32 [batch, documents] as in ops/documents.py.
     """
@@ -93,7 +95,9 @@ def cached_attention(
     scale: float | None,
     **_unsupported,
 ) -> Tensor:
-    """Add a new token per row to the cache and return its attention, as ops.cached_attention.cached_attention does."""
+    """Cache the key and value of a new token per row, and compute its attention like
+    ops.cached_attention.cached_attention.
+    """
     rows, room = cache.shape[1:3]
     new = torch.arange(0, rows * room, room, device=positions.device) + positions
     for cached, x in zip(cache, (key, value)):
@@ -113,7 +117,7 @@ def continued_attention(
     scale: float | None,
     **_unsupported,
 ) -> Tensor:
-    """Return the attention of tokens that follow others, as ops.cached_attention.continued_attention does."""
+    """Compute the attention of tokens that follow cached ones, like ops.cached_attention.continued_attention."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return attend(query, key, value, positions, None, window, scale)[0]
 

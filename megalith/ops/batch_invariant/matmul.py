@@ -1,4 +1,4 @@
-"""Matmuls in which a row's result does not depend on the other rows or on their number.
+"""Matmuls that compute each row independently of the other rows and of their number.
 
 On a CPU, the library behind torch.mm uses different code for few rows: with 1,024 inputs, a row's bits in a matmul of
 up to 15 rows differ from its bits in a matmul of 67 rows. Here every call has TILE rows, the last one padded with
@@ -62,7 +62,7 @@ def _by_tiles_of_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
 
 
 def _filled(x: Tensor, multiple: int) -> Tensor:
-    """Return a contiguous copy of x [rows, columns] with rows of zeros up to a multiple.
+    """Return a contiguous copy of x [rows, columns], padded with zero rows to a multiple.
 
     It is a copy even if no row is missing: the bits of a product depend on the alignment of its factors, and only newly
     allocated memory always has the same alignment.
@@ -95,7 +95,7 @@ PARTS = 8  # of the inner dimension of a row-parallel linear
 
 
 def local_parts(size: int, ranks: int, parts: int = PARTS) -> int:
-    """Return the number of equal parts into which a rank's shard of `size` elements is divided.
+    """Return the number of equal chunks into which a rank's shard of `size` elements is split.
 
     All ranks together have `parts` parts, or fewer if the global size is not a multiple of `parts`. If there are more
     ranks than parts, each rank has one.
@@ -106,7 +106,7 @@ def local_parts(size: int, ranks: int, parts: int = PARTS) -> int:
 
 @torch.no_grad()
 def sum_of_parts(x: Tensor, weight: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
-    """Return x · weightᵀ, [tokens, out], as a sum of the products of equal parts of the inner dimension.
+    """Compute x · weightᵀ, [tokens, out], as a sum over equal chunks of the inner dimension.
 
     The parts' products are added in fp32 by a binary tree of neighbours, and rounded once.
     """
@@ -116,7 +116,7 @@ def sum_of_parts(x: Tensor, weight: Tensor, parts: int, dtype: torch.dtype) -> T
 
 
 class BatchInvariantRowGemm(Gemm):
-    """The matmuls of a linear whose inner dimension tensor parallelism may shard.
+    """The matmuls of a linear whose inner dimension may be sharded by tensor parallelism.
 
     A rank adds some of PARTS products, which is a subtree of the sum that one device computes
     (parallel/tensor/ordered_reduce.py adds the rest).
@@ -150,7 +150,8 @@ class BatchInvariantGroupedGemm(GroupedGemm):
 
 
 class BatchInvariantGroupedRowGemm(GroupedGemm):
-    """The matmuls of experts whose inner dimension expert tensor parallelism may shard: see BatchInvariantRowGemm.
+    """The matmuls of experts whose inner dimension may be sharded by expert tensor parallelism (see
+    BatchInvariantRowGemm).
 
     Args:
         inner: this rank's inner size.
@@ -182,7 +183,7 @@ class BatchInvariantGroupedRowGemm(GroupedGemm):
 def _by_groups(
     multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, groups: RowGroups
 ) -> Tensor:
-    """Return each group's product, [rows, out]; rows after the last group are zeros."""
+    """Compute each group's product, [rows, out]. Rows after the last group are zero."""
     y = torch.cat([multiply(part, matrix) for part, matrix in zip(groups.split(x), weight)])
     return pad(y, (0, 0, 0, len(x) - len(y)))
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm whose statistics are summed in a fixed order."""
+"""LayerNorm and RMSNorm that sum their statistics in a fixed order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def normalized(x: Tensor, epsilon: float, centred: bool) -> Tensor:
 
 
 def sum_squares(x: Tensor, ranks: int = 1) -> Tensor:
-    """Return the sum of the squares along the last dimension, [..., 1], as a sum of the sums of equal parts.
+    """Return the sum of squares over the last dimension, [..., 1], computed as a sum over equal chunks.
 
     The parts' sums are added by a binary tree of neighbours. If `ranks` ranks share the dimension, this rank's sum is a
     subtree of the sum of one device (parallel/tensor/ordered_reduce.py adds the rest).
@@ -42,7 +42,7 @@ def sum_squares(x: Tensor, ranks: int = 1) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """The norm with a Triton kernel forward, whose backward pass computes the statistics again."""
+    """A norm with a Triton kernel for the forward pass. The backward pass recomputes the statistics."""
 
     @staticmethod
     def forward(ctx, x: Tensor, factor: Tensor, shift: Tensor | None, epsilon: float) -> Tensor:

@@ -153,7 +153,7 @@ def chunk_slots(documents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_gradient_of(ordinary: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return exact(*inputs), with the gradient of ordinary(*inputs), which the backward pass computes again."""
+    """Return exact(*inputs). The backward pass recomputes ordinary(*inputs) and uses its gradient."""
     if not torch.is_grad_enabled():
         return exact(*inputs)
     return _WithGradientOf.apply(ordinary, exact, *inputs)

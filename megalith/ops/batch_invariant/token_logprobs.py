@@ -49,7 +49,7 @@ def statistics(
 
 
 def _softmax_sums(logits: Tensor, temperature: Tensor, parts: int) -> Tensor:
-    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z) of each part of the vocabulary.
+    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z) of each chunk of the vocabulary.
 
     They are float32 [3, parts, tokens], of z = logits / temperature.
     """
@@ -63,7 +63,10 @@ def _softmax_sums(logits: Tensor, temperature: Tensor, parts: int) -> Tensor:
 
 
 def _add_parts(sums: Tensor) -> Tensor:
-    """Add the parts' sums, [3, parts, tokens] from `_softmax_sums`, by a tree of neighbours. Returns [3, tokens]."""
+    """Sum the results of `_softmax_sums` over the chunks, [3, chunks, tokens], by a binary tree of neighbours.
+
+    Returns [3, tokens].
+    """
     while (parts := sums.shape[1]) > 1:
         pairs, last = sums[:, : parts // 2 * 2], sums[:, parts // 2 * 2 :]
         added = add_pairs_of_sums(pairs) if sums.is_cuda else _add_pairs(pairs)

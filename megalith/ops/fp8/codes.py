@@ -1,5 +1,4 @@
-"""FP8 arithmetic: scales, casts per tensor, row or block, and matmuls of FP8 data. recipes.py chooses what is cast and
-how.
+"""FP8 arithmetic: scales, casts per tensor, row or block, and matmuls. recipes.py selects what is cast and how.
 
 CPUs have no useful FP8 matmul. There, FP8 data is multiplied in fp64. Sums of products of two e4m3 numbers are exact in
 fp64 in any order up to 2¹⁷ terms, so this is the reference for GPUs.
@@ -195,7 +194,7 @@ def _(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, d
 def block_matmul_on_gpu(
     a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Compute `block_matmul` with cuBLAS, which has its own layout of scales."""
+    """Compute `block_matmul` with cuBLAS, which requires its own layout of scales."""
     blocks, rows = F.ScalingType, len(a)
     if tiles:  # cuBLAS needs a multiple of 4 blocks along k in memory
         b_inverse = F.pad(b_inverse, (0, -b_inverse.shape[1] % 4)).contiguous().t()

@@ -1,4 +1,4 @@
-"""FP8 recipes: the Gemm of a linear layer under each recipe, after Transformer Engine's.
+"""FP8 recipes, modelled on Transformer Engine's: the Gemm of a linear layer under each recipe.
 
      recipe       scale of a tensor                         data
      delayed      largest / amax of previous steps          inputs and weights e4m3, gradients e5m2 (`hybrid`) or e4m3
@@ -49,7 +49,9 @@ from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
 
 
 class AmaxTable:
-    """State of delayed scaling for all linear layers of the model: a row per layer, for its three tensors.
+    """State of delayed scaling for all linear layers of the model.
+
+    Each layer has one row with entries for its three tensors.
 
     Every rank holds the complete table, bitwise identical.
     """
@@ -63,7 +65,7 @@ class AmaxTable:
         margin: int,
         device: torch.device,
     ):
-        """Create a table without scales, with a row per name.
+        """Create a table without scales, with one row per name.
 
         `algo` derives scales from the "most_recent" amax or from the "max" over `history_len` steps.
         """
@@ -83,7 +85,7 @@ class AmaxTable:
         self.step_amax.zero_()
 
     def end_passes(self, world: Axis) -> None:
-        """Take the maximum of the amaxes over all ranks, after the last pass of a step."""
+        """Reduce the amaxes to their maximum over all ranks, after the last backward pass of a step."""
         self.step_amax.copy_(all_reduce_no_grad(self.step_amax, world, "max"))
 
     def overflow(self) -> Tensor:
@@ -150,7 +152,7 @@ class CurrentScaling:
 
 
 class DelayedScaling:
-    """Delayed scaling of one linear layer, with its row of an AmaxTable.
+    """Delayed scaling of one linear layer, which uses one row of an AmaxTable.
 
     Until the table has scales, it uses current scaling, whose amaxes are reduced over `axes`.
     """
@@ -183,7 +185,7 @@ def _both(codes: tuple[Tensor, Tensor], inverse: Tensor) -> tuple[Operand, Opera
 
 
 class StepCodes:
-    """A weight's FP8 data for all passes of a step, shared by copies of a Gemm. Empty between steps."""
+    """A weight's FP8 data for all micro-batches of a step, shared by copies of a Gemm. Empty between steps."""
 
     operands: tuple[Operand, Operand] | None = None
     """By row, and by column with the same shape."""
@@ -311,7 +313,7 @@ def _in_blocks(x: Tensor, by_column: bool) -> tuple[Operand, Operand]:
 
 
 class Fp8GroupedGemm(GroupedGemm):
-    """Experts in FP8: forward and dgrad with a scale per row along the sum; wgrad without FP8."""
+    """Experts in FP8: forward and dgrad with one scale per row along the summed dimension. wgrad does not use FP8."""
 
     def __init__(self, kernel: bool, axis: Axis | None = None, gradient_axis: Axis | None = None):
         """Create a Gemm. `axis` shards the sums of `forward`, and `gradient_axis` the sums of `dgrad`."""

@@ -204,7 +204,7 @@ def _softmax_sums(
 
 
 def softmax_sums(logits: Tensor, temperature: Tensor, parts: int) -> Tensor:
-    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z) of each part of the vocabulary.
+    """Return max z, Σ exp(z - max z) and Σ exp(z - max z) · (z - max z) of each chunk of the vocabulary.
 
     They are float32 [3, parts, tokens], of z = logits / temperature.
 
@@ -242,7 +242,7 @@ def _add_pairs_of_sums(sums, added, count, tokens, pairs, BLOCK: tl.constexpr):
 
 
 def add_pairs_of_sums(sums: Tensor) -> Tensor:
-    """Return the sums of pairs of neighbouring parts, float32 [3, parts / 2, tokens].
+    """Add pairs of neighbouring chunk sums. Returns float32 [3, chunks / 2, tokens].
 
     `sums` are those of `softmax_sums`, [3, parts, tokens], with an even number of parts.
     """

@@ -1,4 +1,4 @@
-"""Sums over rows in fp32, fused with the computation of the rows: bias gradients, and sums of several ranks' data.
+"""Column sums in fp32, fused with the computation of the rows: bias gradients, and sums over ranks.
 
 A program computes some columns of some rows and accumulates column sums. The programs' sums are added afterwards in a
 fixed order.
@@ -51,7 +51,7 @@ def _gelu_backward(
 
 @triton_op("megalith::gelu_backward", mutates_args={})
 def gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x [tokens, width], given that of gelu_tanh(x); and its sum over tokens, float32."""
+    """Return the gradient of x [tokens, width], given gelu_tanh(x)'s gradient, and its sum over tokens, float32."""
     tokens, width = x.shape
     grad, x = grad.contiguous(), x.contiguous()
     out = torch.empty_like(x)
@@ -98,7 +98,7 @@ def _join_qkv(
 
 @triton_op("megalith::join_qkv", mutates_args={})
 def join_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Interleave query, key and value heads in the order of linear_qkv's rows.
+    """Interleave query, key and value heads in the row order of linear_qkv.
 
     query is [batch, seq, heads, size], key and value are [batch, seq, groups, size].
 

@@ -1,4 +1,4 @@
-"""Attention of one new token per row over a KV cache whose rows are filled to different lengths.
+"""Attention of one new token per row over a KV cache with rows of different lengths.
 
      cache [2, rows, room, groups, head_dim]: keys, values          positions [rows]: position of the new token
 
@@ -116,7 +116,7 @@ def decode_attention(
     scale: float,
     chunk: int,
 ) -> Tensor:
-    """Return the attention of one new token per row over the cache, [rows, heads, head_dim].
+    """Compute the attention of one new token per row over the cache, [rows, heads, head_dim].
 
     query is [rows, heads, head_dim], key and value are [rows, groups, head_dim], positions int64 [rows], and the cache
     is as above. `window`, `softcap` and `chunk` are 0 if not used. `chunk` is the length of the chunks of positions

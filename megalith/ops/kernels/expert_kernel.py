@@ -1,5 +1,5 @@
-"""Operations on experts' rows besides matmuls, each in one pass over memory: gathering rows, and the gated activation
-times the rows' weights with its gradients.
+"""Fused expert operations other than matmuls: gathering rows, and the gated activation times the row weights, with
+gradients.
 
 Each program handles one row, so that it can sum the gradient of the row's weight. In an oversized buffer, programs of
 rows after the last one read its position and exit without moving data.

@@ -1,4 +1,4 @@
-"""Casts to FP8: a matrix is read once, and the same program writes its data, the transposed data and its amax.
+"""Casts to FP8. A matrix is read once, and one program writes its data, the transposed data and the amax.
 
 Programs handle tiles of ROWS × COLUMNS. Hopper needs operands contiguous along the summed dimension, and the three
 matmuls of a linear layer sum along different dimensions, so the data is needed in both orders. The amax is a maximum
@@ -191,7 +191,7 @@ def transpose(codes: Tensor) -> Tensor:
 def cast_blocks(
     x: Tensor, by_row: bool, by_column: bool, tiles: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the FP8 data of blocks and its scales; see ops.fp8.codes.cast_blocks.
+    """Return the FP8 data and scales of blocks; see ops.fp8.codes.cast_blocks.
 
     Incomplete blocks of rows are supported only for data by row.
     """

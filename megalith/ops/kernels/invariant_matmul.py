@@ -1,4 +1,4 @@
-"""A matmul in which a row's result does not depend on the other rows, on their number or on the size of the tiles.
+"""A matmul that computes each row independently of the other rows, their number and the tile sizes.
 
 Every element is a sum along the inner dimension in one order: tensor cores add a product of 16 inner elements at a
 time, whatever the shape of the tile, and nothing else is split. Sizes of tiles may therefore follow the number of rows.
@@ -24,7 +24,7 @@ ALIGNED = 16  # bytes: addresses and strides of what the tensor memory accelerat
 
 
 class Tile(NamedTuple):
-    """Sizes of a program's tile: rows and columns of the result, and inner elements per step."""
+    """Tile sizes of a program: rows and columns of the result, and inner elements per iteration."""
 
     rows: int
     columns: int
@@ -146,7 +146,7 @@ def tiled_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, ends: Tensor | N
 def matmul_in_parts(
     x: Tensor, weight: Tensor, dtype: torch.dtype, parts: int, ends: Tensor | None = None
 ) -> Tensor:
-    """Return x · weightᵀ, [rows, out], with the products of equal parts of the inner dimension added by a binary tree.
+    """Compute x · weightᵀ, [rows, out], and sum the products of equal chunks of the inner dimension by a binary tree.
 
     Args:
         x: [rows, in].

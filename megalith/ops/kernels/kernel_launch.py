@@ -1,4 +1,4 @@
-"""Repeated launches of a Triton kernel with less host time than Triton's own launcher.
+"""Launches a Triton kernel repeatedly with less host time than Triton's own launcher.
 
 Triton checks every argument of each launch to choose a compiled variant: a tensor's dtype and whether its address is a
 multiple of 16, an integer's size and divisors, a constant's value. Launcher reuses the variant of an earlier launch

@@ -1,4 +1,4 @@
-"""Adam step for moments in bf16 or 8 bits (optim/moments.py), in one pass over memory.
+"""Adam step with moments in bf16 or 8 bits (optim/moments.py), in one pass over memory.
 
 A program handles complete blocks, so that their largest elements are known before anything is written. A number's code
 is first computed by a formula for the table `dynamic_code` without its rounding, then corrected by at most one using

@@ -1,4 +1,4 @@
-"""Norms fused with a residual addition, forward and backward: one pass over memory each, and small column sums.
+"""Norms fused with a residual addition. Forward and backward each take one pass over memory, plus small column sums.
 
 Forward, a program adds y, a branch's output, to the stream x and normalizes the sum. Backward, it reads the gradient of
 the normed rows, the rows, and the gradient along the stream, and writes the sum of both gradients, which is the

@@ -1,4 +1,4 @@
-"""Sampling in one pass over the logits: maximum of logit + temperature · noise, and the sum of the softmax.
+"""Sampling in one pass over the logits: computes the maximum of logit + temperature · noise, and the softmax sum.
 
 Each program handles a block of a row and finds five numbers (ops/gumbel.py), which are then combined over the blocks of
 a row and, under tensor parallelism, over ranks.

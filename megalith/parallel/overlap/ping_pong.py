@@ -101,7 +101,7 @@ def _run_layer_on_parts(
 
 
 def _run_ping_pong(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
-    """Run x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], through these layers as two half micro-batches."""
+    """Run x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], through layers as two half micro-batches."""
     sharded, count = context.layout.sharded, context.layout.micro_batches
     stream = _split_stream if sharded else torch.chunk
     parts = tuple(stream(x, count))
