@@ -43,7 +43,7 @@ def train_reward(config: RunConfig) -> TrainingResult:
 
 
 class RewardTask(SummedLossTask):
-    """Task of a reward model: its data, loss and metrics."""
+    """Reward model task: provides the data, the loss and the metrics."""
 
     restarts_in_process = False
 

@@ -12,7 +12,7 @@ from megalith.rl.losses.selective_loss import SelectiveLoss, StepTokens, selecte
 
 
 class ClipCov(SelectiveLoss):
-    """PPO's clip, with a loss of 0 for randomly chosen tokens.
+    """PPO's clip, with a loss of 0 for randomly selected tokens among those with high covariance.
 
     They are chosen among the tokens that are not clipped and have a covariance between rl.clip_cov_lb and
     rl.clip_cov_ub. Their number is the fraction rl.clip_cov_ratio of all tokens, or less if there are fewer such

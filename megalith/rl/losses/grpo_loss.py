@@ -45,7 +45,7 @@ class GrpoLoss:
         return losses
 
     def clip_bounds(self, rl: RlConfig) -> tuple[float, float]:
-        """Return the ratios beyond which the metrics clip_low and clip_high count a token."""
+        """Return the ratio bounds beyond which the metrics clip_low and clip_high count a token."""
         return 1 - rl.epsilon, 1 + rl.upper_epsilon
 
     def token_weights(self, rl: RlConfig, sequences: Sequences, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,7 +53,7 @@ class GrpoLoss:
         return sequences.mask.to(dtype)
 
     def divisor(self, rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
-        """Return a micro-batch's contribution to the denominator, a float64 scalar: its tokens in the loss.
+        """Return a micro-batch's term of the denominator, a float64 scalar: its number of tokens in the loss.
 
         Args:
             rl: section `rl` of the configuration.
@@ -63,7 +63,7 @@ class GrpoLoss:
 
 
 class _FunctionLoss(GrpoLoss):
-    """A user's function in place of `token_losses`, averaged over tokens."""
+    """A user-defined function as `token_losses`, averaged over tokens."""
 
     def __init__(self, function: Callable[..., Tensor]):
         self.token_losses = function

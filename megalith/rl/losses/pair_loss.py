@@ -21,7 +21,7 @@ from megalith.rl.objectives.sequences import Sequences
 
 
 class PairLoss(GrpoLoss):
-    """A loss of pairs of completions, averaged over the pairs. Computing it takes two passes over the output matrix."""
+    """A loss of completion pairs, averaged over the pairs. It computes the logits twice."""
 
     def losses_of_margins(self, rl: RlConfig, margins: Tensor) -> Tensor:
         """Return the losses of pairs with these margins h, of any shape."""
@@ -36,7 +36,8 @@ class PairLoss(GrpoLoss):
         partners: Tensor,
         sequences: Sequences,
     ) -> Tensor:
-        """Return each sequence's part of its pair's loss, divided equally among its tokens in the loss, [batch, seq].
+        """Return each sequence's share of its pair's loss, divided equally among its tokens in the loss, [batch,
+        seq].
 
         The preferred completion's part has the value of the pair's loss. The other completion's part has the value 0,
         but its own gradient.

@@ -1,4 +1,4 @@
-"""REINFORCE weighted by importance, as in verl's bypass mode: the policy gradient on samples of another policy."""
+"""REINFORCE with importance weights, as in verl's bypass mode: the policy gradient on samples of another policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of losses that choose a few tokens among all tokens of a step and treat them differently."""
+"""The interface of losses that select a few of a step's tokens and treat them differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of losses whose term for a token depends on all tokens of its sequence."""
+"""The interface of losses in which a token's term depends on all tokens of its sequence."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from megalith.rl.objectives.sequences import Sequences
 
 
 class SequenceLoss(GrpoLoss):
-    """A loss with `sequence_losses` in place of `token_losses`. Computing it takes two passes over the
-    output matrix.
-    """
+    """A loss with `sequence_losses` instead of `token_losses`. It computes the logits twice."""
 
     def sequence_losses(
         self,

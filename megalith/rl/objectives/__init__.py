@@ -1,1 +1,1 @@
-"""Losses of a step of GRPO, preference training and reward models, and their inputs."""
+"""Losses of GRPO, preference training and reward models, and their inputs."""

@@ -1,4 +1,4 @@
-"""A coefficient of the entropy bonus that follows the entropy (`rl.use_adaptive_entropy`), as in TRL (Skywork-OR1).
+"""Adaptive coefficient of the entropy bonus (`rl.use_adaptive_entropy`), as in TRL (Skywork-OR1).
 
 After each step, rl.entropy_coef_delta is added to the coefficient if the mean entropy over the step's tokens is at most
 rl.entropy_target, and subtracted otherwise. The coefficient stays between rl.entropy_coef_min and rl.entropy_coef_max.
@@ -23,7 +23,7 @@ class EntropyController:
 
     @property
     def coefficient(self) -> float:
-        """Coefficient of the bonus in the next step."""
+        """Entropy coefficient of the next step."""
         is_low = self._totals.get(LAST, math.inf) <= self._rl.entropy_target
         return self._value if is_low else 0.0
 

@@ -1,4 +1,4 @@
-"""Micro-batches of answers, whose tokens belong to numbered sequences."""
+"""Micro-batches of answers. Each token belongs to a numbered sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pairs of online DPO: which completion of a prompt is preferred, and the log-ratio of the other one.
+"""The completion pairs of online DPO: which one is preferred, and the log-ratio of the other one.
 
 A forward pass before each step computes the policy's log-ratios to the reference over the whole step, so that the loss
 of a pair does not depend on the micro-batches of its completions.
@@ -62,7 +62,7 @@ def with_pairs(
     logprobs: Sequence[Tensor],
     rewards: np.ndarray,
 ) -> list[RolloutBatch]:
-    """Return a step's micro-batches whose advantages are the signs of `preferred`, with the partners' log-ratios.
+    """Return a step's micro-batches with the signs of `preferred` as advantages, and with the partners' log-ratios.
 
     Args:
         run: the run.

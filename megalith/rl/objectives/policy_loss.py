@@ -153,7 +153,7 @@ def off_policy_mask(
 
 
 def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
-    """Return a micro-batch's contribution to the denominator of the step's loss, a float64 scalar.
+    """Return a micro-batch's term of the denominator of the step's loss, a float64 scalar.
 
     Args:
         rl: section `rl` of the configuration.
@@ -337,8 +337,9 @@ class PolicyLoss(SummedLoss):
         self.add_metrics([masked(x) for x in each])
 
     def means(self, sums: Tensor) -> dict[str, float | None]:
-        """Return the means of the metrics over all tokens. Metrics in DRIFT are means over the compared tokens; None if
-        there are none.
+        """Return the metrics as means over all tokens.
+
+        Metrics in DRIFT are means over the compared tokens, or None without any.
         """
         means: dict[str, float | None] = dict(super().means(sums))
         compared = means.pop("compared")

@@ -1,4 +1,4 @@
-"""Corrections for the difference between the engine's policy and the trained one, over a whole rollout batch.
+"""Corrections for the difference between the engine's and the trained policy, over a whole rollout batch.
 
 With d = log π_old − log π_rollout of each token:
 
@@ -57,7 +57,10 @@ def correct_batches(
 
 
 def _rollout_logprobs(batch: RolloutBatch) -> Tensor:
-    """Return the engine's log-probabilities. A batch without them, such as one of empty rows, gets the old policy's."""
+    """Return the engine's log-probabilities.
+
+    For a batch without them, such as one of empty rows, return the old policy's.
+    """
     old, rollout = batch.old_logprobs, batch.rollout_logprobs
     return old if rollout is None else rollout.to(old.device)
 
@@ -95,7 +98,7 @@ def _normalized_weights(
 def _with_entropy_weights(
     rl: RlConfig, batches: list[RolloutBatch], dp: Axis, device: torch.device
 ) -> list[RolloutBatch]:
-    """Return a step's micro-batches with entropy weights that average over the tokens that were not rejected."""
+    """Return a step's micro-batches with entropy weights that average over the tokens that have not been rejected."""
     if all(batch.entropy_weights is None for batch in batches):
         return batches
     counts = [

@@ -1,4 +1,4 @@
-"""Sums and means over the sequences of packed or padded rows."""
+"""Sums and means over the sequences in packed or padded rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sequences:
         return cls(batch.loss_mask > 0, batch.sequence_ids, tokens if len(tokens) else tokens.new_zeros(1))
 
     def masked(self, x: Tensor | None) -> Tensor | None:
-        """Return x with 0 at prompt and padding tokens, even where x is NaN; None for None."""
+        """Return x with 0 at prompt and padding tokens, even where x is NaN. Returns None if x is None."""
         return None if x is None else torch.where(self.mask, x, 0.0)
 
     def sums(self, x: Tensor) -> Tensor:

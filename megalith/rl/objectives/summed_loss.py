@@ -1,4 +1,4 @@
-"""Loss whose metrics are summed on the device over micro-batches."""
+"""Base of losses that sum their metrics on the device over micro-batches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megalith.parallel.mesh import Mesh
 
 
 class SummedLoss(Loss):
-    """A loss that accumulates its METRICS on the device over micro-batches until they are taken."""
+    """A loss that accumulates its METRICS on the device over micro-batches until `take_sums` is called."""
 
     METRICS: tuple[str, ...]
     """Names of the metrics. The first metric is a count, by which all others are divided."""
     _sums: Tensor | None = None
 
     def add_metrics(self, values: Sequence[Tensor]) -> None:
-        """Add a micro-batch: one tensor of any shape per metric, which is summed."""
+        """Accumulate a micro-batch's metrics: one tensor of any shape per metric, which is summed."""
         sums = torch.stack([x.sum(dtype=torch.float64) for x in values])
         self._sums = sums if self._sums is None else self._sums + sums
 

@@ -1,4 +1,4 @@
-"""Tasks whose losses are `SummedLoss`es: metrics of a step and of an evaluation."""
+"""Tasks with a `SummedLoss`: the metrics of a step and of an evaluation."""
 
 from __future__ import annotations
 

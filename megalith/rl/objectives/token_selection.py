@@ -1,4 +1,4 @@
-"""Tokens of a step that the loss treats differently, chosen over the whole step.
+"""Selects tokens over a whole step that the loss treats differently.
 
 Before a step, a forward pass computes the policy's log-probabilities and entropies of all its tokens. The choice is
 made on all of them at once, so it is the same in every layout:

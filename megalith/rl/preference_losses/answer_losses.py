@@ -1,4 +1,4 @@
-"""Preference losses that sum a term for each answer, so they can raise one answer and lower the other.
+"""Preference losses that sum a term per answer, so that they can raise one answer and lower the other.
 
 c and r are the log ratios of the chosen and the rejected answer. Names and formulas are from TRL's DPOTrainer.
 """

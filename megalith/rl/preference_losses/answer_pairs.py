@@ -1,4 +1,4 @@
-"""The inputs of preference losses: sums over the answers of pairs."""
+"""The inputs of preference losses: per-pair sums over the answers' tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preference losses without a reference model. A run that has only these loads none.
+"""Preference losses that need no reference model. A run that uses only these does not load one.
 
 The formulas are from TRL's CPOTrainer and ORPOTrainer, except that the likelihood of the chosen answer excludes its
 prompt.

@@ -1,4 +1,4 @@
-"""Answers of prompts, and numbers in texts."""
+"""Extracts the answers of prompts, and numbers in texts."""
 
 from __future__ import annotations
 

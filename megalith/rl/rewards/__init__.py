@@ -1,1 +1,1 @@
-"""Rewards of completions: functions, reward models and their processes."""
+"""Rewards of completions: functions, reward models and the processes that run them."""

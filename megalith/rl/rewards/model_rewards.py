@@ -1,4 +1,4 @@
-"""Rewards by reward models (`rl.reward_models`), in the layout of the run.
+"""Rewards computed by reward models (`rl.reward_models`) in the run's layout.
 
 A model with the policy's tokenizer reads the sampled tokens. For a model with another tokenizer, prompt and completion
 are decoded to text and tokenized again, with that tokenizer's end-of-document token if the completion has ended. If the
@@ -34,7 +34,7 @@ ROW_MULTIPLE = 64  # tokens, so that compiled layers see few lengths
 
 
 def model_names(paths: Sequence[str]) -> list[str]:
-    """Return the names of reward models for metrics: the name of the folder, or the last part of the address."""
+    """Return the metric names of reward models: the folder name, or the last component of the address."""
     return [Path(path.rstrip("/")).name for path in paths]
 
 

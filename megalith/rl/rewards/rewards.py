@@ -51,7 +51,7 @@ class CompletionGroup:
     turns: list[Turns] | None = None  # one per completion; None: each completion is one turn
 
     def part(self, number: int) -> CompletionGroup:
-        """Return a group with only completion `number`."""
+        """Return the group with only completion `number`."""
         cut = slice(number, number + 1)
         return CompletionGroup(
             self.prompt, self.texts[cut], self.ids[cut], None if self.turns is None else self.turns[cut]
@@ -131,7 +131,10 @@ async def _awaited(value: Any) -> Any:
 
 
 def reward_function(reward: str | Callable) -> RewardFunction:
-    """Return a reward by name, from `path.py:function`, or a function itself. Raise ConfigError if there is none."""
+    """Return a reward function: a built-in one by name, one from `path.py:function`, or the given function.
+
+    Raise ConfigError if it does not exist.
+    """
     if callable(reward):
         return RewardFunction(getattr(reward, "__name__", type(reward).__name__), reward)
     function = load_extension(reward, REWARDS, "rl.reward_funcs")
@@ -140,7 +143,7 @@ def reward_function(reward: str | Callable) -> RewardFunction:
 
 
 class _InvalidResult(Exception):
-    """A reward function returned an unusable value."""
+    """Raised if a reward function returned an unusable value."""
 
 
 def _reward_values(result: Any, count: int) -> list[float]:

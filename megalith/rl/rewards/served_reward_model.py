@@ -1,4 +1,4 @@
-"""Rewards by a reward model of another program, over HTTP (`rl.reward_models` with an address).
+"""Rewards from a reward model that another program serves over HTTP (`rl.reward_models` with an address).
 
 The protocol is OpenRLHF's for `--remote_rm_url`:
 
@@ -27,7 +27,7 @@ LABELS = "label", "answer"  # columns of a prompt's record, the first that it ha
 
 
 class ServedRewardModel:
-    """A reward model at an address."""
+    """Client of a reward model at an address."""
 
     def __init__(self, run: Run, url: str):
         """Prepare to score. The server is called at the first use."""

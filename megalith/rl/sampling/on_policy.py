@@ -1,4 +1,4 @@
-"""Samples of the student in place of the data's answers: on-policy distillation (GKD, Agarwal et al. 2024).
+"""On-policy distillation (GKD, Agarwal et al. 2024): the student samples answers that replace the data's.
 
 In a fraction of a step's rows, the last answer is replaced by one that the student samples with its current weights.
 The rows are chosen by their position in the run, and a completion depends only on the weights, the seed and that
@@ -40,10 +40,10 @@ class _Request(NamedTuple):
 
 
 class StudentSamples:
-    """Replaces answers by the student's own."""
+    """Replaces the answers in the data by answers that the student samples."""
 
     def __init__(self, run: Run):
-        """Prepare to sample; the engine is built at the first use, because the run's model is built later."""
+        """Prepare to sample. The engine is built at its first use, because the run's model is built later."""
         self._run, self._distill = run, run.config.distill
         self._engine: Engine | None = None
         self._client = EngineClient(
@@ -56,7 +56,7 @@ class StudentSamples:
         """Tokens and attended pairs of the last step, over all data-parallel ranks."""
 
     def replace(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the micro-batches of a step with the student's answers. Every rank calls it."""
+        """Return a step's micro-batches with the student's answers. Every rank calls it."""
         start = time.perf_counter()
         requests = {
             (number, row): request
@@ -79,7 +79,7 @@ class StudentSamples:
         return results
 
     def _requests(self, batch: Batch) -> list[_Request | None]:
-        """Return the request of each row; None for rows that keep the data's answer."""
+        """Return the request of each row, or None for a row that keeps the answer in the data."""
         requests: list[_Request | None] = []
         ids, masks = batch.input_ids.cpu(), batch.loss_mask.cpu().numpy()
         longest = max_sequence_tokens(self._run.config)
@@ -109,8 +109,9 @@ class StudentSamples:
         engine = self._client.engine if uses_servers else self._synced_engine()
 
         def sample() -> list[tuple[int, list[int]]]:
-            """Return pairs of position and sampled tokens on the first of the ranks that generate together; empty on
-            the others.
+            """Return (position, sampled tokens) on the first of the ranks that generate together.
+
+            Empty on the other ranks.
             """
             if not share:
                 return []
@@ -177,7 +178,7 @@ def prompt_length(mask: np.ndarray) -> int:
 
 
 def replace_rows(batch: Batch, answers: dict[int, tuple[int, list[int]]]) -> Batch:
-    """Return the micro-batch with other answers in some rows.
+    """Return the micro-batch with the answers of some rows replaced.
 
     Args:
         batch: rows of one sample each.

@@ -1,4 +1,4 @@
-"""Seconds that the phases of a GRPO step take."""
+"""Measures the seconds of each phase of a GRPO step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class PhaseTimer:
-    """Accumulates seconds by phase until they are taken."""
+    """Accumulates seconds per phase until `take` is called."""
 
     def __init__(self, device: torch.device):
         self._device = device

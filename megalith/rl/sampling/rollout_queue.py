@@ -46,11 +46,11 @@ class RolloutQueue:
         return len(self._batches)
 
     def take(self, number: int) -> QueuedBatch | None:
-        """Remove and return a batch; None if it was not sampled ahead."""
+        """Remove and return a batch, or return None if it was not sampled ahead."""
         return self._batches.pop(number, None)
 
     def start(self, number: int, groups: int) -> None:
-        """Start threads that sample the tokens of the batches after `number` that are due before the next sync."""
+        """Start threads that sample, for the batches after `number`, the tokens that are due before the next weight sync."""
         rl, step, batches = self._rl, self._run.step, self._batches
         last = min(number + rl.max_staleness, (self._run.total_steps - 1) // rl.steps_per_batch)
         for ahead in range(number + 1, last + 1):
@@ -99,7 +99,7 @@ class RolloutQueue:
             self._batches[ahead].add([GroupRecord.from_fields(*fields) for fields in records], logged)
 
     def files(self) -> dict[str, bytes]:
-        """Return the checkpoint file of the settled queue; empty without batches."""
+        """Return the checkpoint file of the settled queue. Returns no file if the queue has no batches."""
         return {QUEUE: encode_queue(self._batches, self._shape())} if self._batches else {}
 
     def load(self, files: Mapping[str, Path]) -> None:

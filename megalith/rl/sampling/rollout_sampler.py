@@ -1,4 +1,4 @@
-"""Sampling and scoring of prompt groups over the ranks.
+"""Samples and scores prompt groups, distributed over the ranks.
 
 The ranks that generate together (along tensor parallelism, if the engine has that axis) are a generation replica. Each
 replica samples its share of the groups and scores them; then every rank gets all groups. A completion depends only on
@@ -57,7 +57,9 @@ class RolloutSampler:
         timed: PhaseTimer,
         agent: PolicyAgent | EndpointAgent | None = None,
     ):
-        """Prepare to sample. `rewards` numbers the held-out prompts after the training prompts. `agent` samples several
+        """Prepare to sample.
+
+        `rewards` numbers the held-out prompts after the training prompts. With `agent`, completions have several
         turns.
         """
         self._agent = agent
@@ -145,7 +147,10 @@ class RolloutSampler:
                 one.rewards[columns] = next(scores)
 
     def prepare(self, records: Sequence[GroupRecord]) -> None:
-        """Start the agent's processes for this rank's share of the groups, before `sample_share` in another thread."""
+        """Start the agent's processes for this rank's share of the groups.
+
+        Call it before `sample_share` runs in another thread.
+        """
         if self._agent is not None and self._run.mesh.tp.rank == 0:
             self._agent.prepare(len(self._local(records)) * self._rl.num_generations)
 
@@ -182,7 +187,7 @@ class RolloutSampler:
         return [[astuple(piece) for piece in pieces], logged]
 
     def _share(self, value: Any) -> Any:
-        """Return the value of the first rank of the tensor-parallel group, or `value` itself with a shared engine."""
+        """Return the value of the first tensor-parallel rank. With a shared engine, return `value` itself."""
         tp = self._run.mesh.tp
         return value if tp.size == 1 or self._weights.engine.shared else gather_json(value, tp)[0]
 

@@ -1,4 +1,4 @@
-"""Groups of completions while they are sampled and scored, and their transfer between ranks.
+"""Groups of completions during sampling and scoring, and their transfer between ranks.
 
 A completion is sampled at once, or in pieces by successive weight versions. A later request has the prompt followed by
 the tokens sampled so far, and each token keeps the version of the weights that sampled it. The engine therefore
@@ -39,7 +39,7 @@ FIRST_KEY, LAST_KEY = 2**45, 2**46  # continued completions
 
 @dataclass
 class Sampled:
-    """A completion as JSON values, for the transfer from its replica to all ranks."""
+    """A completion as JSON values, to be sent from its replica to all ranks."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Sampled:
 
 @dataclass
 class GroupRecord:
-    """A prompt's completions, or the pieces that continue them."""
+    """A prompt's completions, or continuations of them."""
 
     position: int
     prompt: int  # index of the prompt
@@ -186,7 +186,7 @@ class QueuedBatch:
         return _sampled_tokens(self.records)
 
     def add(self, pieces: Sequence[GroupRecord], logged: LoggedMetrics) -> None:
-        """Append sampled pieces to their groups."""
+        """Append sampled continuations to the completions of their groups."""
         by_position = {piece.position: piece for piece in pieces}
         self.records = [
             record.extended(by_position[record.position]) if record.position in by_position else record
@@ -197,7 +197,7 @@ class QueuedBatch:
 
 
 def held_out_metrics(rl: RlConfig, names: Sequence[str], batch: QueuedBatch) -> dict[str, float]:
-    """Return evaluation metrics of held-out prompts.
+    """Return the evaluation metrics of held-out prompts.
 
     `accuracy` is the fraction of completions whose first reward is at least 1. `prompts_solved` is the fraction of
     prompts with such a completion. `rewards_*` are statistics of the weighted sums. `names` are the rewards' names.
@@ -231,7 +231,7 @@ def held_out_metrics(rl: RlConfig, names: Sequence[str], batch: QueuedBatch) -> 
 
 
 def prefixed(name: str, taken: Collection[str]) -> str:
-    """Return the name under which a reward's metric is logged: `name`, or with a prefix if it is in `taken`."""
+    """Return a reward's metric name for the log: `name`, with a prefix if it is in `taken`."""
     return f"reward/{name}" if name in taken else name
 
 
@@ -256,7 +256,7 @@ def decode_queue(content: bytes) -> tuple[dict[int, QueuedBatch], dict[str, Any]
 
 
 class Sampler(Protocol):
-    """The sampling part of an engine."""
+    """Interface through which an engine samples."""
 
     generate: Callable[..., list[Completion]]
 
@@ -370,7 +370,7 @@ def _sampled_tokens(records: Sequence[GroupRecord]) -> int:
 
 
 def _piece(one: Completion, continues_at: int, earlier: int) -> Sampled:
-    """Convert a completion to a piece of a sample.
+    """Convert a completion of the engine to a continuation of a sample.
 
     Args:
         one: the completion.
@@ -395,7 +395,7 @@ def _score(
     stop: Sequence[int],
     step: int,
 ) -> LoggedMetrics:
-    """Score the groups that these pieces complete, and return the rewards' metrics."""
+    """Score the groups that these continuations complete. Returns the rewards' metrics."""
     extended_groups = [(record.extended(piece), piece) for record, piece in zip(records, pieces)]
     complete = [(group, piece) for group, piece in extended_groups if group.is_complete]
     if not complete:
@@ -413,7 +413,7 @@ def _score(
 
 
 def _turns(one: Sampled, tokenizer: Tokenizer) -> Turns:
-    """Return a completion of several turns in the form that rewards get."""
+    """Convert a multi-turn completion to the `Turns` that reward functions receive."""
     return {
         "messages": one.messages,
         "text": tokenizer.decode(one.ids),

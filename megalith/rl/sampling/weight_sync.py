@@ -1,4 +1,4 @@
-"""Weight sync of a GRPO run: the engine gets the policy's weights, and a canary proves that it uses them.
+"""Weight sync of a GRPO run: sends the policy's weights to the engine and verifies them with a canary.
 
 It also recovers from lost servers. A request that fails because its server died waits for the server, sends the current
 weights again, and is repeated.
@@ -31,14 +31,14 @@ ATTEMPTS = 3  # per request whose server is lost
 
 
 class EngineClient:
-    """Requests to the engine of a run, which survive the loss of a server."""
+    """Sends requests to a run's engine. It survives the loss of a server."""
 
     def __init__(self, run: Run, timed: PhaseTimer, engine: RolloutEngine | None = None):
         self._run, self._timed, self._engine = run, timed, engine
 
     @property
     def engine(self) -> RolloutEngine:
-        """The engine, which must have been synced."""
+        """The engine. Its weights must have been sent."""
         assert self._engine is not None
         return self._engine
 
@@ -54,7 +54,7 @@ class EngineClient:
     def request(
         self, act: Callable[[], Any], phase: str | None = None, retry: Callable[[], Any] | None = None
     ) -> list[Any]:
-        """Call `act` on every rank and return all ranks' results, which must be JSON values.
+        """Call `act` on every rank. Returns all ranks' results, which must be JSON values.
 
         If a server is lost, wait for it, send it the current weights, and call `retry` (default: `act`) instead.
 
@@ -91,12 +91,12 @@ class EngineClient:
 
 
 class WeightSync(EngineClient):
-    """The engine of a run, which is built at the first sync, and its weights."""
+    """Builds a run's engine at the first sync, and keeps its weights up to date."""
 
     def __init__(
         self, run: Run, prompts: Sequence[Prompt], canary_prompts: Sequence[Prompt], timed: PhaseTimer
     ):
-        """Prepare to build the engine. `prompts` are all prompts that it will get; they determine its size."""
+        """Prepare to build the engine. Its size depends on `prompts`, all prompts that it will process."""
         if run.config.rl.is_colocated:
             imported_vllm()
         super().__init__(run, timed)
@@ -105,7 +105,7 @@ class WeightSync(EngineClient):
         self._canary = Canary(run, ids, [f"prompt {prompt.id} of the canary" for prompt in canary_prompts])
 
     def sync(self) -> dict[str, float]:
-        """Send the weights, check the canary, and return the metrics. Every rank calls it.
+        """Send the weights and check the canary. Returns the metrics. Every rank calls it.
 
         Raises:
             TrainingError: if the engine does not compute the trainer's log-probabilities.

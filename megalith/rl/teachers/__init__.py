@@ -1,1 +1,1 @@
-"""Teachers of distillation: models in memory, stored predictions, servers, and several teachers by data source."""
+"""Teachers for distillation: models in memory, stored predictions, servers, and several teachers by data source."""

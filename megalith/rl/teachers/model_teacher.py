@@ -1,4 +1,4 @@
-"""Teachers that are models in the run's layout: a frozen model in memory, or the run's own model without its adapters.
+"""Teachers in the run's layout: a frozen model in memory, or the run's own model without its adapters.
 
 The micro-batches of a step go through it first, without its output matrix. The student's pass then computes the logits
 of both models chunk by chunk (ops/distillation_loss.py), so that neither's full logits exist. With distill.top_k the
@@ -29,7 +29,7 @@ from megalith.training.run_state import Run
 
 
 class ModelTeacher:
-    """A teacher in the run's layout, whose predictions are hidden states, or its top entries."""
+    """A teacher in the run's layout. It predicts hidden states, or the top-k entries."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, path: str | None = None):
         """Check the model in the folder `path`, by default distill.teacher. It is loaded at the first use."""
@@ -71,8 +71,9 @@ class ModelTeacher:
 
     @property
     def output(self) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's shards of the output matrix and its bias. Call it on the last stage, after
-        the first pass.
+        """Return this rank's shards of the output matrix and its bias.
+
+        Call it on the last stage, after the first forward pass.
         """
         return self._recorder.output
 
@@ -81,14 +82,14 @@ class ModelTeacher:
         return self.run.model.final_logit_softcapping
 
     def _active(self) -> AbstractContextManager[ParallelModel]:
-        """Return a context in which the model acts as the teacher; load it at the first use."""
+        """Return a context manager in which the model acts as the teacher. The first call loads it."""
         if self._loaded is None:
             self._loaded = load_frozen(self.run, self._mesh, self._device)
         return nullcontext(self._loaded)
 
 
 class AdapterFreeTeacher(ModelTeacher):
-    """The run's own model without its LoRA adapters. It takes no additional memory."""
+    """The run's own model without its LoRA adapters, used as a teacher. It needs no additional memory."""
 
     note = "the teacher is the model without its adapters"
 
@@ -126,7 +127,7 @@ def teacher_config(config: RunConfig, path: str, setting: str = "distill.teacher
 
 
 class _Recorder(Loss):
-    """Base of losses that only record the outputs of a pass."""
+    """Base of losses that only record the outputs of a forward pass."""
 
     def weights(self, batch: Batch) -> Tensor:
         return batch.loss_mask
@@ -141,7 +142,7 @@ class _Recorder(Loss):
 
 
 class _HiddenRecorder(_Recorder):
-    """Records the final hidden states of each pass, in order, and one copy of the output layer."""
+    """Records the final hidden states of each forward pass, in order, and one copy of the output layer."""
 
     def __init__(self) -> None:
         self.output: tuple[Tensor, Tensor | None] | None = None
@@ -164,7 +165,7 @@ class _HiddenRecorder(_Recorder):
 
 
 class _TopKRecorder(_Recorder):
-    """Records the top-k entries after each token of full micro-batches and their log-probabilities, in order."""
+    """Records the top-k entries and their log-probabilities after each token of full micro-batches, in order."""
 
     def __init__(self, k: int, temperature: float) -> None:
         self._k, self._temperature = k, temperature

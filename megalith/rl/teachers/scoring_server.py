@@ -1,4 +1,4 @@
-"""Scoring of texts by vLLM's and SGLang's servers: log-probabilities of each token and of the most likely entries at
+"""Scores texts with vLLM's and SGLang's servers: log-probabilities of each token and of the most likely entries at
 its position.
 
 Both return log-probabilities at temperature 1 over the whole vocabulary. The request parameter is `prompt_logprobs` for

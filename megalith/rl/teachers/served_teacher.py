@@ -30,10 +30,10 @@ LEAST_REST = 1e-7  # probability of all other entries, which rounding could make
 
 
 class ServedTeacher:
-    """A teacher that a server at an address runs."""
+    """A teacher on a server."""
 
     def __init__(self, run: Run, url: str, engine: str, timeout: float, setting: str):
-        """Prepare requests.
+        """Prepare to request predictions.
 
         Args:
             run: the run.
@@ -113,7 +113,7 @@ class ServedTeacher:
 
 
 def _scored_ids(batch: Batch) -> list[list[int] | None]:
-    """Return each row's tokens up to its last label in the loss; None for a row without such a label."""
+    """Return each row's tokens up to its last label in the loss, or None for a row without such a label."""
     texts: list[list[int] | None] = []
     ids, labels, mask = (x.cpu() for x in (batch.input_ids, batch.labels, batch.loss_mask))
     for row in range(len(ids)):

@@ -1,4 +1,4 @@
-"""Several teachers, each for the samples of its own data source."""
+"""Several teachers, each for samples from its own data source."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from megalith.training.run_state import Run
 
 
 class SeveralTeachers:
-    """Several teachers that each predict the rows of their own data. Each teacher reads only micro-batches with such
-    rows.
-    """
+    """Combines several teachers. Each predicts the rows of its own data, and skips steps without such rows."""
 
     def __init__(self, run: Run, teachers: Sequence[Teacher]):
         self._run, self._teachers = run, teachers
@@ -59,7 +57,7 @@ class SeveralTeachers:
 
 
 def data_source(dataset: SampleDataset, index: int) -> str:
-    """Return the file, or the prefix, of a sample."""
+    """Return the file or prefix that a sample comes from."""
     if isinstance(dataset, ChatDataset):
         return dataset.describe(index).removeprefix("the row of ")
     if isinstance(dataset, BlendedDataset):
@@ -68,7 +66,7 @@ def data_source(dataset: SampleDataset, index: int) -> str:
 
 
 def owner_of(source: str, names: Sequence[str]) -> int:
-    """Return the index of the first name that `source`, or the last part of its path, starts with.
+    """Return the index of the first name with which `source`, or the last component of its path, starts.
 
     Raises:
         ConfigError: if there is none.

@@ -1,4 +1,4 @@
-"""A teacher whose predictions `megalith teacher-logits` has stored."""
+"""A teacher with predictions that `megalith teacher-logits` has stored."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def logits_record(config: RunConfig) -> LogitsRecord:
 
 
 class StoredTeacher:
-    """The teacher as stored predictions."""
+    """Reads a teacher's stored predictions."""
 
     def __init__(self, run: Run):
-        """Open the folder. Raise ConfigError if it was written with other settings."""
+        """Open the folder of predictions. Raise ConfigError if it was written with other settings."""
         config, self._stored = run.config, StoredLogits(run.config.distill.logits_dir)
         self._reads = run.mesh.pp.rank == run.mesh.pp.size - 1
         stored = self._stored.record

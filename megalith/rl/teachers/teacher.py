@@ -1,4 +1,4 @@
-"""The interface of teachers, and their predictions of a step."""
+"""The interface of teachers, and their predictions for a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Prediction(NamedTuple):
 
 
 class Teacher(Protocol):
-    """A source of predictions for the tokens of micro-batches."""
+    """Interface of teachers, which predict the tokens of micro-batches."""
 
     note: str
     """Description for the log."""

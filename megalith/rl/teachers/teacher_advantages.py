@@ -26,7 +26,7 @@ from megalith.training.run_state import Run
 
 
 class TeacherAdvantages:
-    """Adds a teacher's part to the advantages of rollout batches."""
+    """Adds the teacher's term to the advantages of rollout batches."""
 
     def __init__(self, run: Run, vocab_size: int):
         """Check the teacher. A model is loaded at the first use.
@@ -56,7 +56,10 @@ class TeacherAdvantages:
         return logprobs
 
     def add(self, batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-        """Return the micro-batches of a rollout batch with the teacher's part. Every rank calls it."""
+        """Return the micro-batches of a rollout batch with the teacher's term added to the advantages.
+
+        Every rank calls it.
+        """
         teacher, student = self._teacher(without_routes(batches)), self._student(batches)
         sums = torch.zeros(2, dtype=torch.float64, device=self._run.device)
         results = []

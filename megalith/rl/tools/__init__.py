@@ -1,1 +1,1 @@
-"""Tools that a policy calls while it samples."""
+"""Tools that a policy calls during sampling."""

@@ -22,7 +22,7 @@ Answer = dict[str, Any]
 
 
 class ToolPool:
-    """The processes of a rank, until `close`."""
+    """The worker processes of a rank, which run until `close`."""
 
     def __init__(
         self,
