@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern 2018): second moments of a matrix as a product of a row and a column average.
+"""Adafactor (Shazeer and Stern 2018): stores a matrix's second moments as the product of row and column averages.
 
 The update is the same as in torch.optim.Adafactor:
 

@@ -1,4 +1,4 @@
-"""Averages of the weights over steps, which are evaluated and exported instead of the weights.
+"""Weight averages over steps, which are evaluated and exported instead of the weights.
 
 With `optim.ema_decay`, the state of each parameter has an exponential moving average, `ema`:
 

@@ -11,12 +11,12 @@ from megalith.compat.training_objects import supports_amp_scaling
 
 
 def combine(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Return one optimizer that steps `parts` in this order; a single part is returned unchanged."""
+    """Return an optimizer that steps `parts` in this order. A single optimizer is returned unchanged."""
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Optimizers of disjoint parameters. Groups are concatenated, and all parts share one state.
+    """Combines optimizers of disjoint parameters. Their groups are concatenated, and they share one state.
 
     `optimizer_step` calls `step` after it has set `grad_scale` and `found_inf`. `step` is a collective call if the
     `step` of any part is.
@@ -25,7 +25,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
-        """Combine `parts`, each with its state."""
+        """Combine the optimizers `parts`, including their states."""
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = parts
         for part in parts:

@@ -1,4 +1,4 @@
-"""Base class of optimizers whose update of one parameter is a function from tensors to tensors.
+"""Base class of optimizers that compute the update of each parameter by a pure function.
 
 The base class unscales gradients and skips steps that are not finite on the device, so that the host never waits.
 """

@@ -1,4 +1,4 @@
-"""Loss scale: the factor on the loss that keeps small fp16 gradients from underflowing.
+"""Loss scale: a factor of the loss that prevents small fp16 gradients from underflowing.
 
 The dynamic scale (Micikevicius et al., "Mixed precision training") starts high, halves when gradients overflow, and
 doubles after `loss_scale_window` consecutive good steps. Hysteresis as in Megatron: overflows are counted from one
@@ -20,7 +20,7 @@ LARGEST_SCALE = 2.0**127  # the largest power of two in fp32
 
 
 class ConstantLossScale:
-    """Constant scale; 1 in fp32 and bf16."""
+    """Constant loss scale, 1 in fp32 and bf16."""
 
     def __init__(self, scale: float, device: torch.device | str) -> None:
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)

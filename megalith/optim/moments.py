@@ -268,7 +268,7 @@ class ReducedAdam(torch.optim.Adam):
 
 
 def _shard_position(item: TrainedParameter, shape: Sequence[int]) -> Tensor:
-    """Return the position of a shard in its global parameter, as `_random_bits` needs it: int64 [6].
+    """Return the position of a shard in its global parameter, in the form that `_random_bits` needs: int64 [6].
 
     The six entries are: a key from seed and name, the index of the shard's first row in the global parameter, the rows
     per matrix in the shard, the rows per matrix in the global parameter, the columns of the shard, and the index of its
@@ -284,7 +284,7 @@ def _shard_position(item: TrainedParameter, shape: Sequence[int]) -> Tensor:
 
 
 class _StoredMoment(NamedTuple):
-    """Storage of a shard's moment: values [blocks, block], and for fp8 scales [blocks, 1] and the code's table."""
+    """Stored moment of a shard: values [blocks, block] and, for fp8, scales [blocks, 1] and the code table."""
 
     values: Tensor
     scales: Tensor | None

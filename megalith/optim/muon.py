@@ -138,7 +138,7 @@ class Muon(FunctionalOptimizer):
             self._finish(current)
 
     def _update_local(self, pairs: Sequence[tuple[dict[str, Any], torch.nn.Parameter]]) -> None:
-        """Update parameters whose matrices no other rank shares."""
+        """Update the parameters whose matrices are complete on this rank."""
         moved = [
             self._momentum(parameter.grad / self.grad_scale, self.state[parameter]) for _, parameter in pairs
         ]
@@ -243,7 +243,7 @@ class Muon(FunctionalOptimizer):
         return value, changes
 
     def _row_factors(self, item: TrainedParameter) -> Tensor:
-        """Return the factor by which `_orthogonalize` scales each row of a parameter's shard, [rows, 1]."""
+        """Return the scale that `_orthogonalize` applies to each row of a parameter's shard, [rows, 1]."""
         if item.name in self._factors:
             return self._factors[item.name]
         sizes, heads = self._parts(item)
@@ -258,7 +258,7 @@ class Muon(FunctionalOptimizer):
         return self._factors[item.name]
 
     def _factor(self, rows: int, columns: int) -> float:
-        """Return the factor on the update of a matrix [rows, columns]."""
+        """Return the scale of a matrix's update, for shape [rows, columns]."""
         return self.config.muon_extra_scale_factor * SCALES[self.config.muon_scale_mode](rows, columns)
 
     def _orthogonalize(self, wholes: Sequence[_Whole]) -> list[tuple[Tensor, Tensor | None]]:

@@ -32,7 +32,7 @@ ALIGNMENT = 64  # elements; slices end at vector boundaries, so that results do 
 def select_for_offload(
     named_parameters: Iterable[tuple[str, Tensor]], fraction: float, never: Collection[str] = ()
 ) -> frozenset[str]:
-    """Return the names of the parameters whose optimizer state goes to the host.
+    """Select the parameters whose optimizer state is moved to the host. Returns their names.
 
     The largest parameters are selected first, with at most `fraction` of all elements, and none of `never`.
 
@@ -80,7 +80,7 @@ class _Slot:
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """A fused torch Adam, AdamW or SGD. The CPU updates the parameters whose state is in host memory.
+    """Fused torch Adam, AdamW or SGD. The CPU updates the parameters with state in host memory.
 
     It has the groups and the state of the wrapped optimizer, so checkpoints do not depend on offloading.
     `optimizer_step` calls `step` after it has set `grad_scale` and `found_inf`. Gradients of parameters updated by the

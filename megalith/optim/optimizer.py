@@ -133,8 +133,7 @@ def state_bytes_of(name: str, config: OptimConfig) -> tuple[float, float]:
 
 
 def state_bytes(config: OptimConfig) -> tuple[float, float]:
-    """Return the bytes of optimizer state per parameter, in layers and outside of layers, including the state of a
-    moving average.
+    """Return the optimizer state in bytes per parameter, in layers and outside of layers, including a moving average.
 
     Vectors are counted like matrices, because they are few. With several optimizers, the one with the largest state is
     counted.
@@ -300,7 +299,7 @@ def build_named(
 def build_parts(
     items: Sequence[TrainedParameter], config: OptimConfig, precision: str
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `items`: a single one, or one per name in `param_groups` and the default, combined."""
+    """Build the optimizer of `items`: one, or several combined, per name in `param_groups` and for the rest."""
     parts: dict[str, list[TrainedParameter]] = {config.optimizer: []}
     for item in items:
         name = (item.group and item.group.optimizer) or config.optimizer

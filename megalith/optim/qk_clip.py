@@ -20,12 +20,12 @@ from megalith.config import ModelConfig
 
 
 def clip_factors(logits: Tensor, threshold: float) -> Tensor:
-    """Return η of each head, float32 like `logits`: 1 where the logit is at most the threshold, or not finite."""
+    """Return η for each head, float32 like `logits`: 1 where the logit is at most the threshold, or not finite."""
     return torch.where((logits > threshold) & logits.isfinite(), threshold / logits, torch.ones_like(logits))
 
 
 def row_factors(module: str, eta: Tensor, model: ModelConfig, alpha: float) -> Tensor | None:
-    """Return the factor of each row of a projection's global weight, or None for projections that are not rescaled.
+    """Return the factor of each row of a projection's global weight, or None if the projection is not rescaled.
 
     Args:
         module: name of the linear in the attention module.

@@ -1,4 +1,4 @@
-"""Rounds: parameters whose matrices are updated together, and collected on their owners if they are sharded."""
+"""Rounds: groups of parameters whose matrices are updated together, and gathered on their owners if sharded."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class ParamSchedule:
         return iteration * self.samples_per_iteration
 
     def _decay_coefficient(self, steps: int) -> float:
-        """Return the decay: 1 at the end of the warm-up, 0 at `decay_steps`."""
+        """Return the decay coefficient: 1 at the end of the warm-up, 0 at `decay_steps`."""
         if self.decay_style == "WSD":  # warm-up, stable, decay (Hu et al., MiniCPM)
             anneal_start = self.decay_steps - self.wsd_decay_steps
             if steps <= anneal_start:
@@ -108,7 +108,7 @@ _DECAYS = {  # from 1 at ratio 0 to 0 at ratio 1
 
 
 def build_schedule(optim: OptimConfig, train: TrainConfig) -> ParamSchedule:
-    """Build the schedule of a run whose length is `train_iters` or `train_samples`.
+    """Build the schedule of a run with length `train_iters` or `train_samples`.
 
     Decay lengths that are not set are the length of the run. Raises ConfigError as `check_schedule` does.
     """
