@@ -17,7 +17,7 @@ from megalith.errors import CheckpointError
 
 
 def collectively(world: Axis, work: Callable[[], Any]) -> list[Any]:
-    """Run `work` on every rank and return every rank's result, which must be JSON.
+    """Run `work` on every rank and return every rank's result, which must be a JSON value.
 
     If it raises on any rank, every rank raises CollectiveError with the ranks' reasons.
     """

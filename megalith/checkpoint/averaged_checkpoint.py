@@ -1,4 +1,4 @@
-"""Averaged weights: from a checkpoint's optimizer state, or as the mean of several checkpoints."""
+"""Averaged weights, from a checkpoint's optimizer state or as the mean of several checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megalith.remote import StorePath
 
 
 class AveragedCheckpoint(Checkpoint):
-    """A checkpoint read with averaged weights: averages in its optimizer state replace the weights."""
+    """A checkpoint in which the averages in the optimizer state replace the weights."""
 
     def fill(self, part: str, shards: Mapping[str, LocalShard], progress: Progress | None = None) -> None:
         if part != MODEL:
@@ -48,9 +48,7 @@ class AveragedCheckpoint(Checkpoint):
 
 
 def with_average(checkpoint: Checkpoint) -> tuple[Checkpoint, bool]:
-    """Return the checkpoint read with the averaged weights of its optimizer state, and True. Without averages, return
-    the checkpoint itself and False.
-    """
+    """Return (checkpoint with its averaged weights, True), or (the checkpoint itself, False) if it has no averages."""
     names = checkpoint.manifest.tensors.get(OPTIMIZER, {})
     if not any(name.endswith((f".{EMA}", f".{Z}")) for name in names):
         return checkpoint, False
@@ -75,7 +73,7 @@ class MeanValues:
         return self.extent.shape
 
     def byte_chunks(self) -> Iterator[Tensor]:
-        """Yield the bytes of the mean, computed in fp64, in blocks of rows of a few megabytes.
+        """Yield the bytes of the mean, computed in fp64, in blocks of several rows (a few megabytes).
 
         Integer tensors are not averaged; they come from the last checkpoint.
         """

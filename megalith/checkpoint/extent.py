@@ -36,13 +36,13 @@ class Extent:
         return math.prod(self.shape)
 
     def intersection(self, other: Extent) -> Extent | None:
-        """Return the elements in both boxes, or None if there are none."""
+        """Return the intersection of two boxes, or None if it is empty."""
         start = tuple(max(a, b) for a, b in zip(self.offset, other.offset))
         size = tuple(min(a, b) - at for a, b, at in zip(self.end, other.end, start))
         return Extent(start, size) if all(length > 0 for length in size) else None
 
     def slices(self, outer: Extent) -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that holds `outer`."""
+        """Return the slices of this box in a tensor that holds the box `outer`."""
         return tuple(
             slice(at - base, at - base + size)
             for at, base, size in zip(self.offset, outer.offset, self.shape)

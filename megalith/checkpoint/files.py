@@ -56,7 +56,7 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by
 
 
 class TensorSource(Protocol):
-    """A tensor that can be written: dtype, shape, and its bytes in chunks, requested once when it is written."""
+    """A tensor that can be written: its dtype, shape, and bytes in chunks. The bytes are requested once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ def write_safetensors(path: Path | StorePath, tensors: Mapping[str, Tensor | Ten
 
 
 class RandomAccessWriter:
-    """Writes a safetensors file: first the header, then the tensors in any order."""
+    """Writes a safetensors file: the header first, then the tensors in any order."""
 
     def __init__(self, path: Path, tensors: Layout):
         """Create the file and write its header. All methods raise OSError."""
@@ -217,7 +217,7 @@ def list_safetensors(file: Path, way_out: str) -> dict[str, SafetensorsEntry]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject duplicate names: the library may have validated the other entry."""
+    """Reject duplicate names, because the library may have validated the other entry."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError("its header contains a name twice")

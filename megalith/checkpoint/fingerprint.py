@@ -33,7 +33,7 @@ Sample = dict[str, dict[int, str]]  # hexadecimal bytes of a value, by tensor an
 def fingerprint(
     shards: Mapping[str, LocalShard], world: Axis, sampled: Mapping[str, Mapping[int, str]] | None = None
 ) -> str | None:
-    """Return a digest of sampled values of the tensors, on rank 0; None on other ranks. Every rank of `world` calls it.
+    """Return a digest of sampled tensor values on rank 0, None on other ranks. Every rank of `world` calls it.
 
     The shards must exclude vocabulary padding. `sampled` are samples of tensors that are no longer in memory.
     """
@@ -77,7 +77,7 @@ def digest(samples: Sample) -> str:
 def tensor_digests(
     checkpoint: Checkpoint, part: str, progress: Progress | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each tensor of a part with the SHA-256 of its dtype, shape and row-major bytes, in hexadecimal."""
+    """Yield each tensor of a checkpoint part with the hexadecimal SHA-256 of its dtype, shape and row-major bytes."""
     for name, values in sorted(stored_values(checkpoint, part, progress).items()):
         digest = hashlib.sha256(f"{checkpoint.table(part)[name]}\n".encode())
         for chunk in values.byte_chunks():
@@ -102,7 +102,7 @@ class Difference:
 def differences(
     a: Checkpoint, b: Checkpoint, part: str, progress: Progress | None = None
 ) -> Iterator[Difference]:
-    """Yield the tensors of a part that are not bitwise identical in both checkpoints, by name."""
+    """Yield the names of the tensors of a checkpoint part that are not bitwise identical in both checkpoints."""
     ours, theirs = (c.manifest.tensors.get(part, {}) for c in (a, b))
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:

@@ -35,7 +35,7 @@ MAX_MANIFEST = 2**30  # bytes; a run with a thousand ranks has about ten million
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The step is not what was saved; another step may be intact."""
+    """Raised if a step differs from what was saved. Another step may be intact."""
 
 
 def _inside_the_folder(name: str) -> str:
@@ -185,7 +185,7 @@ class Manifest(RunRecord):
         return self
 
     def files_of(self, part: str) -> set[str]:
-        """Return the files with tensors of a part."""
+        """Return the files that contain tensors of a checkpoint part."""
         return {piece.file for tensor in self.tensors[part].values() for piece in tensor.pieces}
 
 

@@ -1,4 +1,6 @@
-"""Snapshots in host memory after the number of ranks has changed: each rank assembles its new shards from old ones.
+"""Reshards in-memory snapshots after the number of ranks has changed.
+
+Each rank assembles its new shards from old ones.
 
 Shards are boxes in global tensors (extent.py). Ranks tell each other which boxes they hold and which they need, so that
 each rank knows which values to send. A rank uses the values that it holds itself, and receives each other value from
@@ -61,7 +63,7 @@ def placed_tensors(shards: Shards) -> list[Placed]:
 
 
 def _placed_moment(part: str, name: str, shard: LocalShard) -> Iterator[Placed]:
-    """Yield the codes of a moment, shaped like the parameter, and its scales, one per block of a row."""
+    """Yield the codes of a moment, in the parameter's shape, and the scales, one per block of a row."""
     offset, shape = tuple(shard.offset), tuple(shard.shape)
     for number, tensor in enumerate(shard.values.tensors):
         block = shard.values.shape[-1] // max(1, tensor.shape[-1])
@@ -131,7 +133,7 @@ def _sources(by_rank: Sequence[Sequence[Sequence[Any]]]) -> dict[tuple, dict[Ext
 def _plan(
     rank: int, needed: Sequence[Sequence[Any]], sources: Mapping[tuple, Mapping[Extent, Sequence[_Source]]]
 ) -> list[_Piece] | None:
-    """Return the pieces of the boxes that a rank needs; None if some are missing."""
+    """Return the pieces of boxes that a rank needs, or None if some are missing."""
     pieces = []
     for index, (part, name, dtype, size, offset, shape) in enumerate(needed):
         box, volume = Extent(tuple(offset), tuple(size)), 0
@@ -150,7 +152,7 @@ def _plan(
 
 
 def _read(snapshots: Sequence[Stored], piece: _Piece) -> Tensor:
-    """Return a piece of a tensor in a snapshot of this rank."""
+    """Return a piece of a tensor from this rank's snapshot."""
     entries, buffers = snapshots[piece.source.snapshot]
     sizes = [math.prod(size) * _dtype(dtype).itemsize for _, _, dtype, size, *_ in entries]
     start = sum(sizes[: piece.source.tensor])

@@ -1,4 +1,4 @@
-"""Snapshots of a run's state in the host memory of its ranks, for a restart that reads no storage.
+"""Snapshots of a run's state in the host memory of its ranks, for restarts without storage access.
 
 Each rank copies its state into host memory and sends the copy to a partner rank, on another host if there are several.
 A thread sends it while training continues. If a rank dies, its replacement receives the partner's copy, and the others
@@ -70,8 +70,7 @@ class SnapshotResult:
 
 
 class MemorySnapshots:
-    """This rank's snapshots, and the snapshots of the rank whose partner this rank is. They outlive a run's process
-    groups.
+    """This rank's snapshots and, as its partner, another rank's snapshots. They outlive a run's process groups.
 
     Args:
         is_aborted: returns True after this rank's collectives have been aborted. Later results of the device are
@@ -105,7 +104,7 @@ class MemorySnapshots:
         self._stride = ranks_per_host if world.size > ranks_per_host else 1
 
     def take(self, description: Mapping[str, Any], shards: Shards) -> None:
-        """Copy the state after a step. Returns once the copy has begun on the device; a thread does the rest.
+        """Copy the state after a step. Returns once the device has begun the copy; a thread finishes it.
 
         Waits for the previous snapshot. If a rank has too little memory, `results` reports it on every rank.
 
@@ -310,7 +309,10 @@ class MemorySnapshots:
         return self._local[serial]
 
     def _resharded(self, snapshots: Sequence[Snapshot], world: Axis, shards: Shards) -> Snapshot | None:
-        """Return this rank's part of a snapshot of another number of ranks. None on every rank if it does not fit."""
+        """Return this rank's shards of a snapshot from another number of ranks.
+
+        Returns None on every rank if it does not fit.
+        """
         first = next((each.description for each in snapshots if each.description["world"][1] == 0), None)
         rest = first and {name: value for name, value in first.items() if name != "tensors"}
         rest = next(each for each in gather_json(rest, world) if each is not None)
@@ -365,7 +367,7 @@ def _origins(serial: int, everyone: Sequence[Sequence[Worlds]]) -> set[tuple[int
 
 
 def _is_complete(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int) -> bool:
-    """Return True if the state of every rank that took the snapshot is in some rank's memory.
+    """Return True if each rank's state of the snapshot is still in some rank's memory.
 
     Args:
         serial: serial of the snapshot.

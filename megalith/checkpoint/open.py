@@ -1,4 +1,4 @@
-"""Opening of checkpoints: choose a step and verify its files.
+"""Opens checkpoints: selects a step and verifies its files.
 
 Every file to be read is verified against the manifest before any tensor is used. From a folder of steps, the most
 recently saved intact step is opened. All ranks of a job open the same step: if one rank finds a damaged file, all ranks
@@ -60,7 +60,7 @@ def open_checkpoint(
     shards: Mapping[str, Mapping[str, LocalShard]] | None = None,
     show_progress: bool = False,
 ) -> Checkpoint | None:
-    """Open an intact checkpoint. Verifies its manifest and the files of `parts`; tensors are read later.
+    """Open an intact checkpoint. Verifies the manifest and the files of `parts`. Tensors are read later.
 
     Of several steps, the one saved last is opened. If it is damaged, a warning names it and the previous one is tried.
     Every rank of `world` calls the function and gets the same step.

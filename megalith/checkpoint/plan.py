@@ -1,4 +1,4 @@
-"""Plan of a save: each shard is written once, and the bytes are balanced over the ranks.
+"""Plans a save so that each shard is written once and the bytes are balanced over the ranks.
 
 Every rank sends rank 0 the list of its shards. Rank 0 makes the plan and sends each rank its part. A shard held by
 several ranks (data parallelism without sharding, norms under tensor parallelism) goes to the rank with the fewest
@@ -27,7 +27,7 @@ Key = tuple[str, str]  # part and name
 
 @dataclass(frozen=True)
 class Plan:
-    """Tensors to store, and this rank's part of the writing."""
+    """The tensors to store, and this rank's share of the writing."""
 
     table: Table
     """All parts. On rank 0, which writes the manifest, with the global tensors of all ranks. A part may be empty: SGD
@@ -57,7 +57,7 @@ def make_plan(shards: StateShards, world: Axis) -> Plan:
 
 
 def entries(shards: StateShards) -> list[list[Any]]:
-    """Describe a rank's shards as JSON: part, name, dtype, global shape, offset and shape of each shard."""
+    """Describe a rank's shards as JSON: checkpoint part, name, dtype, global shape, offset and shape of each shard."""
     return [
         [
             part,

@@ -48,7 +48,7 @@ class Checkpoint:
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """Folder of the run's tokenizer; None if it was not saved."""
+        """Folder of the run's tokenizer, or None if it was not saved."""
         file = next((name for name in self.manifest.files if is_tokenizer_file(name)), None)
         if file is None:
             return None
@@ -62,11 +62,11 @@ class Checkpoint:
         return {name.rpartition("/")[2]: self.files.joinpath(*name.split("/")) for name in names}
 
     def table(self, part: str) -> dict[str, StoredTensor]:
-        """Return dtype and global shape of each tensor of a part (`model`, `optimizer`)."""
+        """Return the dtype and global shape of each tensor of a checkpoint part (`model`, `optimizer`)."""
         return self.manifest.tensors[part]
 
     def tensors(self, part: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and complete value, on the CPU, of each tensor of a part."""
+        """Yield the name and full value, on the CPU, of each tensor of a checkpoint part."""
         for name in self.table(part):
             yield name, self.read(part, name)
 

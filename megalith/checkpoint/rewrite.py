@@ -1,4 +1,4 @@
-"""Rewriting of a step: for another number of files, or merged into one file.
+"""Rewrites a step to another number of files, or merges it into one file.
 
 Tensors are copied some megabytes at a time, so memory use does not depend on the checkpoint's size.
 """
@@ -30,8 +30,10 @@ from megalith.remote import StorePath
 
 @dataclass(frozen=True)
 class StoredValues:
-    """A box of a tensor of a checkpoint, read when it is written to another. Implements TensorSource; `progress`
-    counts its bytes."""
+    """A box of a checkpoint tensor that is read when it is written elsewhere.
+
+    Implements TensorSource; `progress` counts its bytes.
+    """
 
     checkpoint: Checkpoint
     part: str
@@ -61,7 +63,7 @@ class StoredValues:
 def stored_values(
     checkpoint: Checkpoint, part: str, progress: Progress | None = None
 ) -> dict[str, StoredValues]:
-    """Return a part's complete tensors by name, read on use. `progress` counts their bytes."""
+    """Return the full tensors of a checkpoint part by name, which are read on use. `progress` counts their bytes."""
     return {
         name: StoredValues(checkpoint, part, name, Extent.full(stored.shape), progress)
         for name, stored in checkpoint.table(part).items()
@@ -69,7 +71,7 @@ def stored_values(
 
 
 def part_bytes(checkpoint: Checkpoint, part: str | None = None) -> int:
-    """Return the bytes of a part's tensors. None: of all parts."""
+    """Return the size of a checkpoint part's tensors in bytes. None means all parts."""
     parts = checkpoint.manifest.tensors if part is None else [part]
     return sum(stored_bytes(stored) for each in parts for stored in checkpoint.table(each).values())
 
@@ -88,7 +90,7 @@ def row_blocks(extent: Extent, dtype: torch.dtype) -> Iterator[Extent]:
 def reshard(
     checkpoint: Checkpoint, output: Path | StorePath, files: int, show_progress: bool = True
 ) -> Path | StorePath:
-    """Write the step to `output`/checkpoints with `files` files per part. Return its folder.
+    """Write the step to `output`/checkpoints with `files` files per checkpoint part. Returns its folder.
 
     File r contains the r-th part of each tensor's rows, which is what rank r reads if the state is sharded over
     `files` ranks.
@@ -120,7 +122,7 @@ def reshard(
 
 
 def merge(checkpoint: Checkpoint, part: str, path: Path, show_progress: bool = True) -> None:
-    """Write a part's tensors to one file: `.safetensors`, or `.bin` or `.pt` as torch.save of a dict of tensors.
+    """Write the tensors of a checkpoint part to one file: `.safetensors`, or `.bin` or `.pt` by torch.save of a dict.
 
     For `.bin` and `.pt`, the complete part must fit in memory. Raises CheckpointError for another suffix and if the
     disk is full.

@@ -1,5 +1,5 @@
-"""Checkpoint files of Accelerate's Megatron guide: one of weights and one of optimizer state per tensor and pipeline
-rank.
+"""Checkpoint files as in Accelerate's Megatron guide: one for weights and one for optimizer state per (tensor,
+pipeline) rank.
 
 Their content does not depend on ZeRO and expert parallelism: `pytorch_model_tp_T_pp_P.bin` contains what tensor rank
 T of pipeline stage P would hold without either. Experts that tensor parallelism does not shard are divided among the
@@ -93,7 +93,7 @@ def save_shard_files(
 
 
 def open_shard_files(folder: str | Path, parts: Sequence[str], world: Axis = ALONE) -> Checkpoint | None:
-    """Open the files as a checkpoint and verify the checksums of `parts`. None if there are none."""
+    """Open the files as a checkpoint and verify the checksums of `parts`. Returns None if there are no files."""
     if not (Path(folder) / MANIFEST).exists():
         return None
     opened = open_checkpoint(folder, parts, world=world)
@@ -147,7 +147,7 @@ def _fits(values: Any, dtype: str, piece: PieceRecord) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    """Remove old files, beginning with the manifest: without it the others are not a checkpoint."""
+    """Remove old files, beginning with the manifest, without which the others are not a checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     for path in folder.iterdir():
         if NAME.fullmatch(path.name):
@@ -155,7 +155,7 @@ def _clear(folder: Path) -> None:
 
 
 def _file_extents(model: ParallelModel) -> dict[str, Extent]:
-    """Return, by name, the part of each parameter and buffer in the file of this rank's tensor rank."""
+    """Return, by name, the slice of each parameter and buffer in the file of this rank's tensor-parallel rank."""
     mesh, extents = model.mesh, {}
     for chunk in model.chunks:
         for name, tensor in chunk.state_dict(keep_vars=True).items():
@@ -184,7 +184,7 @@ def _piece(shard: LocalShard, extent: Extent | None, shape: Sequence[int]) -> li
 def _write_part(
     file: Path, shards: Mapping[str, LocalShard], targets: Mapping[str, Extent], mesh: Mesh
 ) -> list | None:
-    """Send this rank's pieces to the writing ranks. A writing rank returns the file's name, size and checksum."""
+    """Send this rank's pieces to the writing ranks. Returns the file's name, size and checksum on a writing rank."""
     writes = mesh.dp_cp.rank == 0
     empty = {name: (targets[name].shape, shard.values.dtype) for name, shard in shards.items()}
     with _mapped(file, empty if writes else {}, mesh.world) as tensors:

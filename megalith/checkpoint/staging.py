@@ -57,13 +57,13 @@ class Staging:
         return copies
 
     def buffers(self) -> list[Tensor]:
-        """Return the bytes of all tensors since `begin`, one after the other: uint8, one-dimensional."""
+        """Return the concatenated bytes of all tensors since `begin`: uint8, one-dimensional."""
         full, rest = divmod(self._end, self._slab)
         return self._slabs[:full] + ([self._slabs[full][:rest]] if rest else [])
 
     @property
     def bytes(self) -> int:
-        """Bytes of host memory that the tensors since `begin` take."""
+        """Bytes of host memory that the tensors since `begin` occupy."""
         return self._end
 
     def _room(self, at: int, pinned: bool) -> Tensor:

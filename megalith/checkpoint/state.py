@@ -67,7 +67,7 @@ def base_shards(model: Model) -> dict[str, LocalShard]:
 
 
 def checkpoint_shards(model: Model) -> dict[str, LocalShard]:
-    """Return the shards that the run's checkpoints contain: all, or with adapters only the trained ones."""
+    """Return the shards that the run's checkpoints contain: all shards or, with adapters, only the trained ones."""
     shards = model_shards(model)
     if not any(getattr(chunk, "has_adapters", False) for chunk in _chunks(model)):
         return shards
@@ -105,8 +105,10 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model | None) -> d
 
 
 def _reduced_shard(parameter: LocalShard, values: Tensor, dim: int) -> LocalShard:
-    """Return the shard of a state with one element along `dim`. Ranks with different parts of `dim` hold the same
-    values."""
+    """Return the shard of a state with one element along `dim`.
+
+    Ranks with different slices of `dim` hold the same values.
+    """
     shape, offset = list(parameter.shape), list(parameter.offset)
     owned = parameter.owned and offset[dim] == 0
     shape[dim], offset[dim] = 1, 0
@@ -114,9 +116,7 @@ def _reduced_shard(parameter: LocalShard, values: Tensor, dim: int) -> LocalShar
 
 
 def _whole_shard(parameter: LocalShard, values: Tensor) -> LocalShard:
-    """Return the shard of optimizer state that belongs to complete matrices: those of this rank's experts, or a single
-    one.
-    """
+    """Return the shard of optimizer state for complete matrices: this rank's experts, or a single matrix."""
     shape, offset = list(values.shape), [0] * values.ndim
     if len(parameter.shape) == 3:
         shape[0], offset[0] = parameter.shape[0], parameter.offset[0]
@@ -126,7 +126,7 @@ def _whole_shard(parameter: LocalShard, values: Tensor) -> LocalShard:
 def state_shards(
     model: Model, optimizer: torch.optim.Optimizer | None, unpadded_rows: Mapping[str, int] | None = None
 ) -> dict[str, dict[str, LocalShard]]:
-    """Return this rank's stored state by part and name. Without `optimizer`, only the weights."""
+    """Return this rank's stored state by checkpoint part and name. Without `optimizer`, return only the weights."""
     rows = unpadded_rows or {}
     shards = {MODEL: _unpad(checkpoint_shards(model), rows)}
     if optimizer is not None:
@@ -173,7 +173,9 @@ def load_base(
 def base_fingerprint(
     model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
 ) -> str | None:
-    """Return the fingerprint of all weights except adapters on rank 0, None on others. Every rank of `world` calls it.
+    """Return the fingerprint of all weights except adapters on rank 0, None on other ranks.
+
+    Every rank of `world` calls it.
 
     Modules in `lora.modules_to_save` must have the base's values.
     """
@@ -221,8 +223,7 @@ def load_part(
     unpadded_rows: Mapping[str, int],
     world: Axis = ALONE,
 ) -> None:
-    """Load the weights of another model of the run from that model's part; with `optimizer`, load its optimizer's
-    state.
+    """Load the weights of an additional model from its checkpoint part and, with `optimizer`, the optimizer's state.
 
     Every rank of `world` calls it. Raises CheckpointError as `load_model` and `load_optimizer`.
     """
@@ -237,8 +238,10 @@ def load_part(
 
 
 def amax_shards(table: AmaxTable | None, world: Axis) -> dict[str, dict[str, LocalShard]]:
-    """Return the state of FP8's delayed scaling as a part of a checkpoint. Every rank holds all of it. Empty without a
-    table."""
+    """Return the state of FP8 delayed scaling as a checkpoint part.
+
+    Every rank holds all of it. Empty without a table.
+    """
     state = {} if table is None else table.state()
     shards = {
         name: LocalShard(values.contiguous(), (0,) * values.ndim, tuple(values.shape), owned=world.rank == 0)

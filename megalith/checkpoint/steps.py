@@ -57,7 +57,7 @@ def _save_number(folder: Path | StorePath, version: Any) -> int:
 
 
 def save_number(folder: Path | StorePath) -> int | None:
-    """Return a step's position in the order of saves. None if its manifest is missing or damaged.
+    """Return a step's position in the save order, or None if its manifest is missing or damaged.
 
     Raises OSError if it cannot be read at present, for example from a network filesystem that does not respond.
     """
@@ -74,8 +74,10 @@ def save_number(folder: Path | StorePath) -> int | None:
 
 
 def save_order(folder: Path | StorePath, unreadable: int) -> tuple[int, int, str]:
-    """Return a sort key by order of saving. Steps with an unreadable manifest come last (`unreadable` 1) or first
-    (-1)."""
+    """Return a sort key for the save order.
+
+    Steps with an unreadable manifest come last (`unreadable` 1) or first (-1).
+    """
     number = None
     with contextlib.suppress(OSError):
         number = save_number(folder)
@@ -83,7 +85,7 @@ def save_order(folder: Path | StorePath, unreadable: int) -> tuple[int, int, str
 
 
 def next_save_number(checkpoints: Path | StorePath) -> int:
-    """Return the next save number, greater than all others, including those of steps that cannot be read at present.
+    """Return the next save number. It exceeds all others, including those of steps that are currently unreadable.
 
     Steps that cannot be read are assumed to be the most recent saves, numbered consecutively.
     """

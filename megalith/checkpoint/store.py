@@ -199,7 +199,7 @@ class StepFolder:
         sync_folder(path.parent)
 
     def _delete(self, step: Path) -> None:
-        """Delete a step. It is renamed before its first file is deleted; what remains is removed by a later save."""
+        """Delete a step. It is renamed before its first file is deleted. A later save removes what remains."""
         trash = step.with_name(f"{step.name}.deleted.tmp")
         with contextlib.suppress(OSError):
             os.replace(step, trash)

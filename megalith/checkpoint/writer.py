@@ -1,4 +1,4 @@
-"""Writing of tensors into a step, piece by piece.
+"""Writes tensors into a step, piece by piece.
 
 `StepWriter` is for programs that build a checkpoint from something else (another format, another number of files). It
 receives one tensor or slice at a time and holds at most a few shards of `shard_bytes`. It uses `ShardWriter`, which
@@ -71,7 +71,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait for files being written; start no others."""
+        """Wait for files that are being written, and start no others."""
         self._threads.shutdown(cancel_futures=True)
 
     def add(self, item: WriteItem) -> None:
@@ -84,7 +84,7 @@ class ShardWriter:
             self._begin_file(item.part)
 
     def finish(self) -> dict[str, Any]:
-        """Write the rest and sync. Return JSON: the records of `files`, and their `pieces`. Raises OSError."""
+        """Write the rest and sync. Returns JSON: the records of `files` and their `pieces`. Raises OSError."""
         for part in list(self._pending):
             self._begin_file(part)
         records = {name: future.result().model_dump() for name, future in self._files.items()}
