@@ -10,7 +10,7 @@ from megalith.config import LoraConfig
 
 
 class Adapter(nn.Module):
-    """The adapters of one matrix, by part. A `scaling` of 0 turns them off."""
+    """The adapters of one matrix, one per sub-matrix. A `scaling` of 0 turns them off."""
 
     lora_A: nn.ModuleDict
     lora_B: nn.ModuleDict

@@ -1,4 +1,4 @@
-"""Several adapters of one frozen base, applied in one batch: each sequence names its adapter.
+"""Several adapters of one frozen base in one batch. Each sequence selects its adapter.
 
     y = x · Wᵀ + bias + x · Aᵢᵀ · Bᵢᵀ        i: slot of the sequence's adapter, 0 for none
 

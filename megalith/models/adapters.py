@@ -61,7 +61,7 @@ def is_trained_with_adapters(name: str, saved: Collection[str]) -> bool:
 
 
 class Magnitude(nn.Module):
-    """DoRA's magnitudes: the trained norms of the rows of a part, [rows]. `rows` is a seam, as in Linear."""
+    """DoRA's magnitudes: the trained row norms of a sub-matrix, [rows]. `rows` is a seam, as in Linear."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -119,7 +119,7 @@ class LinearAdapter(Adapter):
         return self.factors_of(norms)
 
     def factors_of(self, norms: Tensor, first_row: int = 0) -> Tensor:
-        """Return trained magnitude / norm for each row, starting at `first_row`; 1 for rows without an adapter."""
+        """Return trained magnitude / norm for each row from `first_row` on. 1 for rows without an adapter."""
         magnitudes = {
             part: each.rows(local(each.weight)).float() for part, each in self.lora_magnitude.items()
         }
@@ -183,8 +183,8 @@ class LinearAdapter(Adapter):
         return self.join(self.scaled(products)).T * self.scaling
 
     def taken_from_base(self) -> Tensor | None:
-        """Return the matrix that LoftQ subtracts from the base before quantizing, in the weight's shape; None if it
-        subtracts nothing.
+        """Return the matrix that LoftQ subtracts from the base before quantizing, in the weight's shape, or None if
+        it subtracts nothing.
 
         The adapter must be unsharded.
         """
@@ -206,14 +206,14 @@ class LinearAdapter(Adapter):
 
 
 class QKVAdapter(LinearAdapter):
-    """Adapters of linear_qkv, whose rows are ordered by KV group: its queries, its key, its value."""
+    """Adapters of linear_qkv. Its rows are ordered by KV group: the group's queries, key and value."""
 
     heads: Heads
     head_dim: int
     gated = False  # the queries of a group are followed by their gates, which are rows of the part q
 
     def heads_of_parts(self) -> dict[str, int]:
-        """Return how many heads of each part a group has."""
+        """Return the number of heads that a group has in each sub-matrix."""
         return {"q": self.heads.in_group * (1 + self.gated), "k": 1, "v": 1}
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
@@ -234,7 +234,7 @@ class KVAdapter(QKVAdapter):
 
 
 class GateUpAdapter(LinearAdapter):
-    """Adapters of a gated linear_fc1, whose rows alternate: gate 0, up 0, gate 1, up 1, …"""
+    """Adapters of a gated linear_fc1. Its rows alternate: gate 0, up 0, gate 1, up 1, …"""
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
         if WHOLE in parts:
@@ -341,7 +341,7 @@ def _product(b: Tensor, a: Tensor) -> Tensor:
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
-    """Iterate over the adapters in a module, each with the name of its linear."""
+    """Yield the adapters in a module, each with the name of its linear."""
     for name, module in model.named_modules():
         if isinstance(module, Adapter):
             yield name.removesuffix(".adapter"), module

@@ -1,4 +1,4 @@
-"""A quantized frozen weight (ops/weight_codes.py), which each matmul decodes again (ops/coded_gemm.py)."""
+"""A quantized frozen weight (ops/weight_codes.py). Each matmul decodes it (ops/coded_gemm.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalith.ops.weight_codes import WeightCodes
 
 
 class CodedWeight(nn.Module):
-    """The shard of a quantized weight. Its parts are buffers, which neither checkpoints nor FSDP2 see.
+    """The shard of a quantized weight. Its tensors are buffers, which neither checkpoints nor FSDP2 handle.
 
     Args:
         form: int8, fp8, nf4 or mxfp4.

@@ -1,4 +1,4 @@
-"""Positions of tokens that a model is not given, and the check of their number."""
+"""Default position ids, and a check of the number of positions."""
 
 from __future__ import annotations
 

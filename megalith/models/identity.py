@@ -6,5 +6,8 @@ from torch import Tensor
 
 
 def identity(x: Tensor, *_: object) -> Tensor:
-    """Return x. Parallelism replaces this function; its second argument is the pass (`Context` or `PassLayout`)."""
+    """Return x.
+
+    Parallelism replaces this function. Its second argument is the forward pass's `Context` or `PassLayout`.
+    """
     return x

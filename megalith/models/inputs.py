@@ -1,4 +1,4 @@
-"""Optional inputs of a model's forward pass: about its tokens, and about its loss."""
+"""Optional inputs of a model's forward pass: properties of its tokens, and inputs of its loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalith.models.mtp import MTPTargets
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """Properties of a pass's tokens besides their ids.
+    """Properties of the tokens of a forward pass, besides their ids.
 
     Context parallelism shards position_ids, token_index, padding, all_padding and routes along the sequence, and
     nothing else.
@@ -46,7 +46,7 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a training pass's loss besides labels and loss_mask."""
+    """Inputs of the loss in training, besides labels and loss_mask."""
 
     # of the labels' log-probabilities; None: −their sum weighted by loss_mask
     objective: Objective | None = None

@@ -1,4 +1,4 @@
-"""Transformer layers: one class per residual topology, whose `forward` is its formula.
+"""Transformer layers: one class per residual topology. Its `forward` is the formula.
 
 A layer has mixers (mixers/), in which tokens see each other, and a feed-forward half, an MLP or experts, which takes
 each token by itself. Their outputs are branches: normalized as `norm_placement` requires, scaled by
@@ -47,7 +47,7 @@ Branch = tuple[Tensor, Mask | None]
 
 
 class TransformerLayer(Runnable):
-    """The modules and branches that all residual topologies share.
+    """Modules and submodule calls that all residual topologies share.
 
     Args:
         config: sizes, placement of the norms, dropout.
@@ -133,7 +133,7 @@ class TransformerLayer(Runnable):
 
 
 class SequentialLayer(TransformerLayer):
-    """Layer whose mixer and MLP follow each other: x + mixer(norm(x)), then x + mlp(norm(x)).
+    """Pre-norm layer, the mixer before the MLP: x + mixer(norm(x)), then x + mlp(norm(x)).
 
     With norm_placement "post", the outputs of mixer and MLP are normalized instead of their inputs. With "sandwich",
     both are.
@@ -214,7 +214,7 @@ class SharedNormParallelMoELayer(MoELayer):
 
 
 class PostNormLayer(TransformerLayer):
-    """Layer whose norms are on the residual stream: h + mixer(h) with h = norm(x), then h + mlp(h) with h = norm(x).
+    """Layer with norms on the residual stream: h + mixer(h) with h = norm(x), then h + mlp(h) with h = norm(x).
 
     Each norm's output continues the residual stream (apply_residual_connection_post_layernorm).
     """
@@ -321,7 +321,7 @@ def mtp_layer(topology: type[TransformerLayer]) -> type[TransformerLayer]:
 
 
 def layer_class(config: ModelConfig, number: int, cross: bool = False) -> type[TransformerLayer]:
-    """Return the class of layer `number`; `cross`: the layer has cross-attention.
+    """Return the class of layer `number`. With `cross`, the layer has cross-attention.
 
     Raises ConfigError for cross-attention with a topology that has none.
     """

@@ -76,12 +76,15 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: C
 
 
 class MLP(Runnable):
-    """linear_fc1, activation, linear_fc2. With a gate, rows of fc1 alternate: gate 0, up 0, gate 1, up 1, …"""
+    """MLP: linear_fc1, activation, linear_fc2.
+
+    With a gate, the rows of fc1 alternate: gate 0, up 0, gate 1, up 1, …
+    """
 
     roles = {"xielu": "q_layernorm"}  # replicated, with partial gradients: each rank has some of fc1's rows
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None, ffn_size: int | None = None):
-        """Create an MLP of width `ffn_size`; None: the configuration's."""
+        """Create an MLP of width `ffn_size`, by default the configured width."""
         super().__init__()
         ffn_size = ffn_size or config.ffn_size
         if config.mlp_activation == "xielu":

@@ -45,7 +45,7 @@ class LocalTokens:
     """Number of ranks that the micro-batch's tokens are sharded over."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the shards. Not differentiable."""
+        """Sum x over the shards. Not differentiable."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses: functions of the log-probabilities of tokens.
+"""Losses, as functions of token log-probabilities.
 
 A loss is written for one device. In every layout it gets full micro-batches, log-probabilities [batch, seq] of full
 sequences, although tensor parallelism shards the vocabulary and context parallelism the sequences, and only the last
@@ -51,14 +51,14 @@ class Loss:
     """Number of vocabulary entries, from the first on, that log-probabilities are normalized over; None: all."""
 
     def denominator(self, batch: Batch) -> Tensor | float:
-        """Return the micro-batch's term of the step's divisor, a scalar: by default its number of valid tokens.
+        """Return the micro-batch's term of the step's divisor, a scalar. The default is its number of valid tokens.
 
         This method is called before any pass of the step. If the divisor of the step is 0, it is replaced by 1.
         """
         return batch.loss_mask.sum(dtype=torch.float64)
 
     def logged_weight(self, batch: Batch) -> float | None:
-        """Return the micro-batch's weight in the logged loss, or None to log the loss that is optimized.
+        """Return the micro-batch's weight in the logged loss, or None to log the optimized loss.
 
         With weights, the logged loss is Σ weight · loss / Σ weight over the micro-batches of the step.
         """
@@ -112,7 +112,7 @@ class Loss:
         return replace(batch, labels=self.targets(batch), loss_mask=weights)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:
-        """Return the micro-batch's sum of losses, a float32 scalar with a gradient.
+        """Return the sum of the micro-batch's losses, a float32 scalar with a gradient.
 
         Args:
             logprobs: float32, of the shape of `targets`, with a gradient.
@@ -150,7 +150,7 @@ class MicroBatchMean(CrossEntropy):
 
 @dataclass
 class Objective:
-    """A loss bound to its micro-batch, for one pass through the model."""
+    """A loss with its micro-batch, for one forward pass of the model."""
 
     of: Callable[[Tensor, Tensor | None], Tensor | None]
     """Function (logprobs, entropy) of this rank's tokens → float32 scalar.
@@ -235,7 +235,7 @@ def cross_entropy_sum(
     math: HeadMath = ORDINARY,
     **shard,
 ) -> Tensor:
-    """Return the result of `linear_cross_entropy`, with the options of a pass. `shard`: its axis, first and rows."""
+    """Compute `linear_cross_entropy` with the options of a forward pass. `shard` contains its axis, first and rows."""
     of_tokens = labels, loss_mask, vocab_size, softcap, scale
     options = dict(
         max_label_tokens=context.max_label_tokens,

@@ -20,6 +20,6 @@ def make_model(
     seed: int = 0,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """Return a model of this configuration, whose parameters have no values yet: see Transformer."""
+    """Build a model of this configuration without parameter values (see Transformer)."""
     kind = ScoreModel if config.score_head else CLASSES[config.model_type]
     return kind(config, compute_dtype=compute_dtype, seed=seed, device=device)

@@ -1,4 +1,4 @@
-"""Mixture of experts, which replaces the MLP (Shazeer et al. 2017; Fedus et al. 2021).
+"""Mixture of experts, used instead of an MLP (Shazeer et al. 2017; Fedus et al. 2021).
 
     x ──router──▶ experts and weights of each token
     x ──one row per (token, expert) pair, sorted by expert──▶ experts ──sum over a token's rows──▶ y
@@ -60,7 +60,8 @@ Shared = Callable[[], Tensor] | None  # computes the shared expert's output [tok
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer per expert: fp32 weight [experts, out, in], cast to the input's dtype, and bias [experts, out].
+    """One linear layer per expert: fp32 weight [experts, out, in], cast to the input's dtype, and bias [experts,
+    out].
 
     Seams are `gemm`, `first_row` and `sum_gradient` (expert tensor parallelism) and `step_cast`, the cast for all
     passes of a step. An adapter's output (adapters.py) is added.
@@ -97,7 +98,7 @@ class GroupedLinear(nn.Module):
             return weight if self.coded is None else self.coded.decoded(), bias
 
     def prepare_weights(self, cast: Cast) -> Matrix:
-        """Return weight and bias in the form that the matmuls take, from the result of `cast`."""
+        """Convert the result of `cast` to the weight and bias that the matmuls need."""
         pairs, stays = zip((self.weight, self.bias), cast), cast is self.step_cast
         weight, bias = (
             None if p is None else prepare_weight(self.sum_gradient(local(p)), value, stays)
@@ -124,7 +125,7 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of the local experts; rows of fc1 alternate gate and up as in MLP."""
+    """The MLPs of the local experts. Rows of fc1 alternate gate and up, as in MLP."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -142,7 +143,7 @@ class Experts(nn.Module):
         return self.linear_fc1.cast(dtype), self.linear_fc2.cast(dtype)
 
     def prepare_weights(self, cast: tuple[Cast, Cast]) -> tuple[Matrix, Matrix]:
-        """Return weights and biases in the form that the matmuls take, from the result of `cast`."""
+        """Convert the result of `cast` to the weights and biases that the matmuls need."""
         return self.linear_fc1.prepare_weights(cast[0]), self.linear_fc2.prepare_weights(cast[1])
 
     def forward(
@@ -184,7 +185,7 @@ class MoE(Runnable):
                 self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, device=device)
 
     def plan(self, x: Tensor, context: Context) -> NamedTuple:
-        """Return the destination of each token of x [batch, seq, hidden], in the form that `dispatch` takes."""
+        """Return the destination of each token of x [batch, seq, hidden], to be passed to `dispatch`."""
         routing = self.router(
             x.flatten(0, -2),
             context.global_token_ids,

@@ -75,7 +75,7 @@ def make_mtp_targets(
 
 
 class MTPProjection(nn.Module):
-    """The input of an MTP layer: norms of the embedding and the hidden state, and a matrix [hidden, 2 · hidden]."""
+    """The input of an MTP layer: norms of the embedding and of the hidden state, and a matrix [hidden, 2 · hidden]."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()

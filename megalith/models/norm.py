@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, and the residual addition that they are fused with; formulas in ops/fused_norm.py."""
+"""LayerNorm and RMSNorm, and the residual addition with which they are fused. ops/fused_norm.py has the formulas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Norm(Runnable):
 
     @runnable
     def add_norm(self, x: Tensor, y: Tensor | None, dropout: Mask | None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream x + dropout(y) [..., width], and the norm of that sum."""
+        """Return the residual stream x + dropout(y) [..., width], and its norm."""
         if self.function is not fused_norm.norm:
             x = fused_norm.residual_add(x, y, dropout)
             return x, self.function(x, *self._formula())
@@ -53,7 +53,7 @@ class Norm(Runnable):
 
 
 class RootMeanSquare(nn.Module):
-    """RMSNorm without a weight, computed in fp32: Llama 4's L2 norm of a head."""
+    """RMSNorm without a weight, computed in fp32. Llama 4 uses it as the L2 norm of a head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -71,7 +71,7 @@ def norm_or_identity(norm: Norm | None, x: Tensor) -> Tensor:
 def add_norm(
     norm: Norm | None, x: Tensor, y: Tensor | None = None, dropout: Mask | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual stream x + dropout(y), and the norm of that sum, or the sum again if there is no norm."""
+    """Return the residual stream x + dropout(y), and its norm, or the stream again if there is no norm."""
     if norm is not None:
         return norm.add_norm(x, y, dropout)
     x = fused_norm.residual_add(x, y, dropout)
@@ -79,13 +79,13 @@ def add_norm(
 
 
 def branch_output(y: Tensor, norm: Norm | None, multiplier: float) -> Tensor:
-    """Return a branch's output y [batch, seq, hidden] after its norm and the residual multiplier."""
+    """Apply the norm and the residual multiplier to the output y [batch, seq, hidden] of a mixer or MLP."""
     y = norm_or_identity(norm, y)
     return y if multiplier == 1 else y * multiplier
 
 
 class Residual(NamedTuple):
-    """A residual stream to which a branch's output has yet to be added."""
+    """A residual stream and a mixer or MLP output that is still to be added to it."""
 
     stream: Tensor  # [batch, seq, hidden]
     norm: Norm | None  # of the branch's output

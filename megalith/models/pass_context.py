@@ -1,4 +1,4 @@
-"""Context of a forward pass: the layout of its tokens on this rank, and the inputs that every layer reads."""
+"""Context of a forward pass: the layout of its tokens on this rank, and the inputs that all layers use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megalith.ops.dropout import DropoutKeys
 
 @dataclass(frozen=True)
 class PassLayout:
-    """The tokens of a pass on this rank. On one device these are all tokens, in order."""
+    """The tokens of a forward pass on this rank. On one device these are all tokens, in order."""
 
     sharded: bool = False  # sequence parallelism: the residual stream has this rank's shard of the tokens
     micro_batches: int = 1  # parts of the micro-batch that run interleaved, each sharded separately
@@ -103,7 +103,7 @@ class Context:
         return value if self.padding is None else value.masked_fill(self.padding[:, :, None, None], 0.0)
 
     def at_layer(self, number: int) -> Context:
-        """Return a layer's context, with its cache, its routes and its dropout keys.
+        """Return a layer's context, with its cache, its expert routing and its dropout keys.
 
         The keys contain the layer's number as a tensor, so that layers share compiled code.
         """
@@ -127,7 +127,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A stack's output for another sequence, which cross-attention attends to."""
+    """Output of a stack for another sequence, to which cross-attention attends."""
 
     hidden: Tensor  # [batch, keys, hidden], the residual stream of the stack's pass
     context: Context  # of that pass
@@ -137,7 +137,9 @@ class Encoded:
 
 
 def set_masks_of_layers(context: Context, config: ModelConfig, length: int) -> None:
-    """Set the masks of layers that attend to parts of the sequence, for full sequences of `length` tokens."""
+    """Set the attention masks of layers that attend to a subset of the sequence, for full sequences of `length`
+    tokens.
+    """
     if config.attention_chunk_size is not None:
         set_chunks(context, config.attention_chunk_size, length)
     if not context.causal and config.window_size is not None:

@@ -25,7 +25,7 @@ def rotary_tables(config: ModelConfig, position_ids: Tensor, length: int) -> Tab
 
 
 def local_rotary_tables(config: ModelConfig, position_ids: Tensor) -> Tables:
-    """Return the tables of layers with a window and the base rotary_base_local, which is never scaled."""
+    """Return the rotary tables of layers with a window, with the base rotary_base_local, which is never scaled."""
     frequencies = _frequencies(config.rotary_size, config.rotary_base_local, position_ids.device)
     return _tables(position_ids, frequencies, 1.0)
 

@@ -1,4 +1,4 @@
-"""The router, which chooses the experts of each token and their weights.
+"""The router, which selects the experts of each token and their weights.
 
 One fp32 matrix computes a score per expert from the token's hidden state. The topk experts with the highest scores are
 chosen, and their scores are the weights of their outputs. Variants:
@@ -62,7 +62,7 @@ class Routing:
     capacity: int | None = None  # maximum tokens of the micro-batch per expert; None: unlimited
 
     def destinations(self, count: int) -> Tensor:
-        """Return `experts`, with dropped pairs replaced by `count`, the number of experts."""
+        """Return `experts`, with dropped (token, expert) pairs replaced by `count`, the number of experts."""
         return self.experts if self.kept is None else torch.where(self.kept, self.experts, count)
 
 

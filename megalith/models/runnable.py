@@ -1,4 +1,4 @@
-"""Layers and parts of layers whose methods a runner may run, for example recomputed or on two half micro-batches.
+"""Layers whose methods a runner may call, for example to recompute them or to run them on two half micro-batches.
 
 A method runs directly unless a runner is plugged in. A runner is a function, the same for all layers, so that layers
 share compiled code.
@@ -19,7 +19,7 @@ class Runnable(nn.Module):
 
 
 def runnable(method: Callable) -> Callable:
-    """Decorate a method of a Runnable: if the object has a runner, calls go to the runner."""
+    """Decorate a method of a Runnable. If the object has a runner, the runner receives the calls."""
 
     @wraps(method)
     def run(self: Runnable, *args):
@@ -31,5 +31,5 @@ def runnable(method: Callable) -> Callable:
 
 
 def without_runner(method: Callable) -> Callable:
-    """Return the method that `runnable` decorated. A subclass calls it from its own method, which has the runner."""
+    """Return the undecorated method of a `runnable`. A subclass calls it from its own method, which has the runner."""
     return method.__wrapped__

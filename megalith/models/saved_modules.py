@@ -29,7 +29,7 @@ TRAINABLE = (
 
 
 def path_of(name: str) -> str:
-    """Return the path of the module of a parameter or buffer: layers.*.mlp.router for layers.3.mlp.router.weight."""
+    """Return the module path of a parameter or buffer: layers.*.mlp.router for layers.3.mlp.router.weight."""
     return re.sub(r"(?<=\blayers\.)\d+(?=\.)", "*", name.rpartition(".")[0])
 
 
@@ -83,7 +83,7 @@ def check_can_be_saved(module: str, paths: Iterable[str]) -> None:
 
 
 def lacks_module(module: str, paths: Collection[str]) -> ConfigError:
-    """Return the error for a module that the model does not have; `paths` lists its modules."""
+    """Return the error for a module that the model lacks. `paths` lists the model's modules."""
     names = sorted({path.rpartition(".")[2] for path in paths if can_be_saved(path)} - {"score"})
     return ConfigError(
         f"lora.modules_to_save names {module!r}, which this model does not have{nearest_of(module, names)}"

@@ -1,4 +1,4 @@
-"""A decoder with a score in place of the next token's logits: a reward model, or the critic of PPO.
+"""A decoder with a score instead of next-token logits: a reward model, or PPO's critic.
 
     score of a token = score · norm(stack(embedding))
 

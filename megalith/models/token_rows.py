@@ -1,4 +1,4 @@
-"""Rows of an embedding or an output matrix that are trained with adapters: PEFT's `trainable_token_indices`.
+"""Rows of an embedding or output matrix that are trained with adapters: PEFT's `trainable_token_indices`.
 
 The rows of some tokens are parameters of their own, which replace the rows of the frozen matrix wherever it is used.
 They are initialized with the matrix's values. A tied embedding and output matrix have the same trained rows. Under
@@ -18,10 +18,10 @@ from megalith.models.adapter import Adapter
 
 
 class TokenRows(Adapter):
-    """Trained rows of one matrix [vocabulary, hidden]. With a `scaling` of 0, the matrix's own rows are used."""
+    """Trained rows of one matrix [vocabulary, hidden]. With a `scaling` of 0, the original rows are used."""
 
     def __init__(self, tokens: Sequence[int], hidden: int):
-        """Create the rows of these tokens on the meta device."""
+        """Create the rows for these tokens on the meta device."""
         nn.Module.__init__(self)
         self.scaling, self.ranks, self.factors = 1.0, {}, {}
         self.tokens = tuple(tokens)
@@ -29,14 +29,14 @@ class TokenRows(Adapter):
         self._cached: tuple[tuple[int, int, torch.device], tuple[Tensor, Tensor]] | None = None
 
     def matrix(self, parameter: Tensor) -> Tensor:
-        """Return this rank's shard of the matrix with the trained rows in it; `parameter` is the shard without them."""
+        """Return this rank's shard of the matrix with the trained rows inserted. `parameter` is the original shard."""
         if self.scaling == 0:
             return local(parameter)
         _, (first, _) = local_shape_and_offset(getattr(parameter, "dtensor", parameter))
         return self.put_into(local(parameter), first)
 
     def put_into(self, rows: Tensor, first: int) -> Tensor:
-        """Return a copy of `rows`, the matrix's rows starting at row `first`, with the trained rows put in."""
+        """Return a copy of `rows`, the matrix rows from row `first` on, with the trained rows inserted."""
         index, number = self._find(first, len(rows), rows.device)
         return rows.index_copy(0, index, local(self.weight)[number].to(rows.dtype))
 

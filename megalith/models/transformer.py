@@ -1,4 +1,4 @@
-"""The model: an embedding, a stack of layers, and the output matmul or the loss, in single-device PyTorch.
+"""The model as single-device PyTorch: an embedding, a stack of layers, and the output matmul or the loss.
 
 A stack is a list of layers (layer.py) and a norm, from hidden states to hidden states: an encoder or a decoder without
 its vocabulary. `Stack.context` computes once per pass what all layers need: positions, masks, dropout keys. A stack's
@@ -67,7 +67,7 @@ def run_layers(layers: Sequence[TransformerLayer], x: Tensor, context: Context) 
 
 
 class Stack(nn.Module):
-    """A list of layers and a final norm. A pipeline stage has only some of the layers, and perhaps no norm.
+    """Layers and a final norm. A pipeline stage has only some of the layers, and perhaps no norm.
 
     Args:
         config: sizes, norms, positions.

@@ -1,1 +1,1 @@
-"""Models with an encoder: BERT, T5."""
+"""Models with an encoder: BERT and T5."""

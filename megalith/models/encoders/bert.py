@@ -113,7 +113,7 @@ class Bert(Transformer):
         padding_mask: Tensor | None = None,
         token_inputs: TokenInputs | None = None,
     ) -> Encodings:
-        """Return hidden states, pooled first tokens and order logits; arguments as in `forward`."""
+        """Return hidden states, pooled first tokens and order logits. The arguments are those of `forward`."""
         token_inputs = (token_inputs or TokenInputs()).with_padding_mask(padding_mask)
         context = self.context(input_ids, token_inputs, trains=False)
         x = Stack.forward(self, self._embed(input_ids, tokentype_ids, context), context)

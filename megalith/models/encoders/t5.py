@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2020): an encoder, and a decoder whose layers attend to the encoder's output.
+"""T5 (Raffel et al. 2020): an encoder, and a decoder with cross-attention to the encoder's output.
 
     encoded = encoder(embedding of the input sequence)
     logits  = decoder(embedding of the output sequence, encoded) · output matrixᵀ

@@ -26,8 +26,9 @@ from megalith.ops.batch_invariant.elementwise import exp, sigmoid, silu, softplu
 
 
 class KimiDeltaAttention(DeltaNet):
-    """Kimi Delta Attention: linear_in, linear_gates and two low-rank projections, convolution, delta rule, gated norm,
-    linear_out."""
+    """Kimi Delta Attention: linear_in, linear_gates and two low-rank projections, convolution, delta rule, gated
+    norm, linear_out.
+    """
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__()

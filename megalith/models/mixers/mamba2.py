@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024): a state space model whose inputs pass through a short convolution.
+"""Mamba-2 (Dao and Gu 2024): a state space model with a short convolution on its inputs.
 
 The input projection gives each head a gate z, an input x and a step size, and each group of heads the vectors B and C
 (ops/state_space.py). x, B and C go through a short causal convolution and SiLU. A token's step size is Δ =

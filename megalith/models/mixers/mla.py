@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI 2024): keys and values of all heads are computed from one narrow latent.
+"""Multi-head latent attention (DeepSeek-AI 2024): computes the keys and values of all heads from one narrow latent.
 
     x ──linear_kv_down_proj──▶ latent, and the key's rotary part, shared by all heads
         latent ──norm──linear_kv_up_proj──▶ per head the key's part without positions, and the value
@@ -27,8 +27,9 @@ from megalith.models.runnable import runnable
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention. `gather` is a seam of tensor parallelism: it gathers the rotary part of the keys,
-    which all heads share.
+    """Multi-head latent attention.
+
+    Tensor parallelism replaces `gather`, which gathers the rotary keys shared by all heads.
     """
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):

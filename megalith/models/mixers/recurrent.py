@@ -1,4 +1,4 @@
-"""Base class of mixers with a state of fixed size per sequence: delta nets, state space models, convolutions.
+"""Base class of mixers with a fixed-size state per sequence: delta nets, state space models, convolutions.
 
 Attention stores keys and values of all tokens. These mixers store the inputs of a short convolution for the last
 tokens, and most of them one matrix per head.
@@ -35,8 +35,7 @@ class Recurrent(Runnable):
     context parallelism, the first two also of batch invariance."""
 
     def __init__(self, recurrence: Callable[..., Tensor] | None = None):
-        """Set the recurrence, a function of its inputs and of document numbers; None: the mixer has only a
-        convolution."""
+        """Set the recurrence, a function of its inputs and of document numbers. None means only a convolution."""
         super().__init__()
         self.convolution: Callable[..., Tensor] = causal_conv
         self.recurrence = recurrence
@@ -48,7 +47,7 @@ class Recurrent(Runnable):
         raise NotImplementedError(f"{type(self).__name__} has no state")
 
     def documents(self, context: Context, seq: int) -> Tensor | None:
-        """Return the document number of each token, int32 [batch, seq]; None: one document per sequence."""
+        """Return the document number of each token, int32 [batch, seq]. None means one document per sequence."""
         if context.documents is None:
             return None
         number_documents = document_ids if context.layout.full_sequence else self.document_numbers
@@ -76,14 +75,14 @@ class Recurrent(Runnable):
         return convolution(x, taps, documents, bias)
 
     def recurrence_of(self, context: Context) -> Callable[..., Tensor]:
-        """Return the recurrence function for a pass without a cache."""
+        """Return the recurrence function for a forward pass without a cache."""
         if context.layout.full_sequence:
             return partial(self.recurrence, full_sequence=True)
         return self.recurrence
 
 
 def sum_squares(x: Tensor) -> Tensor:
-    """Return the sum of the squares along the last dimension, [..., 1]."""
+    """Return the sum of squares over the last dimension, [..., 1]."""
     return x.square().sum(-1, keepdim=True)
 
 
