@@ -213,7 +213,7 @@ with the run's settings. "Memory only" in the last column means that the bound d
 because an older version or a [mirrored rank](performance.md#measure-a-step) was measured.
 
 In the measured version, layers with rotary positions kept the whole output of `linear_qkv` for the backward pass.
-Layers with norms of queries and keys also kept a copy of the queries. Now layers keep only the values. The table
+Layers with QK norms also kept a copy of the queries. Now layers keep only the values. The table
 predicts the memory of the measured version. For the current version, the planner predicts less: 5.4 GB less for
 Llama-3-8B with 16,384 tokens in a micro-batch. This has not been measured on a GPU yet.
 
@@ -225,10 +225,12 @@ Llama-3-8B with 16,384 tokens in a micro-batch. This has not been measured on a 
 
 ## Published on H100
 
-Predictions use the H200's measured rates, scaled by the datasheets' ratio. Megatron-Bridge's runs use Megatron-Core,
-which overlaps or omits work that Megalith does not, so their bound applies to the prediction for Megatron-Core.
-Meta's runs are compared with the prediction for Megalith. "Fits" is the published layout or, if that takes too much
-memory, the same layout with `layernorm` and `mlp_act` recomputed and tokens gathered again. This repeats no GEMM.
+Predictions use the H200's measured rates, scaled by the ratio of the datasheet values. Megatron-Bridge's runs use
+Megatron-Core, which overlaps or omits work that Megalith does not, so their bound applies to the prediction for
+Megatron-Core.
+Meta's runs are compared with the prediction for Megalith. "Fits" describes the published layout or, if that takes
+too much memory, the same layout with `layernorm` and `mlp_act` recomputed and the inputs of column-parallel linears
+gathered again in the backward pass. This repeats no GEMM.
 The last column is the time of this layout compared with that of the planner's best.
 
 {outside}
