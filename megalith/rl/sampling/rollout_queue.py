@@ -50,7 +50,7 @@ class RolloutQueue:
         return self._batches.pop(number, None)
 
     def start(self, number: int, groups: int) -> None:
-        """Start threads that sample tokens of the batches after `number`, as many as are due before the next weight sync."""
+        """Start threads that sample, for the batches after `number`, the tokens due before the next weight sync."""
         rl, step, batches = self._rl, self._run.step, self._batches
         last = min(number + rl.max_staleness, (self._run.total_steps - 1) // rl.steps_per_batch)
         for ahead in range(number + 1, last + 1):
