@@ -51,7 +51,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Vendor figures: dense TFLOP/s by dtype, and memory bandwidth in GB/s. None: not supported.
+    """Vendor figures: dense TFLOP/s by dtype, and memory bandwidth in GB/s. None means not supported.
 
     Figures are for dense matrix units with fp32 accumulation. `fp32` is the rate of the ordinary units, `tf32` that of
     the matrix units on fp32 data.
@@ -183,7 +183,7 @@ def largest_gpu_memory() -> int | None:
 
 
 def host_memory_bytes() -> int | None:
-    """Return the memory in bytes of this machine, or of this container if it is limited; None if unknown."""
+    """Return the memory in bytes of this machine, or of this container if it is limited, or None if unknown."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # a system without these names

@@ -69,7 +69,7 @@ def replace_folder(new: Path, name: Path, aside: Path) -> Path | None:
     Filesystems without an atomic exchange (NFS, Lustre) take two renames, the first one to `aside`.
 
     Returns:
-        The current path of the folder that was called `name` before; None if there was none.
+        The current path of the folder that was called `name` before, or None if there was none.
 
     Raises:
         OSError: a rename failed, or `aside` exists.
@@ -96,7 +96,7 @@ NOT_KNOWN = (errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two paths atomically; return False if the system cannot. Raises OSError."""
+    """Exchange two paths atomically. Returns False if the system cannot. Raises OSError."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -26,7 +26,7 @@ class Progress(AbstractContextManager):
 
     Args:
         title: name of the command.
-        total: total amount in `unit`; None if unknown, which omits the percentage and the ETA.
+        total: total amount in `unit`, or None if unknown, which omits the percentage and the ETA.
         unit: "bytes", or a plural such as "layouts".
         show: False prints nothing.
         stream: standard error by default.

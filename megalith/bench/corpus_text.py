@@ -39,7 +39,7 @@ def write_text(folder: Path, megabytes: int, vocab_size: int = VOCAB_SIZE) -> tu
 
 
 def keep_first_documents(file: Path, size: int) -> int:
-    """Cut JSON Lines after the document that completes `size` bytes of text; return the size."""
+    """Cut JSON Lines after the document that completes `size` bytes of text. Returns the size."""
     kept, total = [], 0
     with open(file, encoding="utf-8") as lines:
         while total < size:
@@ -55,7 +55,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def build_dataset(folder: Path, megabytes: int = 0, vocab_size: int = VOCAB_SIZE) -> tuple[str, int]:
-    """Write an indexed dataset of `megabytes` of text; return its prefix and number of tokens, two bytes each."""
+    """Write an indexed dataset of `megabytes` of text. Returns its prefix and number of tokens, two bytes each."""
     text, _ = write_text(folder, megabytes, vocab_size)
     tokenizer = tokenizer_of(folder)
     summary = preprocess([text], folder / "text", tokenizer, append_eod=True, show_progress=False)

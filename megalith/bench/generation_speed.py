@@ -155,7 +155,7 @@ def step_time(engine: Engine, steps: int) -> float:
 
 
 def fill_rows_half(engine: Engine) -> Sampling:
-    """Set every row to half of its maximum length; return the sampling settings of the next steps."""
+    """Set every row to half of its maximum length. Returns the sampling settings of the next steps."""
     sampling = Sampling(forced_lengths=[1])
     engine.reset_state(sampling)
     engine._state[1], engine._state[3], engine._state[5] = engine.max_tokens // 2, engine.max_tokens, 1

@@ -95,7 +95,7 @@ def odd(completions: list[str], completion_ids: list[list[int]], **columns: Any)
 
 
 def run_part(args: argparse.Namespace, part: str) -> dict[str, Any]:
-    """Run a part in new processes; return its figures, or under `failed` the end of its output."""
+    """Run a part in new processes. Returns its figures, or under `failed` the end of its output."""
     with tempfile.TemporaryDirectory() as folder:
         tree, output = run_tree(args, part, Path(folder)), Path(folder) / "run"
         for setting in args.set:

@@ -115,7 +115,7 @@ def model_run(workload: str, settings: Sequence[str]) -> RunConfig:
 
 
 def init_processes() -> str:
-    """Join torchrun's process group, if there is one; return the device type."""
+    """Join torchrun's process group, if there is one. Returns the device type."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" in os.environ:
         if device == "cuda":

@@ -142,7 +142,7 @@ def random_tokens(rank: int, rows: int, seq_length: int, vocab_size: int) -> Any
 
 
 def train(steps: int) -> Sequence[float]:
-    """Run torchtitan's main; return the milliseconds of each step."""
+    """Run torchtitan's main. Returns the milliseconds of each step."""
     import torchtitan.train
 
     times: list[float] = []

@@ -267,7 +267,7 @@ def medians(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_logged(command: list[str], file: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Run a command; return its exit status and output. If this program is interrupted, print the output so far."""
+    """Run a command. Returns its exit status and output. If this program is interrupted, print the output so far."""
     with file.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
     try:
@@ -368,7 +368,7 @@ def _run_peer(
     micro: int,
     options: Sequence[str],
 ) -> dict[str, Any]:
-    """Run a peer in its own processes; return its figures, or under `failed` the last lines of its output."""
+    """Run a peer in its own processes. Returns its figures, or under `failed` the last lines of its output."""
     processes, degrees = layout["processes"], {}
     if name == "torchtitan":
         degrees = {key: layout["parallel"].get(DEGREES[key], 1) for key in ("tp", "cp", "pp", "ep")}

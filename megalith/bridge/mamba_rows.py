@@ -95,7 +95,7 @@ class MambaHeads:
 
     Args:
         heads: number of heads if config.json omits it.
-        width_key: key of the product; None: it follows from mamba_expand.
+        width_key: key of the product; None means it follows from mamba_expand.
         width: the product if config.json omits the key; null means mamba_expand · hidden_size.
     """
 

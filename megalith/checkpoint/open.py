@@ -67,7 +67,7 @@ def open_checkpoint(
 
     Args:
         path: a run's output folder, its `checkpoints` folder, one step folder, or the URL of one of these.
-        parts: parts to verify (`model`, `optimizer`). None: all that were saved.
+        parts: parts to verify (`model`, `optimizer`). None means all that were saved.
         world: ranks of the job.
         shards: this rank's shards by part and name; only files with pieces of them are verified.
         show_progress: show a progress bar.

@@ -89,7 +89,7 @@ class Saver:
             unpadded_rows: number of rows without padding of each padded parameter. The padding is not stored, neither
                 in weights nor in optimizer state.
             write_tokenizer: function that writes the tokenizer into the folder passed to it.
-            keep_last: number of most recent steps to keep. None: all.
+            keep_last: number of most recent steps to keep. None means all.
             keep_every: also keep steps divisible by this number.
             background: save in a thread.
             max_failures: consecutive failed saves after which `save` raises.

@@ -285,7 +285,7 @@ UNKNOWN_VOCABULARY = 32_000
 def _check(
     config: RunConfig, world_size: int, gpus_per_node: int, device: str | None
 ) -> tuple[int, list[str]]:
-    """Validate a run; return the model's number of parameters (0 if unknown), and notes.
+    """Validate a run. Returns the model's number of parameters (0 if unknown), and notes.
 
     A tokenizer or weights that are missing on this machine may be on the cluster; they are skipped, with a note.
 

@@ -17,7 +17,7 @@ class Command:
         help: line in the list of commands.
         run: takes the parsed arguments and returns the exit code. Without `options`, it takes the words of the command
             line, beginning with the command's name, and parses them itself.
-        options: adds the command's options to its parser; "" if it has none.
+        options: adds the command's options to its parser, or "" if it has none.
     """
 
     help: str

@@ -81,7 +81,7 @@ def all_gather_replicated(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Send chunk j of x along dimension 0 to rank j; return the received chunks in rank order. Self-adjoint."""
+    """Send chunk j of x along dimension 0 to rank j. Returns the received chunks in rank order. Self-adjoint."""
     return x if axis.size == 1 else _AllToAll.apply(x, axis)
 
 

@@ -158,7 +158,7 @@ class DenseModel(DenseSettings):
 
     @property
     def layers_without_rope(self) -> list[int] | None:
-        """List with a 1 for each layer without RoPE; None if all layers have it."""
+        """List with a 1 for each layer without RoPE, or None if all layers have it."""
         frequency = self.no_rope_freq
         if frequency is None or isinstance(frequency, list):
             return frequency
@@ -191,12 +191,12 @@ class DenseModel(DenseSettings):
         return [self.window(layer) or self.two_sided_window(layer) for layer in range(self.num_layers)]
 
     def window(self, layer: int) -> int | None:
-        """Return the number of keys per query, including its own, in layer `layer` (from 0). None: no limit."""
+        """Return the number of keys per query, including its own, in layer `layer` (from 0). None means no limit."""
         causal = self.window_size is not None and not self.window_size[1]
         return self.window_size[0] + 1 if causal and self._has_window(layer) else None
 
     def two_sided_window(self, layer: int) -> tuple[int, int] | None:
-        """Return the number of keys before and after a query in layer `layer` (from 0) of an encoder. None: no
+        """Return the number of keys before and after a query in layer `layer` (from 0) of an encoder. None means no
         limit."""
         two_sided = self.window_size is not None and self.window_size[1]
         return (self.window_size[0], self.window_size[1]) if two_sided and self._has_window(layer) else None

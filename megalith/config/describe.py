@@ -53,7 +53,7 @@ def help_text(word: str | None = None, width: int = 100) -> str:
     """Return the help of settings by section, as the command line accepts them.
 
     Args:
-        word: a section (`optim`), or text in the names or help of the settings to include; None: all settings.
+        word: a section (`optim`), or text in the names or help of the settings to include; None means all settings.
         width: maximum line length.
 
     Raises:

@@ -135,7 +135,7 @@ UNSUPPORTED_NAMES: dict[str, str] = {
 
 
 def hint_of_other_name(key: str) -> str:
-    """Return a suggestion for the error about `key`; "" if no known system has the name."""
+    """Return a suggestion for the error about `key`, or "" if no known system has the name."""
     if key in UNSUPPORTED_NAMES:
         return f"; {UNSUPPORTED_NAMES[key]}"
     setting = OTHER_NAMES.get(key)

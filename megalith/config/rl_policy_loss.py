@@ -258,7 +258,7 @@ class PolicyLossSettings(Section):
 
     @property
     def mismatch_mode(self) -> str | None:
-        """Mode of the weight exp(log π_old − log π_rollout). None: no weight."""
+        """Mode of the weight exp(log π_old − log π_rollout). None means no weight."""
         if self.use_decoupled_loss:
             return "token_mask"
         return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None

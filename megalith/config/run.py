@@ -66,7 +66,7 @@ class RunConfig(Section):
 
     @property
     def chat(self) -> ChatConfig | None:
-        """Section of the fine-tuning method on chat data; None if there is none."""
+        """Section of the fine-tuning method on chat data, or None if there is none."""
         return next((section for section in self.chat_sections if section.enabled), None)
 
     @property

@@ -162,7 +162,7 @@ class BatchSizeSchedule:
 
     @property
     def _increments(self) -> int:
-        """Return the number of increments of the batch size; 0 if it is constant."""
+        """Return the number of increments of the batch size, or 0 if it is constant."""
         if self.rampup_batch_size is None or self.rampup_batch_size[2] == 0:
             return 0
         start, increment, _ = self.rampup_batch_size

@@ -133,7 +133,7 @@ def check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer, data: DataCon
     Args:
         prefixes: prefixes of the datasets. Other entries, such as text files, are skipped.
         tokenizer: the run's tokenizer.
-        data: the run's settings; None: the tokenizer only decodes.
+        data: the run's settings; None means the tokenizer only decodes.
 
     Raises:
         ConfigError: a dataset was made by a tokenizer that gives other ids to text, or its documents end with another

@@ -39,7 +39,7 @@ class Loader:
 
     Args:
         dataset: samples by index.
-        order: maps positions in the stream to sample indices; None: the dataset's order, repeated.
+        order: maps positions in the stream to sample indices; None means the dataset's order, repeated.
         micro_batch_size: samples per micro-batch.
         batch_sizes: global batch size of each step; the loader ends after the last one.
         vocab_size: upper bound of token ids.

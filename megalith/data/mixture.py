@@ -129,7 +129,7 @@ class Mixture:
 
     Args:
         weights: weights without caps.
-        capacities: float [sources], the samples in the permitted epochs of each source; None: no caps.
+        capacities: float [sources], the samples in the permitted epochs of each source; None means no caps.
         names: names of the sources for errors.
     """
 

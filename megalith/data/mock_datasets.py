@@ -44,7 +44,7 @@ class MockDataset(_MockSamples):
     """Mock samples for a decoder, int64 [seq_length + 1].
 
     A document counts up from a random token in steps of 1, 2 or 3, and ends with `eod` (which occurs nowhere else;
-    None: no end token). Document lengths are random, a third of a sample on average.
+    None means no end token). Document lengths are random, a third of a sample on average.
     """
 
     def __init__(

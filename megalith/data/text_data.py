@@ -283,7 +283,7 @@ class _TextCache:
 
 
 def _read_about(path: Path, versions: Sequence[Version], prefix: str) -> list[str] | None:
-    """Return the notes of a cached dataset; None if the dataset is missing, damaged or made from other text."""
+    """Return the notes of a cached dataset, or None if the dataset is missing, damaged or made from other text."""
     try:
         about = json.loads(read_small_file(path, path.parent))
         is_same = [tuple(version) for version in about["versions"]] == list(versions)

@@ -47,8 +47,8 @@ class TokenIds:
             ids: int64 [batch, seq].
             name: field name within the batch.
             where: name of the batch, for the message.
-            mask: bool [batch, seq], False for ids that are ignored; None: check all.
-            size: vocabulary size; None: `vocab_size`.
+            mask: bool [batch, seq], False for ids that are ignored; None means check all.
+            size: vocabulary size; None means `vocab_size`.
         """
         self.raise_pending()
         size = self.vocab_size if size is None else size

@@ -161,7 +161,7 @@ class DecodeSteps:
             logits: [rows, this rank's entries].
             keys: int32 [rows], from `sampling_keys`.
             sampling: settings of all rows.
-            settings: float32 [4, rows], settings of each row (`sample_rows`). None: the settings in `sampling`.
+            settings: float32 [4, rows], settings of each row (`sample_rows`). None means the settings in `sampling`.
             raw_logits: logits before processing, for batch-invariant log-probabilities. Default: `logits`.
         """
         first = self.tp.rank * self._entries

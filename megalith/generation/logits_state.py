@@ -163,7 +163,7 @@ class LogitsState:
 
         Args:
             logits: [rows * tokens, local entries], of the rows' newest tokens and drafts.
-            drafts: int64 [rows, tokens - 1], -1 for no draft. None: no row has drafts.
+            drafts: int64 [rows, tokens - 1], -1 for no draft. None means no row has drafts.
             used: parts to run.
         """
         if drafts is None:

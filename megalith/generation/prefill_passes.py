@@ -169,9 +169,9 @@ class PrefillPasses:
             ids: token ids, int64 [batch, seq].
             positions: position of each token in its sequence, int64 [batch, seq].
             cache: cache of the earlier tokens.
-            length: length of the sequences. None: each ends at its position.
-            routes: memory from `_route_memory` for the experts that the routers choose. None: not recorded.
-            adapters: slots of the sequences' adapters, int64 [batch]. None: they have none.
+            length: length of the sequences. None means each ends at its position.
+            routes: memory from `_route_memory` for the experts that the routers choose. None means not recorded.
+            adapters: slots of the sequences' adapters, int64 [batch]. None means they have none.
         """
         context = self.context_of(ids, positions, cache, length, adapters)
         if routes is not None:

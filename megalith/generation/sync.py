@@ -260,7 +260,7 @@ class _WeightSource:
             flat: on that rank, the values of the parts; on the others, a buffer that is filled with them.
 
         Returns:
-            A mask of the valid elements of `flat`, bool [elements]. None: all are valid.
+            A mask of the valid elements of `flat`, bool [elements]. None means all are valid.
         """
         rank, group, index = bucket[0].rank, self.world.group, None
         count = torch.full((1,), -1, device=flat.device)

@@ -72,7 +72,7 @@ class HangWatch:
         timeout: seconds without progress.
         store: a connection that only this thread uses. None for a single rank, where only the launcher is watched.
         output: folder for a dump of the flight recorder.
-        restart: in-process restart of this rank; None if a hang always ends the job.
+        restart: in-process restart of this rank, or None if a hang always ends the job.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ def hang_message(
     """Return the error message for a job that hangs.
 
     Args:
-        statuses: last status of each rank that has published one; None if it cannot be parsed.
+        statuses: last status of each rank that has published one, or None if it cannot be parsed.
         silent: ranks that no longer publish.
         world_size: ranks of the job.
         timeout: seconds without progress.

@@ -66,7 +66,7 @@ class SingleNodeRendezvous(RendezvousHandler):
         job: unique name of this start of the job.
         serves_store: True if this launcher serves the rendezvous store.
         is_elastic: True if the number of machines may change.
-        running: the job that the last round has joined or continued; None if it has started all processes.
+        running: the job that the last round has joined or continued, or None if it has started all processes.
     """
 
     use_agent_store, serves_store, is_elastic, running = True, True, False, None
@@ -120,7 +120,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         job: unique name of this start of the job, the same on all machines.
         serves_store: True if this launcher serves the rendezvous store.
         is_elastic: True if the number of machines may change.
-        running: member 0 of the job that the last round has joined or continued; None if the round starts all
+        running: member 0 of the job that the last round has joined or continued, or None if the round starts all
             processes.
         members: launchers whose ranks continue in their processes after the last round; their group ranks come first.
         hides_waiting: report no waiting machines, because they join without a restart of all processes.

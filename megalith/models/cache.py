@@ -26,7 +26,7 @@ class Cache(Protocol):
     ) -> Tensor:
         """Store the new keys and values, and return `core`'s attention over the cached and the new ones.
 
-        `chunk` is the length of the chunks that attention stays within; None: no chunks.
+        `chunk` is the length of the chunks that attention stays within; None means no chunks.
         """
 
     def convolve(self, x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:

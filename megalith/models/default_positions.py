@@ -34,7 +34,7 @@ def default_positions(
         config: the model's; with `positions_skip_padding`, padding does not count.
         token_index: int64 [seq], each token's index in the full sequence.
         batch: number of sequences.
-        padding_mask: bool [batch, full seq], False for padding; None: no padding.
+        padding_mask: bool [batch, full seq], False for padding; None means no padding.
     """
     if _skips_padding(config, padding_mask):
         return positions_without_padding(config, padding_mask)[:, token_index]

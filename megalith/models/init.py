@@ -73,8 +73,8 @@ def initial_value(
         shape: its global shape.
         config: the model's configuration.
         seed: seed of the values.
-        slice_shape: return only a slice of this shape; None: all.
-        slice_first: index of the slice's first element in every dimension; None: 0.
+        slice_shape: return only a slice of this shape; None means all.
+        slice_first: index of the slice's first element in every dimension; None means 0.
     """
     slice_shape = torch.Size(shape if slice_shape is None else slice_shape)
     slice_first = [0] * len(shape) if slice_first is None else slice_first

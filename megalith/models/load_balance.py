@@ -3,7 +3,7 @@
 p_te is the score of token t for expert e as a probability; n_e is the number of a micro-batch's T tokens that choose
 expert e by their scores, without the expert bias:
 
-    aux       E / (topk · T²) · Σ_e (Σ_t p_te) · n_e       (Fedus et al. 2021); 1 if perfectly balanced
+    aux       E / (topk · T²) · Σ_e (Σ_t p_te) · n_e       (Fedus et al. 2021), or 1 if perfectly balanced
     seq aux   the same per sequence, averaged over the sequences
     z         1 / T · Σ_t (log Σ_e exp logit_te)²          (Zoph et al. 2022)
 

@@ -159,7 +159,7 @@ class Experts(nn.Module):
             x: [rows, hidden], sorted by expert.
             weights: float32 [rows, 1], factors of the output, or of the input with moe_apply_probs_on_input.
             groups: number of rows per expert.
-            matrices: result of `prepare_weights`; None: call it here.
+            matrices: result of `prepare_weights`; None means call it here.
         """
         fc1, fc2 = self.prepare_weights(self.cast(x.dtype)) if matrices is None else matrices
         if self.weighs_input:
@@ -271,7 +271,7 @@ class Dispatch:
         Args:
             weights: float32 [tokens, topk].
             destinations: int64 [tokens, topk], indices of the experts; `count` marks a dropped pair.
-            capacity: maximum rows per expert; None: unlimited.
+            capacity: maximum rows per expert; None means unlimited.
             count: number of experts.
         """
         if capacity is not None and self.fills_up:
@@ -305,7 +305,7 @@ class Dispatch:
         Args:
             x: [tokens, hidden].
             plan: rows of the experts.
-            count: number of rows; None: the worst case.
+            count: number of rows; None means the worst case.
             end: int32 [1] on the device: number of rows that hold a token. Only if `plan.bounded`; later rows are
                 uninitialized.
 

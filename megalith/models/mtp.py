@@ -57,7 +57,7 @@ def make_mtp_targets(
     Args:
         labels: int64 [batch, seq], the next token, of full sequences.
         loss_mask: float32 [batch, seq].
-        document_ends: int32 [batch, documents]; None: one document per sequence.
+        document_ends: int32 [batch, documents]; None means one document per sequence.
         layers: number of MTP layers.
     """
     seq = labels.shape[1]

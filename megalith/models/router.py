@@ -106,7 +106,7 @@ class Router(nn.Module):
             batch: sequences in the micro-batch.
             scale: float32 scalar that multiplies the gradient of the balancing losses; None without a backward pass:
                 there are then no losses and no capacity.
-            real: bool [tokens], False for padding; None: all are real.
+            real: bool [tokens], False for padding; None means all are real.
             routes: experts to replay, and memory for the chosen ones.
         """
         logits = self.logits(x, local(self.weight).to(x.dtype))  # [tokens, experts]

@@ -220,7 +220,7 @@ class Transformer(Stack):
 
     Args:
         config: the model's configuration.
-        layer_numbers: indices of the layers; None: all.
+        layer_numbers: indices of the layers; None means all.
         compute_dtype: dtype of the layers' computation.
         seed: seed of dropout.
         device: where parameters are created.
@@ -286,11 +286,11 @@ class Transformer(Stack):
 
         Args:
             input_ids: int64 [batch, seq].
-            token_inputs: positions, documents, padding; None: one document per sequence, no padding.
+            token_inputs: positions, documents, padding; None means one document per sequence, no padding.
             labels: int64 [batch, seq], or [batch, seq, k] for an objective with k candidates.
-            loss_mask: float32 [batch, seq]; None: every token counts.
-            loss_inputs: objective, scales, MTP targets; None: cross-entropy.
-            streams: residual streams of the previous pipeline stage; None: this is the first stage.
+            loss_mask: float32 [batch, seq]; None means every token counts.
+            loss_inputs: objective, scales, MTP targets; None means cross-entropy.
+            streams: residual streams of the previous pipeline stage; None means this is the first stage.
             encoded: another sequence, for cross-attention.
 
         Returns:
@@ -439,5 +439,5 @@ class Transformer(Stack):
 
     @property
     def output_bias(self) -> Tensor | None:
-        """The logits' bias, float32 [padded vocab]; None without one."""
+        """The logits' bias, float32 [padded vocab], or None without one."""
         return None if self.vocabulary is None else local(self.vocabulary.bias)

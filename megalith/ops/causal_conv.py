@@ -15,8 +15,8 @@ def causal_conv(
     Args:
         x: [batch, seq, units].
         taps: [units, 1, tokens]; the tap of the current token is last.
-        documents: int [batch, seq], document number of each token; None: a single one.
-        bias: [units], added to the result; None: no bias.
+        documents: int [batch, seq], document number of each token; None means a single one.
+        bias: [units], added to the result; None means no bias.
 
     Returns:
         [batch, seq, units] in x's dtype.

@@ -59,7 +59,7 @@ def pair_decays(
 
     Args:
         decay: log α, float32 [batch, heads, chunks, C].
-        same: pairs of tokens of the same document, from `document_masks`; None: all pairs.
+        same: pairs of tokens of the same document, from `document_masks`; None means all pairs.
         math: functions to compute with.
 
     Returns:

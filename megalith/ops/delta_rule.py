@@ -139,7 +139,7 @@ def decayed_products(
     Args:
         x, k: float32 [batch, heads, chunks, C, size].
         decay: log α, of the same shape.
-        same: pairs of tokens of the same document, bool [batch, 1, chunks, C, C]; None: all pairs.
+        same: pairs of tokens of the same document, bool [batch, 1, chunks, C, C]; None means all pairs.
         math: functions to compute with.
 
     Returns:

@@ -93,7 +93,7 @@ def _visible(
 ) -> Tensor | None:
     """Return a mask of the visible (query, key) pairs of a tile, bool [batch or 1, 1, rows, columns].
 
-    None: all pairs are visible.
+    None means all pairs are visible.
     """
     inside = [slice(positions.start, positions.stop) for positions in (rows, columns)]
     parts = [] if mask is None else [mask[:, :, *inside]]

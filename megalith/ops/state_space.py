@@ -82,7 +82,7 @@ def with_states(
     Tokens with step and decay 0 leave the state unchanged.
 
     Args:
-        state: the initial state; None: zeros.
+        state: the initial state; None means zeros.
         state_documents: int [batch], document that the initial state belongs to; None: the first token's document.
         math: functions to compute with.
     """

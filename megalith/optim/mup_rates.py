@@ -42,7 +42,7 @@ def rate_factors(name: str, ndim: int, optimizer: str, ratios: MupRatios | None)
         name: the parameter's name.
         ndim: its number of dimensions.
         optimizer: name of the optimizer that updates it.
-        ratios: size of the model relative to its base model; None without µP.
+        ratios: size of the model relative to its base model, or None without µP.
     """
     if ratios is None or "lora_" in name:
         return RateFactors()

@@ -243,7 +243,7 @@ def build_optimizer(
         placements: position of each shard in its global parameter, by name.
         precision: fp32, bf16 or fp16.
         all_names: names of the trained parameters of all ranks. Default: the names on this rank.
-        ratios: size of the model relative to its base model. None: no µP.
+        ratios: size of the model relative to its base model. None means no µP.
 
     Raises:
         ConfigError: `lr` is not set, a trained parameter is not fp32, the name is not registered, or a pattern of

@@ -176,7 +176,7 @@ class MetaModel:
         """Return the number of parameters outside the layers, by module.
 
         Args:
-            chunks: count only the parameters of a pipeline rank with these chunks; None: all.
+            chunks: count only the parameters of a pipeline rank with these chunks; None means all.
         """
         return self._outside_of(chunks, self._count, "outside") or Counter()
 

@@ -168,7 +168,7 @@ def throughput(tokens: int, seconds: float, devices: int, flops: int, peak: floa
         seconds: duration of the step.
         devices: number of devices.
         flops: FLOPs per token, `flops_per_token(...).causal`.
-        peak: dense peak FLOP/s of a device; None if unknown.
+        peak: dense peak FLOP/s of a device, or None if unknown.
     """
     rate = tokens / seconds / devices
     achieved = rate * flops

@@ -60,7 +60,7 @@ def with_unsharded_layers(
     Args:
         config: the run.
         world_size: number of ranks.
-        memory: memory of a device in bytes; 0 if unknown.
+        memory: memory of a device in bytes, or 0 if unknown.
         meta: the model on the meta device. Default: built from `config`.
 
     Returns:

@@ -69,7 +69,7 @@ def saved_activations(
         number: index of the layer.
         compiled: layers are compiled.
         recomputed: modules of selective recomputation.
-        code: elements per FP8 code, 1 / bytes of the compute dtype; None without FP8.
+        code: elements per FP8 code, 1 / bytes of the compute dtype, or None without FP8.
     """
     parallel = meta.parallel
     exchanged = parallel.context_parallel_size > 1 and "a2a" in parallel.resolved_cp_comm_type

@@ -14,7 +14,7 @@ from megalith.launch.parent import process_start_time
 
 
 def process_age() -> float | None:
-    """Return the seconds since this process was started; None if the system does not report it."""
+    """Return the seconds since this process was started, or None if the system does not report it."""
     started = process_start_time(os.getpid())
     if started is None:
         return None

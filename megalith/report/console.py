@@ -134,7 +134,7 @@ class LogInterval:
 
     @property
     def loss(self) -> float:
-        """Mean of the finite losses; NaN if there are none, so that the log shows NaN.
+        """Mean of the finite losses, or NaN if there are none, so that the log shows NaN.
 
         As in Megatron-LM, skipped steps do not count, unless no other step has a finite loss.
         """
@@ -165,7 +165,7 @@ class LogInterval:
         return sum(s.nan_iterations for s in self.steps)
 
     def rate(self, field: str) -> float | None:
-        """Return the mean of a per-second metric, weighted by step time; None if it is unknown for a step."""
+        """Return the mean of a per-second metric, weighted by step time, or None if it is unknown for a step."""
         values = [getattr(s, field) for s in self.steps]
         if None in values:
             return None

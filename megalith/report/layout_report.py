@@ -117,7 +117,7 @@ class LayoutReport:
 
 
 def step_to_measure(log: LogConfig, first_step: int) -> int | None:
-    """Return the step to measure, outside of the steps traced for `log.profile`; None without a layout report."""
+    """Return the step to measure, outside of the steps traced for `log.profile`, or None without a layout report."""
     if not log.layout_report:
         return None
     step = first_step + WARM_UP

@@ -272,7 +272,7 @@ def read_records(path: str | Path | StorePath, progress: Progress | None = None)
 
 
 def last_step(path: str | Path) -> int:
-    """Return the last step in a metrics file, ignoring invalid lines; 0 if there is none."""
+    """Return the last step in a metrics file, ignoring invalid lines, or 0 if there is none."""
     path = Path(path)
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
     return max((record["step"] for line in lines if (record := _parse(line)) is not None), default=0)

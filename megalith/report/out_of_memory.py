@@ -39,7 +39,7 @@ def out_of_memory(
 
     Args:
         chunks: this rank's model; empty if it was not built yet.
-        optimizer: this rank's optimizer; None if it was not built yet.
+        optimizer: this rank's optimizer, or None if it was not built yet.
     """
     layout = build_layout(config, world_size)
     position, stage = layout.coordinates[rank], layout.stage_of(rank)

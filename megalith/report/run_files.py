@@ -118,7 +118,7 @@ class RunFiles:
 
     @cached_property
     def experts(self) -> Record | None:
-        """The last line of experts.jsonl; None without the file."""
+        """The last line of experts.jsonl, or None without the file."""
         return next(reversed(tail(self.folder / EXPERTS_FILE)), None)
 
     @cached_property
@@ -253,7 +253,7 @@ def tail(path: Path | StorePath, length: int = TAIL_BYTES) -> list[Record]:
 
 
 def _text(path: Path | StorePath) -> str:
-    """Return a file's text; "" if it is missing, larger than TAIL_BYTES or a link that leads out of its folder."""
+    """Return a file's text, or "" if it is missing, larger than TAIL_BYTES or a link that leads out of its folder."""
     if not path.is_file():
         return ""
     try:

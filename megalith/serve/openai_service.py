@@ -144,7 +144,7 @@ class OpenAiService:
         Args:
             live: the engine that samples completions.
             tokenizer: the model's tokenizer.
-            chat: the chat template; None: chat completions are refused.
+            chat: the chat template; None means chat completions are refused.
             name: name of the served model.
             access: clients that are admitted.
             conversation: function that maps the first part of a path, `/PART/v1/…`, to its conversation, or to None if

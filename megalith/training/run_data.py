@@ -175,7 +175,7 @@ def document_statistics(lengths: np.ndarray, seq_length: int | None) -> dict[str
 
     Args:
         lengths: tokens per document, int [documents].
-        seq_length: tokens per sample, for the fraction of documents that samples cut; None: omit it.
+        seq_length: tokens per sample, for the fraction of documents that samples cut; None means omit it.
     """
     statistics = {"documents": length_statistics(lengths)}
     if seq_length is not None:

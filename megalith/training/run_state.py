@@ -134,7 +134,7 @@ class Task:
             stops: called after each part; a true result ends the evaluation without metrics.
 
         Returns:
-            Metrics by name. None: the task has no such evaluation, or it was stopped.
+            Metrics by name. None means the task has no such evaluation, or it was stopped.
         """
         return None
 

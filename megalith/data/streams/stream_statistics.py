@@ -26,7 +26,7 @@ def stream_statistics(settings: StreamSettings) -> dict[str, Any]:
         `shards`, `lanes`, and `bytes` of all shards (None for a dataset of the hub); of the sample: `sampled_shards`,
         `documents` (see `length_statistics`), `empty` and `unusable` documents, `first_unusable` (a sentence, or None),
         `cut_documents` and `longer_documents`; and `estimated_documents` and `estimated_tokens` of the whole stream, in
-        proportion to the bytes; None if those are unknown.
+        proportion to the bytes, or None if those are unknown.
 
     Raises:
         DataError: a shard cannot be read.

@@ -15,7 +15,7 @@ from megalith.ops.documents import document_ids
 
 
 def document_ids_of(batch: Batch) -> Tensor | None:
-    """Return document ids, int32 [batch, seq], negative for padding; None if the batch has no document ends.
+    """Return document ids, int32 [batch, seq], negative for padding, or None if the batch has no document ends.
 
     Raises ConfigError for padding between tokens, and for padding with labels.
     """
@@ -32,7 +32,7 @@ def document_ids_of(batch: Batch) -> Tensor | None:
 
 
 def padding_from_ids(mask: Tensor | None) -> Tensor | None:
-    """Return which ids of `document_ids_of` are padding, bool [batch, seq]; None if none are."""
+    """Return which ids of `document_ids_of` are padding, bool [batch, seq], or None if none are."""
     if mask is None or mask.dim() != 2 or not bool((mask < 0).any()):
         return None
     return mask < 0

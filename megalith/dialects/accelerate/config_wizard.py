@@ -42,7 +42,7 @@ def default_file() -> Path:
 
 
 def ask_all() -> dict[str, Any]:
-    """Ask the eleven questions of the guide, then those of `accelerate config`; return the file's content."""
+    """Ask the eleven questions of the guide, then those of `accelerate config`. Returns the file's content."""
     ask("In which compute environment are you running?", "This machine", one_of("This machine"))
     kind = ask("Which type of machine are you using?", "Multi-GPU", one_of("Multi-GPU", "multi-CPU"))
     machines = ask("How many different machines will you use?", 1, count)

@@ -135,7 +135,7 @@ FIELDS = {item.name: item for item in fields(MegatronLMPlugin)}
 
 
 def _kind(item: Field) -> type | None:
-    """Return the type of a field's environment variable; None if it has none, such as a function."""
+    """Return the type of a field's environment variable, or None if it has none, such as a function."""
     kind = (
         bool
         if isinstance(item.default, bool)

@@ -178,7 +178,7 @@ def gather_objects(objects: Any) -> list[Any]:
 
 
 def _not_json(value: Any) -> str | None:
-    """Describe the first part of an object that JSON cannot represent; None if there is none."""
+    """Describe the first part of an object that JSON cannot represent, or None if there is none."""
     if isinstance(value, dict):
         keys = (f"a dictionary with the key {key!r}" for key in value if not isinstance(key, str))
         return next(keys, None) or _not_json(list(value.values()))

@@ -316,7 +316,7 @@ class MegatronEngine(nn.Module):
         return converted
 
     def _positions(self, mask: Tensor | None) -> Tensor | None:
-        """Return the positions that transformers derives from a mask; None if transformers counts all tokens."""
+        """Return the positions that transformers derives from a mask, or None if transformers counts all tokens."""
         if mask is None or not self.run.model.positions_skip_padding:
             return None
         return positions_without_padding(self.run.model, mask.bool())

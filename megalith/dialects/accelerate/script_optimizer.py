@@ -350,7 +350,7 @@ def _engine_class(optimizer: torch.optim.Optimizer) -> type:
 def _group_of(
     name: str, sources: list[nn.Parameter], group_of_id: dict[int, int], groups: list[dict]
 ) -> int | None:
-    """Return the index of a tensor's parameter group; None if it is frozen or in no group."""
+    """Return the index of a tensor's parameter group, or None if it is frozen or in no group."""
     indices = [group_of_id.get(id(parameter)) if parameter.requires_grad else None for parameter in sources]
     options = [
         None if n is None else {k: v for k, v in groups[n].items() if k not in PARAMETER_KEYS}

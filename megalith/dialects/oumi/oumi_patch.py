@@ -138,7 +138,7 @@ def _wrap_train(training: ModuleType, kind: Any) -> None:
 
 
 def run_oumi(words: list[str]) -> int:
-    """Run Oumi's own command line in this process, patched; return its exit code."""
+    """Run Oumi's own command line in this process, patched. Returns its exit code."""
     patch()
     program = importlib.import_module("oumi.cli.main")
     sys.argv = ["oumi", *words]

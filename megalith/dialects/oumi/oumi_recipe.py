@@ -163,7 +163,7 @@ def _finite(value: Any) -> float | None:
 
 
 def set_precision(keys: OumiKeys) -> bool:
-    """Set train.precision; return True if it must be taken from the weights."""
+    """Set train.precision. Returns True if it must be taken from the weights."""
     dtype, mixed = (
         str(keys[key]).lower() for key in ("model.torch_dtype_str", "training.mixed_precision_dtype")
     )
@@ -291,7 +291,7 @@ def _pattern_matches(pattern: str, module: str) -> bool:
 
 
 def read_trainer_kwargs(keys: OumiKeys, trainer: str) -> bool:
-    """Set the settings in training.trainer_kwargs; return True if pytorch_model.bin is to be written."""
+    """Set the settings in training.trainer_kwargs. Returns True if pytorch_model.bin is to be written."""
     kwargs, settings = dict(keys["training.trainer_kwargs"]), TRAINER_KWARGS[trainer]
     safetensors = kwargs.pop("save_safetensors", True)
     for name, value in kwargs.items():

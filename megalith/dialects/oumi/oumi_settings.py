@@ -122,7 +122,7 @@ def _unsupported_trainer(name: str) -> str:
 
 
 def _set_derived(keys: OumiKeys, trainer: str, datasets: Sequence[OumiDataset]) -> dict[str, Any]:
-    """Set what depends on several keys; return the fields of OumiRun that are not settings."""
+    """Set what depends on several keys. Returns the fields of OumiRun that are not settings."""
     oumi_recipe.set_model(keys)
     parallel = oumi_layout.set_layout(keys)
     rewards: list[str] = []

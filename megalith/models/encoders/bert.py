@@ -72,11 +72,11 @@ class Bert(Transformer):
 
         Args:
             input_ids: int64 [batch, seq].
-            tokentype_ids: int64 [batch, seq], each token's segment; None: all 0.
-            padding_mask: bool [batch, seq], False for padding; None: the padding of `token_inputs`.
+            tokentype_ids: int64 [batch, seq], each token's segment; None means all 0.
+            padding_mask: bool [batch, seq], False for padding; None means the padding of `token_inputs`.
             token_inputs, labels, loss_mask, loss_inputs, streams: see Transformer.forward.
-            sentence_order: int64 [batch], 0 in order, 1 swapped, NO_LABEL for neither; None: no such loss.
-            order_weights: float32 [batch], weight of each sample's order loss; None: the losses are averaged.
+            sentence_order: int64 [batch], 0 in order, 1 swapped, NO_LABEL for neither; None means no such loss.
+            order_weights: float32 [batch], weight of each sample's order loss; None means the losses are averaged.
 
         Returns:
             Logits [batch, seq, vocab], or the loss if there are labels. Without an LM head, hidden states [batch, seq,

@@ -138,7 +138,7 @@ def attend(
         key: [batch, keys, groups, head_dim].
         value: [batch, keys, groups, head_dim].
         positions: int64 [batch, queries], index of the last key that a query sees.
-        starts: int64 [batch, queries], index of the first key that a query sees; unused with a window. None: 0.
+        starts: int64 [batch, queries], index of the first key that a query sees; unused with a window. None means 0.
         window: maximum number of keys that a query sees.
         scale: factor of the scores.
 

@@ -116,7 +116,7 @@ def _of_documents(compute: Callable[..., Tensor], tokens: list[Tensor], document
     Args:
         compute: the recurrence.
         tokens: inputs [batch, seq, ...].
-        documents: int [batch, seq], document number of each token; None: a single one.
+        documents: int [batch, seq], document number of each token; None means a single one.
     """
     if documents is None:
         return compute(*tokens, None)

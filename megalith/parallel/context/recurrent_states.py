@@ -156,7 +156,7 @@ def _states_before(
         written: the ranks' states from the initial state 0, [size, 2 · batch, heads, ·, ·].
         transition: the ranks' A, [size, 2 · batch, heads, …].
         apply: multiplies A by a state.
-        documents: document numbers of this rank's chunks, int [2 · batch, chunk]; None: a single document.
+        documents: document numbers of this rank's chunks, int [2 · batch, chunk]; None means a single document.
     """
     writes, maps = _in_order(axis, written), _in_order(axis, transition)
     state, states = torch.zeros_like(writes[0]), [torch.zeros_like(writes[0])]

@@ -151,7 +151,7 @@ class StepEvidence:
         """Return True if a gradient that departs from the reference differs between the copies of its shard.
 
         Args:
-            axis: compares only copies along this axis; None: copies on all ranks.
+            axis: compares only copies along this axis; None means copies on all ranks.
         """
         for i in self.departing.nonzero().flatten().tolist():
             copies = self.observed[

@@ -73,7 +73,7 @@ def measured_step(run: RunFiles) -> str:
 
 
 def pipeline_timeline(run: RunFiles) -> str:
-    """Return the timeline of the pipeline's passes; "" if there is none."""
+    """Return the timeline of the pipeline's passes, or "" if there is none."""
     if run.timeline is None or not run.timeline.total:
         return ""
     kinds = list(LEGEND)
@@ -115,7 +115,7 @@ def settings_table(runs: Sequence[RunFiles]) -> str:
 
 
 def starts_section(run: RunFiles) -> str:
-    """Return machine, versions and layout of each start; "" if no start is recorded."""
+    """Return machine, versions and layout of each start, or "" if no start is recorded."""
     if not run.starts:
         return ""
     rows = [

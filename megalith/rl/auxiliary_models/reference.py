@@ -39,7 +39,7 @@ def reference_logprobs(run: Run, temperature: float = 1.0, vocab_size: int | Non
     Args:
         run: the run; its model may be built later than this call, but before the function's first call.
         temperature: divisor of the logits.
-        vocab_size: number of vocabulary entries in the softmax; None: all.
+        vocab_size: number of vocabulary entries in the softmax; None means all.
     """
     if run.config.lora.rank is not None:
         return adapter_free_logprobs(run, temperature, vocab_size)

@@ -28,7 +28,7 @@ class SequenceLoss(GrpoLoss):
             log_ratio: log π − log π_old with its gradient, float [batch, seq], 0 outside the loss.
             logprobs: log π with its gradient, float [batch, seq].
             advantages: float [batch, seq].
-            mismatch: bounded weights exp(log π_old − log π_rollout), float [batch, seq]; None: 1.
+            mismatch: bounded weights exp(log π_old − log π_rollout), float [batch, seq]; None means 1.
             sequences: the tokens' sequences.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement sequence_losses")

@@ -91,7 +91,7 @@ def answer_pairs(batch: PreferenceBatch, logprobs: Tensor, dpo: DpoConfig | None
     Args:
         batch: the micro-batch.
         logprobs: log-probabilities of the policy, float32 [batch, seq].
-        dpo: settings of the divergence and of the weights of long answers. None: the defaults.
+        dpo: settings of the divergence and of the weights of long answers. None means the defaults.
     """
     sequences, reference = Sequences.from_batch(batch), batch.reference_logprobs
     logps = sequences.sums(logprobs)  # [sequences]
@@ -123,7 +123,7 @@ def rank_values(pairs: AnswerPairs) -> Tensor:
 
 
 def pair_weights(batch: PreferenceBatch) -> Tensor | None:
-    """Return the weight of each pair, float32 [pairs], 0 for padding; None if all have weight 1.
+    """Return the weight of each pair, float32 [pairs], 0 for padding, or None if all have weight 1.
 
     A caller's own batch may have no field of weights.
     """

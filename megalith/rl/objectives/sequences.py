@@ -52,5 +52,5 @@ class Sequences:
         return x[self.sequence_ids]
 
     def means(self, x: Tensor) -> Tensor:
-        """Return the mean over the loss tokens of each sequence: [batch, seq] → [sequences]; 0 if it has none."""
+        """Return the mean over the loss tokens of each sequence: [batch, seq] → [sequences], or 0 if it has none."""
         return self.sums(x) / self.tokens.clamp(min=1)

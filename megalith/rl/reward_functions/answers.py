@@ -45,7 +45,7 @@ def ground_truth(prompt: Prompt) -> Any:
 
 
 def parse_number(text: str) -> Decimal:
-    """Parse the text as a Decimal, ignoring commas; NaN if it is not a number.
+    """Parse the text as a Decimal, ignoring commas, or NaN if it is not a number.
 
     Integers of any length stay exact.
     """

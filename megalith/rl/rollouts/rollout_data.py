@@ -77,7 +77,7 @@ class RolloutData:
         teacher: TeacherAdvantages | None = None,
     ):
         """Prepare the stream. `reference` computes the reference's log-probabilities of micro-batches, and `teacher`
-        adds to their advantages. None: the run does not need them.
+        adds to their advantages. None means the run does not need them.
         """
         config = run.config
         self._teacher = teacher

@@ -40,12 +40,12 @@ def load_rollouts(
 
     Args:
         paths: a file or several, which are read in order.
-        vocab_size: upper bound of token ids; None: not checked.
+        vocab_size: upper bound of token ids; None means not checked.
         max_tokens: maximum length of prompt plus completion, in tokens.
         num_generations: required number of completions per group.
         tokenizer: fingerprint of the required tokenizer.
         version: step whose weights must have sampled every token.
-        routed_model: model whose routes every sample must have; None: not checked.
+        routed_model: model whose routes every sample must have; None means not checked.
 
     Raises:
         DataError: with file, line and sample number, if the content is malformed or violates one of these limits.

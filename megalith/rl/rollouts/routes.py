@@ -130,7 +130,7 @@ def _server_array(where: str, piece: Any) -> np.ndarray:
 
 
 def join_routes(pieces: Sequence[EncodedRoutes]) -> np.ndarray | None:
-    """Decode and join the routes of consecutive tokens; None if there are no pieces."""
+    """Decode and join the routes of consecutive tokens, or None if there are no pieces."""
     decoded = [decode_routes("a rollout", piece) for piece in pieces]
     return np.concatenate(decoded) if decoded else None
 

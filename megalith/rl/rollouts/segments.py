@@ -28,7 +28,7 @@ def sampled_mask(segments: Segments) -> np.ndarray:
 
 
 def check_segments(where: str, value: Any, tokens: int) -> Segments | None:
-    """Return the segments of a completion of a rollout file; None if it has none.
+    """Return the segments of a completion of a rollout file, or None if it has none.
 
     Args:
         where: file, line and sample, for errors.

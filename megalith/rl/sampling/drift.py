@@ -48,7 +48,7 @@ class LargestDrift:
 
 
 def mean_ratio(trainer: np.ndarray, engine: np.ndarray) -> float:
-    """Return the mean of exp|d| over the tokens that have both log-probabilities; NaN if there are none."""
+    """Return the mean of exp|d| over the tokens that have both log-probabilities, or NaN if there are none."""
     d = trainer - engine
     d = d[~np.isnan(d)]
     return float(np.exp(np.abs(d)).mean()) if d.size else math.nan
@@ -250,7 +250,7 @@ def weight_differences(engine: Mapping[str, Tensor], fresh: Mapping[str, Tensor]
 
 
 def largest_drift_of_step(run: Run, largest: Tensor | None) -> LargestDrift | None:
-    """Return the largest drift over all ranks after a step's backward passes; None: nothing to compare.
+    """Return the largest drift over all ranks after a step's backward passes; None means nothing to compare.
 
     `largest` is PolicyLoss.take_largest_drifts(). Every rank calls it.
     """

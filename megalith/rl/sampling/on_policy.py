@@ -164,7 +164,7 @@ class StudentSamples:
 
 
 def prompt_length(mask: np.ndarray) -> int:
-    """Return the number of tokens before the last span of labels in the loss; 0 if no label is in the loss.
+    """Return the number of tokens before the last span of labels in the loss, or 0 if no label is in the loss.
 
     Args:
         mask: float [seq], not 0 where the label is in the loss.

@@ -203,7 +203,7 @@ class RolloutSampler:
             stops: called after each part; ends the evaluation if it returns a reason.
 
         Returns:
-            The metrics; None if there are no held-out prompts or `stops` ended the evaluation.
+            The metrics, or None if there are no held-out prompts or `stops` ended the evaluation.
         """
         rl, first = self._rl, len(self._prompts)
         batch = QueuedBatch([GroupRecord(HELD_OUT_KEY + n, n) for n in range(first, len(self._all_prompts))])

@@ -288,7 +288,7 @@ def sample_groups(
         num_generations: completions per group.
         step: training step, passed to the rewards.
         timed: context manager that times a phase.
-        max_tokens: maximum tokens of a completion over all calls; None: this call samples all of them.
+        max_tokens: maximum tokens of a completion over all calls; None means this call samples all of them.
         agent: samples completions of several turns, all of their tokens in this call.
         share: sends a value of the first rank of a replica to its other ranks, for the agent.
         max_prompt_tokens: maximum tokens of a prompt that the agent's environment extends.
@@ -364,7 +364,7 @@ def request_key(num_generations: int, max_tokens: int, position: int, generation
 
 
 def _sampled_tokens(records: Sequence[GroupRecord]) -> int:
-    """Return the number of tokens of the longest open completion so far; 0 if all completions have ended."""
+    """Return the number of tokens of the longest open completion so far, or 0 if all completions have ended."""
     lengths = (len(one.ids) for record in records for one in record.samples if one.truncated is None)
     return max(lengths, default=0)
 

@@ -36,7 +36,7 @@ class ToolPool:
 
         Args:
             functions: the tools by name.
-            make_host: makes the host of an environment's instance; None: there is no environment.
+            make_host: makes the host of an environment's instance; None means there is no environment.
             workers: number of processes for tools; 0: run everything in this process, without a time limit.
             timeout: seconds per call.
         """
