@@ -45,19 +45,23 @@ class Axis:
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum of x over the axis. The gradient passes through, because every rank computes the same from the
-    sum.
+    """Return the sum of x over the axis.
+
+    The gradient passes through unchanged, because every rank uses the sum identically.
     """
     return x if axis.size == 1 else _AllReduce.apply(x, axis)
 
 
 def all_reduce_gradient(x: Tensor, axis: Axis) -> Tensor:
-    """Return x, which is the same on all ranks. The gradient is summed over the ranks. Adjoint of all_reduce."""
+    """Return x, which must be the same on all ranks.
+
+    The backward pass sums the gradient over the ranks. Adjoint of all_reduce.
+    """
     return x if axis.size == 1 else _AllReduceGradient.apply(x, axis)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Concatenate the ranks' x along `dim`; the gradient is reduce-scattered.
+    """Concatenate the ranks' x along `dim`. The backward pass reduce-scatters the gradient.
 
     Every rank's x has the same shape. No copy is made if the dimensions before `dim` have size 1.
     """
@@ -65,7 +69,9 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Return this rank's shard along `dim` of the sum of x over the axis; the gradient is all-gathered.
+    """Return this rank's shard, along `dim`, of the sum of x over the axis.
+
+    The backward pass all-gathers the gradient.
 
     The axis's size divides dimension `dim`. Adjoint of all_gather.
     """
@@ -87,7 +93,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PendingAllToAll:
-    """An all-to-all in flight: see begin_all_to_all."""
+    """An all-to-all in flight (see begin_all_to_all)."""
 
     rows: Tensor
     axis: Axis
@@ -116,7 +122,9 @@ def end_all_to_all(exchange: PendingAllToAll) -> Tensor:
 
 
 def local_chunk(x: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's chunk, along dimension 0, of an x that is the same on all ranks; the gradient is all-gathered.
+    """Return this rank's chunk, along dimension 0, of an x that is the same on all ranks.
+
+    The backward pass all-gathers the gradient.
 
     Adjoint of all_gather_replicated. The axis's size divides dimension 0.
     """
@@ -139,7 +147,7 @@ def any_rank(flag: bool, axis: Axis) -> bool:
 
 
 def gather_json(value: Any, axis: Axis, to_first: bool = False) -> list[Any]:
-    """Return all ranks' JSON values in rank order; with `to_first`, an empty list on all but the first rank.
+    """Return all ranks' JSON values in rank order. With `to_first`, return an empty list on all but the first rank.
 
     Values travel as JSON text in tensors, padded to the longest, so that no rank unpickles anything.
     """
@@ -174,7 +182,7 @@ def scatter_json(values: Sequence[Any], axis: Axis) -> Any:
 
 
 def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | PendingAllReduce:
-    """Start an all-reduce; `wait` returns the result. Not differentiable."""
+    """Start an all-reduce. `wait` returns the result. Not differentiable."""
     x = x.contiguous()
     if op == "sum" and axis.uses_copy_engine(x) and x.numel() % axis.size == 0:
         return PendingAllReduce(begin_reduce_scatter(x.view(-1), axis), axis, x.shape)
@@ -191,7 +199,7 @@ def _wait_on_cpu(x: Tensor) -> Tensor:
 
 
 def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Start an all-gather along dimension 0; `wait` returns the result. Not differentiable."""
+    """Start an all-gather along dimension 0. `wait` returns the result. Not differentiable."""
     if axis.uses_copy_engine(x):
         return torch.ops.megalith_copy_engine.all_gather(x.contiguous(), axis.size, axis.name)
     return _wait_on_cpu(begin_group_all_gather(x.contiguous(), axis.size, axis.name))
@@ -213,13 +221,16 @@ def begin_group_all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 @dataclass(frozen=True)
 class PendingReduceScatter:
-    """Terms of a sum: this rank's own, and the terms of the other ranks, [size - 1, ...], which are still in flight."""
+    """A reduce-scatter in flight: this rank's term, and the other ranks' terms [size - 1, ...] to be added."""
 
     local: Tensor
     remote: Tensor
 
     def sum(self) -> Tensor:
-        """Return the sum, computed in fp32 and rounded once; compiled code fuses it with the operations that follow."""
+        """Return the sum, computed in fp32 and rounded once.
+
+        Compiled code fuses it with the operations that follow.
+        """
         total = self.local.float()
         for part in _ops.wait_tensor(self.remote):
             total = total + part
@@ -227,7 +238,7 @@ class PendingReduceScatter:
 
 
 def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | PendingReduceScatter:
-    """Start a reduce-scatter along dimension 0; `wait` returns this rank's chunk of the sum. Not differentiable."""
+    """Start a reduce-scatter along dimension 0. `wait` returns this rank's chunk of the sum. Not differentiable."""
     x = x.contiguous()
     if axis.uses_copy_engine(x):
         remote = torch.ops.megalith_copy_engine.scatter(x, axis.size, axis.name)
@@ -237,8 +248,10 @@ def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | PendingReduceScatter
 
 @dataclass(frozen=True)
 class PendingAllReduce:
-    """An all-reduce by copy engines: each rank sums a chunk, and the chunks are gathered, so all ranks get the same
-    bits."""
+    """An all-reduce by copy engines.
+
+    Each rank sums a chunk and all chunks are gathered, so all ranks get the same bits.
+    """
 
     chunk: Tensor | PendingReduceScatter
     axis: Axis
