@@ -27,7 +27,7 @@ def add_result_options(parser: argparse.ArgumentParser, results: str = "append a
 
 
 def append_result(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Append the result to the file as a line of JSON; do nothing without a file."""
+    """Append the result to a file as a line of JSON. Does nothing without a file."""
     if path is not None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")

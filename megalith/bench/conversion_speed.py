@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def model_of(size: float, dtype: str, settings: Sequence[str]) -> ModelConfig:
-    """Return a model whose layers have the shape of SHAPE and `settings`, with as many layers as fill `size` bytes.
+    """Return a model with layers of SHAPE and `settings`, and as many layers as fill `size` bytes.
 
     Raises:
         ConfigError: embeddings and one layer take more than `size` bytes.
@@ -137,9 +137,9 @@ def make_source(folder: Path, size: float, dtype: str, settings: Sequence[str]) 
 
 
 def measure(code: tuple[str, str], *arguments: object) -> tuple[float, int]:
-    """Run `code` in a new Python process. Return the seconds that the second part takes, and the peak memory in bytes.
+    """Run `code`, a pair (preparation, work), in a new Python process. Returns seconds and peak bytes.
 
-    The process pauses before the second part.
+    The process pauses before the work.
     """
     prepare, work = code
     text = f"""

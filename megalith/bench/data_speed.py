@@ -110,7 +110,7 @@ def _library_speed(folder: Path, texts: list[str]) -> float:
 
 
 def _lane_speed(settings: StreamSettings) -> float:
-    """Return the tokens per second of processor time of a lane that reads all shards once."""
+    """Return the tokens per second of CPU time of a lane that reads all shards once."""
     in_order = replace(settings, lanes=1, repeat=False, shuffle_buffer=1)  # the order of the library's texts
     lane, tokens, start = Lane(in_order, 0), 0, time.process_time()
     with suppress(DataError):  # at the end of the stream

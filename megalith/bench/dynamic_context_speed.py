@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def sample_lengths(args: argparse.Namespace) -> np.ndarray:
-    """Return the length of each sample, int64 [count]; together they fill all rows of the run."""
+    """Draw `count` sample lengths, int64, which together fill all rows of the run."""
     rng = np.random.default_rng(SEED)
     mean = rng.lognormal(np.log(args.median), args.sigma, 100_000).clip(2, args.seq_length).mean()
     count = int(1.02 * (args.steps + 1) * args.batch * args.seq_length / mean)
@@ -135,7 +135,7 @@ def _tree(
 
 
 def _static_ranks(layout: dict[str, Any]) -> int:
-    """Return the number of ranks that share a row in a layout."""
+    """Return the number of ranks that share a row in a static layout."""
     parallel = layout["parallel"]
     return parallel.get("context_parallel_size", 1) * parallel.get("tensor_model_parallel_size", 1)
 
@@ -143,7 +143,7 @@ def _static_ranks(layout: dict[str, Any]) -> int:
 def static_cost(
     lengths: np.ndarray, args: argparse.Namespace, layout: dict[str, Any], costs: PassCosts
 ) -> float:
-    """Return the expected cost of all steps in a static layout, with the rows of each step balanced over the ranks."""
+    """Return the expected cost of all steps in a static layout whose ranks have balanced rows."""
     context, length = layout["parallel"].get("context_parallel_size", 1), args.seq_length
     tensor = layout["parallel"].get("tensor_model_parallel_size", 1)
     replicas, total = layout["processes"] // (context * tensor), 0.0

@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def lengths(count: int, longest: int) -> np.ndarray:
-    """Return the length of each sample, int64 [count]."""
+    """Return the number of tokens of each sample, int64 [count]."""
     samples = np.random.default_rng(SEED).lognormal(np.log(MEDIAN), SIGMA, count)
     return samples.astype(np.int64).clip(2, min(LONGEST, longest))
 

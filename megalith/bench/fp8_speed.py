@@ -30,7 +30,7 @@ BF16 = torch.bfloat16
 
 
 def milliseconds(function: Callable[[], object], total_ms: float = 60.0) -> float:
-    """Return the milliseconds per call: the median of five samples, which together take `total_ms`."""
+    """Return the milliseconds per call, as the median of five samples that together take `total_ms`."""
     function()
     first = max(elapsed_ms(function, 3), 1e-3)
     calls = max(3, int(total_ms / first / 5))
@@ -87,7 +87,7 @@ def matmuls(tokens: int) -> dict[str, float]:
 
 
 def casts(tokens: int) -> None:
-    """Print the GB/s, read and written, of each cast."""
+    """Print the memory throughput of each cast in GB/s, counting reads and writes."""
     from megalith.ops.kernels import fp8_kernels  # imports triton, which CPU builds of torch lack
 
     x, scale, step_amax = (

@@ -143,7 +143,7 @@ def sync_speed(config: ModelConfig, dtype: torch.dtype, args: argparse.Namespace
 
 @torch.no_grad()
 def step_time(engine: Engine, steps: int) -> float:
-    """Return the milliseconds per decode step with every row half full, as rows are on average during a call."""
+    """Return the milliseconds per decode step with every row half full, which is the average during a call."""
     sampling = fill_rows_half(engine)
     steps = min(steps, engine.max_tokens // 2)
     synchronize(engine.device)
@@ -155,7 +155,7 @@ def step_time(engine: Engine, steps: int) -> float:
 
 
 def fill_rows_half(engine: Engine) -> Sampling:
-    """Set every row to half of its maximum length. Returns the sampling settings of the next steps."""
+    """Fill every row to half of its maximum length. Returns the sampling settings of the next steps."""
     sampling = Sampling(forced_lengths=[1])
     engine.reset_state(sampling)
     engine._state[1], engine._state[3], engine._state[5] = engine.max_tokens // 2, engine.max_tokens, 1

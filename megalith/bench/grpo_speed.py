@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run(part: str, run_file: str, longest: str, spread: str) -> None:
-    """Run `part`, grpo or train, in one of its processes."""
+    """Run `part`, which is grpo or train, in one process of its job."""
     config = RunConfig.load(run_file)
     if part == "train":
         megalith.train(config)
@@ -95,7 +95,7 @@ def odd(completions: list[str], completion_ids: list[list[int]], **columns: Any)
 
 
 def run_part(args: argparse.Namespace, part: str) -> dict[str, Any]:
-    """Run a part in new processes. Returns its figures, or under `failed` the end of its output."""
+    """Run grpo or train in new processes. Returns its figures, or under `failed` the end of its output."""
     with tempfile.TemporaryDirectory() as folder:
         tree, output = run_tree(args, part, Path(folder)), Path(folder) / "run"
         for setting in args.set:
@@ -137,7 +137,7 @@ def run_part(args: argparse.Namespace, part: str) -> dict[str, Any]:
 
 
 def run_tree(args: argparse.Namespace, part: str, folder: Path) -> dict[str, Any]:
-    """Return the run file of a part: GRPO on random prompts, or pre-training on the same number of rows."""
+    """Return the run file for a part: GRPO on random prompts, or pre-training on as many rows."""
     model = dict(SHAPES[args.shape]) | ({"vocab_size": 128256} if "llama" in args.shape else {})
     count = args.prompts * args.generations
     rows = -(-count // (args.packed // (args.tokens - 1)))

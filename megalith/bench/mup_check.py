@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(settings: Sequence[str], kind: str, width: int, depth: int | None, base: tuple) -> RunConfig:
-    """Return the configuration of a model with this width and depth; `base` is the size of µP's base model."""
+    """Return the configuration of a model of this width and depth. `base` is the size of µP's base model."""
     chosen = dict(DEFAULTS)
     chosen |= {"model.hidden_size": width, "model.ffn_hidden_size": 4 * width}
     chosen |= {"model.num_attention_heads": max(width // HEAD_DIM, 1)}

@@ -71,7 +71,7 @@ HELD_OUT = 8  # batches
 
 @dataclass(frozen=True)
 class Row:
-    """Results of one optimizer, a row of the table."""
+    """Results of one optimizer."""
 
     name: str
     lr: float

@@ -171,7 +171,7 @@ def loss_of_masked(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def loss_of_pairs(model: nn.Module, length: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return an encoder-decoder's loss: the tokens go to the encoder, the first `length` labels to the decoder."""
+    """Return an encoder-decoder's loss. The encoder gets the tokens, and the decoder the first `length` labels."""
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         return model(
@@ -185,8 +185,9 @@ def loss_of_pairs(model: nn.Module, length: int) -> Callable[[Tensor, Tensor], T
 
 
 def half_filled(tokens: Tensor) -> Tensor:
-    """Return a mask, bool [batch, seq], that is True for the first tokens of each row, a random number from half of
-    the row to all of it."""
+    """Return a mask, bool [batch, seq], that is True for a random number of tokens at the start of each row, at least
+    half.
+    """
     rows, seq = tokens.shape
     lengths = torch.randint((seq + 1) // 2, seq + 1, (rows, 1), device=tokens.device)
     return torch.arange(seq, device=tokens.device) < lengths
@@ -245,7 +246,7 @@ def peft(run: RunConfig, device: str, patched: bool = False) -> Peer:
 
 
 def add_switches(parser: argparse.ArgumentParser) -> None:
-    """Add the options of FSDP2: resharding, recomputation, and compilation of the layers."""
+    """Add FSDP2's options: resharding, recomputation, and compilation of the layers."""
     parser.add_argument(
         "--reshard", choices=("always", "never"), default="always", help="after the forward pass"
     )
@@ -256,7 +257,9 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
 
 
 def shard(model: nn.Module, args: argparse.Namespace) -> None:
-    """Compile the layers if requested, and shard the model with FSDP2: bf16 over fp32, gradients reduced in fp32."""
+    """Compile the layers if requested, and shard the model with FSDP2: bf16 compute, fp32 weights and gradient
+    reduction.
+    """
     compiled = args.peer != "liger" if args.compile is None else args.compile
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def ratios(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the ratios of the measured methods, given the seconds of steps and forward passes."""
+    """Return the ratios of the measured methods, computed from the seconds of steps and forward passes."""
     sft, forward = seconds["sft"], seconds["forward"]
     figures = {}
     if "distill" in seconds:
@@ -163,7 +163,7 @@ def write_records(folder: Path, count: int, length: int, vocab: int) -> None:
 def reward_acts(
     args: argparse.Namespace, folder: Path, sft: Run, length: int, vocab: int
 ) -> dict[str, Callable[[], Any]]:
-    """Return the functions to time: GRPO's scoring with a reward model, and that model's forward pass."""
+    """Return the functions to time: GRPO's scoring with a reward model, and the reward model's forward pass."""
     path = str(folder / "reward")
     transformers.AutoModelForSequenceClassification.from_pretrained(
         folder / "base", num_labels=1, pad_token_id=0
@@ -184,7 +184,7 @@ def reward_acts(
 
 
 def timed(act: Callable[[], Any]) -> float:
-    """Return the seconds of a call: wall time on a GPU, otherwise the process's CPU time."""
+    """Return the seconds of a call: wall time on a GPU, the process's CPU time otherwise."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         begin = time.perf_counter()

@@ -76,7 +76,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def table(trace: list[Event]) -> str:
-    """Return a line per part of the step, largest first, in ms and percent; "" without kernels."""
+    """Return a table of the step's kernel categories, largest first, in ms and percent; "" without kernels."""
     parts = step_parts(kernels_of(trace), trace)
     total = sum(parts.values())
     rows = sorted(parts.items(), key=lambda item: -item[1])
@@ -95,7 +95,7 @@ def kernels_of(trace: list[Event]) -> list[Kernel]:
 
 
 def step_parts(kernels: list[Kernel], trace: list[Event]) -> dict[str, float]:
-    """Return the microseconds of each part of the first step."""
+    """Return the microseconds of each kernel category in the first step."""
     steps = [e["ts"] for e in trace if e.get("cat") == "user_annotation" and e["name"].startswith("step ")]
     kernels = [kernel for kernel in kernels if kernel.launched >= min(steps, default=0.0)]
     stepping = [kernel.end for kernel in kernels if _matches(KINDS[:1], kernel)]

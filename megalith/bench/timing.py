@@ -8,7 +8,7 @@ import torch
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait for the work of a CUDA device; do nothing on the CPU."""
+    """Wait for a CUDA device's work. Does nothing on the CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
 

@@ -85,7 +85,7 @@ def options(args: argparse.Namespace, model: str, flavor: str, run: RunConfig) -
 
 
 def fp8_options(recipe: str) -> list[str]:
-    """Return the options of torchtitan's FP8 linears as its guide gives them; the output layer stays in bf16."""
+    """Return torchtitan's FP8 options as its guide gives them. The output layer stays in bf16."""
     prefix = "--quantize.linear.float8"
     result = ["--model.converters", "quantize.linear.float8", f"{prefix}.filter_fqns", "output"]
     if recipe == "rowwise":  # which torchao does not combine with FP8 all-gathers

@@ -140,7 +140,7 @@ def check_devices(processes: int) -> None:
 
 
 def check_memory(config: RunConfig, processes: int) -> None:
-    """Warn if a run on the CPU is expected to exceed this machine's memory. The run's own warning is only in its log.
+    """Warn if a CPU run probably exceeds this machine's memory. The run's own warning only appears in its log.
 
     Raises:
         ConfigError: the weights and optimizer states alone exceed this machine's memory.
@@ -154,7 +154,7 @@ def check_memory(config: RunConfig, processes: int) -> None:
 
 
 def show(args: argparse.Namespace, name: str, result: dict[str, Any]) -> None:
-    """Print a run's figures, and append them to --results."""
+    """Print a run's figures and append them to --results."""
     figures = " | ".join(
         f"{key} {value:.4g}" for key, value in result.items() if isinstance(value, (int, float))
     )
@@ -267,7 +267,7 @@ def medians(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_logged(command: list[str], file: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Run a command. Returns its exit status and output. If this program is interrupted, print the output so far."""
+    """Run a command. Returns its exit status and output. If interrupted, print the output so far."""
     with file.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
     try:
@@ -296,7 +296,7 @@ def stage_times(timeline: Timeline) -> str:
 
 
 def peer_name(text: str) -> str:
-    """Return `text` if it is a peer's name with known switches. Raise an error otherwise."""
+    """Return `text` if it is a known peer with known switches. Raise an error otherwise."""
     name, _, switches = text.partition(":")
     unknown = [
         each for each in switches.split(",") if switches and each not in SWITCHES and each[:6] != "micro="
@@ -310,7 +310,7 @@ def peer_name(text: str) -> str:
 
 
 def measure_peers(args: argparse.Namespace, peer: str) -> list[dict[str, Any]]:
-    """Measure a peer, or for `best` several of them; print and return the figures of each."""
+    """Measure one peer, or for `best` several. Prints and returns the figures of each."""
     results = {}
     fp8 = any(each.startswith("train.fp8_format=") for each in args.set)
     for name in (BEST_FP8 if fp8 else BEST) if peer == "best" else [peer]:
