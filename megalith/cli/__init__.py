@@ -1,1 +1,1 @@
-"""The command line: one table row per command (commands.py), and one file per group of commands."""
+"""The command line: one table entry per command (commands.py), and one file per group of commands."""

@@ -238,7 +238,7 @@ def _open_accelerates(folder: Path, part: str) -> Checkpoint | None:
 
 
 def _open(path: str, part: str | None) -> Checkpoint:
-    """Open the newest complete step, and verify the files of `part`, or of all parts if None."""
+    """Open the newest complete step and verify the files of `part`. None means all parts."""
     from megalith.checkpoint.open import open_existing
 
     return open_existing(path, None if part is None else (part,), show_progress=True)

@@ -248,7 +248,7 @@ def _check_numbers(args: Arguments) -> None:
 
 
 def _step(option: str, text: str) -> tuple[str, ...]:
-    """Return the words of a command for --before or --after. Raises ConfigError if it is invalid."""
+    """Parse a command for --before or --after into its arguments. Raises ConfigError if it is invalid."""
     from megalith.cli.main import build_parser
 
     try:

@@ -1,4 +1,4 @@
-"""The commands of `megalith`: help, and the functions that add their options and run them."""
+"""The commands of `megalith`, with help texts and the functions that add their options and run them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def run_completion(args: Arguments) -> int:
 
 
 def words_by_command() -> dict[str, list[str]]:
-    """Return the words that can follow each command. After "" and after groups they are commands, otherwise options."""
+    """Return the arguments that can follow each command: commands after "" and after groups, otherwise options."""
     from megalith.cli.main import build_parser
     from megalith.cli.planning import read_options
     from megalith.cli.training import launcher_words
@@ -65,7 +65,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _cases(words: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the branches of a shell's `case`. Commands with equal lists share a branch."""
+    """Return the cases of a shell's `case` statement. Commands with equal lists share a case."""
     return [
         f"    {'|'.join(map(shlex.quote, names)) or chr(39) * 2}) words={shlex.quote(' '.join(following))} ;;"
         for following, names in _names_by_words(words).items()
@@ -73,7 +73,7 @@ def _cases(words: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _names_by_words(words: Mapping[str, Sequence[str]]) -> dict[tuple[str, ...], list[str]]:
-    """Return the names of the commands that share each list of words. The empty list of words is omitted."""
+    """Return the names of the commands that share each list of arguments. The empty list is omitted."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, following in words.items():
         if following:

@@ -199,7 +199,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
 
 
 def _add_input_arguments(parser: argparse.ArgumentParser, or_else: str | None = None) -> None:
-    """Add --input and its options. `or_else`: an option that may be given instead of --input."""
+    """Add --input and its options. `or_else` is an option that may be given instead of --input."""
     parser.add_argument(
         "--input",
         nargs="+",

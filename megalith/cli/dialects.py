@@ -1,4 +1,4 @@
-"""Commands that parse their own arguments: the commands of other systems, and `bench`."""
+"""Commands that parse their own arguments: those of other systems, and `bench`."""
 
 from __future__ import annotations
 

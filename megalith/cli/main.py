@@ -71,7 +71,10 @@ def _exit_code(run: Callable[[], int]) -> int:
 
 
 def build_parser(words: Sequence[str] | None = None) -> Parser:
-    """Build the parser of all commands. Only the command that `words` start with gets its options; None: all do."""
+    """Build the parser of all commands.
+
+    Only the command that `words` start with gets its options. None means all commands.
+    """
     parser = Parser(
         prog="megalith",
         description="Trains large transformers on any number of devices.",

@@ -13,7 +13,7 @@ Arguments = argparse.Namespace
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command or a group. Errors raise ConfigError; a group without arguments prints its help."""
+    """Parser of a command or a group. Errors raise ConfigError. A group without arguments prints its help."""
 
     commands: Any = None
     """argparse's subparsers action, for a group."""

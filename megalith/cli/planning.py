@@ -400,7 +400,7 @@ def read_words(words: list[str]) -> Arguments:
 
 
 def read_options() -> list[str]:
-    """Return the options of `plan RUN|PRESET`, which `plan show` also takes."""
+    """Parse the options of `plan RUN|PRESET`, which `plan show` also accepts."""
     parser = Parser(prog="megalith plan")
     _layout_options(parser)
     return [option for option in option_strings(parser) if option.startswith("--")]

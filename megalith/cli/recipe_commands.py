@@ -176,7 +176,7 @@ def _answer(
     accept: Callable[[Any], Any] = lambda answer: answer,
     choices: str = "",
 ) -> Any:
-    """Return the option's value, as `accept` returns it. Without the option, ask until an answer is valid."""
+    """Return the option's value, converted by `accept`. Without the option, ask until an answer is valid."""
     if option is not None:
         return accept(option)
     if not sys.stdin.isatty():
@@ -218,7 +218,7 @@ def _free_file(path: str) -> str:
 
 @functools.cache
 def _gpus_here() -> tuple[int, str | None]:
-    """Return the number and name of this machine's GPUs."""
+    """Return the number and the name of this machine's GPUs."""
     import torch
 
     count = torch.cuda.device_count()

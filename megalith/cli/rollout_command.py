@@ -188,7 +188,7 @@ def _settings(args: Arguments) -> RlConfig:
 
 
 def _pass_at(k: int, of: int, passed: int) -> float:
-    """Return the unbiased estimate of pass@k if `passed` of `of` completions passed (Chen et al. 2021)."""
+    """Return the unbiased estimate of pass@k when `passed` of `of` completions have passed (Chen et al. 2021)."""
     return 1 - comb(of - passed, k) / comb(of, k)
 
 

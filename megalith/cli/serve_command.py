@@ -219,7 +219,7 @@ class _Adapters:
             )
 
     def load(self, folder: str) -> dict:
-        """Return the matrices A and B of the adapter in a folder, by the name of the adapted matrix."""
+        """Load the adapter in a folder. Returns the matrices A and B, keyed by adapted matrix."""
         from megalith.bridge.adapters.adapter_folder import load_adapter_pairs
 
         return load_adapter_pairs(folder, self._args.checkpoint, self._config, self._fingerprint)

@@ -26,7 +26,7 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def speculation_of(args: Arguments, tokenizer: Tokenizer | None) -> Speculation | None:
-    """Return the speculation that the options select, or None if they select none."""
+    """Return the speculative decoding that the options select, or None if they select none."""
     from megalith.training.open_speculation import open_speculation
 
     return open_speculation(

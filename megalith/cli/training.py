@@ -154,7 +154,7 @@ def _result_document(result: TrainingResult, config: RunConfig) -> dict[str, Any
 
 
 def _help_topic(arguments: list[str]) -> str | None:
-    """Return the word after --help, which selects settings; None if there is no such word or it is the run file."""
+    """Return the argument after --help, which selects settings. None if there is none or it is the run file."""
     after = arguments[min(arguments.index(word) for word in ("-h", "--help") if word in arguments) + 1 :]
     if not after or after[0].startswith("-") or after[0].endswith((".yaml", ".yml", ".json")):
         return None
@@ -200,7 +200,7 @@ def check_source(program: str, config: RunConfig) -> None:
 
 
 def _print_start(program: str, arguments: list[str]) -> None:
-    """Print on rank 0 that the command starts, because the imports that follow take seconds."""
+    """Print on rank 0 that the command is starting, because the imports that follow take seconds."""
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if rank == "0":
         who = f"rank 0 of {ranks}" if ranks != "1" else " ".join([program, *arguments[:1]])
