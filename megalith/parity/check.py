@@ -21,7 +21,7 @@ from megalith.training.build import prepare
 
 @dataclass(frozen=True)
 class ParityLayout:
-    """A layout: the number of processes, and settings of the section `parallel`."""
+    """A layout: the number of processes, and settings of section `parallel`."""
 
     processes: int
     parallel: Mapping[str, Any] = field(default_factory=dict)
@@ -242,7 +242,7 @@ def choose(
 def check(
     config: RunConfig, layouts: Mapping[str, ParityLayout], device_type: str = "cpu"
 ) -> Iterator[Result]:
-    """Run the job in one process, then in each layout; yield each result as it finishes."""
+    """Run the job in one process, then in each layout. Yields each result as it finishes."""
     one = run_job(config)
     pool = Pool(max(layout.processes for layout in layouts.values()), device_type=device_type)
     try:

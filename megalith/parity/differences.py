@@ -76,7 +76,7 @@ def _scalars(outcome: Outcome) -> str:
 
 
 def relative_error(actual: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest |a − b| / |b|; infinite if a ≠ b and b is zero or one of them is not finite."""
+    """Return the largest |a − b| / |b|. It is infinite if a ≠ b and b is zero or one of them is not finite."""
     assert len(actual) == len(expected), f"{len(actual)} values against {len(expected)}"
     return max(
         abs(a - b) / abs(b) if b and math.isfinite(a - b) else _same(a, b) for a, b in zip(actual, expected)
@@ -88,7 +88,7 @@ def _same(a: float, b: float) -> float:
 
 
 def gradient_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Return the relative error of every parameter's gradient; infinite if only one side has it."""
+    """Return the relative error of every parameter's gradient. It is infinite if only one of the two runs has it."""
     norms = {name: gradient.norm().item() for name, gradient in expected.items()}
     floor = FLOOR * math.sqrt(sum(norm**2 for norm in norms.values()))
     errors = dict.fromkeys(actual.keys() ^ expected.keys(), math.inf)

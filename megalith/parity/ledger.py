@@ -93,7 +93,7 @@ class BoundedDifference:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The rows of tests/ledger.toml."""
+    """Entries of tests/ledger.toml."""
 
     reports: tuple[PublicReport, ...]
     uncovered: tuple[UncoveredReport, ...]
@@ -193,7 +193,7 @@ def _result_of(case: str, tests: Sequence[ElementTree.Element]) -> CaseResult:
 
 
 def format_results(reports: Sequence[PublicReport], results: Mapping[str, CaseResult]) -> str:
-    """Return the results as text: a line per report with its seconds and name, and the counts."""
+    """Format the results: one line per report with its seconds and name, and the counts."""
     lines = []
     for report in reports:
         result = results[report.case]

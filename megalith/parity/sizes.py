@@ -1,4 +1,4 @@
-"""Sizes of a parity run: all features of a configuration, with a model that a CPU trains in a second.
+"""Sizes of a parity run. It keeps all features of a configuration in a model that a CPU trains in a second.
 
 Every axis can shard it: 4 layers, heads for 4 ranks, a padded vocabulary, sequences for 4 context-parallel ranks. A
 setting is reduced by its entry in SIZES, or else by the rule of its section.
@@ -68,7 +68,7 @@ def _mup_base_depth(value: int | None, model: ModelConfig) -> int | None:
 
 
 def _layer_pattern(value: int | list[int] | None, _: ModelConfig) -> int | list[int] | None:
-    """Return a frequency or a list of layers for the first 4 layers."""
+    """Return a layer frequency, or a list for the first 4 layers."""
     return (value * LAYERS)[:LAYERS] if isinstance(value, list) else value and min(value, LAYERS)
 
 
@@ -106,7 +106,7 @@ def _router_topk(value: int, model: ModelConfig) -> int:
 
 
 def _expert_layers(value: int | list[int], _: ModelConfig) -> int | list[int]:
-    """Return the layers with experts; a dense first layer stays dense."""
+    """Return the layers with experts. A dense first layer stays dense."""
     return [value[0], *[1] * (LAYERS - 1)] if isinstance(value, list) else value
 
 
@@ -271,9 +271,7 @@ def shrink(config: RunConfig, steps: int, device: str = "cpu") -> RunConfig:
 
 
 def _shrink_section(config: RunConfig, name: str) -> dict[str, Any]:
-    """Return the settings of a section that the parity run sets. Settings that the run does not read have their
-    defaults.
-    """
+    """Return the settings of a section for the parity run. Settings that the run does not use have their defaults."""
     section = getattr(config, name)
     unread = section.unread(config)
     sizes = {field: SIZES.get(f"{name}.{field}", SECTION_RULES[name]) for field in type(section).model_fields}

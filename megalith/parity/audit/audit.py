@@ -36,9 +36,7 @@ WORST = 10
 
 @dataclass(frozen=True)
 class Departure:
-    """A rank's gradient that departs from the reference: its relative error ‖a − b‖ / ‖b‖ and the bound of
-    that error.
-    """
+    """A rank's gradient that differs from the reference: its relative error ‖a − b‖ / ‖b‖ and the error's bound."""
 
     parameter: str
     layer: int | None
@@ -74,12 +72,12 @@ class AuditReport:
 
     @property
     def causes(self) -> list[str]:
-        """Distinct causes, in the order of the steps."""
+        """Distinct causes, in step order."""
         return list(dict.fromkeys(finding.cause for finding in self.findings))
 
 
 def audit(folder: str | Path, hf_config: Mapping[str, Any], precision: str | None = None) -> AuditReport:
-    """Rerun the steps of a dump in one process in fp32; report the differences and their causes.
+    """Rerun a dump's steps in one process in fp32. Reports the differences and their causes.
 
     Args:
         folder: folder that audit_hook.py wrote.

@@ -1,4 +1,4 @@
-"""Causes that change the computation: labels, masks, positions, and settings of the model.
+"""Causes that change the computation: labels, masks, positions and model settings.
 
 For each cause, the step is rerun with the change. The cause is named if the result equals the recorded gradients.
 """

@@ -74,7 +74,7 @@ class RankDump:
     """
 
     def vectors(self, kind: str) -> dict[str, Tensor]:
-        """Return a sketch for each parameter, float32 [257]: of its gradient if `kind` is "gradient", of its weights if
+        """Return a sketch per parameter, float32 [257]: of its gradient if `kind` is "gradient", of its weights if
         "sketch".
         """
         names = [name for name in self.header.parameters if f"{kind}.{name}" in self.tensors]

@@ -95,7 +95,7 @@ class StepEvidence:
         return self.exact.counts.sum().item() or 1.0
 
     def weights_of_mean(self) -> Tensor:
-        """Return the weights of a correct job's gradients, 1 / tokens each: [ranks, dp, micro-batches]."""
+        """Return the weights that a correct job gives its gradients, 1 / tokens each: [ranks, dp, micro-batches]."""
         return torch.full((len(self.ranks), *self.shape), 1 / self.tokens)
 
     def combine(self, weights: Tensor, sums: Sums) -> Tensor:
@@ -129,7 +129,7 @@ class StepEvidence:
         return self.errors(self.expected) > self.bound
 
     def first_copies(self) -> Tensor:
-        """Return the index of one entry for each pair of name and shard, int64."""
+        """Return the index of one entry per (name, shard) pair, int64."""
         first: dict[int, int] = {}
         for i, key in enumerate(self.key_index.tolist()):
             first.setdefault(key, i)
@@ -162,7 +162,7 @@ class StepEvidence:
         return False
 
     def recorded_norm(self, rank: int | None = None) -> float:
-        """Return the norm of the recorded gradients of all ranks, or of one rank."""
+        """Return the recorded gradient norm of all ranks, or of one rank."""
         chosen = self.first_copies() if rank is None else self.rank_index == rank
         return self.norms[chosen].norm().item()
 

@@ -1,4 +1,4 @@
-"""Findings of an audit: a cause, with the step, the ranks and the parameters that it concerns."""
+"""Findings of an audit: a cause with the affected step, ranks and parameters."""
 
 from __future__ import annotations
 

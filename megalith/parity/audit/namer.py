@@ -1,4 +1,4 @@
-"""The order in which an audit tries the causes of a step's departures: the simplest first.
+"""The order in which an audit tries causes for a step's differences, simplest first.
 
 Each cause predicts the gradients that its fault would give. It is named only if the prediction equals every recorded
 gradient within the precision of the job. Departures that no cause predicts are reported as unexplained.
@@ -32,7 +32,7 @@ def name_causes(
     tied: Mapping[str, str],
     losses_depart: bool,
 ) -> list[Finding]:
-    """Return the causes of a step's departing gradients; at least one.
+    """Return the causes of a step's wrong gradients, at least one.
 
     Args:
         e: evidence of the step.

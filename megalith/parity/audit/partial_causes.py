@@ -1,4 +1,4 @@
-"""Causes that concern some parameters: no gradient, a missing reduction, a factor, two copies of a tied weight."""
+"""Causes that affect some parameters: no gradient, a missing reduction, a factor, two copies of a tied weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalith.parity.audit.findings import Finding, find_in
 
 
 def name_parts(e: StepEvidence, tied: Mapping[str, str]) -> list[Finding]:
-    """Return the causes if only some parameters depart and a cause is found for each of them; otherwise none."""
+    """Return the causes if only some parameters differ and each has a cause, otherwise none."""
     if e.departing.all():
         return []
     remaining = e.departing.clone()
@@ -29,7 +29,7 @@ def _absent(e: StepEvidence, remaining: Tensor) -> Iterator[Finding]:
 
 
 def _tied(e: StepEvidence, remaining: Tensor, tied: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding if tied weights are two parameters whose gradients add up to the right one."""
+    """Yield a finding if tied weights are two parameters whose gradients sum to the correct one."""
     entries = {(e.entries[i].rank, e.entries[i].name): i for i in remaining.nonzero().flatten().tolist()}
     fit = torch.zeros_like(remaining)
     for (rank, name), i in entries.items():

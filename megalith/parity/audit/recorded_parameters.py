@@ -1,4 +1,4 @@
-"""Names and shards of recorded parameters: DTensors with Hugging Face's names, or Megatron core's parameters.
+"""Names and shards of recorded parameters: DTensors with Hugging Face names, or Megatron core's parameters.
 
 `Parameters` lists the parameters of all ranks of one step under the names of a bridge family. A shard's position is a
 function that takes the shard out of a whole tensor. It cuts the reference's gradients into the shards of the job's
@@ -98,7 +98,7 @@ Shard = TensorShards | MegatronShard
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter on one rank: its shard, and its names in the family and in the job."""
+    """A parameter on one rank, with its shard and its names in the model family and in the job."""
 
     rank: int
     name: str
@@ -112,7 +112,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A recorded weight in the shards of several ranks, joined when it is read."""
+    """A recorded weight that several ranks hold in shards. Reading it joins them."""
 
     name: str
     dtype: str
@@ -248,7 +248,7 @@ def _megatron_entries(ranks: Sequence[RankDump]) -> list[Entry]:
 
 
 def _first_layers(ranks: Sequence[RankDump]) -> dict[int, int]:
-    """Return the index of each pipeline rank's first layer. The names on each rank count its layers from 0."""
+    """Return the index of each pipeline rank's first layer. Each rank's names count its layers from 0."""
     counts: dict[int, int] = {}
     for dump in ranks:
         layers = {layer_of(plain(name)) for name in dump.header.parameters} - {None}
@@ -257,7 +257,7 @@ def _first_layers(ranks: Sequence[RankDump]) -> dict[int, int]:
 
 
 def _gated(ranks: Sequence[RankDump]) -> bool:
-    """Return True if the MLP is gated: then its first matrix has twice as many rows as the second has columns."""
+    """Return True if the MLP is gated, so that its first matrix has twice as many rows as the second has columns."""
     shapes = {plain(name): layout.shape for dump in ranks for name, layout in dump.header.parameters.items()}
     first = next((shape for name, shape in shapes.items() if name.endswith("linear_fc1.weight")), None)
     second = next((shape for name, shape in shapes.items() if name.endswith("linear_fc2.weight")), None)
@@ -265,7 +265,7 @@ def _gated(ranks: Sequence[RankDump]) -> bool:
 
 
 def _stored(name: str, parts: Sequence[tuple[Shard, tuple[ParameterLayout, SafetensorsEntry]]]) -> Any:
-    """Return a weight in the form that `match` reads, given its shards."""
+    """Convert a weight, given its shards, to the form that `match` needs."""
     position, (layout, entry) = parts[0]
     if isinstance(position, TensorShards):
         shards = [(shard, stored) for shard, (_, stored) in parts]

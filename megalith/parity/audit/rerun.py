@@ -1,4 +1,4 @@
-"""The reference of an audit: one process in fp32 that reruns recorded micro-batches from the recorded weights.
+"""The reference of an audit: reruns recorded micro-batches from the recorded weights in one process in fp32.
 
 Gradients are cut into the shards of the job's ranks and sketched like the recorded ones, so that they can be compared
 and combined: a sketch is linear in its tensor.

@@ -37,7 +37,7 @@ def name_token_weights(e: StepEvidence, token_gradients: Callable[[], Iterator[T
 
 
 def _describe_tokens(e: StepEvidence, weights: Tensor) -> Iterator[str]:
-    """Yield a description of the tokens with a wrong weight for each micro-batch; a valid token has weight 1."""
+    """Yield, per micro-batch, a description of the tokens with a wrong weight. A valid token has weight 1."""
     start = 0
     for d, of_rank in enumerate(e.batches):
         for m, batch in enumerate(of_rank):

@@ -1,4 +1,4 @@
-"""Interpretation of a recorded micro-batch: labels, loss weights, positions, documents and padding.
+"""Interprets a recorded micro-batch: labels, loss weights, positions, documents and padding.
 
 Labels are either Hugging Face's, equal to the tokens and shifted by the model, or Megatron's, already shifted. The
 tokens decide which. A position of 0 begins a document. Attention is limited to documents.
@@ -120,7 +120,7 @@ def label_offset(fields: Mapping[str, Tensor]) -> int:
 
 
 def padding_labels(fields: Mapping[str, Tensor]) -> int:
-    """Return the number of labels with loss that are padding or are predicted from padding."""
+    """Return the number of labels in the loss that are padding or are predicted from padding."""
     if "attention_mask" not in fields:
         return 0
     _, weights, _ = _labels(fields)

@@ -17,7 +17,7 @@ def name_dropout(e: StepEvidence) -> list[Finding]:
 
 
 def name_unexplained(e: StepEvidence, losses_depart: bool) -> list[Finding]:
-    """Return a finding with the layers, ranks or axis in which the differences begin."""
+    """Return a finding with the layers, ranks or axis in which the differences first appear."""
     copies_differ = e.copies_differ("tp")
     if _losses_differ_in_tp(e) or (copies_differ and losses_depart):
         return [find(e, "forward-reduction")]
