@@ -1,6 +1,4 @@
-"""Functions shared by all charts: curves reduced to visible detail, scales with round ticks, colours, and figures as
-PNG.
-"""
+"""Chart helpers: curves reduced to visible detail, scales with round ticks, colours, and figures as PNG."""
 
 from __future__ import annotations
 
@@ -188,7 +186,7 @@ def legend_above(axes: Axes, columns: int, size: float) -> None:
 
 
 def save_png(figure: Figure, path: str | Path) -> Path:
-    """Write the figure; missing folders are created. Raises OSError."""
+    """Write the figure and create missing folders. Raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path = Path(path)

@@ -1,4 +1,4 @@
-"""Timers of steps and their phases, and of the startup: the time from process start to the end of the first step."""
+"""Timers for steps and their phases, and for the startup: from process start to the end of the first step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StartupTimer:
         self._parts: list[tuple[str, float]] = []  # phase, and the process's age at its end, in seconds
 
     def mark(self, part: str) -> None:
-        """End the phase `part`, which began at the previous mark."""
+        """End the phase `part`, which began at the previous call."""
         if (age := process_age()) is not None:
             self._parts.append((part, age))
 

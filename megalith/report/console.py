@@ -253,7 +253,7 @@ class LogConsole(TrainingConsole):
 def megatron_line(
     interval: LogInterval, total_steps: int, now: datetime, throughput: bool = True, loss_name: str = LM_LOSS
 ) -> str:
-    """Return Megatron-LM's training log line for `interval`, without fields whose value is unknown."""
+    """Format Megatron-LM's training log line for `interval`, without fields whose value is unknown."""
     last = interval.last
     fields = [
         f"iteration {last.step:8d}/{total_steps:8d}",

@@ -71,7 +71,7 @@ class HealthMonitor:
         self._bad_steps: list[int] = []  # consecutive
 
     def check(self, steps: Sequence[ReadStep]) -> HealthStatus:
-        """Check the steps read since the last call. A collective call."""
+        """Check the steps whose metrics were read since the last call. Collective."""
         bad = spike = None
         for step in steps:
             if self.is_bad_step(step.loss, step.skipped, step.loss_scale):
@@ -99,7 +99,7 @@ class HealthMonitor:
         return loss > self._threshold * sum(step.loss for step in self._history) / len(self._history)
 
     def rewind_history(self, step: int) -> None:
-        """Forget the steps after `step`, which will be repeated."""
+        """Remove the history after `step`. These steps will be repeated."""
         kept = [one for one in self._history if one.step <= step]
         self._history.clear()
         self._history.extend(kept)
@@ -112,7 +112,7 @@ class HealthMonitor:
     def _agree(
         self, steps: Sequence[ReadStep], bad: ReadStep | None, spike: ReadStep | None, too_many: bool
     ) -> HealthStatus:
-        """Combine the results of all ranks, whose losses may differ in the last bit."""
+        """Combine the results of all ranks. Their losses may differ in the last bit."""
         if not steps:
             return HealthStatus()
         local = [step.step if step else 0 for step in (bad, spike)]

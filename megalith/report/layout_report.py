@@ -117,7 +117,7 @@ class LayoutReport:
 
 
 def step_to_measure(log: LogConfig, first_step: int) -> int | None:
-    """Return the step to measure, outside of the steps traced for `log.profile`, or None without a layout report."""
+    """Return the step to measure, which is not one traced for `log.profile`. None without a layout report."""
     if not log.layout_report:
         return None
     step = first_step + WARM_UP
@@ -153,9 +153,7 @@ def measured_text(
 def measured_table(
     layout: Layout, measurements: Sequence[RankMeasurement], device_type: str, unit: float
 ) -> Table:
-    """Return a table of memory and times. The row of a range of ranks shows the largest peak memory and
-    the mean times.
-    """
+    """Format memory and times. The row of a range of ranks has the largest peak memory and the mean times."""
     times = ["step", "compute", "communication", "bubble"] + (["idle"] if device_type == "cuda" else [])
     headings = ["step", "compute", "exposed comm", "bubble", "idle"][: len(times)]
     table = plain_table("ranks", "pp", "dp", "cp", "tp", "expected", "measured", *headings, left=5)

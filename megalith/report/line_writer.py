@@ -1,4 +1,4 @@
-"""A text file for appending lines, which tolerates a full disk."""
+"""A text file to which lines are appended, which tolerates a full disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalith.io import open_file
 
 
 class LineWriter:
-    """Appends lines to a file and passes each to the operating system at once, so that a killed process loses none.
+    """Appends lines to a file and flushes each to the operating system, so that a killed process loses none.
 
     Lines that a full disk rejects are buffered and written, in order, when there is space again: a full disk does not
     end a run. The first rejected write prints a warning. A handle that became stale when the server of a network disk
@@ -30,7 +30,7 @@ class LineWriter:
             self._open()
 
     def write(self, line: str) -> None:
-        """Append a line, which must not contain its newline."""
+        """Append a line, passed without its newline."""
         self._buffer += line.encode() + b"\n"
         self._flush("its lines are buffered until it can")
 

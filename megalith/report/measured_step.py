@@ -37,7 +37,7 @@ Span = tuple[int, int]  # start and end, nanoseconds
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds of one step on one rank. The four parts add up to `step`."""
+    """Milliseconds of one step on one rank. The four phases sum to `step`."""
 
     step: float
     compute: float
@@ -204,7 +204,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: list[Span], removed: list[Span]) -> list[Span]:
-    """Return the parts of `spans` outside of `removed`. Both are unions."""
+    """Return `spans` without `removed`. Both are unions of intervals."""
     rest: list[Span] = []
     first = 0
     for start, end in spans:

@@ -1,4 +1,4 @@
-"""A run's metrics as files in its output folder: `metrics.jsonl`, `evaluations.jsonl`, `events.jsonl` and others.
+"""Writes a run's metrics to its output folder: `metrics.jsonl`, `evaluations.jsonl`, `events.jsonl` and others.
 
 - `metrics.jsonl`: one object per step with the fields of `StepMetrics` (`ExpertStepMetrics` for MoE models), in that
   order, then `mtp_1_loss` and so on. Unknown, NaN and infinite values are null; a bad step has `"loss": null` and
@@ -114,7 +114,7 @@ def finite(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Writes the metrics files and passes the metrics of steps and evaluations to trackers. Only rank 0 has one."""
+    """Writes the metrics files and sends the metrics of steps and evaluations to trackers. Only rank 0 has one."""
 
     def __init__(self, output_dir: str | Path, start_step: int = 0, trackers: Sequence[Tracker] = ()):
         """Open the files, and remove the lines of steps after `start_step`, the last step before this
@@ -149,7 +149,7 @@ class MetricsWriter:
         self._events.write(_dated(record))
 
     def log_start(self, record: dict[str, Any]) -> None:
-        """Append a start of the run: its step, machine and layout."""
+        """Append a start of the run with its step, machine and layout."""
         starts = LineWriter(self._folder / STARTS_FILE, lazy=True)
         starts.write(_dated(record))
         starts.close()
@@ -205,7 +205,7 @@ class MetricsWriter:
             self._call(tracker, partial(tracker.write, record["step"], metrics))
 
     def _call(self, tracker: Tracker, call: Callable[[], None]) -> None:
-        """Call a tracker, and stop using it if it fails: a failing tracker does not end a run."""
+        """Call a tracker and disable it if it fails, so that it does not end a run."""
         try:
             call()
         except Exception as error:
@@ -272,7 +272,7 @@ def read_records(path: str | Path | StorePath, progress: Progress | None = None)
 
 
 def last_step(path: str | Path) -> int:
-    """Return the last step in a metrics file, ignoring invalid lines, or 0 if there is none."""
+    """Return the last step in a metrics file, or 0 if there is none. Invalid lines are ignored."""
     path = Path(path)
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
     return max((record["step"] for line in lines if (record := _parse(line)) is not None), default=0)

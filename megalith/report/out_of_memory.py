@@ -1,4 +1,4 @@
-"""The error for a full device memory: the requested size, the uses of the memory, and settings that would help."""
+"""The out-of-memory error: the requested size, the uses of the memory, and settings that would help."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _LABEL_INCHES = 0.16  # a box narrower than this has no number
 
 
 def draw_text(timeline: Timeline, width: int = 120) -> str:
-    """Return a text drawing with one row per rank or chunk, and time from left to right in at most `width` columns."""
+    """Draw one row per rank or chunk as text, with time from left to right in at most `width` columns."""
     names = [f"rank {rank}{f'.{chunk}' if chunk is not None else ''} " for rank, chunk in _rows(timeline)]
     margin = max(map(len, names))
     columns = width - margin

@@ -1,4 +1,4 @@
-"""A plan as a PNG: the best layouts by time, memory by stage, and the pipeline's timeline."""
+"""Draws a plan as a PNG: the best layouts by time, memory by stage, and the pipeline's timeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLOURS = (
 
 
 def draw_plan(answer: PlanResult, path: str | Path) -> Path:
-    """Draw the times of the best layouts by part, and the best one's memory by stage and pipeline timeline."""
+    """Draw the time of the best layouts by operation, and the best layout's memory by stage and pipeline timeline."""
     best, timeline = answer.best[0], answer.best[0].time.timeline
     heights = [1 + 0.4 * len(answer.best), 1 + 0.3 * len(best.memory)]
     heights += [1 + 0.3 * len(timeline.spans)] if timeline is not None else []

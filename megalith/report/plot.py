@@ -1,4 +1,5 @@
-"""Curves of one or several runs as a PNG: loss, validation, learning rate, gradient norm, speed and expert load.
+"""Plots curves of one or several runs as a PNG: loss, validation, learning rate, gradient norm, speed and expert
+load.
 
 The curves are drawn from the files that a run writes (`metrics.jsonl`, `evaluations.jsonl`, `experts.jsonl`), so a run
 can be drawn while it trains, after it has ended, and on another machine.

@@ -1,4 +1,4 @@
-"""Step profiler: a window of steps under torch's profiler, written as a Chrome trace and a table of operations."""
+"""Step profiler: runs a window of steps under torch's profiler and writes a Chrome trace and a table of operations."""
 
 from __future__ import annotations
 

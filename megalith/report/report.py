@@ -207,7 +207,7 @@ class Report:
         self._traced = traced_steps(config.log)
 
     def before_step(self, step: int) -> None:
-        """Start timing `step`. Call it before every step; `add` ends the timing."""
+        """Start timing `step`. Call it before every step. `add` stops the timing."""
         if self._profiler is not None:
             self._profiler.before_step(step)
         self._layout.before_step(step)
@@ -270,7 +270,7 @@ class Report:
         return read
 
     def rewind(self, step: int) -> None:
-        """Remove the logged metrics of the steps after `step`, which will be repeated."""
+        """Remove the logged metrics of the steps after `step`. These steps will be repeated."""
         if self._metrics is not None:
             self._metrics.rewind(step)
 

@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 
 def to_float(value: Any) -> float | None:
-    """Return a number as a float; None for anything else and for numbers beyond MAX_VALUE."""
+    """Return a number as a float, or None for anything else and for numbers beyond MAX_VALUE."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -MAX_VALUE < value < MAX_VALUE else None  # False for NaN
@@ -67,7 +67,7 @@ def _points(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of a run, local or in a store. Properties raise OSError if the store does not answer."""
+    """The files of a run, local or in an object store. Properties raise OSError if the store does not answer."""
 
     name: str
     folder: Path | StorePath
@@ -188,7 +188,7 @@ def open_runs(folders: Sequence[str | Path]) -> list[RunFiles]:
 
 
 def run_names(folders: Sequence[str | Path]) -> list[str]:
-    """Return a unique name for each run: the end of its path, and a number for a folder that is given twice.
+    """Return a unique name per run: the end of its path, and a number if a folder is given twice.
 
     No name begins with an underscore, because matplotlib's legend omits such names. If a folder is a URL, the names are
     the folders as given.

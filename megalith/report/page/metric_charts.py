@@ -47,7 +47,7 @@ def is_policy(run: RunFiles) -> bool:
 
 
 def constant_value(runs: Sequence[RunFiles], key: str) -> float | None:
-    """Return the value of a metric that is the same in all steps; None if it varies or has fewer than two values."""
+    """Return the value of a metric that is equal in all steps, or None if it varies or has fewer than two values."""
     values = np.concatenate([run.curve(key)[:, 1] for run in runs])
     return values[0] if len(values) > 1 and (values == values[0]).all() else None
 
@@ -70,7 +70,7 @@ def policy_runs(runs: Sequence[RunFiles]) -> list[int]:
 
 
 def lead_chart(runs: Sequence[RunFiles], key: str) -> str:
-    """Return the wide chart of a section: the loss, or the mean reward."""
+    """Return the full-width chart of a section: the loss, or the mean reward."""
     return _losses(runs) if key == "loss" else _smoothed("mean reward", key, runs, policy_runs(runs))
 
 

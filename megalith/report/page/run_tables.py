@@ -44,7 +44,7 @@ def _load_of(run: RunFiles) -> str:
 
 
 def memory_parts(run: RunFiles) -> str:
-    """Return the expected memory of each stage by part, and the measured peak of each rank."""
+    """Return the expected memory of each stage by use, and the measured peak of each rank."""
     stages = run.starts[-1].get("stages") if run.starts else None
     expected = []
     for stage in stages[:MAX_RANKS] if isinstance(stages, list) else ():
@@ -115,7 +115,7 @@ def settings_table(runs: Sequence[RunFiles]) -> str:
 
 
 def starts_section(run: RunFiles) -> str:
-    """Return machine, versions and layout of each start, or "" if no start is recorded."""
+    """Return the machine, versions and layout of each start, or "" if no start is recorded."""
     if not run.starts:
         return ""
     rows = [

@@ -79,7 +79,7 @@ def chart(
     marks: Sequence[Mark] = (),
     wide: bool = False,
 ) -> str:
-    """Return a chart of curves over steps; empty if there are no points."""
+    """Return a chart of curves over steps, or "" if there are no points."""
     steps = [x for curve in curves for x, _ in curve.points]
     if not steps:
         return ""
@@ -166,8 +166,9 @@ def stacked_bars(title: str, rows: Sequence[tuple[str, dict[str, float], str]]) 
 def timeline(
     title: str, rows: Sequence[Sequence[tuple[int, float, float, str]]], names: Sequence[str]
 ) -> str:
-    """Return the actions of each rank over time. Actions are (index of the kind, start, end, description); `names` are
-    the names of the kinds.
+    """Return a timeline of each rank's actions, given as (index of the kind, start, end, description).
+
+    `names` are the kinds' names.
     """
     times = Scale.around([time for row in rows for _, start, end, _ in row for time in (start, end)])
     if not any(rows):

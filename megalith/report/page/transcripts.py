@@ -1,4 +1,4 @@
-"""Completions of a GRPO run as HTML: prompt and text, or the turns of a transcript."""
+"""Formats the completions of a GRPO run as HTML: prompt and text, or the turns of a transcript."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _rewards(record: Record) -> str:
 
 
 def completion_html(record: Record) -> str:
-    """Return the prompt and the completion: its text, or its turns with sampled and added ones in different colours."""
+    """Format a prompt and its completion: the text, or the turns with sampled and added ones in different colours."""
     prompt, messages = preformatted(record.get("prompt"), COMPLETION_LENGTH), record.get("messages")
     if not isinstance(messages, list):
         return prompt + preformatted(record.get("completion"), COMPLETION_LENGTH)
