@@ -1,1 +1,1 @@
-"""Accelerate's interface: its scripts, plugin and commands, with Megalith as the engine behind them."""
+"""Accelerate's interface: its scripts, plugin and commands, run by Megalith."""

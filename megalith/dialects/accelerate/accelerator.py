@@ -89,13 +89,13 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _replica(self) -> tuple[int, int]:
-        """Return the index of this rank's data-parallel replica, and the number of replicas."""
+        """Return the index of this rank's data-parallel replica and the number of replicas."""
         plugin, replicas = self._plugin, self._plugin.data_parallel_size_of(self.num_processes)
         return self.process_index // (plugin.tp_degree * plugin.context_parallel_size) % replicas, replicas
 
     @property
     def _sharding(self) -> ReplicaSharding:
-        """Return which samples of a dataloader this rank reads. Raises ConfigError for unsupported options."""
+        """Determine which samples of a dataloader this rank uses. Raises ConfigError for unsupported options."""
         options, count = self.dataloader_config, self._plugin.num_micro_batches
         replica, replicas = self._replica
         if options.split_batches and replicas * count > 1:
@@ -186,7 +186,7 @@ class Accelerator(accelerate.Accelerator):
         return obj
 
     def _set_batch(self, args: Sequence[Any]) -> None:
-        """Set the plugin's batch sizes; a dataloader's batch is the micro-batch."""
+        """Set the plugin's batch sizes. A dataloader's batch is the micro-batch."""
         sizes = []
         for obj in args:
             if isinstance(obj, DataLoader):
@@ -252,7 +252,7 @@ class Accelerator(accelerate.Accelerator):
         (loss / self.gradient_accumulation_steps).backward(**kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the gradients of the model and return their norm before clipping; replaces gradient_clipping.
+        """Clip the model's gradients and return their norm before clipping. Replaces gradient_clipping.
 
         Args:
             parameters: all trained parameters: of the prepared model, of the model passed to prepare, or of
@@ -298,7 +298,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this replica's part of the inputs; all ranks of a replica get the same part."""
+        """Yield this replica's share of the inputs. All ranks of a replica get the same share."""
         replica, replicas = self._replica if self._uses_megalith else (self.process_index, self.num_processes)
         here = SimpleNamespace(process_index=replica, num_processes=replicas, device=self.device)
         with PartialState.split_between_processes(here, inputs, apply_padding) as share:
@@ -382,7 +382,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Do nothing with Megalith: every replica has the same number of iterations."""
+        """Do nothing: with Megalith, every replica has the same number of iterations."""
         if self._uses_megalith:
             yield
         else:

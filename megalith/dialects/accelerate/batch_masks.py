@@ -32,7 +32,10 @@ def document_ids_of(batch: Batch) -> Tensor | None:
 
 
 def padding_from_ids(mask: Tensor | None) -> Tensor | None:
-    """Return which ids of `document_ids_of` are padding, bool [batch, seq], or None if none are."""
+    """Return a mask of the padding in the ids from `document_ids_of`, bool [batch, seq].
+
+    None if there is no padding.
+    """
     if mask is None or mask.dim() != 2 or not bool((mask < 0).any()):
         return None
     return mask < 0

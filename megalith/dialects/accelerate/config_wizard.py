@@ -35,14 +35,16 @@ def run_wizard(words: list[str]) -> int:
 
 
 def default_file() -> Path:
-    """Return the file that Accelerate's launcher reads: below HF_HOME, else XDG_CACHE_HOME, else ~/.cache."""
+    """Return the path of the file that Accelerate's launcher reads: below HF_HOME, else XDG_CACHE_HOME, else
+    ~/.cache.
+    """
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", f"{cache}/huggingface")
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def ask_all() -> dict[str, Any]:
-    """Ask the eleven questions of the guide, then those of `accelerate config`. Returns the file's content."""
+    """Ask the guide's eleven questions, then those of `accelerate config`. Returns the file's content."""
     ask("In which compute environment are you running?", "This machine", one_of("This machine"))
     kind = ask("Which type of machine are you using?", "Multi-GPU", one_of("Multi-GPU", "multi-CPU"))
     machines = ask("How many different machines will you use?", 1, count)
@@ -117,7 +119,7 @@ def ask_all() -> dict[str, Any]:
 
 
 def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
-    """Return the answer converted by `read`; on a terminal, repeat the question until it is valid."""
+    """Ask until the answer is valid (on a terminal). Returns the answer converted by `read`."""
     while True:
         print(f"{question}\n> ", end="", flush=True)
         answer = sys.stdin.readline()
@@ -133,7 +135,7 @@ def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a reader of answers that accepts one of the choices, case-insensitively."""
+    """Return a function that converts an answer to one of the choices, ignoring case."""
 
     def read(answer: str) -> str:
         match = next((choice for choice in choices if choice.lower() == answer.lower()), None)
@@ -172,6 +174,6 @@ def below(bound: int) -> Callable[[str], int]:
 
 
 def refuse(answer: bool, unwanted: bool) -> None:
-    """Raise ConfigError if the answer is `unwanted`: it selects something other than Megatron-LM."""
+    """Raise ConfigError if the answer is `unwanted`, which selects something other than Megatron-LM."""
     if answer is unwanted:
         raise ConfigError(OTHER)

@@ -1,4 +1,4 @@
-"""Training steps with a script's own train step class: its batches, its model calls and its loss."""
+"""Training steps with a script's own train step class: its batches, model calls and loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megalith.models.loss import Loss
 
 @dataclass
 class CustomBatch(Batch):
-    """A micro-batch with its index in the step, which selects its loss function."""
+    """A micro-batch with its index in the step. The index selects its loss function."""
 
     index: Tensor = None  # int64 [1]
 
@@ -45,7 +45,7 @@ class CustomStep:
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
-    """Split the tensors of a batch into `count` parts. Raises ConfigError if they do not divide evenly."""
+    """Split the tensors of a batch into `count` micro-batches. Raises ConfigError if they do not divide evenly."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
     rows = len(next(iter(tensors.values())))
     if rows % count:
@@ -78,7 +78,7 @@ class CustomLoss(Loss):
 
 
 class ModelCallRecorder:
-    """Placeholder for the model in a forward step; records the arguments of its call."""
+    """Placeholder for the model in a forward step. It records the arguments of its call."""
 
     def __init__(self) -> None:
         self.output = torch.empty(0)

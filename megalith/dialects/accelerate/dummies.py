@@ -1,4 +1,4 @@
-"""Placeholders that a script passes to `prepare`: a schedule, and Megatron's indexed datasets."""
+"""Placeholders that a script passes to `prepare`, for a schedule and for Megatron's indexed datasets."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class MegatronLMDummyDataLoader:
 
 
 class IndexedBatches:
-    """Iterator over this replica's part of each global batch: `input_ids` and `shift_labels`, int64 [batch, seq].
+    """Iterates over this replica's share of each global batch: `input_ids` and `shift_labels`, int64 [batch, seq].
 
     `shift_labels` holds, for each token, the token that follows it.
     """

@@ -131,7 +131,7 @@ class MegalithTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Run a prediction step; compute logits only if something reads them."""
+        """Run a prediction step. Computes logits only if they are used."""
         return_logits, self._plugin.return_logits = self._plugin.return_logits, not prediction_loss_only
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

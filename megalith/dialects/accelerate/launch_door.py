@@ -188,7 +188,7 @@ def choose_megatron(args: Any) -> None:
 
 
 def _file_of(args: Any) -> dict[str, Any]:
-    """Return the content of the configuration file that the launcher reads; empty if there is none."""
+    """Return the content of the launcher's configuration file, or an empty mapping if there is none."""
     import yaml
     from accelerate.commands.config.config_args import default_config_file
 
@@ -208,7 +208,7 @@ def _file_of(args: Any) -> dict[str, Any]:
 
 
 def _environment(file_config: dict[str, Any]) -> dict[str, str]:
-    """Return the file's plugin fields as environment variables; Accelerate's launcher exports only some of them."""
+    """Return the file's plugin fields as environment variables. Accelerate's launcher exports only some of them."""
     from megalith.dialects.accelerate.plugin import environment_of
 
     return environment_of(file_config.get("megatron_lm_config") or {})

@@ -1,4 +1,4 @@
-"""The padding token's row of the embedding, which transformers' lookup does not train (padding_idx of nn.Embedding)."""
+"""Excludes the padding token's row of the embedding from training, like padding_idx of nn.Embedding."""
 
 from __future__ import annotations
 

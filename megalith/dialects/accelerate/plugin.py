@@ -1,4 +1,4 @@
-"""MegatronLMPlugin: the fields of Accelerate's own plugin, plus five from its guides.
+"""MegatronLMPlugin: the fields of Accelerate's own plugin, and five more from Accelerate's guides.
 
 A field that the script does not set is read from the environment variable `MEGATRON_LM_<FIELD>`, which Accelerate's
 launcher fills from its options and its configuration file. If neither sets it, the Hugging Face model (dropout, rotary
@@ -135,7 +135,7 @@ FIELDS = {item.name: item for item in fields(MegatronLMPlugin)}
 
 
 def _kind(item: Field) -> type | None:
-    """Return the type of a field's environment variable, or None if it has none, such as a function."""
+    """Return the type of a field's environment variable. None if the field has none, such as a function."""
     kind = (
         bool
         if isinstance(item.default, bool)

@@ -127,7 +127,7 @@ def replica_collective_call(name: str) -> AbstractContextManager:
 
 
 def replicas() -> Axis:
-    """Return the data-parallel axis: of the prepared model, or of the plugin's layout before `prepare`.
+    """Return the data-parallel axis of the prepared model or, before `prepare`, of the plugin's layout.
 
     The first call creates process groups, so every rank has to make it.
     """
@@ -149,7 +149,7 @@ def set_data_parallel_axis(axis: Axis) -> None:
 
 
 def _all_gather_tensor(tensor: Tensor) -> Tensor:
-    """Concatenate a tensor of all replicas along dim 0; a scalar becomes one row."""
+    """Concatenate a tensor of all replicas along dim 0. A scalar becomes one row."""
     axis, local = replicas(), (tensor[None] if tensor.dim() == 0 else tensor).detach().contiguous()
     if axis.size == 1:
         return local
@@ -178,7 +178,7 @@ def gather_objects(objects: Any) -> list[Any]:
 
 
 def _not_json(value: Any) -> str | None:
-    """Describe the first part of an object that JSON cannot represent, or None if there is none."""
+    """Describe the first value in an object that JSON cannot represent, or return None if there is none."""
     if isinstance(value, dict):
         keys = (f"a dictionary with the key {key!r}" for key in value if not isinstance(key, str))
         return next(keys, None) or _not_json(list(value.values()))

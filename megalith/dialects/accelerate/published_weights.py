@@ -116,7 +116,7 @@ class ShardedParameter(nn.Parameter):
 
 
 class GatheredParameter(nn.Parameter):
-    """A parameter of the unwrapped model: a full copy of the current values that is not trained.
+    """A parameter of the unwrapped model, as a full copy of the current values. It is not trained.
 
     While the prepared model has gradients, `grad` raises ConfigError instead of returning None, because torch's
     clip_grad_norm_ would clip nothing and return 0. After a further training step, `detach` (used by state_dict) raises
@@ -195,7 +195,7 @@ class ModuleWeights:
 
 
 def load_module(module: nn.Module, family: Family, model: ModelConfig, chunks: Model) -> list[Group]:
-    """Load this rank's model chunks from a module; returns the groups of the model.
+    """Load this rank's model chunks from a module. Returns the tensor groups of the model.
 
     A module on the meta device, as from accelerate.init_empty_weights, keeps the chunks' initial weights; load a
     checkpoint afterwards. Raises ConfigError for missing, misshapen or unknown tensors.

@@ -37,7 +37,7 @@ REPLACED_ARGUMENTS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop
 
 @dataclass(frozen=True)
 class ReplicaSharding:
-    """The samples of a dataloader that one replica reads, and the device that they are copied to."""
+    """Determines the samples of a dataloader that one replica uses, and the device to which they are copied."""
 
     micro_batches: int
     replicas: int
@@ -107,7 +107,7 @@ class ReplicaBatches(BatchSampler):
 
 
 def num_padding_rows(loader: Any, rows: int) -> int:
-    """Return the number of padding samples at the end of the batch that a loader yielded last.
+    """Return the number of padding samples at the end of a loader's most recent batch.
 
     Args:
         loader: any dataloader. The result is 0 unless it iterates over ReplicaBatches, directly or through
@@ -133,7 +133,7 @@ HostCopies = list[tuple[Tensor, int, Tensor]]
 
 
 def copy_to_device(device: torch.device, batch: Any) -> tuple[Any, HostCopies]:
-    """Copy a batch to the device; returns it and the host tensors.
+    """Copy a batch to the device. Returns the copy and the host tensors.
 
     The model reads masks and labels on the host to plan its passes. Keeping the host tensors avoids copying them back,
     which would wait for the device.
@@ -193,7 +193,7 @@ class ReplicaLoader(DeviceLoader):
 
 
 class StreamLoader(DeviceLoader):
-    """Loader of an iterable dataset: reads global batches and yields this replica's rows, with padding masked."""
+    """Loader of an iterable dataset. It reads global batches and yields this replica's rows, with padding masked."""
 
     sharding: ReplicaSharding
 

@@ -1,4 +1,4 @@
-"""Convert batches of transformers models to Megalith's: labels, loss masks, documents, padding, micro-batches."""
+"""Converts batches of transformers models to Megalith's: labels, loss masks, documents, padding, micro-batches."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def reject_extra_outputs(options: Mapping[str, Any]) -> None:
 
 
 def next_token_batch(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:
-    """Convert a transformers batch to a Batch, in which each token predicts the next token's label.
+    """Convert a transformers batch to a Batch. Each token predicts the label of the next token.
 
     Labels of −100 and the last `masked_rows` samples do not count. Tokens do not attend to padding (attention_mask 0);
     a label predicted by padding counts, as in transformers. Without a mask, restarting position_ids begin a document.
@@ -169,7 +169,7 @@ def _split_padding(padding: Tensor, counts: Tensor) -> tuple[Tensor | None, Tens
 
 
 def document_ends_of(documents: Tensor) -> Tensor | None:
-    """Return a Batch's document ends from document ids, int [batch, seq], which change where a document begins.
+    """Return a Batch's document ends, given document ids, int [batch, seq], that change where a document begins.
 
     None if each sequence is a single document.
     """

@@ -90,7 +90,7 @@ class MegatronEngine(nn.Module):
         device: torch.device,
         scaler: GradScalerKwargs | None = None,
     ):
-        """Shard a transformers model over the ranks; `module` loses its weights. Raises ConfigError if unsupported."""
+        """Shard a transformers model over the ranks. `module` loses its weights. Raises ConfigError if unsupported."""
         super().__init__()
         processes = dist.get_world_size() if dist.is_initialized() else 1
         self.plugin, self.device = plugin, device
@@ -254,7 +254,7 @@ class MegatronEngine(nn.Module):
             PartialState().print(f"note: {TOKEN_TYPES_IGNORED}", flush=True)
 
     def _for_passes(self, value: Any) -> Any:
-        """Return an input on the host, where the passes are planned, or on the device for a custom train step."""
+        """Move an input to the host, where the forward passes are planned, or to the device for a custom train step."""
         if not isinstance(value, Tensor):
             return value
         return value.to(self.device) if self.train_step is not None else self._on_host(value)
@@ -290,7 +290,7 @@ class MegatronEngine(nn.Module):
         return NoGradient.apply(loss, self._anchor, message) if torch.is_grad_enabled() else loss
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> tuple[list[Batch], Loss | None]:
-        """Return num_micro_batches micro-batches of equal size, and the loss (None: the model's own)."""
+        """Return num_micro_batches micro-batches of equal size, and the loss. None means the model's own loss."""
         rows, count = len(batch["input_ids"]), self.plugin.num_micro_batches
         if self.train_step is not None:
             parts, objective = self.train_step.micro_batches(batch, count)
@@ -316,7 +316,7 @@ class MegatronEngine(nn.Module):
         return converted
 
     def _positions(self, mask: Tensor | None) -> Tensor | None:
-        """Return the positions that transformers derives from a mask, or None if transformers counts all tokens."""
+        """Return the position ids that transformers derives from a mask, or None if transformers numbers all tokens."""
         if mask is None or not self.run.model.positions_skip_padding:
             return None
         return positions_without_padding(self.run.model, mask.bool())
@@ -403,11 +403,14 @@ class MegatronEngine(nn.Module):
         return self.optimizer
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
-        """Save model and optimizer for any layout; Accelerate's save_state calls it. Every rank calls it."""
+        """Save model and optimizer so that any layout can load them.
+
+        Accelerate's save_state calls it on every rank.
+        """
         save_engine(self, output_dir)
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
-        """Load what `save_checkpoint` saved, in any layout; Accelerate's load_state calls it. Every rank calls it."""
+        """Load the checkpoint of `save_checkpoint` in any layout. Accelerate's load_state calls it on every rank."""
         manifest = load_engine(self, input_dir)
         self._loaded_step = manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
         self.consumed_samples = manifest.consumed_samples

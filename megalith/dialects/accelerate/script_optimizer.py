@@ -37,7 +37,7 @@ PARAMETER_KEYS = ("params", "param_names")
 
 
 class StepGradients:
-    """The step's accumulated gradients: a float32 tensor per local parameter, multiplied by the loss scale, or None."""
+    """A step's accumulated gradients times the loss scale: a float32 tensor per local parameter, or None."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self._parameters = parameters
@@ -194,7 +194,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     mark_counting_step(step)
 
     def _steps_without_parameters(self) -> bool:
-        """Return True if this pipeline rank has no trained parameters, but steps with the others."""
+        """Return True if this pipeline rank has no trained parameters but must step with the others."""
         return self.model.mesh.pp.size > 1 and not any(group["params"] for group in self.param_groups)
 
     def _total_squares(self, parameters: list[Tensor]) -> Tensor:
@@ -235,7 +235,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise ConfigError("parameter groups cannot be added to a prepared optimizer; add them before prepare")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards in torch's format, for the same layout only; `save_state` saves for any layout."""
+        """Return this rank's shards in torch's format, for the same layout only. `save_state` saves for any layout."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ class CallLoss(torch.autograd.Function):
 
 
 class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
-    """The prepared optimizer: steps and clears its gradients only when `accumulate` completes a step."""
+    """The prepared optimizer. It steps and clears its gradients only when `accumulate` completes a step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         super().__init__(optimizer, device_placement=False, scaler=None)
@@ -306,7 +306,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
 
 
 class MegatronLMSchedulerWrapper(AcceleratedScheduler):
-    """The prepared scheduler: one step per optimizer step, independent of the number of processes."""
+    """The prepared scheduler. It advances once per optimizer step, regardless of the number of processes."""
 
     def __init__(self, scheduler: Any, optimizers: Any, fp16: bool = False, step_with_optimizer: bool = True):
         """Wrap the script's scheduler.
@@ -374,7 +374,7 @@ def _split_names(groups: list[dict[str, Any]]) -> None:
 
 
 def _build_fused(kind: type, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return a fused optimizer of groups with `param_names`; groups may be empty."""
+    """Build a fused optimizer for groups with `param_names`. Groups may be empty."""
     names = [group.pop("param_names") for group in groups]
     optimizer = kind(groups, lr=groups[0]["lr"], fused=True)
     for group, group_names in zip(optimizer.param_groups, names):

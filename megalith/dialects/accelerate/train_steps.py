@@ -65,7 +65,7 @@ def mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tens
 
 
 class GPTTrainStep(AbstractTrainStep):
-    """Train step of decoder-only models: each token predicts the next."""
+    """Train step of decoder-only models, in which each token predicts the next."""
 
     def __init__(self, accelerator: Any, args: Any):
         """Read `megatron_dataset_flag` and `eos_token_id` of `args`."""
@@ -105,7 +105,7 @@ class GPTTrainStep(AbstractTrainStep):
 
 
 class BertTrainStep(AbstractTrainStep):
-    """Train step of encoders: masked tokens, and the order of two segments if the batch has it."""
+    """Train step of encoders, for masked tokens and, if the batch has it, the order of two segments."""
 
     def __init__(self, accelerator: Any, args: Any):
         """Read `megatron_dataset_flag` of `args`."""

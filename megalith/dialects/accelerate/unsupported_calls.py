@@ -32,7 +32,7 @@ def unsupported_method(name: str, advice: str) -> Any:
 
 
 class NoGradient(torch.autograd.Function):
-    """Identity whose backward pass raises ConfigError with a message."""
+    """Identity function whose backward pass raises ConfigError with a given message."""
 
     @staticmethod
     def forward(ctx, value: Tensor, anchor: Tensor, message: str) -> Tensor:

@@ -1,1 +1,1 @@
-"""Megatron-LM's command line: its flags, its scripts and the files that they name."""
+"""Megatron-LM's command line: its flags, its scripts and the files to which they refer."""

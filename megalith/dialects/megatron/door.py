@@ -1,4 +1,4 @@
-"""Commands for users of Megatron-LM: its programs with its flags, running its scripts, and the list of flags.
+"""Commands for Megatron-LM users: run its programs with its flags, run its scripts, and list its flags.
 
     pretrain-gpt|-bert|-t5 FLAGS [--emit FILE] [--ignore-unknown] [--trust] [--nproc N]   also `torchrun … -m
                                                                    megalith.dialects.megatron`

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class Sets:
-    """A flag that sets one setting; `values` maps the flag's values to the setting's."""
+    """A flag that sets one setting. `values` maps values of the flag to values of the setting."""
 
     takes: str
     path: str
@@ -30,7 +30,7 @@ class Sets:
 
 @dataclass(frozen=True)
 class Derives:
-    """A flag that, together with others, determines settings."""
+    """A flag that determines settings together with other flags."""
 
     takes: str
     derive: Callable[[ParsedFlags], None]

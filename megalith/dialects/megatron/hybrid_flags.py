@@ -1,4 +1,4 @@
-"""Settings of Megatron's hybrid models: layers with a single branch, given by a pattern of letters."""
+"""Settings of Megatron's hybrid models, in which a pattern of letters gives each layer one mixer, MLP or experts."""
 
 from __future__ import annotations
 

@@ -104,7 +104,10 @@ def _options() -> ToolOptions:
 
 
 def run_convert_checkpoint(words: list[str]) -> int:
-    """Convert a GPT as Megatron's tools/checkpoint/convert.py does: `--loader` names the format; writes rank files."""
+    """Convert a GPT like Megatron's tools/checkpoint/convert.py.
+
+    `--loader` names the input format. Writes rank files.
+    """
     parser = ToolOptions(prog="tools/checkpoint/convert.py", add_help=False)
     for flag in ("--model-type", "--loader", "--saver", "--load-dir", "--save-dir"):
         parser.add_argument(flag, required=True)

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags that have no effect here: reason → flags.
+"""Megatron-LM flags that have no effect here, grouped by reason.
 
 A reason completes the sentence "has no effect here: …". A flag that takes a value is written FLAG=TAKES
 (flag_kinds.py).

@@ -52,24 +52,26 @@ CONTRADICTIONS = (
 
 @dataclass(frozen=True)
 class Translation:
-    """Result of translating a command line: sections of a run file, and notes for the user."""
+    """A translated command line: sections of a run file, and notes for the user."""
 
     tree: dict[str, dict[str, Any]]
     notes: list[str]
 
     def config(self) -> RunConfig:
-        """Return the run's configuration. Raises ConfigError, which names flags."""
+        """Build the run's configuration. Raises ConfigError, whose message names flags."""
         with in_flags():
             return RunConfig.from_tree(self.tree)
 
     def to_yaml(self) -> str:
-        """Return the run file. It contains explicit settings, and settings whose value is not Megalith's default."""
+        """Return the run file's text: settings that were given explicitly, and those that differ from Megalith's
+        defaults.
+        """
         return yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True)
 
 
 @contextmanager
 def in_flags() -> Iterator[None]:
-    """Context in which errors name flags instead of settings."""
+    """Return a context manager in which errors name flags instead of settings."""
     try:
         yield
     except MegalithError as error:
@@ -178,7 +180,7 @@ def _without_unread(tree: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def read_words(words: Sequence[str], ignore_unknown: bool = False) -> ParsedFlags:
-    """Parse the flags of a command line; errors are collected in the result's `problems`."""
+    """Parse the flags of a command line. Errors are collected in the result's `problems`."""
     flags, index = ParsedFlags(FLAGS | OLDER | MODELOPT), 0
     while index < len(words):
         word = words[index]
@@ -243,7 +245,7 @@ def _resolve(flags: ParsedFlags, name: str, ignore_unknown: bool) -> str | None:
 
 
 def _value(takes: str, values: list[str]) -> Any:
-    """Convert the words after a flag. Raises ValueError, whose message says what the flag needs."""
+    """Convert the arguments after a flag. Raises ValueError with a message that says what the flag needs."""
     many = next((suffix for suffix in ("{3}", "*", "+") if takes.endswith(suffix)), "")
     one = takes.removesuffix(many)
     if one == "switch":

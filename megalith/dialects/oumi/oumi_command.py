@@ -346,7 +346,7 @@ def planned_config(run: OumiRun):
 
 
 def migrate_command(words: list[str]) -> int:
-    """Convert a VERL_GRPO or TRL_GRPO configuration to MEGATRON_GRPO; print the diff and the notes."""
+    """Convert a VERL_GRPO or TRL_GRPO configuration to MEGATRON_GRPO. Prints the diff and the notes."""
     from megalith.dialects.oumi.oumi_migration import migrated
 
     parser = CommandParser("megalith oumi migrate")

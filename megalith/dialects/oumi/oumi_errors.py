@@ -1,4 +1,4 @@
-"""Errors in Oumi's terms: the names of settings in a message are replaced by the keys that set them."""
+"""Rewrites errors in Oumi's terms: replaces the names of settings by the keys that set them."""
 
 from __future__ import annotations
 

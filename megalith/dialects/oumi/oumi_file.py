@@ -52,7 +52,7 @@ def read_configuration(path: str | Path | None, overrides: Sequence[str] = ()) -
 
 
 def read_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of override words. Raises ConfigError for a malformed word."""
+    """Parse command-line overrides. Yields keys and values. Raises ConfigError for a malformed one."""
     left = list(words)
     while left:
         word = left.pop(0)

@@ -439,7 +439,7 @@ ALL_KEYS = KEYS | VERL
 
 
 def row_of(key: str) -> tuple[str, Key] | None:
-    """Return the name and the row of a key in the table: the key itself, or the nearest `a.*` above it."""
+    """Return the name and entry of a key in the table: the key itself, or the nearest `a.*` above it."""
     if key in ALL_KEYS:
         return key, ALL_KEYS[key]
     parts = key.split(".")

@@ -32,7 +32,7 @@ TEXT_MODULES = {
 
 
 def set_model(keys: OumiKeys) -> None:
-    """Check model.model_kwargs; only gpt-oss's MXFP4 quantization is supported."""
+    """Check model.model_kwargs. Only gpt-oss's MXFP4 quantization is supported."""
     kwargs = dict(keys["model.model_kwargs"])
     if kwargs.get("quantization_config") == MXFP4:
         del kwargs["quantization_config"]
@@ -179,7 +179,7 @@ def set_precision(keys: OumiKeys) -> bool:
 
 
 def set_steps(keys: OumiKeys, trainer: str) -> float | None:
-    """Set the number of steps or epochs; return GRPO's epochs, whose steps depend on the number of prompts.
+    """Set the number of steps or epochs. Returns GRPO's epochs, whose steps depend on the number of prompts.
 
     Returns None if the number of steps is known, or for another trainer.
     """
@@ -221,7 +221,7 @@ def set_output(keys: OumiKeys) -> None:
 
 
 def set_evaluation(keys: OumiKeys, trainer: str) -> str:
-    """Set the evaluations on data.validation; return Oumi's eval_strategy."""
+    """Set the evaluations on data.validation. Returns Oumi's eval_strategy."""
     strategy = keys["training.eval_strategy"].lower()
     supported = ("no", "steps", "epoch") if trainer == "grpo" else ("no", "steps")
     if strategy not in supported:
@@ -291,7 +291,7 @@ def _pattern_matches(pattern: str, module: str) -> bool:
 
 
 def read_trainer_kwargs(keys: OumiKeys, trainer: str) -> bool:
-    """Set the settings in training.trainer_kwargs. Returns True if pytorch_model.bin is to be written."""
+    """Set the settings in training.trainer_kwargs. Returns True if pytorch_model.bin must be written."""
     kwargs, settings = dict(keys["training.trainer_kwargs"]), TRAINER_KWARGS[trainer]
     safetensors = kwargs.pop("save_safetensors", True)
     for name, value in kwargs.items():

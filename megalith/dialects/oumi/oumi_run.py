@@ -62,7 +62,7 @@ SUBSETS = {"gsm8k": "main"}  # for datasets without a default subset
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run whose model and data have been located."""
+    """A run after its model and data have been located."""
 
     run: OumiRun
     config: RunConfig
@@ -313,7 +313,7 @@ def train_run(
 
 
 def convert_weights(opened: OpenedRun, process: Process) -> Path:
-    """Return OUTPUT/megatron_checkpoint, which rank 0 converts unless it exists."""
+    """Convert the weights to OUTPUT/megatron_checkpoint on rank 0, unless it exists. Returns the folder."""
     config = opened.config
     path, source = Path(config.train.output_dir) / CONVERTED, str(config.model.init_from)
     mark = path / SOURCE

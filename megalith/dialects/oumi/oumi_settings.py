@@ -24,7 +24,7 @@ TRAINERS = {"MEGATRON_GRPO": "grpo", "TRL_SFT": "sft", "TRL_DPO": "dpo"}
 
 @dataclass(frozen=True)
 class OumiRun:
-    """A translated configuration: sections of a run file, and other inputs of the run."""
+    """A translated configuration: sections of a run file, and the run's other inputs."""
 
     trainer: str
     """grpo, sft or dpo."""
@@ -122,7 +122,7 @@ def _unsupported_trainer(name: str) -> str:
 
 
 def _set_derived(keys: OumiKeys, trainer: str, datasets: Sequence[OumiDataset]) -> dict[str, Any]:
-    """Set what depends on several keys. Returns the fields of OumiRun that are not settings."""
+    """Set the settings that depend on several keys. Returns the fields of OumiRun that are not settings."""
     oumi_recipe.set_model(keys)
     parallel = oumi_layout.set_layout(keys)
     rewards: list[str] = []
@@ -171,7 +171,7 @@ def _reject_values(keys: OumiKeys, trainer: str | None) -> None:
 
 
 def _set_single_keys(keys: OumiKeys, trainer: str) -> None:
-    """Set the settings that one key maps to; omitted keys have Oumi's default."""
+    """Set the settings that a single key determines. Omitted keys have Oumi's defaults."""
     for key, row in ALL_KEYS.items():
         if not isinstance(row, Assigns) or (
             key not in keys and (key.startswith(VERL_PREFIX) or row.default is None)

@@ -116,7 +116,7 @@ class OumiMegatronGrpoTrainer:
         self.result = train_run(self._opened, self._reward_funcs or None, self._init_from)
 
     def save_state(self) -> None:
-        """Do nothing: `train` has saved the last step in OUTPUT/checkpoints."""
+        """Do nothing, because `train` has saved the last step in OUTPUT/checkpoints."""
 
     def save_model(self, config: Any = None, final: bool = True) -> None:
         """Write OUTPUT/hf_model from the last step unless `train` has. Raises ConfigError before `train`."""

@@ -130,7 +130,7 @@ def _flatten(keys: OumiKeys, prefix: str, values: Mapping[str, Any], row_prefix:
 
 
 def _key_hint(key: str) -> str:
-    """Suggest the nearest key: in the same section first, then the same name elsewhere."""
+    """Suggest the nearest key, preferably in the same section, otherwise one with the same name elsewhere."""
     section, _, name = key.rpartition(".")
     siblings = [other.rpartition(".")[2] for other in ALL_KEYS if other.rpartition(".")[0] == section]
     namesakes = [other for other in ALL_KEYS if other.rpartition(".")[2] == name]

@@ -44,8 +44,10 @@ def tokenizer(flags: ParsedFlags) -> None:
 
 
 def lengths(flags: ParsedFlags) -> None:
-    """Set data.seq_length and model.num_layers, also from the encoder's flags. A hybrid pattern determines the number
-    of layers itself."""
+    """Set data.seq_length and model.num_layers, also from the encoder's flags.
+
+    A hybrid pattern determines the number of layers.
+    """
     is_hybrid = any(flags[f"--hybrid-{name}-pattern"] is not None for name in ("layer", "override"))
     for flag, older, path in (
         ("--seq-length", "--encoder-seq-length", "data.seq_length"),

@@ -1,4 +1,4 @@
-"""Lists of layers in flags: a number, or a Python list of 0 and 1 such as ([1]*3+[0])*2."""
+"""Parses layer lists in flags: a number, or a Python list of 0 and 1 such as ([1]*3+[0])*2."""
 
 from __future__ import annotations
 

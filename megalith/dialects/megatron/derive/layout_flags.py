@@ -79,7 +79,7 @@ def stages(flags: ParsedFlags) -> None:
 
 
 def context(flags: ParsedFlags) -> None:
-    """Set parallel.cp_comm_type to the first of the layers' types, which all layers then use."""
+    """Set parallel.cp_comm_type to the first layer's type. All layers then use it."""
     kinds = flags["--cp-comm-type"]
     if "--cp-comm-type" in flags:
         flags.set("parallel.cp_comm_type", kinds[0])

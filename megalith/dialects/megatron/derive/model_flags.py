@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def masked_words(flags: ParsedFlags) -> None:
-    """Set the masking and the sizes of pretrain_bert and pretrain_t5. pretrain_gpt reads none of these flags.
+    """Set the masking and the sizes of pretrain_bert and pretrain_t5. pretrain_gpt ignores these flags.
 
     Both set model.model_type, data.mask_prob and data.short_seq_prob. pretrain_bert also sets model.bert_binary_head
     and model.lm_head_activation, and pretrain_t5 the decoder's sizes.
@@ -234,7 +234,7 @@ def experts(flags: ParsedFlags) -> None:
 
 
 def mup(flags: ParsedFlags) -> None:
-    """Set model.use_mup, its base sizes and attention scale; model.embedding_multiplier for --mup-embedding-mult.
+    """Set model.use_mup, its base sizes and attention scale, and model.embedding_multiplier for --mup-embedding-mult.
 
     --mup-output-mult sets model.logits_scaling so that logits are multiplied by the flag's value; 1, its default, means
     1 / (width ratio), as in Megatron. With --multi-latent-attention, the attention scale is unchanged, as in Megatron.
