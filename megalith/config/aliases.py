@@ -20,7 +20,7 @@ from megalith.remote import is_url
 
 @dataclass(frozen=True)
 class Rename:
-    """A spelling that is another name of a setting."""
+    """A spelling that is an alias of a setting."""
 
     path: str
     for_url: str | None = None
@@ -29,7 +29,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Choose:
-    """A spelling whose values differ from the setting's."""
+    """An alias whose values differ from the setting's."""
 
     path: str
     values: dict[Any, Any]
@@ -49,7 +49,7 @@ class Already:
 
 @dataclass(frozen=True)
 class Derive:
-    """A spelling whose setting is computed from its value and other settings."""
+    """An alias from whose value, and other settings, the setting is computed."""
 
     path: str
     takes: type

@@ -50,7 +50,7 @@ class Resolved:
 
 
 class RequiresSetting:
-    """Annotation of a field that is read only if another setting has a certain value."""
+    """Annotation of a field that has an effect only if another setting has a certain value."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class RequiresSetting:
         return getattr(getattr(config, outer[0]) if outer else section, name)
 
     def is_met(self, section: Section, config: Section | None) -> bool:
-        """Return True if the field is read, or if that cannot be decided without `config`."""
+        """Return True if the field has an effect, or if that cannot be decided without `config`."""
         if config is None and "." in self.path:
             return True
         value = self.current_value(section, config)
@@ -128,7 +128,7 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Set the fields' descriptions. pydantic's own mechanism would take a fifth of `megalith --help`'s time."""
+        """Set the fields' descriptions. pydantic's own mechanism takes a fifth of `megalith --help`'s time."""
         for name, text in _field_docstrings(cls.__module__).get(cls.__name__, {}).items():
             if name in cls.model_fields:
                 cls.model_fields[name].description = text
@@ -172,7 +172,7 @@ class Section(BaseModel):
 
     @classmethod
     def requirements(cls, name: str) -> list[RequiresSetting]:
-        """Return the requirements for a run to read the field."""
+        """Return the requirements under which the field has an effect."""
         home = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", ()))
         annotated = [item for item in cls.model_fields[name].metadata if isinstance(item, RequiresSetting)]
         requires = cls.requires if home.shares_requirement else home.requires

@@ -1,4 +1,4 @@
-"""Model shape except for experts: embedding, attention, MLP, norms, biases and RoPE scaling."""
+"""Model shape without experts: embedding, attention, MLP, norms, biases and RoPE scaling."""
 
 from __future__ import annotations
 

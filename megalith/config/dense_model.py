@@ -17,13 +17,13 @@ class DenseModel(DenseSettings):
 
     @property
     def encoder_layers(self) -> int:
-        """Number of encoder layers, which are the first layers; 0 without an encoder-decoder."""
+        """Number of encoder layers, which come first, or 0 without an encoder-decoder."""
         if self.model_type != "t5":
             return 0
         return self.encoder_num_layers or self.num_layers // 2
 
     def depth(self, name: str) -> int:
-        """Return the number of layers in the stack of the parameter `name`."""
+        """Return the number of layers in the stack to which the parameter `name` belongs."""
         encoders = self.model_type == "t5" and name.startswith("encoder.")
         return self.encoder_layers if encoders else self.num_layers - self.encoder_layers
 
@@ -50,7 +50,7 @@ class DenseModel(DenseSettings):
 
     @property
     def head_dim(self) -> int:
-        """Size of one head; with MLA, of its query and key."""
+        """Size of an attention head; with MLA, of its query and key."""
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -66,7 +66,7 @@ class DenseModel(DenseSettings):
 
     @property
     def mtp_layers(self) -> list[int]:
-        """Indices of the MTP layers, which follow the model's own."""
+        """Indices of the MTP layers, which follow the model's other layers."""
         return list(range(self.num_layers, self.num_layers + (self.mtp_num_layers or 0)))
 
     @property
@@ -136,12 +136,12 @@ class DenseModel(DenseSettings):
 
     @property
     def position_rows(self) -> int:
-        """Number of rows of the learned positions' table."""
+        """Number of rows of the learned position embedding."""
         return self.max_position_embeddings + self.padding_positions
 
     @property
     def attention_divisor(self) -> int:
-        """Number whose square root divides attention scores."""
+        """Number whose square root divides the attention scores."""
         return self.query_pre_attn_scalar or self.head_dim
 
     @property

@@ -23,7 +23,7 @@ from megalith.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class Setting:
-    """Description of one field: dotted path, type, default and text."""
+    """Description of one setting: dotted path, type, default and help text."""
 
     path: str
     type: str

@@ -1,4 +1,4 @@
-"""Extension points of GRPO and DPO: losses, advantage estimators, rewards, environments and formats of tool calls.
+"""Extension points of GRPO and DPO: losses, advantage estimators, rewards, environments and tool call formats.
 
 A built-in one is a file and a row here, name → "module:object". Instead of a name, a setting takes a user's own one as
 `path.py:object`. `megalith.config.load_extension` loads both.
@@ -79,6 +79,6 @@ ENVIRONMENTS: dict[str, str] = {  # rl.environment, as NAME:ID
 
 
 def is_extension(value: str, built_in: Mapping[str, str]) -> bool:
-    """Return True for a built-in name, and for the form `path.py:object`, whose file is not opened here."""
+    """Return True for a built-in name, and for `path.py:object`, whose file is not opened here."""
     path, colon, name = value.rpartition(":")
     return value in built_in or (bool(colon) and path.endswith(".py") and name.isidentifier())

@@ -1,4 +1,4 @@
-"""Settings of layers whose mixer is not attention: gated delta nets, Mamba-2, short convolutions."""
+"""Settings of mixers other than attention: gated delta nets, Mamba-2, short convolutions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DELTA_RULES = ("gated_delta_net", "kimi_delta_attention")
 
 
 class RequiresMixer(RequiresSetting):
-    """Annotation of a field that is read only if a layer has one of these mixers."""
+    """Annotation of a field that has an effect only if a layer has one of these mixers."""
 
     def __init__(self, *mixers: str):
         super().__init__("experimental_attention_variant", *mixers, strict=True)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: the matrices that have them, and their sizes.
+"""Low-rank adapters: the adapted matrices, and the adapters' sizes.
 
 A site is a matrix of a layer, named by its path in the layer, such as `mlp.linear_fc1`. Some fuse matrices that other
 libraries keep separate; their rows have parts, each with an adapter of its own, or one adapter for all (WHOLE).
@@ -245,7 +245,7 @@ class LoraConfig(Section):
         return alpha / rank**0.5 if self.use_rslora else alpha / rank
 
     def tokens_by_matrix(self) -> dict[str, list[int]]:
-        """Return `trainable_token_indices` by the name of the matrix."""
+        """Return `trainable_token_indices` keyed by matrix name."""
         tokens = self.trainable_token_indices or {}
         return tokens if isinstance(tokens, dict) else {WORD_EMBEDDINGS: tokens}
 
@@ -290,7 +290,7 @@ class LoraConfig(Section):
 
 
 def model_sites(model: ModelConfig) -> dict[str, Parts]:
-    """Return the sites that some layer of the model has, each with all its parts, or WHOLE if it has none."""
+    """Return the sites that occur in the model's layers, each with all its sub-matrices, or WHOLE if it has none."""
     layers = range(model.num_layers)
     experts = {number for number in model.expert_layers if number < model.num_layers}
     present: set[str] = set()
@@ -339,7 +339,7 @@ def adapter_names(layer: str, site: str, part: str) -> list[str]:
 
 
 def index_in_stack(number: int, model: ModelConfig) -> int:
-    """Return the index of a layer in its stack: a decoder's layers follow the encoder's in the model."""
+    """Return a layer's index in its stack. In the model, the decoder's layers follow the encoder's."""
     return number - model.encoder_layers if number >= model.encoder_layers else number
 
 

@@ -141,7 +141,10 @@ class ModelConfig(HybridModel):
 
     @property
     def routed_layers(self) -> list[int]:
-        """Indices of the layers with experts, without MTP layers, whose routes can be recorded and replayed."""
+        """Indices of the layers with experts, without MTP layers.
+
+        Their expert routing can be recorded and replayed.
+        """
         return [number for number in self.expert_layers if number < self.num_layers]
 
     @property

@@ -45,7 +45,7 @@ class MupRatios:
 
 
 def is_hidden_matrix(name: str, ndim: int) -> bool:
-    """Return True for a matrix of a layer that maps activations: its inputs and outputs grow with the width."""
+    """Return True for a matrix in a layer whose inputs and outputs both grow with the width."""
     *_, module, kind = ["", *name.split(".")]
     if not in_layers(name) or ndim < 2 or kind == "bias" or "norm" in module or "lora_" in name:
         return False
@@ -120,7 +120,10 @@ class MupModel(DenseModel):
         return self.residual_multiplier * (ratios.depth**-ratios.depth_alpha if ratios else 1.0)
 
     def without_mup(self) -> Self:
-        """Return equivalent settings without µP: its factors become scales of logits, branches and attention scores."""
+        """Return equivalent settings without µP.
+
+        Its factors become scales of logits, layer outputs and attention scores.
+        """
         if not self.use_mup:
             return self
         changes: dict[str, Any] = dict(

@@ -23,7 +23,7 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class RequiresOptimizer(RequiresSetting):
-    """Requirement on `optim.optimizer` that an optimizer of `optim.param_groups` meets too."""
+    """Requirement on `optim.optimizer` that an optimizer in `optim.param_groups` can also satisfy."""
 
     def __init__(self, *names: str, **options: Any):
         super().__init__("optimizer", *names, **options)
@@ -54,7 +54,7 @@ REGEX = "re:"
 
 
 class ParamGroup(Section):
-    """Settings of the parameters whose name matches a pattern."""
+    """Settings of the parameters with names that match a pattern."""
 
     pattern: str
     """Parameter names: a glob for the full name (`layers.*.mlp.*`), or `re:` and a regular expression that matches

@@ -195,5 +195,5 @@ class RuntimeConfig(Section):
 
     @property
     def activation_share(self) -> float:
-        """Value of activation_memory_budget; 1 for an unresolved `auto`."""
+        """Value of activation_memory_budget, with 1 for an unresolved `auto`."""
         return 1.0 if self.activation_memory_budget == "auto" else self.activation_memory_budget

@@ -186,7 +186,7 @@ class ParallelConfig(Section):
 
     @property
     def overlaps(self) -> bool:
-        """True if micro-batches ping-pong; False for an unresolved `auto`."""
+        """True if micro-batches ping-pong. False for an unresolved `auto`."""
         return self.tp_comm_overlap is True
 
     @property

@@ -50,7 +50,7 @@ class RewardConfig(ChatConfig):
 
     @property
     def rows_per_sample(self) -> int:
-        """Rows of a sample: a pair has two."""
+        """Number of rows per sample, which is 2 for a pair."""
         return 2 if self.compares_pairs else 1
 
     @property
@@ -175,7 +175,7 @@ class DpoConfig(ChatConfig, ReferenceSync):
 
     @property
     def needs_reference(self) -> bool:
-        """True if a loss reads the reference's log-probabilities."""
+        """True if a loss needs the reference's log-probabilities."""
         return not self.losses.keys() <= REFERENCE_FREE
 
     @property

@@ -140,7 +140,7 @@ class RlConfig(
 
     @property
     def needs_old_logprobs_pass(self) -> bool:
-        """True if the old log-probabilities need forward passes of their own."""
+        """True if the old log-probabilities need separate forward passes."""
         return (
             self.old_logprobs == "policy"
             and (self.steps_per_batch > 1 or self.use_kl_in_reward or self.corrects_batches)

@@ -10,7 +10,7 @@ from megalith.config.base import Decides, RequiresSetting, Section
 
 
 class SpeculationSettings(Section):
-    """Drafts of the next tokens, which the policy verifies several at a time. Part of section `rl`."""
+    """Settings of speculative decoding, which verifies several drafted tokens at a time. Included in section `rl`."""
 
     decides: ClassVar[Decides] = Decides.NOTHING
 

@@ -13,7 +13,7 @@ from megalith.errors import nearest_of
 
 
 class ToolSettings(Section):
-    """Tools that the policy calls while it answers, and environments that it acts in. Part of section `rl`."""
+    """Settings of the tools that the policy calls and of its environments. Included in section `rl`."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
 

@@ -166,7 +166,7 @@ def _exchanges_heads(config: RunConfig) -> bool:
 
 
 def _obstacle(config: RunConfig, machine: Machine) -> str:
-    """Return the reason against ping-pong micro-batches; empty if there is none."""
+    """Return the reason against ping-pong micro-batches, or "" if there is none."""
     if config.train.micro_batch_size % 2:
         return f"train.micro_batch_size {config.train.micro_batch_size} is odd"
     if config.model.num_experts is not None:

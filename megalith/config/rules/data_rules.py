@@ -47,7 +47,7 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
 
 
 def _check_indexed_data(config: RunConfig) -> None:
-    """Raise ConfigError for settings of indexed pre-training data in a run that reads other data."""
+    """Raise ConfigError for settings of indexed pre-training data in a run with other data."""
     data = config.data
     names = (
         "blend_schedule",

@@ -1,4 +1,4 @@
-"""The rules of a mixture of experts that no single field can check; run_rules.py calls them."""
+"""Rules of mixtures of experts that no single field can check. run_rules.py calls them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
 
 
 def ranks_of_a_token(model: ModelConfig, size: int) -> float:
-    """Return the expected number of EP ranks with experts of a token, for random routing."""
+    """Return the expected number of EP ranks that hold experts of a token, for random routing."""
     elsewhere = math.comb(model.num_experts - model.num_experts // size, model.moe_router_topk)
     return size * (1 - elsewhere / math.comb(model.num_experts, model.moe_router_topk))
 
@@ -157,7 +157,7 @@ def expert_data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def expert_shard_size(parallel: ParallelConfig, world_size: int) -> int:
-    """Return the number of ranks that an expert's optimizer state is sharded over."""
+    """Return the number of ranks over which an expert's optimizer state is sharded."""
     if parallel.data_parallel_sharding_strategy == "no_shard":
         return 1
     copies = expert_data_parallel_size(parallel, world_size)

@@ -30,13 +30,13 @@ GROUP_SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def idle_notes(config: RunConfig) -> list[str]:
-    """Return a note for each setting with a non-default value that this run does not read."""
+    """Return a note for each setting that has a non-default value but no effect in this run."""
     notes = [note for name in RunConfig.model_fields for note in _idle(getattr(config, name), name, config)]
     return notes + _estimator_notes(config) + _clip_notes(config) + _mup_notes(config)
 
 
 def _mup_notes(config: RunConfig) -> list[str]:
-    """Return a note if the size of Muon's updates grows with the width in spite of µP."""
+    """Return a note if Muon's updates grow with the width in spite of µP."""
     optim = config.optim
     if not config.model.use_mup or "muon" not in optim.optimizers or optim.muon_scale_mode != "spectral":
         return []
@@ -59,7 +59,7 @@ def _clip_notes(config: RunConfig) -> list[str]:
 
 
 def _estimator_notes(config: RunConfig) -> list[str]:
-    """Return notes on settings of the group's advantage that another built-in estimator does not read."""
+    """Return notes on settings of the group advantage that the selected built-in estimator ignores."""
     rl, fields = config.rl, RlConfig.model_fields
     estimator = rl.advantage_estimator
     if not rl.prompts_or_rollouts or estimator == "group" or estimator not in ADVANTAGE_ESTIMATORS:
