@@ -51,7 +51,7 @@ class MegalithError(Exception):
 
 
 class ConfigError(MegalithError):
-    """The configuration is invalid: an unknown key, a wrong type, sizes that do not fit."""
+    """The configuration is invalid, for example an unknown key, a wrong type or sizes that do not fit."""
 
     exit_code = 2
 
@@ -69,7 +69,7 @@ class CheckpointError(MegalithError):
 
 
 class TrainingError(MegalithError):
-    """Training cannot continue: the loss is not finite, or memory has run out."""
+    """Training cannot continue, for example because the loss is not finite or memory has run out."""
 
     exit_code = 5
 

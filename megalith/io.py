@@ -1,4 +1,4 @@
-"""Durable and atomic writes to local files, which never follow symbolic links.
+"""Durable and atomic writes to local files. They never follow symbolic links.
 
 A synced file is still lost if its folder's entry is not synced, so folders are synced too. An output folder may come
 from someone else and contain symbolic links in place of the files that a run writes, so writes refuse to follow them.
@@ -57,7 +57,7 @@ def sync_file(file: IO | int) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write and sync a file; text is encoded as UTF-8. Raises OSError."""
+    """Write and sync a file. Text is encoded as UTF-8. Raises OSError."""
     with open(path, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         sync_file(file)
@@ -149,7 +149,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a file's content atomically and durably; text is encoded as UTF-8. Raises OSError.
+    """Replace a file's content atomically and durably. Text is encoded as UTF-8. Raises OSError.
 
     Temporary files of killed processes are removed, so only one process may write the file.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this process's shard of a DTensor. Returns a plain tensor unchanged.
+    """Return this process's shard of a DTensor. A plain tensor is returned unchanged.
 
     The gradient of the shard is assumed to have the parameter's placement. If a rank uses a replicated parameter for
     only some tokens or heads, its gradient is partial;

@@ -1,4 +1,4 @@
-"""Paths in object stores (`s3://bucket/runs/gpt2`), with the part of pathlib's interface that is needed here.
+"""Paths in object stores (`s3://bucket/runs/gpt2`), with the subset of pathlib's interface that Megalith needs.
 
 fsspec connects (the extra `remote`), with its own environment variables for credentials and endpoints (`AWS_…`,
 `GOOGLE_APPLICATION_CREDENTIALS`, `FSSPEC_S3_ENDPOINT_URL`). Objects appear complete or not at all, and cannot be
@@ -276,7 +276,7 @@ class StorePath:
 
 
 class Stream:
-    """An object that is read, or written sequentially. It has the methods that pyarrow needs of a file."""
+    """An object that is read or written sequentially, with the methods that pyarrow needs of a file."""
 
     def __init__(self, path: StorePath, file: Any):
         self._path, self._file = path, file
