@@ -16,7 +16,10 @@ class Adapter(nn.Module):
     lora_B: nn.ModuleDict
 
     def __init__(self, lora: LoraConfig, layer: str, site: str, parts: Mapping[str, int]):
-        """Read the rank and scale of each part from `lora`; `layer` and `site` are names as in `LoraConfig.rank_of`."""
+        """Read each sub-matrix's rank and scale from `lora`.
+
+        `layer` and `site` are named as in `LoraConfig.rank_of`.
+        """
         super().__init__()
         self.site = site
         self.ranks = {part: lora.rank_of(layer, site, part) for part in parts}

@@ -1,4 +1,4 @@
-"""Choice of the model class by `model.model_type` and `model.score_head`."""
+"""Selects the model class by `model.model_type` and `model.score_head`."""
 
 from __future__ import annotations
 

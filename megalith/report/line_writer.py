@@ -30,7 +30,7 @@ class LineWriter:
             self._open()
 
     def write(self, line: str) -> None:
-        """Append a line, passed without its newline."""
+        """Append a line. `line` must not end with a newline."""
         self._buffer += line.encode() + b"\n"
         self._flush("its lines are buffered until it can")
 

@@ -33,9 +33,10 @@ def out_of_memory(
     chunks: Sequence[nn.Module] = (),
     optimizer: Optimizer | None = None,
 ) -> TrainingError:
-    """Return the error to raise instead of torch's.
+    """Return the out-of-memory error to raise instead of torch's.
 
-    Call it while torch's error is handled: its traceback keeps the step's tensors alive, which are counted.
+    Call it while torch's error is being handled: the traceback keeps the step's tensors alive, so that they are
+    counted.
 
     Args:
         chunks: this rank's model; empty if it was not built yet.

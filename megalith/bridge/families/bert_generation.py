@@ -1,4 +1,7 @@
-"""BERT for generation: BERT without token types and pooler, as a decoder with a plain head or as a bare encoder."""
+"""BERT for generation:
+
+BERT without token types and pooler, used as a decoder with an output matrix or as a bare encoder.
+"""
 
 from __future__ import annotations
 

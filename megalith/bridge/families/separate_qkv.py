@@ -241,7 +241,7 @@ class PaddedPositions:
 
 
 class EmbeddingWidth:
-    """Check that `word_embed_proj_dim`, the embedding's width, is the layers' width."""
+    """Checks that `word_embed_proj_dim`, the embedding's width, equals the layers' width."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         width, hidden = hf_config.get("word_embed_proj_dim"), hf_config.get("hidden_size")

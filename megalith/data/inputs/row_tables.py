@@ -282,7 +282,7 @@ def _arrow_batches(path: Source, file: Any, keys: list[str] | None) -> Iterator[
 
 
 def _check_end(path: Source, file: Any) -> None:
-    """Raise DataError unless a file of Arrow's stream format is at its end, after the marker of the end."""
+    """Raise DataError if a file in Arrow's stream format does not end after the end-of-stream marker."""
     end = file.tell()
     file.seek(max(end - len(END_OF_STREAM), 0))
     if file.read(len(END_OF_STREAM)) != END_OF_STREAM:

@@ -38,7 +38,10 @@ class MegatronLMDummyScheduler:
         self.kwargs = kwargs
 
     def build(self, optimizer: torch.optim.Optimizer, plugin: MegatronLMPlugin) -> LambdaLR:
-        """Return a torch scheduler of the prepared optimizer with Megatron's curve, scaled to each group's rate."""
+        """Build a torch scheduler for the prepared optimizer:
+
+        Megatron's schedule, scaled to each group's learning rate.
+        """
         steps = plugin.train_iters or self.total_num_steps
         if steps is None:
             raise ConfigError(

@@ -108,8 +108,9 @@ def reject_extra_outputs(options: Mapping[str, Any]) -> None:
 def next_token_batch(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:
     """Convert a transformers batch to a Batch. Each token predicts the label of the next token.
 
-    Labels of −100 and the last `masked_rows` samples do not count. Tokens do not attend to padding (attention_mask 0);
-    a label predicted by padding counts, as in transformers. Without a mask, restarting position_ids begin a document.
+    Labels of −100 and the last `masked_rows` samples do not count. Tokens do not attend to padding (attention_mask 0).
+    Labels predicted at padding positions count, as in transformers. Without a mask, a document begins where
+    position_ids restart.
     """
     if unsupported := [name for name in ENCODER_INPUTS if name in batch]:
         raise ConfigError(_unsupported_inputs(unsupported))

@@ -232,7 +232,7 @@ class RolloutData:
         return [(at, rows[at : at + size]) for at in range(dp.rank * size, len(rows), rows_per_micro_batch)]
 
     def _with_logprobs(self, number: int, steps: list[list[RolloutBatch]]) -> list[list[RolloutBatch]]:
-        """Add the log-probabilities that the loss reads to the micro-batches of a rollout batch."""
+        """Add the log-probabilities that the loss needs to the micro-batches of a rollout batch."""
         flat, logprobs = [batch for step in steps for batch in step], {}
         if self._restored[0] == number:
             logprobs["old_logprobs"] = [

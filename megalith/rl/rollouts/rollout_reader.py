@@ -110,7 +110,7 @@ class RolloutFiles:
         self._lines, self._last = iter(()), (len(paths), 0)
 
     def group(self, entry: Sequence[Any], line: bytes = b"") -> PromptGroup:
-        """Return the group of an entry, whose arrays are parsed from `line` on first use."""
+        """Return the rollout group of an entry. Its arrays are parsed from `line` when they are first used."""
         file, number, prompt, prompt_id, samples = entry
         where, parsed = f"{self._paths[file]}, line {number}", []
 
