@@ -19,7 +19,7 @@ def _sizes(model: ModelConfig) -> tuple[int, int, int]:
 
 
 def _by_group(model: ModelConfig, parts: list[int]) -> list[RowRun]:
-    """Order consecutive parts with these numbers of rows by group: a group's rows of every part."""
+    """Order consecutive sub-matrices with these row counts by group: each group has its rows of all of them."""
     groups = model.mamba_num_groups
     starts = [sum(parts[:n]) for n in range(len(parts))]
     runs, ours = [], 0

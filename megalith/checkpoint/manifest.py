@@ -200,7 +200,8 @@ def manifest_text(content: dict[str, Any]) -> str:
 
 
 def piece_key(name: str, shape: Sequence[int], extent: Extent) -> str:
-    """Return a piece's key in its safetensors file: the tensor's name, with ranges if it is only part of the tensor.
+    """Return a piece's key in its safetensors file: the tensor's name, with index ranges if the piece is not the
+    whole tensor.
 
     `embedding.weight[0:64,0:32]` is rows 0 to 63 and columns 0 to 31.
     """

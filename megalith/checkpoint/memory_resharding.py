@@ -120,7 +120,7 @@ def reshard(snapshots: Sequence[Stored], shards: Shards, world: Axis) -> list[Te
 
 
 def _sources(by_rank: Sequence[Sequence[Sequence[Any]]]) -> dict[tuple, dict[Extent, list[_Source]]]:
-    """Return the boxes in all ranks' memory, by part, name, dtype and shape of the global tensor."""
+    """Return the boxes in all ranks' memory, keyed by checkpoint part, name, dtype and global shape."""
     sources: dict[tuple, dict[Extent, list[_Source]]] = {}
     for rank, snapshots in enumerate(by_rank):
         for number, entries in enumerate(snapshots):

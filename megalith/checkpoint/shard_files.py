@@ -174,7 +174,7 @@ def _file_extents(model: ParallelModel) -> dict[str, Extent]:
 
 
 def _piece(shard: LocalShard, extent: Extent | None, shape: Sequence[int]) -> list:
-    """Return dtype, shape and extent of a file's part of a stored tensor of this shape, without padding."""
+    """Return dtype, shape and extent of the slice of a stored tensor that a file contains, without padding."""
     unpadded = Extent.full(shape)
     stored = (extent or unpadded).intersection(unpadded)
     box = None if stored is None else [list(stored.offset), list(stored.shape)]

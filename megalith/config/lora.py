@@ -256,7 +256,7 @@ class LoraConfig(Section):
         return index_in_stack(number, model) in self.layers_to_transform
 
     def parts(self, model: ModelConfig) -> dict[str, Parts]:
-        """Return, for each site with adapters, the adapted parts of its rows, in the order of SITES.
+        """Return, for each site with adapters, the adapted sub-matrices, in the order of SITES.
 
         Raises ConfigError for a target that is unknown or that the model lacks.
         """
@@ -318,7 +318,7 @@ def model_sites(model: ModelConfig) -> dict[str, Parts]:
 
 
 def target_name(site: str, part: str, model: ModelConfig) -> str:
-    """Return the shortest target that names only this part of this site."""
+    """Return the shortest target that names only this sub-matrix of this site."""
     present = model_sites(model)
     for name in SHORT_NAMES:
         meant = {each: parts or present[each] for each, parts in TARGETS[name].items() if each in present}

@@ -82,7 +82,7 @@ class RunConfig(Section):
 
     @property
     def tokens_per_pass(self) -> int:
-        """Tokens of a context-parallel rank in a pass, at most."""
+        """Maximum number of tokens of a context-parallel rank per forward pass."""
         limit = self.parallel.max_seqlen_per_dp_cp_rank if self.parallel.dynamic_context_parallel else None
         static = self.rows_per_micro_batch * self.data.seq_length // self.parallel.context_parallel_size
         return static if limit is None else limit

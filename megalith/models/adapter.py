@@ -50,8 +50,9 @@ class Adapter(nn.Module):
         return False
 
     def scaled(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parts' outputs. The output of a part with its own scale is multiplied by that scale /
-        `scaling`.
+        """Return the outputs of the sub-matrices.
+
+        If one has its own scale, its output is multiplied by that scale / `scaling`.
         """
         if not self.factors:
             return parts

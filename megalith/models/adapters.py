@@ -133,7 +133,7 @@ class LinearAdapter(Adapter):
         return total if not self.rescales else total * self.row_factors(weight)[:, None]
 
     def part_rows(self, part: str) -> Tensor:
-        """Return the index of the linear's row for each row of a part's B, int64; the adapter must be unsharded."""
+        """Return the linear's row for each row of a sub-matrix's B, int64. The adapter must be unsharded."""
         rows = {
             other: torch.arange(1, b.weight.shape[0] + 1)
             if other == part
@@ -144,7 +144,7 @@ class LinearAdapter(Adapter):
         return order.argsort(stable=True)[-rows[part].numel() :]
 
     def row_norms(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return DoRA's initial magnitudes, float32 [rows] by part: the norms of the full weight's rows.
+        """Return DoRA's initial magnitudes, float32 [rows] per sub-matrix: the row norms of the full weight.
 
         The adapter must be unsharded.
         """
@@ -171,8 +171,10 @@ class LinearAdapter(Adapter):
         return self.join(self.scaled(high)) * self.scaling
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
-        """Join the parts [..., rows of the part] into [..., out], in the order of the linear's rows; absent parts are
-        0."""
+        """Join the sub-matrices [..., their rows] into [..., out], in the linear's row order.
+
+        Absent sub-matrices are 0.
+        """
         return parts[WHOLE]
 
     def delta(self) -> Tensor:
@@ -329,7 +331,7 @@ def _make_adapter(
 
 
 def _products(a: nn.ModuleDict, b: nn.ModuleDict) -> dict[str, Tensor]:
-    """Return (B · A)ᵀ by part, [in, rows]."""
+    """Return (B · A)ᵀ per sub-matrix, [in, rows]."""
     return {
         part: _product(each.rows(local(each.weight)), local(a[part].weight)).T for part, each in b.items()
     }

@@ -121,7 +121,7 @@ class Stack(nn.Module):
     def context(
         self, input_ids: Tensor, token_inputs: TokenInputs | None = None, *, trains: bool = True
     ) -> Context:
-        """Return the inputs that all layers of a pass share: positions, masks, dropout keys, the layout.
+        """Return the inputs that all layers share in a forward pass: positions, masks, dropout keys and the layout.
 
         Args:
             input_ids: int64 [batch, seq]; only the shape matters.

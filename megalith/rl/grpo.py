@@ -248,7 +248,7 @@ class PolicyTask(ReferenceTask):
         return None if self._live is None else step_line(step, metrics)
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
-        """Return a function that reads the metrics of the current step. Every rank calls it.
+        """Return a function that returns the current step's metrics. Every rank calls it.
 
         Raises:
             TrainingError: if engine and trainer differ too much.

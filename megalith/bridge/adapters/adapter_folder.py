@@ -178,8 +178,6 @@ def load_adapter_pairs(
 
 
 def slot_ranks(model: ModelConfig, rank: int) -> dict[str, int]:
-    """Return, by name of a matrix, the sum of its adapters' ranks if each part of the matrix has an adapter of rank
-    `rank`.
-    """
+    """Return matrix name → sum of its adapters' ranks, if each sub-matrix has an adapter of rank `rank`."""
     lora = LoraConfig(rank=rank, targets=[*model_sites(model)])
     return {name: sum(adapter.ranks.values()) for name, adapter in adapters(build_on_meta(model, lora))}

@@ -294,7 +294,9 @@ class LatentHeads:
 
 
 class RotaryHeads:
-    """Checks `head_dim`, which transformers takes for the number of rotary dimensions per head.
+    """Checks `head_dim`, which transformers uses as the number of rotary dimensions per head.
+
+    `default` is that number if config.json omits qk_rope_head_dim.
 
     `default` is that number if config.json omits qk_rope_head_dim.
     """

@@ -83,7 +83,7 @@ class AdapterTarget:
         return {name.removesuffix(".weight"): order.squeeze(1).long() for name, order in theirs}
 
     def rows_of_part(self, part: str) -> Tensor:
-        """Return the rows of this part in Megalith's matrix, in the order of the rows of the part's B, int64."""
+        """Return the row indices of this sub-matrix in Megalith's matrix, in the row order of its B, int64."""
         rows, model, parts = torch.arange(self.rows), self.group.model, SITES[self.site]
         if part == WHOLE:
             return rows
@@ -95,8 +95,10 @@ class AdapterTarget:
         return rows.view(model.query_groups, queries + 2, model.head_dim)[:, heads[part]].flatten()
 
     def rows_of_module(self, module: str, part: str) -> Tensor:
-        """Return the row of the module for each row of the part's B, int64; the module must contain all rows of the
-        part."""
+        """Return the module's row for each row of the sub-matrix's B, int64.
+
+        The module must contain all of its rows.
+        """
         position = torch.empty(self.rows, dtype=torch.int64)
         ours = self.rows_of_modules()[module]
         position[ours] = torch.arange(len(ours))

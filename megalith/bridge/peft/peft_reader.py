@@ -207,7 +207,9 @@ class PeftFolder:
         return b[:, target.rows_of_module(target.modules[WHOLE], WHOLE)]
 
     def _find_adapters(self) -> dict[tuple[str, str], _Stored]:
-        """Return the stored adapters by the name of the matrix and the part of it that the Hugging Face module is."""
+        """Return the stored adapters, keyed by matrix name and by the sub-matrix that the Hugging Face module
+        corresponds to.
+        """
         patterns = {key: self._config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
         stored_adapters = {}
         for target in self._targets.values():
@@ -284,7 +286,8 @@ class PeftFolder:
             )
 
     def _find_fused_parts(self) -> dict[str, tuple[str, ...]]:
-        """Return the parts by site where a fused module has one adapter per part, as `save_peft` writes them.
+        """Return the sub-matrices, by site, of fused modules with one adapter per sub-matrix, as `save_peft` writes
+        them.
 
         The rank of such a module is a multiple of `r`, and each block of `r` columns of its B is zero outside the rows
         of one part.

@@ -194,7 +194,10 @@ def _peft_pairs(
 
 
 def _hugging_face_rows(target: AdapterTarget, module: str, part: str, b: Tensor) -> Tensor:
-    """Return B of a part with all rows of the Hugging Face module in its order; rows of other parts are zero."""
+    """Return a sub-matrix's B with all rows of the Hugging Face module, in its order.
+
+    Rows of other sub-matrices are zero.
+    """
     weight_rows = len(target.rows_of_modules()[module])
     rows = b.new_zeros(weight_rows, b.shape[1])
     rows[target.rows_of_module(module, part)] = b
@@ -204,7 +207,7 @@ def _hugging_face_rows(target: AdapterTarget, module: str, part: str, b: Tensor)
 def _fused_pair(
     target: AdapterTarget, pairs: Mapping[str, Pair], lora: LoraConfig, lengths: Mapping[str, Tensor]
 ) -> PeftPair:
-    """Return one pair for a module that fuses all parts, with the scale of its first part."""
+    """Return one (A, B) pair for a module that fuses all sub-matrices, with the scale of the first one."""
     if lengths and lengths.keys() != set(SITES[target.site]):
         raise CheckpointError(
             f"{target.name} has DoRA's magnitudes for some of its rows, but PEFT needs those of all rows; adapt all "
@@ -271,8 +274,9 @@ def _peft_config(
 def _their_tokens(
     family: Family, model: ModelConfig, lora: LoraConfig
 ) -> list[int] | dict[str, list[int]] | None:
-    """Return PEFT's `trainable_token_indices`: the embedding's tokens, or tokens by the last part of each module's
-    name."""
+    """Return PEFT's `trainable_token_indices`: the embedding's tokens, or tokens keyed by the last component of
+    module names.
+    """
     tokens = lora.tokens_by_matrix()
     if tokens.keys() <= {EMBEDDING}:
         return tokens.get(EMBEDDING)

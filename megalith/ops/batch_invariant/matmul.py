@@ -50,7 +50,7 @@ def _by_tiles(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _by_tiles_of_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    """Return the products of equal parts of the inner dimension, float32 [parts, tokens, out]."""
+    """Return the products of equal chunks of the inner dimension, float32 [chunks, tokens, out]."""
     pieces, matrices = (
         _filled(each, multiple).unflatten(1, (parts, -1)).transpose(0, 1).contiguous()
         for each, multiple in ((x, TILE), (weight, COLUMNS))

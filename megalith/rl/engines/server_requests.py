@@ -26,7 +26,7 @@ MAX_WORKERS = 256
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Attributes of an engine that the endpoint reads (serve/openai_service.py)."""
+    """Attributes of an engine that the endpoint (serve/openai_service.py) needs."""
 
     max_tokens: int
     prefill_tokens: int = 0

@@ -285,7 +285,7 @@ class RolloutData:
         return [[sample.number for row in rows for sample in row] for _, rows in self.local_rows(step)]
 
     def _with_pairs(self, step: int, batches: list[RolloutBatch]) -> list[RolloutBatch]:
-        """Add the fields that a loss of pairs of completions reads, if the run has one. Every rank calls it."""
+        """Add the fields that a completion-pair loss needs, if the run has such a loss. Every rank calls it."""
         if not self._rl.compares_completions:
             return batches
         run, rl = self._run, self._rl
