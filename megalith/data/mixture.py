@@ -207,9 +207,8 @@ def tempered(sizes: Sequence[float], temperature: float) -> list[float]:
 
 
 def scheduled(weights: Sequence[float], points: Sequence[BlendPoint]) -> BlendWeights:
-    """Return the blend weights over a run:
-
-    `weights` until the first schedule point, then the weights that the points set.
+    """Return the blend weights over a run: `weights` until the first schedule point, then the weights that the points
+    set.
 
     Raises:
         ConfigError: a point does not have one weight per source.

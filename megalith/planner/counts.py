@@ -124,9 +124,8 @@ class MetaModel:
         return total
 
     def saved(self, chunks: Sequence[Stage] | None = None) -> int:
-        """Return the number of fully trained parameters besides adapters:
-
-        `lora.modules_to_save` and a score head. It is 0 without adapters.
+        """Return the number of fully trained parameters besides adapters: `lora.modules_to_save` and a score head. It
+        is 0 without adapters.
 
         `chunks` is as in `outside`.
         """

@@ -1,6 +1,5 @@
-"""BERT for generation:
-
-BERT without token types and pooler, used as a decoder with an output matrix or as a bare encoder.
+"""BERT for generation: BERT without token types and pooler, used as a decoder with an output matrix or as a bare
+encoder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""CodeGen of Salesforce:
-
-GPT-J with one QKV matrix, stored as four blocks, one per tensor-parallel rank of its training.
+"""CodeGen of Salesforce: GPT-J with one QKV matrix, stored as four blocks, one per tensor-parallel rank of its
+training.
 
 Each part has its queries, then its values, then its keys.
 """

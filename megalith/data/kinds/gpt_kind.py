@@ -13,10 +13,7 @@ from megalith.progress import Progress
 
 
 class GPTKind(DatasetKind):
-    """Samples of a decoder:
-
-    GPTDataset, FimDataset (fill in the middle) or PackedDataset. Mock data are MockDataset.
-    """
+    """Samples of a decoder: GPTDataset, FimDataset (fill in the middle) or PackedDataset. Mock data are MockDataset."""
 
     def mock(self, num_samples: int, seed: int) -> SampleDataset:
         eod = self.tokenizer and self.tokenizer.eod

@@ -38,9 +38,8 @@ class MegatronLMDummyScheduler:
         self.kwargs = kwargs
 
     def build(self, optimizer: torch.optim.Optimizer, plugin: MegatronLMPlugin) -> LambdaLR:
-        """Build a torch scheduler for the prepared optimizer:
-
-        Megatron's schedule, scaled to each group's learning rate.
+        """Build a torch scheduler for the prepared optimizer: Megatron's schedule, scaled to each group's learning
+        rate.
         """
         steps = plugin.train_iters or self.total_num_steps
         if steps is None:
