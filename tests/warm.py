@@ -9,9 +9,11 @@ import gc
 import os
 import re
 import tempfile
+import threading
 import warnings
 
 import torch
+from tqdm import tqdm
 
 from megalith.config import RunConfig
 from megalith.parity.job import run_job
@@ -32,6 +34,8 @@ def collapse_memory() -> None:
 os.fsync = os.fstat  # waiting for the disk took a tenth of a short run
 environment, random = dict(os.environ), torch.get_rng_state()
 torch.set_num_threads(1)
+# By default a lock that all forks share: one that is killed while it draws a bar would block the others forever.
+tqdm.set_lock(threading.RLock())
 with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
     for preset in ("tiny-gpt", "tiny-mixtral"):
         run_job(
