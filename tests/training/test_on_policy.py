@@ -262,7 +262,10 @@ def test_each_file_has_its_own_teacher(conversations, tmp_path):
 
 REFUSED = [
     ({"distill": {"kd_ratio": 0.5}}, r"distill\.kd_ratio is 0\.5, but the student learns nothing"),
-    ({"sft": {"packing": True}}, r"but sft\.packing is on; on-policy distillation needs unpacked conversations"),
+    (
+        {"sft": {"packing": True}},
+        r"but sft\.packing is on; on-policy distillation needs unpacked conversations",
+    ),
     (
         {"distill": {"logits_dir": "x"}},
         r"but distill\.logits_dir has predictions for the samples of the data",
