@@ -400,7 +400,7 @@ def read_words(words: list[str]) -> Arguments:
 
 
 def read_options() -> list[str]:
-    """Parse the options of `plan RUN|PRESET`, which `plan show` also accepts."""
+    """Return the option names of `plan RUN|PRESET`, which `plan show` also accepts."""
     parser = Parser(prog="megalith plan")
     _layout_options(parser)
     return [option for option in option_strings(parser) if option.startswith("--")]

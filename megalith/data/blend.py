@@ -80,7 +80,7 @@ def parse_entries(data_path: DataPath) -> list[BlendEntry]:
 
 
 def _is_path(text: str) -> bool:
-    """Return whether a text with spaces names one dataset or file."""
+    """Return True if a text with spaces is the path of one dataset or file."""
     return " " in text and any(Path(f"{text}{ending}").exists() for ending in ("", ".idx"))
 
 

@@ -237,7 +237,7 @@ def _place(
 
 
 def _best_group(passes: _Passes, degree: int, cost: int, room: int) -> tuple[int, int] | None:
-    """Find the group whose pass becomes the least longer by adding a sequence.
+    """Find the group whose forward pass grows least when a sequence is added.
 
     Returns its pass and first rank, or None if no group has room.
     """

@@ -109,7 +109,7 @@ def test_the_bits_of_a_matmul_do_not_depend_on_its_tiles(groups, parts):
     tiles = {kernel.NARROW, kernel.MIDDLE, kernel.WIDE_IN_PARTS if parts > 1 else kernel.WIDE}
     spread = {False, parts > 1 and groups == 1}
     for tile, described, each in product(tiles, {False, kernel.has_descriptors(x, matrices, parts)}, spread):
-        if described or tile is not kernel.WIDE:  # pointers to its tiles do not fit in registers
+        if described or tile is not kernel.WIDE:  # which `matmul_in_parts` reads only by descriptors
             y = kernel.multiply(x, matrices, torch.float32, parts, ends, tile, described, each)
             assert torch.equal(y, every), (tile, described, each)
 

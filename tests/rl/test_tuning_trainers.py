@@ -18,7 +18,7 @@ from models.reference import CASES, random_reference
 from test_trl_arguments import another
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
 from megalith.rl import (
     DPOTrainer,
     GKDTrainer,
@@ -236,6 +236,17 @@ def test_what_is_no_dataset_of_text_is_refused(base: Path, trainer: type, datase
         )
 
 
+def test_a_value_that_json_does_not_have_is_never_learned_as_text(base: Path, tmp_path: Path):
+    args = {"max_steps": 1, "max_length": 16, "output_dir": str(tmp_path)}
+    for record in (
+        {"messages": [USER, {"role": "assistant", "content": b"x"}]},
+        {"prompt": "a", "completion": b"x"},
+        {"text": b"x"},
+    ):
+        with pytest.raises((ConfigError, DataError)):
+            SFTTrainer(base, args, [record]).train()
+
+
 def test_columns_that_json_does_not_have_are_kept_as_far_as_they_can_be(base: Path, tmp_path: Path):
     record = {"messages": [USER, ANSWER], "at": datetime(2026, 1, 2), "score": np.float32(0.5), "images": [],
               "pixels": np.arange(2), "of": b"x"}  # fmt: skip
@@ -247,5 +258,5 @@ def test_columns_that_json_does_not_have_are_kept_as_far_as_they_can_be(base: Pa
         "score": 0.5,
         "images": [],
         "pixels": [0, 1],
-        "of": "<bytes>",
+        "of": {"unsupported_value": "bytes"},
     }

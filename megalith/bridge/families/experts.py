@@ -297,8 +297,6 @@ class RotaryHeads:
     """Checks `head_dim`, which transformers uses as the number of rotary dimensions per head.
 
     `default` is that number if config.json omits qk_rope_head_dim.
-
-    `default` is that number if config.json omits qk_rope_head_dim.
     """
 
     def __init__(self, default: int = 64):

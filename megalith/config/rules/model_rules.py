@@ -73,8 +73,8 @@ def _check_mup(model: ModelConfig) -> None:
         )
     if model.use_mup and model.add_decoder_lm_head:
         raise ConfigError(
-            "model.use_mup is true, but µP has no rule for the layer of model.add_decoder_lm_head; leave one of the "
-            "two settings out"
+            "model.use_mup is true, but µP has no rule for the layer of model.add_decoder_lm_head; remove one of the "
+            "two settings"
         )
     if model.mup_base_num_layers is not None and model.apply_residual_connection_post_layernorm:
         raise ConfigError(

@@ -147,7 +147,7 @@ def preprocess(
         append_eod: end each document with the end-of-document token.
         add_special_tokens: surround each sequence by the special tokens of the tokenizer's files, such as BOS.
         split_sentences: make each sentence a sequence; the files are named `_sentence`.
-        workers: number of cores; None means all; 0: encode in this thread.
+        workers: number of processes. None means one per core; 0 encodes in this thread.
         on_error: stop at an unusable line, or skip and count it.
         overwrite: replace existing outputs.
         max_line_bytes: maximum length of a line or document.

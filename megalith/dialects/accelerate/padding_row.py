@@ -45,4 +45,6 @@ class _WithoutRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_fill(0, torch.tensor([ctx.row], device=gradient.device), 0), None
+        gradient = gradient.clone()
+        gradient[ctx.row] = 0
+        return gradient, None

@@ -164,7 +164,7 @@ def matmul_in_parts(
         tile = NARROW if parts > 1 else PLAIN
     elif rows > MANY_ROWS * groups:
         tile = WIDE_IN_PARTS if parts > 1 else WIDE
-    else:
+    else:  # a narrow tile where wider ones would leave SMs idle
         tile = NARROW if parts > 1 or weight.shape[-2] * rows <= MIDDLE.rows * 4096 else MIDDLE
     spread = parts > 1 and ends is None and rows <= FEW_ROWS
     return multiply(x, weight, dtype, parts, ends, tile, described, spread)

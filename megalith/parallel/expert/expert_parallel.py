@@ -292,7 +292,7 @@ class ExpertParallel(Dispatch):
     def _combine(
         self, y: Tensor, sent: list[int], received: list[int], order: Permutation, overlapped_fn: Shared
     ) -> Tensor:
-        """Sum each token's rows from all ranks."""
+        """Send the experts' outputs back to the ranks of their tokens, and sum them per token."""
         return sum_rows(self._return_rows(y, sent, received, overlapped_fn), order, self.fusion)
 
     def _return_rows(self, y: Tensor, sent: list[int], received: list[int], overlapped_fn: Shared) -> Tensor:

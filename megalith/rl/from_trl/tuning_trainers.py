@@ -214,10 +214,13 @@ def _write_records(records: Iterable[Mapping[str, Any]], output: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Return the JSON form of a dataset value: of NumPy's values and of times; of anything else its name."""
+    """Return a dataset value as JSON: NumPy values as lists or numbers, times as text.
+
+    Other values become an object, which no form of record accepts as text. They are harmless in unused columns.
+    """
     if hasattr(value, "tolist"):
         return value.tolist()
-    return value.isoformat() if hasattr(value, "isoformat") else f"<{type(value).__name__}>"
+    return value.isoformat() if hasattr(value, "isoformat") else {"unsupported_value": type(value).__name__}
 
 
 def _limit_to_positions(config: RunConfig) -> RunConfig:
