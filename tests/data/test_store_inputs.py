@@ -12,6 +12,7 @@ import zstandard
 from google_store import google_store
 from s3_store import s3_store
 
+from megalith.bridge.folder import name_in_folder, resolve_folder, tokenizer_files
 from megalith.cli.main import main
 from megalith.data.inputs.sources import expand_inputs
 from megalith.data.streams.stream_shards import ShardReader, list_shards
@@ -176,3 +177,14 @@ def test_missing_objects_are_named(store, capsys):
         words = ["--output-prefix", "out", "--tokenizer-type", "ByteTokenizer"]
         assert main(["preprocess", "--input", f"{store}/{name}", *words]) == DataError.exit_code
         assert f"no file matches the input '{store}/{name}'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_models_named_chat_templates_are_fetched_with_its_tokenizer(store):
+    folder = open_location(f"{store}/model")
+    for name in ("config.json", "tokenizer.json", "additional_chat_templates/rag.jinja"):
+        (folder / name).write("{}")
+    files = tokenizer_files(resolve_folder(f"{store}/model"))
+    assert [name_in_folder(file) for file in files] == [
+        "tokenizer.json",
+        "additional_chat_templates/rag.jinja",
+    ]
