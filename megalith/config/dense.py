@@ -20,6 +20,7 @@ GPT_ONLY = RequiresSetting("model_type", "gpt", strict=True)
 NOT_T5 = RequiresSetting("model_type", "bert", "gpt", strict=True)
 T5_ONLY = RequiresSetting("model_type", "t5", strict=True)
 RELATIVE_ONLY = RequiresSetting("position_embedding_type", "relative", strict=True)
+SINUSOIDAL_ONLY = RequiresSetting("position_embedding_type", "sinusoidal", strict=True)
 
 
 class DenseSettings(Section):
@@ -79,17 +80,31 @@ class DenseSettings(Section):
     """Rows of the learned positions' table after those of max_position_embeddings, for padding only (2 in RoBERTa and
     OPT)."""
 
-    positions_skip_padding: Annotated[
-        bool, RequiresSetting("padding_positions", greater_than=0, strict=True)
-    ] = False
-    """Number only real tokens (RoBERTa, OPT). Padding has the last row of padding_positions."""
+    positions_skip_padding: bool = False
+    """Number only real tokens (RoBERTa, OPT, M2M100). Padding has the last row of padding_positions."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "alibi", "relative", "none"] = (
-        "learned_absolute"
-    )
-    """Positions: learned and added to the embedding, RoPE, or biases on attention scores: `alibi` with fixed slopes,
-    `relative` with a learned value per bucket of distances (T5). `none` for models whose other mixers see the order of
-    tokens (Nemotron-H)."""
+    position_embedding_type: Literal[
+        "learned_absolute", "sinusoidal", "rope", "alibi", "relative", "none"
+    ] = "learned_absolute"
+    """Positions: added to the embedding, learned or `sinusoidal`; RoPE; or biases on attention scores: `alibi` with
+    fixed slopes, `relative` with a learned value per bucket of distances (T5). `none` for models whose other mixers see
+    the order of tokens (Nemotron-H)."""
+
+    sinusoidal_first_position: Annotated[NonNegativeInt, SINUSOIDAL_ONLY] = 0
+    """Number of the first position (M2M100: 2)."""
+
+    sinusoidal_spacing: Annotated[Literal["exclusive", "inclusive"], SINUSOIDAL_ONLY] = "exclusive"
+    """Frequencies of the n = hidden_size / 2 sines and cosines: 10000^(-i / n) with `exclusive` (Marian, Pegasus),
+    10000^(-i / (n - 1)) with `inclusive`, so that the last one is 1 / 10000 (M2M100)."""
+
+    separate_encoder_positions: Annotated[bool, T5_ONLY] = False
+    """Give the encoder a table of learned positions and an embedding norm of its own (BART). The word embedding is
+    shared."""
+
+    decoder_positions_after_layernorm: Annotated[
+        bool, T5_ONLY, RequiresSetting("separate_encoder_positions", True, strict=True)
+    ] = False
+    """Add the decoder's positions after the norm of embedding_layernorm (BlenderbotSmall)."""
 
     relative_attention_num_buckets: Annotated[Annotated[int, Field(ge=4)], RELATIVE_ONLY] = 32
     """Number of distance buckets, each with one bias per head. An encoder uses half of them for keys after the
@@ -146,8 +161,8 @@ class DenseSettings(Section):
     """Add a norm between the embedding and the layers (BLOOM)."""
 
     add_first_input_layernorm: bool = True
-    """Add the norm before attention in the first layer too (off for ModernBERT, whose embedding has a norm, and GPT-1,
-    whose norms all follow a branch)."""
+    """Add the norm before attention in the first layer of a stack too (off for ModernBERT, whose embedding has a norm,
+    and GPT-1, whose norms all follow a branch)."""
 
     scale_embeddings: bool = False
     """Multiply the word embedding by √hidden_size (Gemma, BioGPT)."""
@@ -329,11 +344,19 @@ class DenseSettings(Section):
     add_output_bias: Annotated[bool, RequiresSetting("model_type", "gpt", "t5", strict=True)] = False
     """Add a bias to the output matrix (Phi-2, GPT-J, Megatron-LM's T5)."""
 
+    train_output_bias: Annotated[
+        bool, T5_ONLY, RequiresSetting("add_output_bias", True, strict=True), Decides.UPDATES
+    ] = True
+    """Train the bias of add_output_bias. It is a constant in BART."""
+
     score_head: Annotated[bool, RequiresSetting("model_type", "gpt", strict=True)] = False
     """Replace the output matrix by a score per token: a reward model. `megalith reward` sets it."""
 
     scale_decoder_outputs: Annotated[bool, T5_ONLY] = False
     """Multiply the input of the output matrix by 1 / √hidden_size (T5 before 1.1)."""
+
+    decoder_start_token_id: Annotated[NonNegativeInt, T5_ONLY] = 0
+    """First token of the decoder's input in generation."""
 
     hidden_dropout: Annotated[Probability, Decides.UPDATES] = 0.1
     """Dropout probability on the embedding's output and on each sub-layer's output."""

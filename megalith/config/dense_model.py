@@ -27,6 +27,10 @@ class DenseModel(DenseSettings):
         encoders = self.model_type == "t5" and name.startswith("encoder.")
         return self.encoder_layers if encoders else self.num_layers - self.encoder_layers
 
+    def has_input_layernorm(self, number: int) -> bool:
+        """Return True if layer `number` (from 0) has a norm before attention."""
+        return self.add_first_input_layernorm or number not in (0, self.encoder_layers)
+
     @property
     def tokentypes(self) -> int:
         """Number of segments."""
@@ -133,6 +137,11 @@ class DenseModel(DenseSettings):
     def learns_positions(self) -> bool:
         """True if learned positions are added to the embedding."""
         return self.position_embedding_type == "learned_absolute" or self.add_position_embedding
+
+    @property
+    def adds_positions(self) -> bool:
+        """True if positions, learned or sinusoidal, are added to the embedding."""
+        return self.learns_positions or self.position_embedding_type == "sinusoidal"
 
     @property
     def position_rows(self) -> int:

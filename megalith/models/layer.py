@@ -13,6 +13,7 @@ each token by itself. Their outputs are branches: normalized as `norm_placement`
     SharedNormParallelMoELayer   x + mixer(h) + experts(h) with h = norm(x)               Cohere 2 MoE
     PostNormLayer             h + mixer(h) with h = norm(x), then h + mlp(h)              BERT
     PostNormMoELayer          h + mixer(h) with h = norm(x), then h + experts(h)
+    PostNormCrossAttentionLayer   PostNormLayer with h + cross_attention(h), h = norm(x)  decoders of BART and Marian
     MixerLayer                x + mixer(norm(x))                                          Nemotron-H, Mamba-2
     MLPLayer                  x + mlp(norm(x))                                            Nemotron-H
     ExpertsLayer              x + experts(norm(x))                                        Nemotron-H
@@ -81,7 +82,7 @@ class TransformerLayer(Runnable):
 
         self.input_layernorm = self.self_attention = self.post_attention_layernorm = None
         if self.has_mixer:
-            if number > 0 or config.add_first_input_layernorm:
+            if config.has_input_layernorm(number):
                 self.input_layernorm = norm("pre", "sandwich")
             self.self_attention = mixer(
                 config, number, device
@@ -226,6 +227,17 @@ class PostNormLayer(TransformerLayer):
         return residual_add(h, *self.mlp_branch(h, context))
 
 
+class PostNormCrossAttentionLayer(CrossAttentionLayer):
+    """PostNormLayer with cross-attention: h + cross_attention(h) with h = norm(x), between mixer and MLP."""
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        _, h = add_norm(self.input_layernorm, x)
+        _, h = add_norm(self.pre_cross_attn_layernorm, h, *self.attention_branch(h, context))
+        _, h = add_norm(self.pre_mlp_layernorm, h, *self.cross_attention_branch(h, context))
+        return residual_add(h, *self.mlp_branch(h, context))
+
+
 class PostNormMoELayer(MoELayer):
     """PostNormLayer with experts."""
 
@@ -327,13 +339,12 @@ def layer_class(config: ModelConfig, number: int, cross: bool = False) -> type[T
     """
     experts, post_norm = number in config.expert_layers, config.apply_residual_connection_post_layernorm
     if cross:
-        if experts or post_norm or config.parallel_attn_mlp:
+        if experts or config.parallel_attn_mlp:
             raise ConfigError(
                 "a layer with cross-attention supports neither experts (model.num_experts) nor "
-                "model.parallel_attn_mlp nor model.apply_residual_connection_post_layernorm; leave these settings "
-                "out"
+                "model.parallel_attn_mlp; leave these settings out"
             )
-        topology = CrossAttentionLayer
+        topology = PostNormCrossAttentionLayer if post_norm else CrossAttentionLayer
     elif config.pattern_layers is not None and number < config.num_layers:
         topology = BRANCHES.get(config.pattern_layers[number], MixerLayer)
     elif config.parallel_mixers and number in config.linear_attention_layers:

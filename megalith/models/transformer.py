@@ -39,7 +39,7 @@ from megalith.models.pass_context import (
     set_masks_of_layers,
 )
 from megalith.models.rope import local_rotary_tables, rotary_tables
-from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
+from megalith.models.vocabulary import OutputMatrix, VocabularyBias, make_embedding
 from megalith.ops.documents import (
     document_ids,
     mark_dynamic_documents,
@@ -252,7 +252,7 @@ class Transformer(Stack):
         ]
         kinds = dict(causal=causal, cross=cross, mixer=mixer)
         super().__init__(
-            config, layer_numbers, seed=seed, device=device, embedding=Embedding(config, device), **kinds
+            config, layer_numbers, seed=seed, device=device, embedding=make_embedding(config, device), **kinds
         )
         self.compute_dtype = compute_dtype
         self.output_layer = self.vocabulary = None
@@ -336,6 +336,8 @@ class Transformer(Stack):
         elif not is_first:
             stage.embedding = None
         for stack in stacks_of(stage):
+            if stack is not stage and not is_first:
+                stack.embedding = None
             ends_here = is_last if stack is stage else [*stack.layers][-1] in layer_numbers
             for number in set(stack.layers) - layer_numbers:
                 del stack.layers[number]
@@ -410,8 +412,12 @@ class Transformer(Stack):
         position_ids = self.shard_sequence(context.position_ids, context.layout)
         if tokentype_ids is not None:
             tokentype_ids = self.shard_sequence(tokentype_ids, context.layout)
-        x = self.embedding(input_ids, position_ids, context, tokentype_ids).to(self.compute_dtype)
-        if self.config.scale_embeddings and not self.config.learns_positions:
+        return self.stream_of(self.embedding(input_ids, position_ids, context, tokentype_ids), context)
+
+    def stream_of(self, embedded: Tensor, context: Context) -> Tensor:
+        """Return the residual stream [batch, seq, hidden] for an embedding's output of this shape."""
+        x = embedded.to(self.compute_dtype)
+        if self.config.scale_embeddings and not self.config.adds_positions:
             # rounded to the compute dtype, as in Gemma's code
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype).item()
         if self.config.embedding_multiplier != 1:

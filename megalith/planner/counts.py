@@ -66,7 +66,7 @@ class MetaModel:
                 mixers.get(number),
                 pattern[number],
                 model.has_proj_bias(number),
-                number > 0 or model.add_first_input_layernorm,
+                model.has_input_layernorm(number),
                 adapted.get(number),
             )
             for number in self.layer_numbers
@@ -81,14 +81,12 @@ class MetaModel:
         self._model = make_model(model.model_copy(update=no_layers), device="meta")
         if encoders := model.encoder_layers:
             # the last layer of a kind, because the encoder's norm is counted with the encoder's last layer
-            last = {adapted.get(number): number for number in range(encoders)}
-            self._first |= {number: last[adapted.get(number)] for number in range(encoders)}
+            last = {kinds[number]: number for number in range(encoders)}
+            self._first |= {number: last[kinds[number]] for number in range(encoders)}
             for number in last.values():
                 self._model.encoder.layers[str(number)] = layer_class(model, number)(model, number, "meta")
-            first = {adapted.get(number): number for number in reversed(range(encoders, model.num_layers))}
-            self._first |= {
-                number: first[adapted.get(number)] for number in range(encoders, model.num_layers)
-            }
+            first = {kinds[number]: number for number in reversed(range(encoders, model.num_layers))}
+            self._first |= {number: first[kinds[number]] for number in range(encoders, model.num_layers)}
         self._model.layers.update(
             {
                 str(number): layer_class(model, number, cross=encoders > 0)(model, number, "meta")

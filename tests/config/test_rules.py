@@ -133,7 +133,7 @@ IMPOSSIBLE_FOR_AN_ENCODER = [
     (
         {"position_embedding_type": "alibi"},
         {},
-        "alibi, which requires causal attention, .* set model.position_embedding_type to learned_absolute or rope",
+        "alibi, which requires causal attention, .* to learned_absolute or sinusoidal or rope",
     ),
     (
         {"add_pooler": False},

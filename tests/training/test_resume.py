@@ -220,6 +220,7 @@ HYBRID = LEARNED | {"experimental_attention_variant": "gated_delta_net"}
 MAMBA = LEARNED | {"experimental_attention_variant": "mamba2"}
 FALCON = MAMBA | {"parallel_mixers": True}
 BOTH = LEARNED | {"model_type": "t5", "position_embedding_type": "relative"}
+SINUSOIDAL = LEARNED | {"position_embedding_type": "sinusoidal"}
 
 # Every setting that decides which function the weights are: another value, and the model where that is another one.
 OTHER_FUNCTIONS = {
@@ -287,6 +288,9 @@ OTHER_FUNCTIONS = {
     "moe_sparsemixer_jitter_eps": (0.1, WHOLE | {"moe_router_score_function": "sparsemixer"}),
     "moe_post_layernorm": (True, WHOLE), "add_decoder_lm_head": (True, LEARNED),
     "padding_positions": (2, LEARNED), "positions_skip_padding": (True, LEARNED | {"padding_positions": 2}),
+    "sinusoidal_first_position": (2, SINUSOIDAL), "sinusoidal_spacing": ("inclusive", SINUSOIDAL),
+    "separate_encoder_positions": (True, BOTH), "decoder_start_token_id": (2, BOTH),
+    "decoder_positions_after_layernorm": (True, BOTH | {"separate_encoder_positions": True}),
 }  # fmt: skip
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from megalith.config.hybrid import PATTERN_LAYERS
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rope_scaling import RopeScaling
 from megalith.config.rules.expert_rules import check_experts
+from megalith.config.rules.position_rules import check_positions
+from megalith.config.rules.requirements import require
 from megalith.errors import ConfigError
 
 
@@ -56,8 +54,7 @@ def check_model(model: ModelConfig) -> None:
             "leave model.mtp_num_layers out"
         )
     _check_latent_attention(model)
-    _check_rotary(model)
-    _check_alibi(model)
+    check_positions(model)
     _check_window(model)
     _check_linear_attention(model)
     _check_mup(model)
@@ -87,7 +84,7 @@ def _check_mup(model: ModelConfig) -> None:
 def _check_lm_head(model: ModelConfig) -> None:
     if model.causal and not model.add_decoder_lm_head:
         required = {"lm_head_activation": None, "add_lm_head_dense_bias": True}
-        _require(model, required, "but without model.add_decoder_lm_head a decoder has no such layer")
+        require(model, required, "but without model.add_decoder_lm_head a decoder has no such layer")
 
 
 def _check_first_norm(model: ModelConfig) -> None:
@@ -113,7 +110,7 @@ def _check_gate(model: ModelConfig) -> None:
             "gated_linear_unit": False,
             "num_experts": None,
         }
-        _require(model, required, "which the learned slopes of model.activation xielu do not support")
+        require(model, required, "which the learned slopes of model.activation xielu do not support")
     for name, plain in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
         if getattr(model, name) != plain and not model.gated:
             raise ConfigError(
@@ -165,7 +162,13 @@ def _check_encoder(model: ModelConfig) -> None:
         "attention_chunk_size": (model.attention_chunk_size, None),
         "query_scaling_beta": (model.query_scaling_beta, None),
         "mtp_num_layers": (model.mtp_num_layers, None),
-        "position_embedding_type": (model.position_embedding_type, "learned_absolute", "rope", *relative),
+        "position_embedding_type": (
+            model.position_embedding_type,
+            "learned_absolute",
+            "sinusoidal",
+            "rope",
+            *relative,
+        ),
     }
     for name, (value, *allowed) in allowed_values.items():
         if value not in allowed:
@@ -198,9 +201,8 @@ def _check_two_stacks(model: ModelConfig) -> None:
         "num_experts": None,
         "parallel_attn_mlp": False,
         "multi_latent_attention": False,
-        "apply_residual_connection_post_layernorm": False,
     }
-    _require(model, required, "which layers with cross-attention (model.model_type t5) do not support")
+    require(model, required, "which layers with cross-attention (model.model_type t5) do not support")
     if model.position_embedding_type == "relative" and model.attn_logit_softcapping is not None:
         raise ConfigError(
             f"model.attn_logit_softcapping {model.attn_logit_softcapping} and model.position_embedding_type relative "
@@ -231,7 +233,7 @@ def _check_latent_attention(model: ModelConfig) -> None:
     }
     if model.add_position_embedding:
         required["mtp_num_layers"] = None
-    _require(model, required, "but model.multi_latent_attention defines heads, positions and norms itself")
+    require(model, required, "but model.multi_latent_attention defines heads, positions and norms itself")
     if model.position_embedding_type not in ("rope", "none"):
         raise ConfigError(
             "model.multi_latent_attention supports rotary positions or none, but model.position_embedding_type is "
@@ -241,36 +243,6 @@ def _check_latent_attention(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.v_head_dim {model.v_head_dim} is more than model.qk_head_dim {model.qk_head_dim} + "
             f"model.qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}; lower model.v_head_dim"
-        )
-
-
-def _check_rotary(model: ModelConfig) -> None:
-    if model.position_embedding_type == "rope" and (model.rotary_size % 2 or not model.rotary_size):
-        raise ConfigError(
-            f"RoPE rotates pairs of dimensions, but {model.rotary_size} of a head's {model.head_dim} are rotary "
-            f"(model.rotary_percent {model.rotary_percent}); choose model.kv_channels and rotary_percent so that the "
-            "number is even"
-        )
-    skip = model.no_rope_freq
-    if isinstance(skip, list) and len(skip) != model.num_layers:
-        raise ConfigError(
-            f"model.no_rope_freq has {len(skip)} numbers, but model.num_layers is {model.num_layers}; give one "
-            "for each layer (1: without RoPE, 0: with RoPE), or a single number"
-        )
-    if model.rope_scaling is not None:
-        _check_rope_scaling(model.rope_scaling, model.rotary_size // 2)
-
-
-def _check_alibi(model: ModelConfig) -> None:
-    if model.position_embedding_type == "alibi" and model.attn_logit_softcapping is not None:
-        raise ConfigError(
-            f"model.attn_logit_softcapping {model.attn_logit_softcapping} and model.position_embedding_type alibi "
-            "both change the scores, and the order of the two is not defined; leave one of them out"
-        )
-    if model.embedding_layernorm and model.mtp_num_layers:
-        raise ConfigError(
-            f"model.mtp_num_layers {model.mtp_num_layers} reads the embedding again in the last pipeline stage, "
-            "which does not have its norm; set model.embedding_layernorm to false, or leave model.mtp_num_layers out"
         )
 
 
@@ -372,7 +344,7 @@ def _check_pattern(model: ModelConfig) -> None:
         "parallel_attn_mlp": False,
         "apply_residual_connection_post_layernorm": False,
     }
-    _require(model, required, "but layers of model.hybrid_layer_pattern have a single branch")
+    require(model, required, "but layers of model.hybrid_layer_pattern have a single branch")
 
 
 def _check_mamba(model: ModelConfig) -> None:
@@ -401,40 +373,4 @@ def _check_mamba(model: ModelConfig) -> None:
             "parallel_attn_mlp": False,
             "apply_residual_connection_post_layernorm": False,
         }
-        _require(model, required, "which model.parallel_mixers does not support")
-
-
-def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
-    if scaling.type == "longrope" and scaling.original_max_position_embeddings < 2:
-        raise ConfigError(
-            "model.rope_scaling.original_max_position_embeddings is 1, whose logarithm longrope divides by; set it to "
-            "the context length of the original training"
-        )
-    for name in ("short_factor", "long_factor") if scaling.type == "longrope" else ():
-        count = len(getattr(scaling, name) or ())
-        if count != pairs:
-            raise ConfigError(
-                f"model.rope_scaling.{name} has {count} numbers, but a head has {pairs} pairs of rotary dimensions; "
-                "give one number per pair"
-            )
-    bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-    for low, high in [bounds[scaling.type]] if scaling.type in bounds else []:
-        values = getattr(scaling, low), getattr(scaling, high)
-        if values[0] > values[1]:
-            raise ConfigError(
-                f"model.rope_scaling.{low} {values[0]} is above model.rope_scaling.{high} {values[1]}, but "
-                f"frequencies between the two are blended; lower {low}, or raise {high}"
-            )
-
-
-def _require(model: ModelConfig, required: Mapping[str, Any], reason: str) -> None:
-    """Raise ConfigError, with `reason` in its message, if a setting does not have its required value."""
-    for name, needed in required.items():
-        if (value := getattr(model, name)) != needed:
-            raise ConfigError(
-                f"model.{name} is {_yaml(value)}, {reason}; set model.{name} to {_yaml(needed)}"
-            )
-
-
-def _yaml(value: Any) -> str:
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+        require(model, required, "which model.parallel_mixers does not support")

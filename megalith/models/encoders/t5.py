@@ -1,12 +1,12 @@
-"""T5 (Raffel et al. 2020): an encoder, and a decoder with cross-attention to the encoder's output.
+"""Encoder-decoders: T5 (Raffel et al. 2020), BART (Lewis et al. 2020), and translation models like Marian.
 
     encoded = encoder(embedding of the input sequence)
     logits  = decoder(embedding of the output sequence, encoded) · output matrixᵀ
 
-Both share the word embedding. Layer numbers run through both, so that a pipeline can be split anywhere. Both residual
-streams are sent from stage to stage. While the encoder runs, the decoder's stream holds its embedded tokens; while the
-decoder runs, the encoder's stream holds the encoder's output. Before T5 1.1 the output matrix is tied, and the
-stream is divided by √hidden before it is multiplied by that matrix.
+Both share the word embedding; in BART each has its own positions and embedding norm. Layer numbers run through both, so
+that a pipeline can be split anywhere. Both residual streams are sent from stage to stage. While the encoder runs, the
+decoder's stream holds its embedded tokens; while the decoder runs, the encoder's stream holds the encoder's output.
+Before T5 1.1 the output matrix is tied, and the stream is divided by √hidden before it is multiplied by that matrix.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megalith.config import ModelConfig
 from megalith.models.inputs import TokenInputs
 from megalith.models.pass_context import Context, Encoded
 from megalith.models.transformer import Stack, Transformer
+from megalith.models.vocabulary import PositionEmbedding
 
 
 class T5(Transformer):
@@ -34,7 +35,10 @@ class T5(Transformer):
     ):
         decoder_layers = range(config.encoder_layers, config.num_layers)
         super().__init__(config, layer_numbers=decoder_layers, cross=True, device=device, seed=seed, **how)
-        self.encoder = Stack(config, range(config.encoder_layers), causal=False, device=device, seed=seed)
+        positions = PositionEmbedding(config, device) if config.separate_encoder_positions else None
+        self.encoder = Stack(
+            config, range(config.encoder_layers), causal=False, device=device, seed=seed, embedding=positions
+        )
 
     def forward(
         self,
@@ -101,9 +105,16 @@ class T5(Transformer):
         """
         token_inputs = token_inputs or TokenInputs()
         context = self.encoder.context(input_ids, token_inputs, trains=trains)
-        x = self.embed(input_ids, context) if stream is None else stream
+        x = self._embed_encoder(input_ids, context) if stream is None else stream
         mask = token_inputs.padding_mask
         return Encoded(self.encoder(x, context), context, None if mask is None else mask[:, None, None])
+
+    def _embed_encoder(self, input_ids: Tensor, context: Context) -> Tensor:
+        if self.encoder.embedding is None:
+            return self.embed(input_ids, context)
+        position_ids = self.shard_sequence(context.position_ids, context.layout)
+        words = self.embedding.embed_words(input_ids, context)
+        return self.stream_of(self.encoder.embedding(words, position_ids), context)
 
     def vocabulary_logits(self, x: Tensor, context: Context) -> Tensor:
         return super().vocabulary_logits(self._scaled(x), context)
