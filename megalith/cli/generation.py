@@ -36,6 +36,10 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_options(parser)
     add_logits_options(parser)
     add_json_schema_option(parser)
+    add(
+        "--forced-bos-token-id", type=int, metavar="ID",
+        help="first token of an encoder-decoder's answer (mBART's target language); default: generation_config.json's",
+    )  # fmt: skip
     add("--seed", type=int, default=0, help="sampling seed")
     add("--stream", action="store_true", help="print the text of a single completion as it is generated")
     add("--json", action="store_true", help="print one object per completion: prompt, text, ids, logprobs")
@@ -135,6 +139,7 @@ def run_generate(args: Arguments) -> int:
         seed=args.seed,
         stop=tokenizer.stop_ids,
         vocab_size=tokenizer.vocab_size,
+        forced_bos_token_id=_forced_bos(args, tokenizer, model),
     )
     sampling = with_logits_options(sampling, args, tokenizer)
     ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
@@ -153,6 +158,13 @@ def run_generate(args: Arguments) -> int:
     if process.is_first:
         _print(args, tokenizer, prompts, before, done, sampling.stop_strings)
     return 0
+
+
+def _forced_bos(args: Arguments, tokenizer: Tokenizer, model: Transformer) -> int | None:
+    """Return the option's value, else for an encoder-decoder the value in the tokenizer's files."""
+    if args.forced_bos_token_id is not None or not model.config.encoder_layers:
+        return args.forced_bos_token_id
+    return tokenizer.forced_bos_token_id
 
 
 def _prompts(args: Arguments) -> list[str]:

@@ -1,6 +1,6 @@
 """Generation with an encoder-decoder. The encoder processes the prompt once; the decoder generates token by token.
 
-The decoder starts with DECODER_START, as T5's does. The decoder's keys and values are cached; the keys and values of
+The decoder starts with `model.decoder_start_token_id`. The decoder's keys and values are cached; the keys and values of
 the encoder's output are recomputed in each pass. With tensor parallelism, every rank has its heads and samples from the
 logits of all ranks.
 """
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import Axis
-from megalith.data.pairs import DECODER_START
 from megalith.errors import ConfigError
 from megalith.generation.engine import OnToken
 from megalith.generation.logits_state import LogitsState, UsedParts, token_masks
@@ -133,7 +132,8 @@ def _generate_rows(
     noise = token_keys(sampling.seed, stream_keys, torch.zeros(1, dtype=torch.int64))[:, 0].to(device)
     limit = max(row.limit for row in rows)
     position_keys, cache = column_keys(limit, device), GrowingCache()
-    tokens = torch.full((len(rows),), DECODER_START, device=device)
+    start = model.config.decoder_start_token_id
+    tokens = torch.full((len(rows),), start, device=device)
     used, state = UsedParts.of(sampling.processing), None
     for position in range(limit):
         hidden = _hidden(model, tokens, position, encoded, cache)
@@ -142,7 +142,7 @@ def _generate_rows(
             if state is None:
                 entries = logits.shape[1]
                 state = LogitsState(len(rows), 0, entries, entries, device)
-                state.begin(list(enumerate(rows)), lambda sequence: [DECODER_START])
+                state.begin(list(enumerate(rows)), lambda sequence: [start])
             if used.masks:
                 state.set_masks(token_masks(rows, entries))
             logits = state.process(logits, used)
@@ -155,6 +155,8 @@ def _generate_rows(
             top_p=sampling.top_p,
             min_p=sampling.min_p,
         )
+        if position == 0 and sampling.forced_bos_token_id is not None:
+            tokens, logprobs = tokens.fill_(sampling.forced_bos_token_id), logprobs.zero_()
         if state is not None:
             state.count(tokens[:, None], torch.ones_like(tokens, dtype=torch.bool)[:, None], used)
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist()):
@@ -169,7 +171,7 @@ def _generate_rows(
 def _encode(model: T5, prompts: Sequence[Sequence[int]]) -> Encoded:
     """Encode prompts, padded to the longest."""
     longest = max(map(len, prompts))
-    ids = torch.tensor([[*prompt, *[DECODER_START] * (longest - len(prompt))] for prompt in prompts])
+    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     real = torch.arange(longest) < lengths[:, None]
     return model.encode(ids.to(model.device), TokenInputs(padding_mask=real.to(model.device)), trains=False)

@@ -36,6 +36,9 @@ class Sampling:
     """Length of each completion, counted over prompts and generations, regardless of stop tokens. For benchmarks."""
     vocab_size: int | None = None
     """Sample only smaller ids, if the model has more rows than its tokenizer has entries. None: all ids."""
+    forced_bos_token_id: int | None = None
+    """First token of an encoder-decoder's completions, as in transformers: mBART's target language. Its
+    log-probability is 0."""
     by_row: bool = False
     """Each sequence has its own temperature, top_k, top_p and min_p (RowSequence.sampling)."""
     processing: LogitsProcessing = OFF
@@ -180,6 +183,7 @@ def make_sequences(
     """
     sampling.check()
     sampling.processing.check(config.vocab_size)
+    _check_forced_bos(sampling.forced_bos_token_id, config)
     count, forced = len(prompts) * num_generations, sampling.forced_lengths
     if forced is not None and len(forced) != count:
         raise ConfigError(
@@ -201,6 +205,21 @@ def make_sequences(
                 sequence.stop_watch = sampling.stop_strings.watch()
             sequences.append(sequence)
     return sequences
+
+
+def _check_forced_bos(token: int | None, config: ModelConfig) -> None:
+    if token is None:
+        return
+    if not config.encoder_layers:
+        raise ConfigError(
+            f"forced_bos_token_id is {token}, but the model is a decoder, whose completions continue the prompt; add "
+            "the token to the prompt instead"
+        )
+    if not 0 <= token < config.vocab_size:
+        raise ConfigError(
+            f"forced_bos_token_id is {token}, but the model has the tokens 0 to {config.vocab_size - 1}; choose one of "
+            "them"
+        )
 
 
 def check_prompt(

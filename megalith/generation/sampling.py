@@ -39,6 +39,7 @@ def generate(
     repetition_penalty: float = 1.0,
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
+    forced_bos_token_id: int | None = None,
 ) -> list[list[int]]:
     """Generate a completion for each prompt.
 
@@ -60,6 +61,8 @@ def generate(
             1 turns it off.
         presence_penalty: subtracted from the logits of tokens in the completion.
         frequency_penalty: subtracted from a token's logit once for each time that it is in the completion.
+        forced_bos_token_id: first token of an encoder-decoder's completions, such as mBART's target language. Default:
+            the model chooses it.
 
     Returns:
         Token ids of each prompt with its completion; for an encoder-decoder the completion only.
@@ -77,6 +80,7 @@ def generate(
         stop=() if eod is None else (eod,),
         vocab_size=vocab_size,
         processing=LogitsProcessing(repetition_penalty, presence_penalty, frequency_penalty),
+        forced_bos_token_id=forced_bos_token_id,
     )
     prefixes = [()] * len(prompts) if isinstance(model, T5) else prompts
     return [[*prefixes[done.prompt], *done.content] for done in complete(model, prompts, sampling)]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import tokenizers
@@ -195,12 +195,20 @@ class HuggingFaceTokenizer(RustTokenizer):
         gpt-oss ends with <|return|>, <|endoftext|> or <|call|>, for example, and Llama 3.1 with <|eot_id|>, <|eom_id|>
         or <|end_of_text|>.
         """
-        ids = side_table(self.files, GENERATION if GENERATION in self.files else MODEL_CONFIG).get(
-            "eos_token_id"
-        )
+        ids = self._generation_settings.get("eos_token_id")
         named = ids if isinstance(ids, list) else [ids]
         valid = [i for i in named if type(i) is int and 0 <= i < self.vocab_size]
         return tuple(dict.fromkeys([*super().stop_ids, *valid]))
+
+    @property
+    def forced_bos_token_id(self) -> int | None:
+        """`forced_bos_token_id` of generation_config.json or, without that file, of config.json."""
+        token = self._generation_settings.get("forced_bos_token_id")
+        return token if type(token) is int and 0 <= token < self.vocab_size else None
+
+    @property
+    def _generation_settings(self) -> Mapping[str, Any]:
+        return side_table(self.files, GENERATION if GENERATION in self.files else MODEL_CONFIG)
 
     def _find_eod(self) -> int | None:
         tables = {name: side_table(self.files, name) for name in SIDE_FILES if name.endswith(".json")}

@@ -151,6 +151,11 @@ class Tokenizer(ABC):
         """Ids that end a generated text: `eod`, and further ids listed in the tokenizer's files."""
         return () if self.eod is None else (self.eod,)
 
+    @property
+    def forced_bos_token_id(self) -> int | None:
+        """First id of an encoder-decoder's completions according to the tokenizer's files, or None."""
+        return None
+
     def pieces(self) -> list[str]:
         """Return the spelling of each vocabulary entry, by id. Raise ConfigError for kinds whose entries have no
         spelling.
