@@ -129,6 +129,11 @@ def export_hf(
         for name in constants
     }
     tensors |= {name: (kind, ()) for name, kind in constant_dtypes.items()}
+    tables = chosen.stored_tables(config.model) if chosen.writes_tables else {}
+    table_dtype = DTYPE_NAMES[dtype] if dtype else export_dtype(config.train)
+    for name, table in tables.items():
+        tables[name] = table.to(table_dtype if dtype else origin.dtypes.get(name, table_dtype))
+    tensors |= {name: (table.dtype, tuple(table.shape)) for name, table in tables.items()}
     codes = quantized_names(groups, quantize, chosen.not_in_fp8) if quantize else set()
     notes += notes_on_blocks(tensors, codes, quantize) if quantize else []
     stored = with_scales(tensors, codes, quantize) if quantize else tensors
@@ -156,6 +161,8 @@ def export_hf(
         for name, value in constants.items():
             written = name if wrapper is None else wrapper.name(name)
             writer.write(written, torch.tensor(value, dtype=constant_dtypes[name]))
+        for name, table in tables.items():
+            writer.write(name, table)
         model_dtype = DTYPE_NAMES[dtype] if dtype else export_dtype(config.train)
         tree = _config_json(chosen, config.model, origin, model_dtype, tokenizer)
         if quantize:
@@ -205,6 +212,7 @@ def merge_hf(opened: Checkpoint, path: Path) -> None:
             state_dict.update({name: value.clone() for name, value in to_theirs(group, tensor, dtypes)})
             progress.add(tensor.nbytes)
     state_dict |= {name: torch.tensor(value) for name, value in family.stored_constants(model).items()}
+    state_dict |= family.stored_tables(model) if family.writes_tables else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         if path.suffix == ".safetensors":
@@ -311,7 +319,9 @@ def _config_json(
 def _describes(family: Family, tree: Tree, model: ModelConfig) -> bool:
     """Return True if a config.json, in any spelling, has this family and describes this model."""
     try:
-        return family_of(tree, "") is family and not differences(family.read_config(tree), model)
+        return family_of(tree, "") is family and not differences(
+            family.read_config(tree), family.described_model(model)
+        )
     except ConfigError:
         return False
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
+from torch import Tensor
 
 from megalith.bridge.model_differences import differences
 from megalith.bridge.rows import RowRun, Rule
@@ -32,7 +33,8 @@ LARGEST = 2**31 - 1
 
 # fmt: off
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "first_k_dense_replace",
-                "num_dense_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+                "encoder_layers", "decoder_layers", "num_dense_layers", "num_nextn_predict_layers",
+                "mtp_num_hidden_layers")
 COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
@@ -52,7 +54,8 @@ COUNTS = (
     "intermediate_size_mlp", "attention_chunk_size", "local_attention", "floor_scale", "interleave_moe_layer_step",
     "moe_num_experts", "moe_k", "moe_layer_start_index", "moe_layer_interval",
     "d_model", "d_kv", "d_ff", "dim", "hidden_dim", "num_heads", "relative_attention_num_buckets",
-    "relative_attention_max_distance",
+    "relative_attention_max_distance", "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads",
+    "decoder_attention_heads", "decoder_vocab_size",
 )
 NUMBERS = (
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
@@ -174,6 +177,9 @@ class Family:
     other_model_types: tuple[str, ...] = ()
     """Further values of `model_type` that transformers reads as this family."""
 
+    writes_tables: bool = False
+    """True if an export writes `stored_tables`."""
+
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors of a multi-token prediction layer that repeat tensors of the model → the repeated tensors.
 
@@ -195,6 +201,9 @@ class Family:
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Suffixes of tensor names in older files → current suffixes."""
+
+    embedding_copies: tuple[str, ...] = ()
+    """Hugging Face names of copies of the word embedding that files may contain. They must equal it."""
 
     trusts_stored_head: bool = False
     """Untie the output matrix if the files contain one that differs from the embedding, whatever config.json says."""
@@ -268,7 +277,7 @@ class Family:
     def write_config(self, model: ModelConfig) -> Tree:
         """Return the config.json of a model. Raises ConfigError, with the settings, if this family cannot express
         it."""
-        model = model.without_mup()
+        model = self.described_model(model.without_mup())
         hf_config: Tree = {"architectures": [self.architecture], "model_type": self.model_type}
         for setting in self.settings:
             hf_config |= setting.write(model)
@@ -318,6 +327,24 @@ class Family:
             for layer in range(model.num_layers)
             for name, value in self.constants.items()
         }
+
+    def stored_model(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
+        """Return the model of files with tensors of these `names`, which may lack a parameter of `model`.
+
+        Families with such files override it.
+        """
+        return model
+
+    def described_model(self, model: ModelConfig) -> ModelConfig:
+        """Return the model that the config.json of `model` describes: with the parameters that files may lack."""
+        return model
+
+    def stored_tables(self, model: ModelConfig) -> dict[str, Tensor]:
+        """Return the tables that files may contain and that are computed here, by name, float32.
+
+        An import checks them. Families with such files override it.
+        """
+        return {}
 
     def groups(self, model: ModelConfig) -> list[Group]:
         """Return the model's tensors, in its order, each with the Hugging Face tensors from which it is assembled."""
@@ -387,9 +414,10 @@ class Group:
         """Return the Hugging Face names in the rule's order; if experts are stored separately, the names of
         `expert`.
         """
-        placeholders = {"layer": self.layer, "expert": expert, "last": self.model.num_layers - 1}
+        placeholders = {"layer": self.layer, "expert": expert, "last": self.model.depth(self.name) - 1}
         if self.layer is not None:
-            placeholders["before"] = int(self.layer) - 1
+            first = 0 if self.name.startswith("encoder.") else self.model.encoder_layers
+            placeholders["before"] = int(self.layer) - first - 1
             placeholders["decoder"] = int(self.layer) - self.model.encoder_layers
         try:
             names = [name.format(**placeholders) for name in self.rule.names]

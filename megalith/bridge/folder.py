@@ -26,6 +26,7 @@ from megalith.checkpoint.files import DTYPE_CODES, SafetensorsEntry, list_safete
 from megalith.checkpoint.manifest import fetch_error
 from megalith.data.tokenizers.hub import local_folder
 from megalith.errors import CheckpointError, shorten
+from megalith.models.vocabulary import VOCABULARY
 from megalith.remote import StorePath, open_location
 from megalith.small_files import read_small_file
 
@@ -101,6 +102,10 @@ class SourceFolder:
             self.tensors = {
                 name.removeprefix(family.prefix_with_head): stored for name, stored in self.tensors.items()
             }
+        for copy in family.embedding_copies:
+            embedding = family.tensors[VOCABULARY[0]].names[0]
+            if copy in self.tensors and embedding not in self.tensors:
+                self.tensors[embedding] = self.tensors.pop(copy)
         if has_rows_per_expert(family.tensors):
             self.tensors = split_fused_experts(self.tensors)
 

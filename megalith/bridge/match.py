@@ -23,6 +23,7 @@ from megalith.models.vocabulary import VOCABULARY
 
 WEIGHT_CODES = ("F32", "BF16", "F16")
 ROUNDING = 5e-2  # of 1e-6 in fp16
+TABLE_ROUNDING = 4e-3  # of 1 in bf16
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,12 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
         model = model.model_copy(update={"mtp_num_layers": 1})
     elif model.mtp_num_layers:
         model = _with_stored_mtp(source, family, model)
-    copies, constants = family.copies(model), family.stored_constants(model)
+    model = family.stored_model(model, source.tensors)
+    copies, constants, tables = (
+        family.copies(model),
+        family.stored_constants(model),
+        family.stored_tables(model),
+    )
     groups = family.groups(model)
     expected = {name: shape for group in groups for name, shape in group.sources.items()}
     present = {
@@ -94,16 +100,27 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
         for name, stored in source.tensors.items()
         if name in expected
         or not (
-            name in copies or name in constants or any(re.search(pattern, name) for pattern in family.ignored)
+            name in copies
+            or name in constants
+            or name in tables
+            or name in family.embedding_copies
+            or any(re.search(pattern, name) for pattern in family.ignored)
         )
     }
     _warn_of_unread_mtp(source, {*present, *copies}, model)
     _check_constants(source, constants)
+    _check_tables(source, tables)
     for copy, original in copies.items():
         if _differs(source, copy, original):
             raise CheckpointError(
                 f"{source.path}: {copy} differs from {original}, but the MTP layers share it "
                 "here; models where they differ are not supported"
+            )
+    for copy in family.embedding_copies:
+        if _differs(source, copy, embedding := _embedding(groups)):
+            raise CheckpointError(
+                f"{source.path}: {copy} differs from {embedding}, but encoder and decoder share the embedding here; "
+                "models where they differ are not supported"
             )
     if not model.untie_embeddings_and_output_weights and present.pop(family.tied, None):
         _check_tied(source, family, groups)
@@ -139,6 +156,25 @@ def _check_constants(source: SourceFolder, constants: Mapping[str, float]) -> No
         if not math.isclose(number := source.read(name).item(), value, rel_tol=ROUNDING):
             raise CheckpointError(
                 f"{source.path} has {name} {number:g}, but only {value:g} is supported; use a model with this value"
+            )
+
+
+def _check_tables(source: SourceFolder, tables: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for a stored table that differs from the computed one by more than rounding."""
+    for name, table in tables.items():
+        stored = source.tensors.get(name)
+        if stored is None:
+            continue
+        if stored.dtype not in WEIGHT_CODES or stored.shape != tuple(table.shape):
+            raise CheckpointError(
+                f"{source.path} has {name} of type {stored.dtype} and shape {list(stored.shape)}, but it must be a "
+                f"floating-point tensor of shape {list(table.shape)}; fetch it again"
+            )
+        difference = (source.read(name).float() - table).abs().max().item()
+        if not difference <= TABLE_ROUNDING:
+            raise CheckpointError(
+                f"{source.path} has {name} that differs by {difference:.2g} from the sinusoids that are computed here; "
+                "tables with other values are not supported, use a model without them"
             )
 
 

@@ -50,9 +50,9 @@ class Rule:
     """
 
     names: tuple[str, ...]
-    """Names of the Hugging Face tensors. They may contain the numbers {layer}, {before} (the previous layer), {last}
-    (the last layer), {decoder} (the layer, counted from the start of the decoder of an encoder-decoder) and {expert}
-    (Megalith's tensor has the experts as its first dimension)."""
+    """Names of the Hugging Face tensors. They may contain the numbers {layer}, {decoder} (the layer, counted from the
+    start of the decoder of an encoder-decoder), {before} and {last} (the previous and the last layer of the tensor's
+    stack, counted from its start) and {expert} (Megalith's tensor has the experts as its first dimension)."""
     order: Callable[[ModelConfig, int], list[RowRun]]
     """Function (model, number of rows of Megalith's tensor) → the runs that cover these rows."""
     transposed: bool = False  # Hugging Face has [columns, rows]

@@ -42,15 +42,14 @@ OPERATORS: Mapping[str, str] = {
     "relative positions in segments": "cpmant",
     "relative positions in every layer": "umt5",
     "experts in an encoder-decoder": "nllb-moe switch_transformers",
-    "learned or sinusoidal positions in an encoder-decoder": "bart blenderbot blenderbot-small fsmt "
-    "m2m_100 marian mbart mvp pegasus plbart trocr",
+    "an encoder and a decoder with vocabularies of their own": "fsmt",
     "an encoder and a decoder with embeddings, windows and sizes of their own": "t5gemma",
     "self-attention and cross-attention in one softmax": "t5gemma2",
 }
 SCOPES: Mapping[str, str] = {
     "an encoder that transformers can also run as a decoder (train it as a masked language model)": "electra "
     "rembert roc_bert roformer xlm xmod",
-    "images": "git gemma3n gemma4 gemma4_unified mllama phi4_multimodal",
+    "images": "git gemma3n gemma4 gemma4_unified mllama phi4_multimodal trocr",
     "audio": "moshi musicgen musicgen_melody nemo_speechlm seamless_m4t seamless_m4t_v2 voxtral_realtime whisper",
     "two models of any families": "encoder-decoder",
     "bytes in patches of varying length": "blt",

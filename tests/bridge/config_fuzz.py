@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import transformers
+from bart_reference import CLASSES as BART_KINDS
+from bart_reference import reference as bart_reference
 from models.reference import CASES, random_parameters
 from torch import Tensor, nn
 
@@ -72,6 +74,10 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
         "T5ForConditionalGeneration", transformers.T5Config(**T5, feed_forward_proj="relu")
     ),
     "mt5": lambda: _encoder("MT5ForConditionalGeneration", transformers.MT5Config(**T5)),
+    **{
+        kind: lambda kind=kind: bart_reference(kind, std=STD, decoder_layers=2, dropout=0.1)
+        for kind in BART_KINDS
+    },
 }
 MODELS = [*CASES, *ENCODERS]
 # Keys that older versions of transformers wrote, or that stand in the classes of other families.

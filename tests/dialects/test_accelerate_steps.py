@@ -14,6 +14,7 @@ from accelerate_job import (
     samples,
     stacked,
 )
+from default_cases import by_default
 
 from megalith.accelerate import (
     AbstractTrainStep,
@@ -168,28 +169,32 @@ def test_an_encoder_trains_by_its_masked_tokens_and_the_order_of_its_segments():
         model(**left)
 
 
-def test_an_encoder_decoder_trains_by_its_labels():
+@pytest.mark.parametrize("kind", by_default(["t5", "bart", "mbart", "marian"], "t5", "mbart"))
+def test_an_encoder_decoder_trains_by_its_labels(kind: str) -> None:
     pairs = [{name: sample[name] for name in ("input_ids", "attention_mask")} for sample in masked_samples()]
     for number, pair in enumerate(pairs):
         labels = pair["input_ids"].flip(0)[:10]
         pair["labels"] = labels.masked_fill(torch.arange(10) > 9 - number, -100)
     accelerator = fresh_accelerator(gradient_clipping=0.0, num_micro_batches=2)
-    model, own, loader, _ = prepared(accelerator, "t5", pairs, "sgd")
+    model, own, loader, _ = prepared(accelerator, kind, pairs, "sgd")
     batch = next(iter(loader))
     model.train()
     loss = model(**batch).loss
     accelerator.backward(loss)
     own.step()
-    after, plain = accelerator.get_state_dict(model), model_of("t5")
+    after, plain = accelerator.get_state_dict(model), model_of(kind)
     halves = [plain(**{name: value[part] for name, value in stacked(pairs).items()}).loss
               for part in (slice(4), slice(4, 8))]  # fmt: skip
     expected = sum(halves) / 2
     expected.backward()
     assert torch.allclose(loss.detach(), expected.detach(), rtol=1e-5)
-    for name, parameter in model_of("t5").named_parameters():
-        close((parameter - after[name]) / RATE, plain.get_parameter(name).grad)
+    for name, parameter in model_of(kind).named_parameters():
+        if (gradient := plain.get_parameter(name).grad) is None:
+            assert torch.equal(parameter, after[name])  # Marian's sinusoids
+        elif gradient.norm() > 1e-5 * expected:  # those of keys' biases are rounding alone
+            close((parameter - after[name]) / RATE, gradient)
     model.eval()
-    shifted = torch.nn.functional.pad(batch["labels"].clamp(min=0)[:, :-1], (1, 0), value=3)
+    shifted = plain.prepare_decoder_input_ids_from_labels(batch["labels"])
     assert torch.allclose(model(**batch).loss, model(**batch, decoder_input_ids=shifted).loss)
     with pytest.raises(ConfigError, match="a prepared encoder-decoder was called without labels"):
         model(input_ids=batch["input_ids"])

@@ -391,7 +391,8 @@ T5_SETTINGS = (
     RequiredKeys(is_encoder_decoder=True),
     FixedSettings(model_type="t5", position_embedding_type="relative", normalization="RMSNorm", add_bias_linear=False,
          query_pre_attn_scalar=1),
-    WrittenKeys(pad_token_id=0, decoder_start_token_id=0),
+    Field("decoder_start_token_id", "decoder_start_token_id", default=0),
+    WrittenKeys(pad_token_id=0),
 )
 # fmt: on
 T5 = T5Family(
@@ -402,8 +403,8 @@ T5 = T5Family(
     tied="lm_head.weight",
     not_in_fp8=".wo.weight",  # transformers does not convert it to FP8
     trusts_stored_head=True,  # transformers 5 writes tie_word_embeddings for every T5
+    embedding_copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     ignored=(
-        r"^(en|de)coder\.embed_tokens\.weight$",  # copies of the shared embedding
         r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",  # never used
     ),
     prefix="",

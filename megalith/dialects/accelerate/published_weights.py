@@ -203,7 +203,7 @@ def load_module(module: nn.Module, family: Family, model: ModelConfig, chunks: M
     groups, state = family.groups(model), published_state_dict(module, module.state_dict())
     expected = {name: shape for group in groups for name, shape in group.sources.items()}
     ignored = {name for name in state if any(re.search(pattern, name) for pattern in family.ignored)}
-    ignored |= family.stored_constants(model).keys()
+    ignored |= {*family.stored_constants(model), *family.stored_tables(model), *family.embedding_copies}
     if not model.untie_embeddings_and_output_weights:
         ignored.add(family.tied)
     mismatched = [

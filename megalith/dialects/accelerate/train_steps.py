@@ -213,8 +213,12 @@ class T5TrainStep(AbstractTrainStep):
     """Train step of encoder-decoders. The decoder predicts the labels from the labels shifted right."""
 
     def __init__(self, accelerator: Any, args: Any):
-        """Read `decoder_start_token_id` and `pad_token_id` of `args`; None means 0."""
+        """Read `decoder_start_token_id` and `pad_token_id` of `args`; None means 0.
+
+        With `wraps_last_token`, the decoder starts with the last token of the labels, as in mBART.
+        """
         super().__init__("T5TrainStep")
+        self.wraps_last_token = getattr(args, "wraps_last_token", False)
         self.start_token = getattr(args, "decoder_start_token_id", None) or 0
         self.pad_token = getattr(args, "pad_token_id", None) or 0
         self.get_batch = self.get_batch_func(accelerator, getattr(args, "megatron_dataset_flag", False))
@@ -236,8 +240,11 @@ class T5TrainStep(AbstractTrainStep):
             labels, tokens = batch.get("labels"), batch.get("decoder_input_ids")
             loss_mask = None if labels is None else (labels != IGNORED).float()
             if tokens is None and labels is not None:
-                tokens = nn.functional.pad(labels[:, :-1], (1, 0), value=self.start_token)
-                tokens = tokens.masked_fill(tokens == IGNORED, self.pad_token)
+                filled = labels.masked_fill(labels == IGNORED, self.pad_token)
+                tokens = nn.functional.pad(filled[:, :-1], (1, 0), value=self.start_token)
+                if self.wraps_last_token:
+                    last = (filled != self.pad_token).sum(1, keepdim=True) - 1
+                    tokens[:, :1] = filled.gather(1, last)
             return batch["input_ids"], tokens, loss_mask, labels, batch.get("attention_mask")
 
         return get_batch
@@ -347,6 +354,7 @@ def _encoder_step(
             "BertForPreTraining"
         )
     tokens = {name: getattr(engine.config, name, None) for name in ("decoder_start_token_id", "pad_token_id")}
+    tokens["wraps_last_token"] = getattr(engine.config, "model_type", None) in ("mbart", "plbart")
     args = SimpleNamespace(**plugin.megatron_lm_default_args, **tokens)
     if is_pair:
         return EncoderDecoderStep(T5TrainStep(accelerator, args), token_multiple(plugin))
