@@ -237,6 +237,7 @@ class StorePath:
         except BaseException:
             with suppress(Exception):  # the store does not answer, or has no parts to discard
                 file.discard()
+            with suppress(AttributeError):  # a file in memory, which is not sent
                 file.closed = True  # otherwise garbage collection would send the incomplete object
             raise
 

@@ -1,11 +1,14 @@
 """Datasets in an object store: the same bytes and the same samples as in a folder, and nothing read on trust."""
 
+import gc
 import gzip
 import json
+from typing import ClassVar
 
 import fsspec
 import numpy as np
 import pytest
+from fsspec.spec import AbstractBufferedFile
 
 from megalith.cli.main import main
 from megalith.data import idx_format
@@ -89,6 +92,36 @@ def test_a_writer_that_fails_leaves_no_pair(bucket, monkeypatch):
     )
     with pytest.raises(DataError, match=r"cannot write memory://data/x.bin: quota"):
         IndexedWriter(f"{bucket}/x", np.uint16, overwrite=True)
+
+
+class Upload(AbstractBufferedFile):
+    """A write whose discard fails because the store does not answer, although it answers later."""
+
+    completed: ClassVar[list[bytes]] = []
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        if final:
+            self.completed.append(self.buffer.getvalue())
+        return True
+
+    def discard(self) -> None:
+        raise OSError("the network is gone")
+
+
+def test_an_object_whose_discard_fails_is_not_sent_by_garbage_collection(monkeypatch):
+    class Store:
+        open = staticmethod(lambda name, mode, block_size: Upload(None, name, mode, block_size))
+
+    monkeypatch.setattr("megalith.remote._store", lambda scheme, process: Store)
+    with pytest.raises(ZeroDivisionError), StorePath("s3://bucket/corpus.bin").create() as file:
+        file.write(b"the first tokens")
+        raise ZeroDivisionError
+    del file
+    gc.collect()
+    assert Upload.completed == []
+    with StorePath("s3://bucket/corpus.bin").create() as file:
+        file.write(b"all tokens")
+    assert Upload.completed == [b"all tokens"]
 
 
 def test_what_is_missing_or_cannot_be_is_a_sentence_before_it_takes_room(copied, bucket, monkeypatch):
