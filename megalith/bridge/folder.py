@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import shutil
-import tempfile
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,6 +27,7 @@ from megalith.errors import CheckpointError, shorten
 from megalith.models.vocabulary import VOCABULARY
 from megalith.remote import StorePath, open_location
 from megalith.small_files import read_small_file
+from megalith.temporary_folders import TemporaryFolder
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -175,8 +174,9 @@ def resolve_folder(path: str | Path) -> Path:
 def _fetched(folder: StorePath) -> Path:
     if not is_model_folder(folder):
         raise CheckpointError(f"{folder} has no {CONFIG}; give the URL of a folder of a Hugging Face model")
-    temporary = Path(tempfile.mkdtemp(prefix="megalith_model_"))
-    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    made = TemporaryFolder("megalith_model_")
+    atexit.register(made.remove)
+    temporary = made.path
     try:
         for file in folder.iterdir():
             if file.name in (CONFIG, GENERATION, *TOKENIZER_FILES) or file.name.endswith(FETCHED_ENDINGS):

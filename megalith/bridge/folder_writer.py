@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from megalith.bridge.folder import name_in_folder, path_exists, read_folder_file
-from megalith.bridge.partial import partial_folder
+from megalith.bridge.partial import partial_folder, write_error
 from megalith.checkpoint.files import Layout, RandomAccessWriter, byte_count
 from megalith.errors import CheckpointError
 from megalith.io import sync_folder, write_file
@@ -67,7 +67,7 @@ class FolderWriter:
                 )
         except OSError as error:
             self._abandon()
-            raise self._write_error(error) from error
+            raise write_error(self.path, error) from error
         return self
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -77,7 +77,7 @@ class FolderWriter:
         try:
             self._files[self._weight_map[name]].put(name, tensor)
         except OSError as error:
-            raise self._write_error(error) from error
+            raise write_error(self.path, error) from error
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file."""
@@ -97,7 +97,7 @@ class FolderWriter:
             except BaseException as failure:
                 self._abandon()
                 if isinstance(failure, OSError):
-                    raise self._write_error(failure) from failure
+                    raise write_error(self.path, failure) from failure
                 raise
         self._abandon()
 
@@ -122,7 +122,7 @@ class FolderWriter:
             write_file(file, content)
             sync_folder(file.parent)
         except OSError as error:
-            raise self._write_error(error) from error
+            raise write_error(self.path, error) from error
 
     def _abandon(self) -> None:
         self._close()
@@ -131,12 +131,6 @@ class FolderWriter:
     def _close(self) -> None:
         while self._files:
             self._files.popitem()[1].close()
-
-    def _write_error(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path} could not be written: {error.strerror or error}; the partial output was "
-            "removed: free disk space, or choose another path"
-        )
 
 
 def _plan_shards(tensors: Layout, shard_bytes: int) -> dict[str, list[str]]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from megalith.bridge.folder import path_exists
 from megalith.errors import CheckpointError
 from megalith.io import make_folder, replace_folder, sync_folder, sync_path
-from megalith.remote import StorePath
+from megalith.remote import StorePath, remove_all
+from megalith.temporary_folders import TemporaryFolder
 
 MARK = ".megalith_conversion"
 SENT_LAST = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt")
@@ -110,22 +111,27 @@ class SentFolder:
 
     def __init__(self, out: StorePath):
         self.out = out
-        self._made = tempfile.TemporaryDirectory()
-        self.path = Path(self._made.name)
+        self._made = TemporaryFolder("megalith_export_")
+        self.path = self._made.path / "folder"
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        self.path.mkdir()
 
     def commit(self) -> None:
         for name in SENT_LAST:
             (self.out / name).unlink(missing_ok=True)
         self.out.remove()
         files = (file for file in self.path.rglob("*") if file.is_file())
-        for file in sorted(files, key=lambda file: file.name in SENT_LAST):
-            (self.out / file.relative_to(self.path).as_posix()).send(file)
+        try:
+            for file in sorted(files, key=lambda file: file.name in SENT_LAST):
+                (self.out / file.relative_to(self.path).as_posix()).send(file)
+        except BaseException:
+            remove_all(self.out)
+            raise
         self.abandon()
 
     def abandon(self) -> None:
-        self._made.cleanup()
+        self._made.remove()
 
 
 def partial_folder(out: Path | StorePath) -> PartialFolder | SentFolder:
@@ -150,12 +156,19 @@ def new_folder(out: Path | StorePath) -> Iterator[Path]:
         sync_folder(folder.path)
         folder.commit()
     except OSError as error:
-        raise CheckpointError(
-            f"{out} could not be written: {error.strerror or error}; the partial output was "
-            "removed: free disk space, or choose another path"
-        ) from error
+        raise write_error(out, error) from error
     finally:
         folder.abandon()
+
+
+def write_error(out: Path | StorePath, error: OSError) -> CheckpointError:
+    """Return the error for a folder that could not be written."""
+    way_out = "free disk space, or choose another path"
+    if isinstance(out, StorePath):
+        way_out = f"check the bucket, its credentials and the network, or free disk space in {tempfile.gettempdir()}"
+    return CheckpointError(
+        f"{out} could not be written: {error.strerror or error}; the partial output was removed: {way_out}"
+    )
 
 
 def _remove_marked(folder: Path) -> None:

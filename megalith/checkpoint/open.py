@@ -11,9 +11,7 @@ the job hashes each file about once; in another layout, a machine may hash files
 from __future__ import annotations
 
 import re
-import shutil
 import socket
-import tempfile
 import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -38,6 +36,7 @@ from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 from megalith.remote import StorePath, open_location
+from megalith.temporary_folders import TemporaryFolder
 
 THREADS = 4  # concurrently hashed or fetched files
 FETCHED = "megalith_checkpoint_"  # prefix of temporary folders for fetched files
@@ -223,12 +222,18 @@ def _with_files(
     host = answers[world.rank]["host"]
     first = next(rank for rank, answer in enumerate(answers) if answer["host"] == host)
     is_owner = world.rank == first
-    local = collectively(world, lambda: tempfile.mkdtemp(prefix=FETCHED) if is_owner else None)[first]
+    made: list[TemporaryFolder] = []
+
+    def make() -> str:
+        made.append(TemporaryFolder(FETCHED))
+        return str(made[-1].path)
+
+    local = collectively(world, lambda: make() if is_owner else None)[first]
     if not Path(local).is_dir():  # created in another container with the same host name
-        local, is_owner = tempfile.mkdtemp(prefix=FETCHED), True
+        local = make()
     checkpoint = Checkpoint(folder, manifest, Path(local))
-    if is_owner:
-        weakref.finalize(checkpoint, shutil.rmtree, local, ignore_errors=True)
+    for temporary in made:
+        weakref.finalize(checkpoint, temporary.remove)
     return checkpoint
 
 

@@ -1,5 +1,6 @@
 """Checkpoints in an object store, here the memory of one process: whole or not there, checked when they are read."""
 
+import errno
 import gc
 import json
 import re
@@ -10,6 +11,7 @@ import pytest
 
 import megalith
 from megalith.bridge.exporter import export_hf
+from megalith.bridge.partial import new_folder
 from megalith.checkpoint import Saver, list_steps, open_checkpoint, open_existing
 from megalith.checkpoint.fingerprint import differences, tensor_digests
 from megalith.checkpoint.open import FETCHED, step_problems
@@ -303,6 +305,28 @@ def test_a_run_saves_goes_on_and_exports_by_url(run, store, tmp_path, capsys, br
     assert main(["import-hf", "memory://bucket/hf", "memory://bucket/back"]) == 0
     back = open_existing("memory://bucket/back")
     assert dict(tensor_digests(back, "model")) == dict(tensor_digests(ours, "model"))
+
+
+def test_a_folder_whose_upload_fails_leaves_nothing(store, tmp_path, monkeypatch):
+    send = StorePath.send
+
+    def fail_last(path, file):
+        if path.name == "config.json":
+            raise OSError(errno.EIO, "the network is gone")
+        send(path, file)
+
+    monkeypatch.setattr(StorePath, "send", fail_last)
+    message = (
+        "run could not be written: the network is gone; the partial output was removed: check the bucket"
+    )
+    with pytest.raises(CheckpointError, match=message), new_folder(store) as folder:
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text(name)
+    assert not store.exists() and not list((tmp_path / "fetched").iterdir())
+    monkeypatch.undo()
+    with new_folder(store) as folder:
+        (folder / "config.json").write_text("{}")
+    assert list(store.sizes()) == ["config.json"]
 
 
 def test_training_goes_on_when_the_store_is_gone_and_only_the_last_save_is_an_error(
