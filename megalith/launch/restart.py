@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.config import RunConfig
-from megalith.errors import MegalithError
+from megalith.errors import MegalithError, TrainingError
 from megalith.io import make_subfolder, open_file, replace_file
 from megalith.launch.lock import OutputLock, check_output_dir, config_errors
 from megalith.launch.parent import JOB, boot_id, process_start_time
 from megalith.remote import StorePath, open_location
-from megalith.small_files import read_small_file
+from megalith.small_files import RefusedFile, read_small_file
 
 JOB_FILE = ".job"
 FAILURES = "failures"
@@ -65,6 +65,7 @@ def locked_output_dir(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
 
     Raises:
         ConfigError: another job uses the folder, or has left a run in it.
+        TrainingError: the folder cannot be read at present.
     """
     output, saved = Path(config.train.output_dir), open_location(config.run_folder)
     with OutputLock(output):
@@ -96,11 +97,21 @@ def has_saved(config: RunConfig) -> bool:
 
 
 def _is_same_job(output: Path, attempt: Attempt) -> bool:
-    """Return True if an earlier attempt of the same launcher has used the folder."""
-    try:
-        return attempt.launcher is not None and _read_job_file(output)[0] == attempt.launcher
-    except (OSError, UnicodeDecodeError):
+    """Return True if an earlier attempt of the same launcher has used the folder.
+
+    Raises TrainingError if that cannot be read now, so that the launcher tries again.
+    """
+    if attempt.launcher is None:
         return False
+    try:
+        return _read_job_file(output)[0] == attempt.launcher
+    except (FileNotFoundError, RefusedFile, UnicodeDecodeError):
+        return False
+    except OSError as error:
+        raise TrainingError(
+            f"{output / JOB_FILE}, which tells whether this job has begun, cannot be read: {error.strerror}; start the "
+            "job again when its storage answers"
+        ) from None
 
 
 def _read_job_file(output: Path) -> list[str]:

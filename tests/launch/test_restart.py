@@ -1,11 +1,12 @@
 """Which start of a job goes on by itself: one whose own earlier attempt has saved, whatever the clock says."""
 
+import errno
 import os
 
 import pytest
 
 from megalith.config import RunConfig
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, TrainingError
 from megalith.launch.parent import process_start_time
 from megalith.launch.restart import Attempt, locked_output_dir, this_attempt
 
@@ -64,6 +65,22 @@ def test_an_interrupted_mark_is_the_old_one_or_none(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="No space left"):
         goes_on(tmp_path / "run", FIRST)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_read_now_is_not_taken_for_another_runs(tmp_path, monkeypatch, save):
+    assert not goes_on(tmp_path, FIRST)
+    save(5, time=1000)
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(TrainingError, match=r"\.job, .* Stale file handle; start"),
+    ):
+        patch.setattr("megalith.launch.restart.read_small_file", fail)
+        goes_on(tmp_path, SECOND)
+    assert goes_on(tmp_path, SECOND)
 
 
 def test_steps_from_before_the_job_do_not_count_until_they_are_saved_again(tmp_path, save):
