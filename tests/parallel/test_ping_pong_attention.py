@@ -10,8 +10,9 @@ from megalith.config import RunConfig
 from megalith.generation.sampling import generate
 from megalith.models.init import initialize
 from megalith.models.inputs import TokenInputs
+from megalith.models.pass_context import Context, PassLayout, set_window_mask
 from megalith.models.transformer import Transformer
-from megalith.parallel.overlap.ping_pong import apply_ping_pong
+from megalith.parallel.overlap.ping_pong import _slice_context, apply_ping_pong
 
 SIZES = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, max_position_embeddings=32)
 FAMILIES = {
@@ -66,6 +67,17 @@ def test_logits_and_generated_text_are_those_of_the_whole(batch):
     prompts = tokens(batch)[:, :5].tolist()
     first, second = (generate(model, prompts, max_new_tokens=6, temperature=0.0) for model in (whole, halved))
     assert first == second
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_each_half_has_its_sequences_masks_of_an_encoders_windows(padded):
+    context = Context(4, PassLayout(), causal=False, position_ids=torch.arange(16).expand(4, 16))
+    if padded:
+        context.mask = (torch.arange(16) < torch.tensor([16, 9, 12, 7])[:, None])[:, None, None]
+    set_window_mask(context, 2, 3, 16)
+    whole = context.window_mask.expand(4, 1, 16, 16)
+    halves = [_slice_context(context, number, 2, torch.chunk).window_mask for number in range(2)]
+    assert torch.equal(torch.cat([half.expand(2, 1, 16, 16) for half in halves]), whole)
 
 
 @pytest.mark.full

@@ -128,6 +128,9 @@ def _slice_context(context: Context, number: int, count: int, stream: Split) -> 
     def tables(both: Tables | None) -> Tables | None:
         return None if both is None else (part_of(both[0]), part_of(both[1]))
 
+    window_mask = context.window_mask
+    if window_mask is not None and window_mask.shape[0] > 1:  # otherwise the same for all sequences
+        window_mask = part_of(window_mask)
     dropout, rows = context.dropout, None
     if dropout is not None:
         stream_keys = part_of(dropout.stream, stream)
@@ -144,6 +147,7 @@ def _slice_context(context: Context, number: int, count: int, stream: Split) -> 
         documents=part_of(context.documents),
         chunk_mask=part_of(context.chunk_mask),
         chunk_documents=part_of(context.chunk_documents),
+        window_mask=window_mask,
         padding=part_of(context.padding),
         dropout=dropout,
         output_rows=rows,
