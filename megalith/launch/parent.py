@@ -23,10 +23,15 @@ def exit_with_launcher() -> None:
     launcher = os.environ.pop(LAUNCHER, None)  # not inherited by this process's children
     if launcher is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    exit_with_parent()
     if launcher is not None and os.getppid() != int(launcher):
         os._exit(1)
+
+
+def exit_with_parent() -> None:
+    """Have the kernel kill this process when its parent exits. Only on Linux, and not inherited by children."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def process_start_time(pid: int) -> int | None:

@@ -19,6 +19,7 @@ import os
 import pickle
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -29,6 +30,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megalith.launch.failure import COLLECTIVE_WORDS
+from megalith.launch.parent import exit_with_parent
 
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "megalith.models.transformer"]
 
@@ -183,6 +185,7 @@ def _work(pipe: Connection) -> None:
             stacks.truncate()
             child = os.fork()
             if child == 0:
+                exit_with_parent()
                 faulthandler.enable(stacks)
                 # A fork keeps no threads of torch's pool; without this, autograd's threads would each recreate it.
                 torch.set_num_threads(1)
@@ -190,12 +193,24 @@ def _work(pipe: Connection) -> None:
                 sys.stdout.flush()
                 pipe.send(outcome)
                 os._exit(0)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            code = _await_job(child, pipe)
             if code:
                 stacks.seek(0)
                 pipe.send((False, (f"{ENDED} {_exit_text(code)}\n{stacks.read()}", None)))
         except (EOFError, OSError):  # the parent has exited
             return
+
+
+def _await_job(child: int, pipe: Connection) -> int:
+    """Return the exit code of a job's process. Kill it if the pool's process exits."""
+    if hasattr(os, "pidfd_open"):  # on Linux
+        ended = os.pidfd_open(child)
+        wait([pipe, ended])
+        os.close(ended)
+        with socket.socket(fileno=os.dup(pipe.fileno())) as connection, suppress(BlockingIOError):
+            if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # not the next job
+                os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _exit_text(code: int) -> str:

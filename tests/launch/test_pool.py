@@ -1,8 +1,13 @@
 """The pool: each job in processes of its own, which leave nothing, and whose end is told."""
 
+import ctypes
 import os
+import pickle
 import signal
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +16,9 @@ from forked import is_running
 from sockets import LOOPBACK_INTERFACE, listening
 
 from megalith.launch.network import is_loopback
-from megalith.launch.pool import RankFailed
+from megalith.launch.pool import Pool, RankFailed
 
+PR_GET_PDEATHSIG = 2  # Linux: prctl option
 seen = []
 
 
@@ -43,6 +49,42 @@ def test_a_job_of_the_pool_is_reached_from_this_machine_alone(pool):
     for addresses, interface in pool.run(what_listens, os.getpid()):
         assert len(addresses) >= 2 and all(map(is_loopback, addresses)), addresses
         assert interface == LOOPBACK_INTERFACE
+
+
+def signal_of_the_parents_end() -> int:
+    number = ctypes.c_int()
+    assert ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0) == 0
+    return number.value
+
+
+def test_a_job_does_not_outlive_its_worker(pool):
+    assert pool.run(signal_of_the_parents_end) == [signal.SIGKILL] * pool.size
+
+
+def sleep_long(file: Path) -> None:
+    file.write_text(f"{os.getpid()}\n")
+    time.sleep(1000)
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_job_ends_with_the_process_of_its_pool(tmp_path):
+    file, pool = tmp_path / "pid", Pool(1)
+    pool._start()
+    ((worker, pipe),) = pool._workers
+    job = 1, 0, 1, "cpu", pool._store.port, 1000.0, pickle.dumps((sleep_long, (file,)))
+    try:
+        pipe.send((sys.path, [__name__], job))
+        wait_until(lambda: file.exists() and file.read_text().endswith("\n"))
+        pipe.close()  # as the kernel does for a killed process
+        wait_until(lambda: not is_running(int(file.read_text())) and not worker.is_alive())
+    finally:
+        pool.close()
 
 
 def killed_by_itself() -> None:
