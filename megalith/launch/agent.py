@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
@@ -35,11 +35,11 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.launcher.api import LaunchConfig
 
 from megalith.compat.elastic import HookedAgent
-from megalith.errors import REFUSALS
-from megalith.launch.failure import CRASH_FILE, CRASHES, Failure, first_failure, planned_end
+from megalith.errors import REFUSALS, HangError
+from megalith.launch.failure import CRASH_FILE, CRASHES, Failure, first_failure, stopped_rank
 from megalith.launch.in_process import IN_PROCESS, RESIZES
 from megalith.launch.peer_watch import CONNECTED_FILE, PeerWatch
-from megalith.launch.rank_replacement import RankReplacement, replacement_variables
+from megalith.launch.rank_replacement import UNEXPECTED, RankReplacement, replacement_variables
 from megalith.launch.rendezvous import (
     Membership,
     MultiNodeRendezvous,
@@ -73,7 +73,8 @@ class Agent(HookedAgent):
         self.job = spec.rdzv_handler.job
         self._stop_requested = False
         self._handled_signals = handled_stop_signals()
-        self._killed_ranks: set[int] = set()
+        self._killed_ranks: set[int] = set()  # ended because another rank had failed
+        self._stopped_ranks: dict[int, Failure] = {}  # ended because they hang or are unhealthy
         self._num_spares = num_spares
         self._free_devices: list[int] = []  # GPUs that no rank has used in this attempt
         self._devices: dict[int, int] = {}  # by local rank, of replacements that got one of them
@@ -93,6 +94,7 @@ class Agent(HookedAgent):
         for number in STOP_SIGNALS:  # elastic's handlers would override what `nohup` makes us ignore
             signal.signal(number, self._forward_signal if number in self._handled_signals else signal.SIG_IGN)
         self._killed_ranks.clear()
+        self._stopped_ranks.clear()
         self._watch_peers(worker_group)
         self.world_size = worker_group.workers[0].world_size
         self._replacement, self._resize_check_at = None, 0.0
@@ -151,6 +153,7 @@ class Agent(HookedAgent):
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             failures = {r: f for r, f in result.failures.items() if r not in self._killed_ranks}
             failure = first_failure(failures or result.failures, self._error_files_by_rank(worker_group))
+            failure = self._stopped_ranks.get(failure.rank, failure)
             if self._not_connected and not failures:
                 failure = replace(failure, not_connected=self._not_connected)
             self._record_failure(failure, worker_group.group_world_size)
@@ -175,25 +178,22 @@ class Agent(HookedAgent):
 
     def _replace_ranks_of(self, worker_group: WorkerGroup, replacement: RankReplacement) -> bool:
         workers = worker_group.workers
-        planned = replacement.planned() if self.remaining_restarts else []
-        requested = [*replacement.requested(), *planned]
-        victims = [local for local, worker in enumerate(workers) if worker.global_rank in requested]
-        self._kill(victims)
-        _wait_for([self.worker_processes[local] for local in victims], KILL_TIMEOUT)
+        self._stop_requested_ranks(worker_group, replacement)
         codes = self._seen_codes = self._exit_codes()
         failed = [local for local, code in enumerate(codes) if code]
         if not failed:
             if not replacement.follow():
-                print("the ranks did not restart in time; restarting all processes", file=sys.stderr)
+                reason = "the ranks did not all train again in time after a failure"
+                self._record_stops([w.global_rank for w in workers], reason, HangError.exit_code)
                 self._replacement = None  # until all processes have started again
                 self._kill_ranks(worker_group)
             return False
         failures = {workers[local].global_rank: self.worker_failure(local) for local in failed}
         failure = first_failure(failures, self._error_files_by_rank(worker_group))
-        if failure.rank in planned:
-            failure = planned_end(failure.rank)
-        if not self.remaining_restarts or not replacement.is_possible(codes, failure):
+        stopped = self._stopped_ranks.get(failure.rank)
+        if not self.remaining_restarts or not replacement.is_possible(codes, None if stopped else failure):
             return False
+        failure = stopped or failure
         self.failures.append(failure)
         self.remaining_restarts -= 1
         count = len(self.failures)
@@ -203,10 +203,27 @@ class Agent(HookedAgent):
         replacement.begin()
         for local in failed:
             self._kill([local])  # the rest of its process group
+            self._stopped_ranks.pop(workers[local].global_rank, None)
             Path(self.error_files[local]).unlink(missing_ok=True)
             self.replace_worker(worker_group, local, self._next_process(local, replacement_variables(count)))
         self._start_spares()
         return True
+
+    def _stop_requested_ranks(self, worker_group: WorkerGroup, replacement: RankReplacement) -> None:
+        """Kill this machine's ranks whose replacement is requested: those that hang and, while restarts are left, those
+        with unhealthy hardware."""
+        ranks = {worker.global_rank: local for local, worker in enumerate(worker_group.workers)}
+        unhealthy = ranks.keys() & (replacement.planned() if self.remaining_restarts else [])
+        hanging = ranks.keys() & replacement.requested()
+        self._record_stops(unhealthy, "its hardware is unhealthy", UNEXPECTED)
+        self._record_stops(hanging, "it made no progress", HangError.exit_code)
+        victims = [ranks[rank] for rank in unhealthy | hanging]
+        self._kill(victims)
+        _wait_for([self.worker_processes[local] for local in victims], KILL_TIMEOUT)
+
+    def _record_stops(self, ranks: Collection[int], reason: str, exit_code: int) -> None:
+        """Record why ranks are stopped: the message of the failure, which is otherwise that of a kill."""
+        self._stopped_ranks |= {rank: stopped_rank(rank, reason, exit_code) for rank in ranks}
 
     def _resize(self, worker_group: WorkerGroup) -> bool:
         """Continue with other machines if some are lost or have joined. Return True if the workers have changed."""
@@ -286,11 +303,15 @@ class Agent(HookedAgent):
         return self.start_process(local_rank, variables)
 
     def _start_spares(self) -> None:
-        """Start processes until there are as many spares as requested."""
+        """Start processes until there are as many spares as requested. The job runs on if the system allows no more."""
         local_rank = len(self.worker_processes) - 1  # not that of rank 0, which prints while it starts
         while len(self._spares) < self._num_spares:
             path = Path(os.environ[CRASH_FILE]).with_name(f"spare_{uuid.uuid4().hex}")
-            self._spares[path] = self.start_process(local_rank, {SPARE: str(path)})
+            try:
+                self._spares[path] = self.start_process(local_rank, {SPARE: str(path)})
+            except OSError as error:
+                print(f"warning: a spare process cannot be started: {error.strerror}", file=sys.stderr)
+                return
 
     def stop_spares(self) -> None:
         """Kill the spares, at the end of the job."""

@@ -174,17 +174,16 @@ class Failure:
         return f"error: rank {self.rank} {event}{others}\n{self.error['py_callstack'].rstrip()}"
 
 
-def planned_end(rank: int) -> Failure:
-    """Return the Failure of a rank that the launcher has ended because the rank's hardware is unhealthy."""
-    text = "its hardware is unhealthy, so its process was stopped"
+def stopped_rank(rank: int, reason: str, exit_code: int) -> Failure:
+    """Return the Failure of a rank whose process the launcher has ended for `reason`, a main clause."""
     error = {
-        "exit_code": 1,
+        "exit_code": exit_code,
         "expected": True,
         "collective": False,
         "nanoseconds": time.time_ns(),
-        "py_callstack": text,
+        "py_callstack": f"{reason}, so its process was stopped",
     }
-    return Failure(rank, 1, error)
+    return Failure(rank, exit_code, error)
 
 
 def first_failure(failures: Mapping[int, Any], error_files: Mapping[int, str] | None = None) -> Failure:

@@ -44,6 +44,7 @@ LISTENING_CHECKS = 3  # checks without a new status after which a rank counts as
 VERDICT_CHECKS = 12  # checks for which a rank waits for another rank's verdict
 STORE_TIMEOUT = 30.0  # seconds
 REPLACEMENT_TIMEOUT = 30.0  # seconds in which the launcher replaces a rank that hangs
+WAY_OUT = "start the job again, it resumes from the newest checkpoint"  # if no rank is replaced
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class HangWatch:
         text = self._verdict(check_count, interval)
         if self._restart is not None and self._stopped.wait(REPLACEMENT_TIMEOUT):
             return
-        report(HangError(text))
+        report(HangError(f"{text}; {WAY_OUT}"))
         os._exit(HangError.exit_code)
 
     def _verdict(self, check_count: int, interval: float) -> str:
@@ -205,7 +206,7 @@ class HangWatch:
     def _replace(self, ranks: set[int], text: str) -> None:
         """Request the replacement of the ranks that hang. Ends the job if no rank differs from the others."""
         if not ranks:
-            report(HangError(text))
+            report(HangError(f"{text}; {WAY_OUT}"))
             os._exit(HangError.exit_code)
         self._restart.request_replacement(sorted(ranks))
         print(text, file=sys.stderr, flush=True)
@@ -245,7 +246,7 @@ def _parse_status(text: str) -> RankStatus | None:
 def hang_message(
     statuses: Mapping[int, RankStatus | None], silent: set[int], world_size: int, timeout: float
 ) -> str:
-    """Return the error message for a job that hangs.
+    """Return the description of a job's hang.
 
     Args:
         statuses: last status of each rank that has published one, or None if it cannot be parsed.
@@ -267,10 +268,7 @@ def hang_message(
     # The ranks that differ from most come first.
     for text, ranks in sorted(ranks_by_text.items(), key=lambda item: len(item[1])):
         parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
-    return (
-        f"no progress within {timeout:g} s (runtime.distributed_timeout_minutes): {'; '.join(parts)}; start the job "
-        "again, it resumes from the newest checkpoint"
-    )
+    return f"no progress within {timeout:g} s (runtime.distributed_timeout_minutes): {'; '.join(parts)}"
 
 
 def _clone_store() -> Store:

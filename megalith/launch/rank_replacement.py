@@ -41,15 +41,16 @@ class RankReplacement:
         """Return the ranks whose planned replacement has been requested."""
         return self._store.planned(self._store.generation())
 
-    def is_possible(self, codes: Sequence[int | None], failure: Failure) -> bool:
+    def is_possible(self, codes: Sequence[int | None], failure: Failure | None) -> bool:
         """Return True if the failed processes can be replaced.
 
         Args:
             codes: exit codes of this machine's ranks; None for one that runs.
-            failure: the failure that came first.
+            failure: the failure that came first; None if the launcher has ended that rank to replace it.
         """
         codes_left = {code for code in codes if code is not None}
-        return self.has_trained() and None in codes and 0 not in codes_left and _is_local(failure)
+        is_local = failure is None or _is_local(failure)
+        return self.has_trained() and None in codes and 0 not in codes_left and is_local
 
     def has_trained(self) -> bool:
         """Return True if all ranks have begun to train, so that they can restart in their processes."""

@@ -1,5 +1,6 @@
 """Ranks that fail are replaced while the others stay in their processes, and the run ends as one without failures."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,10 @@ def test_ranks_killed_in_a_step_a_copy_and_a_restart_change_nothing(tmp_path, un
 def test_a_restart_that_takes_too_long_becomes_a_restart_of_all_processes(tmp_path, undisturbed):
     failures = [(3, "step", 7, "kill"), (3, "restore", 1, "sleep")]
     assert check(tmp_path / "run", "sharded", failures, undisturbed, limit=8.0) == (1, 1)
+    text = (tmp_path / "run.log").read_text()
+    assert re.search(
+        r"error: rank \d: the ranks did not all train again in time .*\nrestarting \(2 of 9\)", text
+    )
 
 
 @pytest.mark.full
@@ -107,12 +112,34 @@ def test_an_unhealthy_rank_trains_on_if_no_restart_is_left(tmp_path, undisturbed
 @pytest.mark.parametrize("how", ["stop", "sleep"])
 def test_a_rank_that_hangs_is_replaced(tmp_path, undisturbed, how):
     assert check(tmp_path / "run", "data", [(1, "step", 8, how)], undisturbed) == (1, 0)
+    text = (tmp_path / "run.log").read_text()
+    assert "error: rank 1: it made no progress, so its process was stopped\nreplacing rank 1" in text
+    assert "SIGKILL" not in text and "start the job again" not in text
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_ends_the_job_with_its_code_if_no_restart_is_left(tmp_path):
+    failures = [(2, "step", 4, "kill"), (1, "step", 8, "sleep")]
+    with pytest.raises(AssertionError, match="exit code 6") as error:
+        run(tmp_path / "run", "data", STEPS, failures, max_restarts=1)
+    text = str(error.value)
+    assert text.count("no progress within 12 s") == 1 and "rank 1: step 8, training" in text
+    assert "error: rank 1: it made no progress, so its process was stopped\nfirst of the 2 failures: " in text
 
 
 @pytest.mark.full
 def test_a_rank_killed_during_a_background_save_changes_nothing(tmp_path, undisturbed):
     failures = [(0, "save", 2, "kill"), (2, "step", 12, "kill")]
     assert check(tmp_path / "run", "data", failures, undisturbed, checkpoint__async_save=True)[1] == 0
+
+
+@pytest.mark.full
+def test_a_restart_from_memory_does_not_read_the_storage(tmp_path, undisturbed):
+    failures = [(2, "step", 12, "kill"), (0, "meeting", 2, "no storage")]
+    output = tmp_path / "run"
+    text = run(output, "data", STEPS, failures)
+    assert left_by(output, STEPS) == undisturbed("data"), text
+    assert happened(output) == 2 and restarts(text) == (1, 0) and "continuing from memory: step 10," in text
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """Parts of the in-process restart, each in one process; tests/faults/test_in_process_restart.py kills ranks."""
 
+import errno
 import os
 import signal
 import socket
@@ -9,7 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from megalith.errors import CheckpointError
-from megalith.launch.failure import Failure, RankLost
+from megalith.launch.agent import Agent
+from megalith.launch.failure import CRASH_FILE, Failure, RankLost
 from megalith.launch.hang_watch import RankStatus, differing_ranks
 from megalith.launch.in_process import IN_PROCESS, RESIZES, InProcessRestart, MeetingError
 from megalith.launch.launcher import Process
@@ -90,6 +92,8 @@ REFUSAL = Failure(1, 2, {"exit_code": 2, "collective": False})
         ([None, 6], Failure(1, 6, {"exit_code": 6, "collective": False}), False),
         ([-9, -9], KILLED, False),  # nobody is left
         ([None, -9, 0], KILLED, False),  # a rank has ended the run
+        ([None, -9], None, True),  # the launcher has ended a rank that hung
+        ([None, -9, 0], None, False),
     ],
 )
 def test_a_rank_is_replaced_if_others_train_on(codes, failure, possible):
@@ -213,6 +217,21 @@ def test_the_minority_hangs():
     ) == {1}
     assert differing_ranks({0: waiting, 1: training}) == set()  # which of the two is unknown
     assert differing_ranks({0: waiting, 1: None, 2: waiting}) == {1}
+
+
+def test_a_spare_that_cannot_be_started_does_not_end_the_job(monkeypatch, tmp_path, capfd):
+    def fail(*_: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    agent = Agent.__new__(Agent)
+    agent._num_spares, agent._spares = 2, {}
+    monkeypatch.setattr(Agent, "worker_processes", {0: None})
+    monkeypatch.setattr(agent, "start_process", fail)
+    monkeypatch.setenv(CRASH_FILE, str(tmp_path / "crashed"))
+    agent._start_spares()
+    assert agent._spares == {} and capfd.readouterr().err == (
+        "warning: a spare process cannot be started: Resource temporarily unavailable\n"
+    )
 
 
 def test_a_spare_waits_for_its_rank(monkeypatch, tmp_path):
