@@ -108,6 +108,8 @@ class Saver:
         self._failure: BaseException | None = None
         self.last: SaveResult | None = None
         """Result of the last completed save."""
+        self.has_saved = False
+        """True on rank 0 once it has completed a step, even if the ranks were lost before they could agree on that."""
 
     def save(
         self,
@@ -205,6 +207,8 @@ class Saver:
         except BaseException as failure:
             self._failure = failure  # a lost rank or a bug; raised in the training thread
             return
+        finally:
+            self.has_saved = self.has_saved or step.is_complete
         seconds = time.monotonic() - begin
         moment = (record.step, record.consumed_samples)
         self._failures = 0 if error is None else self._failures + 1

@@ -63,6 +63,8 @@ class StepFolder:
         """Path of the step's files until the step is completed."""
         self.prefix = ""
         """Prefix of the files' names in the manifest."""
+        self.is_complete = False
+        """True once `commit` has completed the step."""
 
     def begin(self) -> str:
         """Create the temporary folder and remove remains of killed saves. Return its name, for `use_folder`.
@@ -127,6 +129,7 @@ class StepFolder:
                 f"the written files are not a valid checkpoint: {first_problem(error)}"
             ) from None
         self._publish(text)
+        self.is_complete = True
 
     def _publish(self, manifest: str) -> None:
         """Complete the step and update `latest`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +50,10 @@ class TrainingResult:
 
 
 def _is_saved(run: Run) -> bool:
-    """Return True if the run's current step is complete in its folder."""
-    return run.saves.is_dir() and run.step in list_steps(run.saves)
+    """Return True if the run's current step is complete in its folder, False also if the folder cannot be read."""
+    with suppress(OSError):
+        return run.saves.is_dir() and run.step in list_steps(run.saves)
+    return False
 
 
 class Trainer:

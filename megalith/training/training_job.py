@@ -140,7 +140,7 @@ class _Job:
     startup_timer: StartupTimer
     notes: list[str]
     resuming: bool
-    """True on rank 0 if an earlier attempt has saved a checkpoint."""
+    """True on rank 0 if this job is known to have saved a checkpoint, in this attempt or an earlier one."""
 
     def __post_init__(self) -> None:
         self.snapshots = MemorySnapshots(self.restart.is_aborted) if self.restart.is_active else None
@@ -199,8 +199,9 @@ class _Job:
         elif device.type == "cpu" and writes and process.world_size == process.local_world_size:
             notes += warnings_on_cpu(config, process.world_size)
         mesh = build_run_mesh(config, process.world_size, device.type)
-        resuming = self.resuming or (restart.generation > 0 and process.is_first and has_saved(config))
-        if any_rank(resuming, mesh.world):
+        if self.snapshots is not None:
+            self.snapshots.connect(mesh.world, self._ranks_that_fail_together(machine, mesh.world))
+        if any_rank(self._resumes(config, mesh.world), mesh.world):
             resume_settings = {
                 "checkpoint.load": config.run_folder,
                 "checkpoint.load_optim": config.checkpoint.save_optim,
@@ -210,8 +211,6 @@ class _Job:
             # Their buffers outlive their process groups.
             notes.append("a failure restarts all processes, because parallel.symmetric_memory_groups is set")
             restart = None
-        if self.snapshots is not None:
-            self.snapshots.connect(mesh.world, self._ranks_that_fail_together(machine, mesh.world))
         run, heartbeat = None, Heartbeat(mesh, timeout)
         self.startup_timer.mark("settings and processes")
         try:
@@ -227,3 +226,14 @@ class _Job:
             raise out_of_memory(
                 error, config, process.world_size, process.rank, device, *components
             ) from error
+        finally:
+            self.resuming = self.resuming or (run is not None and run.saver.has_saved)
+
+    def _resumes(self, config: RunConfig, world: Axis) -> bool:
+        """Return True on rank 0 if this job has saved a checkpoint. Collective.
+
+        In a restart from memory, the folder is not read, because its storage may be unreachable.
+        """
+        if self.restart.generation == 0 or self.snapshots.find(world) is not None:
+            return self.resuming
+        return self.resuming or (self.process.is_first and has_saved(config))

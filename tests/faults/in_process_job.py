@@ -6,6 +6,7 @@ from 1; at the point `step` the number is that of a step. `how` is one of the wo
 that the rank sends itself, or "launcher" and the name of a signal that the rank sends the launcher.
 """
 
+import errno
 import json
 import os
 import signal
@@ -20,11 +21,11 @@ from torch._inductor import compile_fx
 
 from megalith.checkpoint import memory_snapshots, saver
 from megalith.checkpoint.memory_snapshots import MemorySnapshots
-from megalith.launch import in_process, rank_replacement
+from megalith.launch import in_process, rank_replacement, restart
 from megalith.rl.rewards.rewards import Rewards
 from megalith.rl.sampling.rollout_sampler import RolloutSampler
 from megalith.rl.sampling.weight_sync import WeightSync
-from megalith.training import training_job
+from megalith.training import trainer, training_job
 from megalith.training.run_snapshots import RunSnapshots
 from megalith.training.run_state import Run
 
@@ -81,9 +82,20 @@ def fail(point: str, number: int, when: str = "before") -> None:
             run_out_of_memory(Path(os.environ[MEMORY_LIMIT]))
         if how.startswith("cut"):
             cut_link(how.removeprefix("cut").strip())
+        if how == "no storage":
+            lose_storage()
         target, _, name = how.rpartition(" ")
         if name.startswith("SIG"):
             os.kill(os.getppid() if target == "launcher" else os.getpid(), signal.Signals[name])
+
+
+def lose_storage() -> None:
+    """Have each later look into the folder of the checkpoints fail."""
+
+    def fail_to_read(*_: object) -> None:
+        raise OSError(errno.EIO, "the storage does not answer")
+
+    restart._saves = trainer.list_steps = fail_to_read
 
 
 def cut_link(seconds: str) -> None:
