@@ -144,11 +144,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial, from 0")
     parser.add_argument("--results", type=Path, help="JSONL file; trials that it contains are not repeated")
     args = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="in-process-trials-"))
     done, wanted = finished(args.results, args.seed), {}
-    for number in range(args.trials):
+    for number in range(args.first, args.trials):
         if number in done:
             continue
         layout, background, failures = trial_of(args.seed, number, args.steps)
@@ -180,16 +181,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def table(results: Sequence[dict]) -> str:
-    """Sums of a campaign, by layout."""
-    rows = [
-        f"{'layout':20} {'trials':>7} {'failures':>9} {'replaced':>9} {'restarts of all':>16} {'differ':>7}"
-    ]
+    """Sums of a campaign by layout, as the table of docs/reliability.md."""
+    rows = []
     for layout in (*LAYOUTS, "all"):
         chosen = [each for each in results if layout in ("all", each["layout"])]
         sums = [sum(each[name] for each in chosen) for name in ("happened", "replaced", "restarted")]
-        differ = sum(not each["equal"] for each in chosen)
-        rows.append(f"{layout:20} {len(chosen):7} {sums[0]:9} {sums[1]:9} {sums[2]:16} {differ:7}")
-    return "\n".join(rows)
+        rows.append([layout, len(chosen), *sums, sum(not each["equal"] for each in chosen)])
+    heads = "Layout", "Trials", "Failures", "Ranks replaced", "Restarts of all processes", "Different bits"
+    return markdown(heads, rows)
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # of what all tests have, where this is run as a program
-from in_process_trials import finished
+from in_process_trials import finished, markdown
 from test_phases import CASES, finish, start, state_of
 
+TASKS = {"training": "training", "compiled": "compiled training", "grpo": "GRPO"}
 SIGNALS = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGKILL"
 Stop = tuple[int, str, int, str]  # rank, phase, number, how
 
@@ -51,12 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial, from 0")
     parser.add_argument("--results", type=Path, help="JSONL file; trials that it contains are not repeated")
     args = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="phase-trials-"))
     commands = {command.__name__: command for command, *_ in CASES}
     done, wanted = finished(args.results, args.seed), {}
-    for number in range(args.trials):
+    for number in range(args.first, args.trials):
         if number in done:
             continue
         task, stops = trial_of(args.seed, number)
@@ -86,21 +87,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def table(results: list[dict]) -> str:
-    """Sums of a campaign, by phase."""
-    stops: Counter[str] = Counter()
-    differ: Counter[str] = Counter()
-    for each in results:
-        for _, phase, _, _ in each["stops"]:
-            stops[phase] += 1
-            differ[phase] += not each["equal"]
-    rows = [f"{'phase':16} {'planned stops':>14} {'in trials that differ':>22}"]
-    rows += [f"{phase:16} {count:14} {differ[phase]:22}" for phase, count in stops.most_common()]
-    sums = [
-        len(results),
-        sum(each["happened"] for each in results),
-        sum(not each["equal"] for each in results),
-    ]
-    return "\n".join([*rows, "{} trials, {} stops happened, {} differ".format(*sums)])
+    """Sums of a campaign by task, as the table of docs/reliability.md."""
+    rows = []
+    for task in (*TASKS, "all"):
+        chosen = [each for each in results if task in ("all", each["task"])]
+        planned, stops = sum(len(each["stops"]) for each in chosen), sum(each["happened"] for each in chosen)
+        name = TASKS.get(task, task)
+        rows.append([name, len(chosen), planned, stops, sum(not each["equal"] for each in chosen)])
+    return markdown(("Task", "Trials", "Planned stops", "Stops", "Different bits"), rows)
 
 
 if __name__ == "__main__":
