@@ -30,21 +30,6 @@ def local_rotary_tables(config: ModelConfig, position_ids: Tensor) -> Tables:
     return _tables(position_ids, frequencies, 1.0)
 
 
-def rotate(x: Tensor, tables: Tables, interleaved: bool = False) -> Tensor:
-    """Return x [batch, seq, heads, head_dim], rotated by the tables of its positions in fp32.
-
-    `interleaved`: pair j is (x_2j, x_2j+1); otherwise it is (x_j, x_{j + size / 2}).
-    """
-    cos, sin = tables
-    size = 2 * cos.shape[-1]
-    part = x[..., :size].float()
-    first, second = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, dim=-1)
-    rotated = first * cos - second * sin, second * cos + first * sin
-    rotated = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
-    rotated = rotated.to(x.dtype)
-    return rotated if size == x.shape[-1] else torch.cat([rotated, x[..., size:]], dim=-1)
-
-
 def _tables(position_ids: Tensor, frequencies: Tensor, magnitude: float) -> Tables:
     angles = position_ids[..., None, None].float() * frequencies  # [batch, seq, 1, size / 2]
     return angles.cos() * magnitude, angles.sin() * magnitude

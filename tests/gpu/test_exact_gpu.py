@@ -194,6 +194,13 @@ def test_attention_is_right_and_has_the_same_bits_in_prefill_decode_and_packed_r
     new = (x[each, positions][:, None] for x in (query, key, value))
     decoded = cached_attention(*new, cache, positions, None, window=window, scale=None)
     assert torch.equal(decoded[:, 0], whole[each, positions])
+    odd = cache.new_empty(*cache.shape[:-1], size + 3)[..., :size].copy_(
+        cache
+    )  # rows at any multiple of 2 or 4 bytes
+    assert torch.equal(attention(query, *odd, window=window), attention(query, *cache, window=window))
+    last = torch.full((BATCH, 1), SEQ - 1, device="cuda")
+    one = (attend(query[:, -1:], *keys, last, None, window, size**-0.5)[0] for keys in (odd, cache))
+    assert torch.equal(*one)
 
 
 LLAMA = dict(

@@ -8,9 +8,10 @@ from megalith.config import ModelConfig, OptimConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.ops import kernels as fused
-from megalith.ops.activation import ACTIVATIONS, gelu_tanh, weighted_activation
+from megalith.ops.activation import ACTIVATIONS, gated_activation, gelu_tanh, weighted_activation
 from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.fused_norm import add_norm, residual_add
+from megalith.ops.rotary import rotate
 from megalith.ops.split_qkv import split_qkv
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, set_learning_rate
 from megalith.optim.adam import MIN_KERNEL_NUMEL, AdamW
@@ -211,6 +212,35 @@ def test_experts_gated_rows_have_their_gradients_whatever_stands_behind(dtype, r
         results += [y, *torch.autograd.grad(y, leaves, grad.double() if wide else grad)]
     assert [part.dtype for part in found] == [dtype, dtype, torch.float32]
     check([part[:end].detach() for part in found], [part[:end].detach() for part in exact], ROUNDING[dtype])
+
+
+@TYPES
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "size", "pairs"), [(32, 64, 32), (3, 128, 64), (20, 80, 8), (1, 64, 32)])
+def test_rotations_have_the_bits_of_the_ordinary_operators(
+    monkeypatch, dtype, interleaved, heads, size, pairs
+):
+    torch.manual_seed(0)
+    angles = random(2, 77, 1, pairs)
+    x = random(2, 77, heads, 3, size, dtype=dtype)[:, :, :, 1].requires_grad_()
+    grad = random(2, 77, heads, size, dtype=dtype)
+    results = []
+    for available in (True, False):
+        monkeypatch.setattr(fused, "AVAILABLE", available)
+        out = rotate(x, angles.cos(), angles.sin(), interleaved)
+        results.append((out, *torch.autograd.grad(out, x, grad)))
+    assert all(map(torch.equal, *results))
+
+
+@TYPES
+def test_a_gated_activation_outside_of_compiled_layers_is_that_of_fp64(dtype):
+    torch.manual_seed(0)
+    x, grad = random(3, 333, 2 * 1360, dtype=dtype).requires_grad_(), random(3, 333, 1360, dtype=dtype)
+    out = gated_activation(ACTIVATIONS["silu"], x)
+    wide = x.detach().double().requires_grad_()
+    exact = gated_activation(ACTIVATIONS["silu"], wide)
+    found = [out, *torch.autograd.grad(out, x, grad)]
+    check(found, [exact, *torch.autograd.grad(exact, wide, grad.double())], ROUNDING[dtype])
 
 
 def test_kernels_repeat_themselves_to_the_bit():

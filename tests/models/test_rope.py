@@ -7,7 +7,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as turned_by_gpt_j
 
 from megalith.config import ModelConfig
-from megalith.models.rope import local_rotary_tables, rotary_tables, rotate
+from megalith.models.rope import local_rotary_tables, rotary_tables
+from megalith.ops.rotary import rotate
 
 POSITIONS = torch.arange(0, 60, 7)[None]
 PAIRS = 8  # of a head of 16 dimensions
@@ -104,7 +105,7 @@ def test_neighbours_turn_as_in_gpt_j(size):
     tables = rotary_tables(model(rotary_percent=size / 16), POSITIONS, 60)
     cos, sin = (table[:, :, 0] for table in tables)
     expected = torch.cat((turned_by_gpt_j(x[..., :size], sin, cos), x[..., size:]), -1)
-    torch.testing.assert_close(rotate(x, tables, interleaved=True), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rotate(x, *tables, interleaved=True), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_layers_with_a_window_have_a_base_of_their_own_and_no_scaling():

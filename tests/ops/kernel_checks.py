@@ -25,6 +25,7 @@ from megalith.ops.kernels import (
     norm_kernel,
     sampling_kernel,
 )
+from megalith.ops.rotary import rotate
 from megalith.ops.split_qkv import split_qkv
 from megalith.optim import moments
 
@@ -179,9 +180,29 @@ def experts(dtype: torch.dtype) -> None:
     gate, up = wide.unflatten(-1, (-1, 2)).unbind(-1)
     expected = ACTIVATIONS["silu"](gate) * up * wide_weights
     grads = torch.autograd.grad(expected, (wide, wide_weights), grad.double())
-    near(kernels.weighted_swiglu(rows, weights, end)[:5], expected[:5], ROUNDING[dtype])
-    for actual, exact in zip(kernels.weighted_swiglu_backward(grad, rows, weights, end), grads, strict=True):
+    near(kernels.swiglu(rows, weights, end)[:5], expected[:5], ROUNDING[dtype])
+    for actual, exact in zip(kernels.swiglu_backward(grad, rows, weights, end), grads, strict=True):
         near(actual[:5], exact[:5], ROUNDING[dtype])
+    expected = ACTIVATIONS["silu"](gate) * up
+    near(kernels.swiglu(rows), expected, ROUNDING[dtype])
+    of_rows, none = kernels.swiglu_backward(grad, rows)
+    assert none is None
+    near(of_rows, torch.autograd.grad(expected, wide, grad.double())[0], ROUNDING[dtype])
+
+
+def rotary(dtype: torch.dtype, interleaved: bool) -> None:
+    """Rotations of keys between other columns, of all or of some dimensions, to the bits of PyTorch's operators."""
+    batch, seq, heads_, size = 2, 5, 20, 24
+    for half, table_rows in product((12, 4), (1, batch)):
+        angles = random(table_rows, seq, 1, half)
+        cos, sin = angles.cos(), angles.sin()
+        wide = random(batch, seq, heads_, 3, size, dtype=dtype)
+        x = wide[:, :, :, 1].requires_grad_()
+        expected = rotate(x, cos, sin, interleaved)
+        grad = random(batch, seq, heads_, size, dtype=dtype)
+        assert torch.equal(kernels.rotate_pairs(x.detach(), cos, sin, interleaved), expected)
+        grad_x = kernels.rotate_pairs(grad, cos, sin, interleaved, backward=True)
+        assert torch.equal(grad_x, torch.autograd.grad(expected, x, grad)[0])
 
 
 def numbers_of_fp8(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -341,16 +362,17 @@ def batch_invariant(dtype: torch.dtype) -> None:
     assert torch.equal(batch_invariant_kernels.tiled_batched_matmul(left[3:4], right[3:4])[0], products[3])
 
     rows, factor, shift = random(6, 70, dtype=dtype), random(70), random(70)
-    near(
-        batch_invariant_kernels.row_norm(strided(rows), factor, None, 1e-5),
-        F.rms_norm(rows.double(), (70,), factor.double(), 1e-5),
-        ROUNDING[dtype],
-    )
-    near(
-        batch_invariant_kernels.row_norm(rows, factor, strided(shift), 1e-5),
-        F.layer_norm(rows.double(), (70,), factor.double(), shift.double(), 1e-5),
-        ROUNDING[dtype],
-    )
+    for added in (None, shift):
+        normed, stats = batch_invariant_kernels.row_norm(strided(rows), factor, added, 1e-5)
+        wide, width = rows.double(), (70,)
+        if added is None:
+            expected, mean = F.rms_norm(wide, width, factor.double(), 1e-5), 0.0
+        else:
+            expected = F.layer_norm(wide, width, factor.double(), shift.double(), 1e-5)
+            mean = wide.mean(1, keepdim=True)
+            near(stats[1], mean[:, 0], 1e-5)
+        near(normed, expected, ROUNDING[dtype])
+        near(stats[0], ((wide - mean).square().mean(1) + 1e-5).rsqrt(), 1e-5)
     logits, temperature = 3 * random(4, 36_000, dtype=dtype), 0.5 + random(4, 1).abs()
     z = logits.double() / temperature.double()
     sums = batch_invariant_kernels.softmax_sums(strided(logits), temperature, 4)
@@ -366,9 +388,9 @@ def batch_invariant(dtype: torch.dtype) -> None:
     near(total.log() - product_ / total, -(logs.exp() * logs).sum(-1), 1e-5)
 
 
-def batch_invariant_attention(dtype: torch.dtype, window: int | None, documents: bool) -> None:
-    """Causal attention of packed documents, keys and values as views of a cache."""
-    batch, seq, heads_, groups, size = 2, 40, 4, 2, 20
+def batch_invariant_attention(dtype: torch.dtype, window: int | None, documents: bool, size: int) -> None:
+    """Causal attention of packed documents, keys and values as views of a cache. Strides are multiples of `size`."""
+    batch, seq, heads_, groups = 2, 40, 4, 2
     query = random(batch, seq, heads_, size, dtype=dtype)
     cache = random(2, batch, seq + 7, groups, size, dtype=dtype)
     key, value = cache[:, :, :seq]
@@ -389,3 +411,14 @@ def batch_invariant_attention(dtype: torch.dtype, window: int | None, documents:
     scores = scores.masked_fill(~seen, -math.inf)
     near(actual.transpose(1, 2), scores.softmax(-1) @ wide[2], ROUNDING[dtype])
     near(lse, scores.logsumexp(-1), 1e-5 if dtype == torch.float32 else 1e-2)
+    for number in (3, seq - 1):  # as a decode step
+        start = None if starts is None else starts[:, number : number + 1]
+        one, _ = batch_invariant_kernels.tiled_attention(
+            query[:, number : number + 1],
+            *cache,
+            positions[:, number : number + 1],
+            start,
+            window,
+            size**-0.5,
+        )
+        near(one[:, 0], actual[:, number], ROUNDING[dtype])

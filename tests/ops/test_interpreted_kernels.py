@@ -34,6 +34,7 @@ CASES = [
     ("sum_rows",),
     *(("loss", dtype, *sizes) for dtype in (F32, BF16) for sizes in ((100, 97), (101, 99), (3000, 2990))),
     *(("experts", dtype) for dtype in (F32, BF16)),
+    *(("rotary", dtype, interleaved) for dtype in (F32, F16) for interleaved in (False, True)),
     *(("fp8_casts", dtype, *shape) for dtype in (F32, BF16) for shape in ((64, 128), (70, 131))),
     *(("fp8_blocks", dtype) for dtype in (F32, BF16)),
     *(("heads", rank, to_heads) for rank in (0, 1) for to_heads in (True, False)),
@@ -44,7 +45,7 @@ CASES = [
     *(
         ("batch_invariant_attention", dtype, *case)
         for dtype in (F32, F16)
-        for case in ((None, False), (9, True))
+        for case in ((None, False, 20), (9, True, 20), (9, True, 16))
     ),
 ]  # fmt: skip
 

@@ -27,10 +27,10 @@ from megalith.local_shards import local
 from megalith.models.linear import Linear
 from megalith.models.norm import HeadNorms, HeadsNorm, Norm, RootMeanSquare
 from megalith.models.pass_context import Context, PassLayout
-from megalith.models.rope import rotate
 from megalith.models.runnable import Runnable, runnable
 from megalith.ops.attention_core import attention
 from megalith.ops.batch_invariant.elementwise import sigmoid
+from megalith.ops.rotary import rotate
 from megalith.ops.split_qkv import split_qkv
 
 
@@ -178,7 +178,7 @@ class SelfAttention(Attention):
             tables = context.rotary
             if (self.window is not None or self.two_sided) and context.rotary_local is not None:
                 tables = context.rotary_local
-            query, key = (rotate(x, tables, self.interleaved) for x in (query, key))
+            query, key = (rotate(x, *tables, self.interleaved) for x in (query, key))
         if self.norm_after_rope:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.query_scaling is not None:

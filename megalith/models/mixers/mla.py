@@ -22,8 +22,8 @@ from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Attention, split_heads
 from megalith.models.norm import Norm, norm_or_identity
 from megalith.models.pass_context import Context
-from megalith.models.rope import rotate
 from megalith.models.runnable import runnable
+from megalith.ops.rotary import rotate
 
 
 class LatentAttention(Attention):
@@ -83,7 +83,7 @@ class LatentAttention(Attention):
 
 def _rotated(x: Tensor, context: Context) -> Tensor:
     """Return x, rotated by its position unless the model has no positions (Kimi-Linear)."""
-    return x if context.rotary is None else rotate(x, context.rotary)
+    return x if context.rotary is None else rotate(x, *context.rotary)
 
 
 def _norm(config: ModelConfig, width: int, device: torch.device | None) -> Norm | None:

@@ -8,7 +8,7 @@ also occur in its middle. Additions, products, divisions and square roots are co
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ def activation_by_whole_vectors(activation: Callable[..., Tensor]) -> Callable[.
         plain, *others = activation.args
         return partial(activation.func, activation_by_whole_vectors(plain), *others, **activation.keywords)
 
+    @wraps(activation)
     def in_whole_vectors(x: Tensor, bias: Tensor | None = None) -> Tensor:
         return by_whole_vectors(activation, add_bias_gradient(x, bias))
 

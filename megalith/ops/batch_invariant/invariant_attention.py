@@ -23,6 +23,7 @@ from megalith.ops.permute import index_in_group
 
 if kernels.AVAILABLE:
     from megalith.ops.kernels.batch_invariant_kernels import tiled_attention
+    from megalith.ops.kernels.decode_kernel import write_to_cache
 
 ROWS, KEYS = 32, 32  # queries and keys per matmul on a CPU
 MULTIPLE = 8  # head_dim of the backward pass on a GPU
@@ -98,10 +99,15 @@ def cached_attention(
     """Cache the key and value of a new token per row, and compute its attention like
     ops.cached_attention.cached_attention.
     """
-    rows, room = cache.shape[1:3]
-    new = torch.arange(0, rows * room, room, device=positions.device) + positions
-    for cached, x in zip(cache, (key, value)):
-        cached.flatten(0, 1).index_copy_(0, new, x[:, 0])
+    if query.is_cuda:
+        key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (key, value))
+        positions = positions.contiguous()  # a column of several tokens' positions is not
+        write_to_cache(key[:, 0], value[:, 0], cache, positions)
+    else:
+        rows, room = cache.shape[1:3]
+        new = torch.arange(0, rows * room, room, device=positions.device) + positions
+        for cached, x in zip(cache, (key, value)):
+            cached.flatten(0, 1).index_copy_(0, new, x[:, 0])
     keys, values = cache if visible is None else cache[:, :, : visible.shape[1]]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return attend(query, keys, values, positions[:, None], None, window, scale)[0]

@@ -42,26 +42,29 @@ def sum_squares(x: Tensor, ranks: int = 1) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """A norm with a Triton kernel for the forward pass. The backward pass recomputes the statistics."""
+    """A norm with Triton kernels."""
 
     @staticmethod
     def forward(ctx, x: Tensor, factor: Tensor, shift: Tensor | None, epsilon: float) -> Tensor:
-        ctx.save_for_backward(x, factor)
-        ctx.epsilon, ctx.centred = epsilon, shift is not None
-        return row_norm(x, factor, shift, epsilon)
+        y, stats = row_norm(x, factor, shift, epsilon)
+        ctx.save_for_backward(x, factor, stats)
+        return y
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, factor = ctx.saved_tensors
+        x, factor, stats = ctx.saved_tensors
+        if kernels.MIN_WIDTH <= x.shape[-1] <= kernels.MAX_WIDTH:
+            rows, grads = x.flatten(0, -2), grad.flatten(0, -2)
+            rest = torch.zeros_like(rows), factor, None, None, 0.0, False
+            grad_x, _, sums = torch.ops.megalith.norm_backward(grads, rows, stats, *rest)
+            return grad_x.view_as(x), sums[0], sums[1] if len(sums) > 1 else None, None
         wide, grad = x.float(), grad.float()
-        if ctx.centred:
-            wide = wide - wide.mean(-1, keepdim=True)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.epsilon)
-        unit = wide * scale
+        scale, *means = stats.view(-1, *x.shape[:-1], 1)
+        unit = (wide - means[0] if means else wide) * scale
         by_unit = grad * factor
         grad_x = by_unit - unit * (by_unit * unit).mean(-1, keepdim=True)
-        if ctx.centred:
+        if means:
             grad_x = grad_x - by_unit.mean(-1, keepdim=True)
         grad_factor = (grad * unit).flatten(0, -2).sum(0)
-        grad_shift = grad.flatten(0, -2).sum(0) if ctx.centred else None
+        grad_shift = grad.flatten(0, -2).sum(0) if means else None
         return (grad_x * scale).to(x.dtype), grad_factor, grad_shift, None

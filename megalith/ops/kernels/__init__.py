@@ -29,12 +29,20 @@ if AVAILABLE:
     )
     from megalith.ops.kernels.adam_kernel import adamw_  # noqa: F401
     from megalith.ops.kernels.column_kernels import sum_rows  # noqa: F401
-    from megalith.ops.kernels.expert_kernel import take_rows, weighted_swiglu, weighted_swiglu_backward  # noqa: F401
+    from megalith.ops.kernels.expert_kernel import swiglu, swiglu_backward, take_rows  # noqa: F401
     from megalith.ops.kernels.head_kernels import share_heads  # noqa: F401
     from megalith.ops.kernels.loss_kernel import softmax_loss_  # noqa: F401
     from megalith.ops.kernels.moment_kernel import step_moments_  # noqa: F401
+    from megalith.ops.kernels.rotary_kernel import rotate_pairs  # noqa: F401
 
 
 def fuses_backward(x: Tensor) -> bool:
     """Return True if these kernels compute the gradients of functions of x: in compiled code on a GPU."""
     return AVAILABLE and x.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()
+
+
+def runs_alone(x: Tensor) -> bool:
+    """Return True if a kernel of x should replace several element-wise operators: on a GPU, outside of compiled code,
+    which would combine them itself.
+    """
+    return AVAILABLE and x.is_cuda and not torch.compiler.is_compiling() and x.dtype != torch.float64

@@ -18,7 +18,11 @@ KEYS = 64  # of a tile of attention
 QUERIES, FEW_QUERIES = (
     64,
     16,
-)  # rows of such a tile: tokens and query heads of a group; FEW_QUERIES for a decode step
+)  # rows of such a tile: tokens and query heads of a group; the second for a decode step
+STAGES = {256: 3, 512: 2}  # of loads under way, for keys of up to so many bytes
+UNIT = (
+    16  # elements: if it divides all strides, the compiler knows that a row begins at a multiple of 16 bytes
+)
 ENTRIES = 4096  # vocabulary entries per step of a softmax
 NO_WINDOW = 2**30
 
@@ -59,6 +63,29 @@ def tiled_batched_matmul(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
+@triton.jit
+def _attend_block(q, k, v, seen, scale, largest, total, result, PRECISION: tl.constexpr):
+    # The running maxima, sums of weights and weighted sums of values, with the keys of one more block.
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp(scores - base[:, None])
+    decay = tl.exp(largest - base)
+    total = total * decay + tl.sum(weights, 1)
+    result = tl.dot(weights.to(v.dtype), v, result * decay[:, None], input_precision=PRECISION)
+    return highest, total, result
+
+
+@triton.jit
+def _load_block(key, value, number, end, key_token, value_token, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    dims = tl.arange(0, WIDTH)[None, :]
+    inside = (number < end)[:, None] & (dims < SIZE)
+    k = tl.load(key + number[:, None] * key_token + dims, mask=inside, other=0.0)
+    v = tl.load(value + number[:, None] * value_token + dims, mask=inside, other=0.0)
+    return k, v
+
+
 @triton.jit(
     do_not_specialize=[
         "queries", "window", "scale", "query_row", "query_token", "key_row", "key_token", "key_head", "value_row",
@@ -67,49 +94,54 @@ def tiled_batched_matmul(x: Tensor, y: Tensor) -> Tensor:
 )  # fmt: skip
 def _attend(
     query, key, value, positions, starts, out, lse, queries, window, scale,
-    query_row, query_token, key_row, key_token, key_head, value_row, value_token, value_head,
+    query_row, query_token, key_row, key_token, key_head, value_row, value_token, value_head,  # in units of UNIT
     GROUPS: tl.constexpr, IN_GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     group, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     token, head = row // IN_GROUP, group * IN_GROUP + row % IN_GROUP
     inside = token < queries
     dims, keys = tl.arange(0, WIDTH), tl.arange(0, KEYS)
-    position = tl.load(positions + batch * queries + token, mask=inside, other=-1).to(tl.int32)
-    begin_of = tl.load(starts + batch * queries + token, mask=inside, other=0).to(tl.int32)
-    begin_of = tl.where(inside, begin_of, 2147483647)
-    address = batch * query_row + token[:, None] * query_token + head[:, None] * SIZE + dims[None, :]
+    address = batch * (query_row * UNIT) + token[:, None] * (query_token * UNIT) + head[:, None] * SIZE
     shape = inside[:, None] & (dims < SIZE)[None, :]
-    q = tl.load(query + address, mask=shape, other=0.0)
+    q = tl.load(query + address + dims[None, :], mask=shape, other=0.0)
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
-    key += batch * key_row + group * key_head
-    value += batch * value_row + group * value_head
-    begin = tl.min(begin_of)
-    while begin < 2147483647:  # the documents of this tile
-        chosen = begin_of == begin
-        end = tl.max(tl.where(chosen, position, -1)) + 1
-        lowest = tl.min(tl.where(chosen, position, 2147483647)) - window + 1
-        first = begin + tl.maximum(lowest - begin, 0) // KEYS * KEYS
-        for start in range(first, end, KEYS):
+    key_token, value_token = key_token * UNIT, value_token * UNIT
+    key += batch * (key_row * UNIT) + group * (key_head * UNIT)
+    value += batch * (value_row * UNIT) + group * (value_head * UNIT)
+    if ONE:  # one query per row of the batch, as in a decode step
+        end = tl.load(positions + batch).to(tl.int32) + 1
+        begin = tl.load(starts + batch).to(tl.int32)
+        first = begin + tl.maximum(end - window - begin, 0) // KEYS * KEYS
+        for start in tl.range(first, end, KEYS, num_stages=STAGES):
             number = start + keys
-            columns = (number < end)[:, None] & (dims < SIZE)[None, :]
-            k = tl.load(key + number[:, None] * key_token + dims[None, :], mask=columns, other=0.0)
-            v = tl.load(value + number[:, None] * value_token + dims[None, :], mask=columns, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-            seen = chosen[:, None] & (number[None, :] <= position[:, None])
-            seen = seen & (number[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-            highest = tl.maximum(largest, tl.max(scores, 1))
-            base = tl.where(highest == float("-inf"), 0.0, highest)
-            weights = tl.exp(scores - base[:, None])
-            decay = tl.exp(largest - base)
-            total = total * decay + tl.sum(weights, 1)
-            result = tl.dot(weights.to(v.dtype), v, result * decay[:, None], input_precision=PRECISION)
-            largest = highest
-        begin = tl.min(tl.where(begin_of > begin, begin_of, 2147483647))
+            k, v = _load_block(key, value, number, end, key_token, value_token, SIZE, WIDTH)
+            seen = (number < end) & (number >= end - window)
+            largest, total, result = _attend_block(
+                q, k, v, seen[None, :], scale, largest, total, result, PRECISION
+            )
+    else:
+        position = tl.load(positions + batch * queries + token, mask=inside, other=-1).to(tl.int32)
+        begin_of = tl.load(starts + batch * queries + token, mask=inside, other=0).to(tl.int32)
+        begin_of = tl.where(inside, begin_of, 2147483647)
+        begin = tl.min(begin_of)
+        while begin < 2147483647:  # the documents of this tile
+            chosen = begin_of == begin
+            end = tl.max(tl.where(chosen, position, -1)) + 1
+            lowest = tl.min(tl.where(chosen, position, 2147483647)) - window + 1
+            first = begin + tl.maximum(lowest - begin, 0) // KEYS * KEYS
+            for start in tl.range(first, end, KEYS, num_stages=STAGES):
+                number = start + keys
+                k, v = _load_block(key, value, number, end, key_token, value_token, SIZE, WIDTH)
+                seen = chosen[:, None] & (number[None, :] <= position[:, None])
+                seen = seen & (number[None, :] > position[:, None] - window)
+                largest, total, result = _attend_block(
+                    q, k, v, seen, scale, largest, total, result, PRECISION
+                )
+            begin = tl.min(tl.where(begin_of > begin, begin_of, 2147483647))
     total = tl.where(inside, total, 1.0)
     target = (
         out + ((batch * queries + token[:, None]) * GROUPS * IN_GROUP + head[:, None]) * SIZE + dims[None, :]
@@ -138,43 +170,65 @@ def tiled_attention(
     rows = queries * heads // groups
     # With a warp for 16 rows, both tiles add the weights of a row in the same order.
     tile = FEW_QUERIES if rows <= FEW_QUERIES and query.dtype != torch.float32 else QUERIES
+    strides = *query.stride()[:2], *key.stride()[:3], *value.stride()[:3]
+    unit = 1 if any(stride % UNIT for stride in strides) else UNIT
+    width = triton.next_power_of_2(max(size, 16))
+    one = queries == 1
+    stages = next((count - one for limit, count in STAGES.items() if width * query.itemsize <= limit), 1)
     _attend[(triton.cdiv(rows, tile), groups, batch)](
         query, key, value, positions, starts, out, lse, queries, window or NO_WINDOW, scale,
-        *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
-        groups, heads // groups, size, triton.next_power_of_2(max(size, 16)),
-        "ieee" if query.dtype == torch.float32 else "tf32", tile, KEYS, num_warps=tile // 16, num_stages=2,
+        *(stride // unit for stride in strides), groups, heads // groups, size, width,
+        "ieee" if query.dtype == torch.float32 else "tf32", tile, KEYS, unit, one, stages,
+        num_warps=tile // 16,
     )  # fmt: skip
     return out, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _row_norm(
-    x, factor, shift, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr
+    x,
+    factor,
+    shift,
+    out,
+    stats,
+    rows,
+    epsilon,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < WIDTH
     values = tl.load(x + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
-        values = tl.where(inside, values - tl.sum(values, 0) / WIDTH, 0.0)
-    values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + epsilon)
+        mean = tl.sum(values, 0) / WIDTH
+        tl.store(stats + rows + row, mean)
+        values = tl.where(inside, values - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + epsilon)
+    tl.store(stats + row, scale)
+    values *= scale
     values *= tl.load(factor + columns, mask=inside, other=0.0)
     if CENTRED:
         values += tl.load(shift + columns, mask=inside, other=0.0)
     tl.store(out + row * WIDTH + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-def row_norm(x: Tensor, factor: Tensor, shift: Tensor | None, epsilon: float) -> Tensor:
-    """Return the norm of x [..., width] times `factor`, plus `shift`, both float32 [width]: RMSNorm without a shift."""
+def row_norm(x: Tensor, factor: Tensor, shift: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of x [..., width] times `factor`, plus `shift`, both float32 [width], and its statistics.
+
+    Without a shift it is RMSNorm. The statistics are those of ops.kernels.norm_kernel.norm_forward.
+    """
     width = x.shape[-1]
     x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(width)
+    rows, block = x.numel() // width, triton.next_power_of_2(width)
+    stats = torch.empty(1 if shift is None else 2, rows, dtype=torch.float32, device=x.device)
     shift_or_any = factor if shift is None else shift
-    if x.numel():
-        _row_norm[(x.numel() // width,)](
-            x, factor.contiguous(), shift_or_any.contiguous(), out, epsilon, width, block, shift is not None,
-            num_warps=min(max(block // 512, 1), 16),
+    if rows:
+        _row_norm[(rows,)](
+            x, factor.contiguous(), shift_or_any.contiguous(), out, stats, rows, epsilon, width, block,
+            shift is not None, num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
-    return out
+    return out, stats
 
 
 @triton.jit(do_not_specialize=["tokens", "temperature_step"])

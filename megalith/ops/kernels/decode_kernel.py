@@ -104,6 +104,18 @@ def _combine(parts, stats, out, SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS:
     tl.store(out + head * SIZE + dims, result.to(out.dtype.element_ty), mask=dims < SIZE)
 
 
+def write_to_cache(key: Tensor, value: Tensor, cache: Tensor, positions: Tensor) -> None:
+    """Write a key and a value per row, [rows, groups, head_dim], at `positions`, int64 [rows], of the cache.
+
+    The positions are contiguous, and each key and value is consecutive along head_dim.
+    """
+    rows, groups, size = key.shape
+    _write[(rows,)](
+        key, value, cache, positions, *key.stride()[:2], *value.stride()[:2], *cache.stride()[:3],
+        COLUMNS=groups * size, SIZE=size, WIDTH=triton.next_power_of_2(groups * size),
+    )  # fmt: skip
+
+
 @torch.library.custom_op("megalith::decode_attention", mutates_args=("cache",))
 def decode_attention(
     query: Tensor,
@@ -125,12 +137,8 @@ def decode_attention(
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     positions = positions.contiguous()  # a column of several tokens' positions is not
     (rows, heads, size), groups = query.shape, key.shape[1]
-    width, in_group, columns = triton.next_power_of_2(size), heads // groups, groups * size
-    strides = cache.stride()[:3]
-    _write[(rows,)](
-        key, value, cache, positions, *key.stride()[:2], *value.stride()[:2], *strides,
-        COLUMNS=columns, SIZE=size, WIDTH=triton.next_power_of_2(columns),
-    )  # fmt: skip
+    width, in_group = triton.next_power_of_2(size), heads // groups
+    write_to_cache(key, value, cache, positions)
     splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, rows * groups)), MAX_SPLITS)
     out = torch.empty(rows, heads, size, dtype=query.dtype, device=query.device)
     parts, stats = out, out
@@ -138,7 +146,7 @@ def decode_attention(
         parts = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=query.device)
         stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
     _attend[(rows, groups, splits)](
-        query, cache, positions, parts, stats, scale, softcap, window, chunk, *query.stride()[:2], *strides,
+        query, cache, positions, parts, stats, scale, softcap, window, chunk, *query.stride()[:2], *cache.stride()[:3],
         HEADS=heads, IN_GROUP=in_group, SIZE=size, WIDTH=width,
         QUERIES=max(triton.next_power_of_2(in_group), MIN_QUERIES),
         KEYS=max(min(TILE_BYTES // (width * cache.itemsize), 64), 16), SPLITS=splits,

@@ -1,5 +1,5 @@
-"""Fused expert operations other than matmuls: gathering rows, and the gated activation times the row weights, with
-gradients.
+"""Fused operations of experts and MLPs other than matmuls: gathering rows, and the gated activation, times the row
+weights if there are any, with gradients.
 
 Each program handles one row, so that it can sum the gradient of the row's weight. In an oversized buffer, programs of
 rows after the last one read its position and exit without moving data.
@@ -13,11 +13,8 @@ from torch import Tensor
 
 from megalith.ops.kernels.kernel_launch import Launcher
 
-TAKE_COLUMNS, COLUMNS, WARPS = (
-    1024,
-    512,
-    4,
-)  # columns at a time: of gathered rows, and of the experts' inner width
+TAKE_COLUMNS, COLUMNS = 1024, 512  # columns at a time: of gathered rows, and of the experts' inner width
+WARPS = 4
 
 
 @triton.jit
@@ -45,19 +42,22 @@ def _parts(x, first, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _swiglu_forward(
     x, weights, end, out,
-    WIDTH: tl.constexpr, BOUNDED: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, BOUNDED: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     in_range = True
     if BOUNDED:
         in_range = row < tl.load(end)
     if in_range:
-        weight = tl.load(weights + row)
+        if WEIGHTED:
+            weight = tl.load(weights + row)
         x += row * (2 * WIDTH)
         out += row * WIDTH
         for first in range(0, WIDTH, COLUMNS):
             gate, up = _parts(x, first, WIDTH, COLUMNS)
-            y = gate * tl.sigmoid(gate) * up * weight
+            y = gate * tl.sigmoid(gate) * up
+            if WEIGHTED:
+                y *= weight
             columns = first + tl.arange(0, COLUMNS)
             tl.store(out + columns, y.to(out.dtype.element_ty), mask=columns < WIDTH)
 
@@ -65,14 +65,15 @@ def _swiglu_forward(
 @triton.jit
 def _swiglu_backward(
     grad, x, weights, end, grad_x, grad_weights,
-    WIDTH: tl.constexpr, BOUNDED: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, BOUNDED: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     in_range = True
     if BOUNDED:
         in_range = row < tl.load(end)
     if in_range:
-        weight = tl.load(weights + row)
+        if WEIGHTED:
+            weight = tl.load(weights + row)
         x += row * (2 * WIDTH)
         grad_x += row * (2 * WIDTH)
         grad += row * WIDTH
@@ -83,13 +84,15 @@ def _swiglu_backward(
             dy = tl.load(grad + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
             gate_sigmoid = tl.sigmoid(gate)
             active = gate * gate_sigmoid
-            sums += dy * active * up
-            dy *= weight
+            if WEIGHTED:
+                sums += dy * active * up
+                dy *= weight
             slope = gate_sigmoid * (1 + gate * (1 - gate_sigmoid))
             both = tl.reshape(tl.join(dy * up * slope, dy * active), [2 * COLUMNS])
             offsets = 2 * first + tl.arange(0, 2 * COLUMNS)
             tl.store(grad_x + offsets, both.to(grad_x.dtype.element_ty), mask=offsets < 2 * WIDTH)
-        tl.store(grad_weights + row, tl.sum(sums, 0))
+        if WEIGHTED:
+            tl.store(grad_weights + row, tl.sum(sums, 0))
 
 
 _launch_take, _launch_forward, _launch_backward = map(
@@ -110,29 +113,31 @@ def take_rows(x: Tensor, index: Tensor, end: Tensor, each: int = 1) -> Tensor:
     return out
 
 
-def weighted_swiglu(x: Tensor, weights: Tensor, end: Tensor | None) -> Tensor:
+def swiglu(x: Tensor, weights: Tensor | None = None, end: Tensor | None = None) -> Tensor:
     """Return silu(gate) · up · weight, [rows, width], computed in fp32 on a GPU.
 
-    Gates and ups alternate in the contiguous rows x [rows, 2 · width]. weights are float32 [rows, 1]. Rows at or after
-    index `end`, int32 [1], are left uninitialized.
+    Gates and ups alternate in the contiguous rows x [rows, 2 · width]. weights are float32 [rows, 1]; None means 1.
+    Rows at or after index `end`, int32 [1], are left uninitialized.
     """
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)
-    constants = (width, end is not None, COLUMNS)
+    constants = (width, end is not None, weights is not None, COLUMNS)
     if rows:
-        tensors = (x, weights, weights if end is None else end, out)
+        tensors = (x, x if weights is None else weights, x if end is None else end, out)
         _launch_forward((rows, 1, 1), tensors, (), (), constants, WARPS)
     return out
 
 
-def weighted_swiglu_backward(
-    grad: Tensor, x: Tensor, weights: Tensor, end: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weights of `weighted_swiglu`, from `grad` [rows, width] of its result."""
+def swiglu_backward(
+    grad: Tensor, x: Tensor, weights: Tensor | None = None, end: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x and weights of `swiglu`, from `grad` [rows, width] of its result."""
     rows, width = grad.shape
-    grad_x, grad_weights = x.new_empty(x.shape), weights.new_empty(rows, 1)
-    constants = (width, end is not None, COLUMNS)
+    grad_x = x.new_empty(x.shape)
+    grad_weights = None if weights is None else weights.new_empty(rows, 1)
+    constants = (width, end is not None, weights is not None, COLUMNS)
     if rows:
-        tensors = (grad, x, weights, weights if end is None else end, grad_x, grad_weights)
+        of_rows = (x, grad_x) if weights is None else (weights, grad_weights)
+        tensors = (grad, x, of_rows[0], x if end is None else end, grad_x, of_rows[1])
         _launch_backward((rows, 1, 1), tensors, (), (), constants, WARPS)
     return grad_x, grad_weights

@@ -16,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megalith.ops.batch_invariant.elementwise import sum_by_pairs
-
 BAND = 8  # rows of tiles that are computed at about the same time, so that they share weights in the L2 cache
 FEW_ROWS, MANY_ROWS = 128, 1024  # per matrix
+SUMMED = 1024  # elements per program
 ALIGNED = 16  # bytes: addresses and strides of what the tensor memory accelerator reads
 
 
@@ -33,7 +32,7 @@ class Tile(NamedTuple):
     stages: int  # of loads under way
 
 
-WIDE, WIDE_IN_PARTS = Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4)
+WIDE, WIDE_IN_PARTS = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4)
 MIDDLE = Tile(64, 128, 64, 4, 4)
 NARROW = Tile(64, 64, 64, 4, 5)
 PLAIN = Tile(128, 128, 64, 8, 3)  # without the tensor memory accelerator
@@ -131,6 +130,25 @@ def _matmul(
             tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _two(parts, size, inside):
+    return tl.load(parts, mask=inside, other=0.0) + tl.load(parts + size, mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sum_parts(parts, out, rows, N: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    stride = rows.to(tl.int64) * N
+    inside = index < stride
+    parts += index
+    total = _two(parts, stride, inside)
+    if PARTS > 2:
+        total += _two(parts + 2 * stride, stride, inside)
+    if PARTS > 4:
+        total += _two(parts + 4 * stride, stride, inside) + _two(parts + 6 * stride, stride, inside)
+    tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
+
+
 def tiled_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, ends: Tensor | None = None) -> Tensor:
     """Return x · weightᵀ, [rows, out].
 
@@ -162,10 +180,13 @@ def matmul_in_parts(
         tile = FLOAT32_IN_PARTS if parts > 1 else FLOAT32
     elif not described:
         tile = NARROW if parts > 1 else PLAIN
-    elif rows > MANY_ROWS * groups:
-        tile = WIDE_IN_PARTS if parts > 1 else WIDE
+    elif parts > 1:
+        tile = WIDE_IN_PARTS if rows > MANY_ROWS * groups else NARROW
     else:  # a narrow tile where wider ones would leave SMs idle
-        tile = NARROW if parts > 1 or weight.shape[-2] * rows <= MIDDLE.rows * 4096 else MIDDLE
+        columns, sms = weight.shape[-2], _major_and_sms(x.device)[1]
+        wide = triton.cdiv(rows, WIDE.rows) * triton.cdiv(columns, WIDE.columns)
+        few = columns * rows <= MIDDLE.rows * 4096
+        tile = WIDE if rows > MIDDLE.rows * groups and wide >= sms else NARROW if few else MIDDLE
     spread = parts > 1 and ends is None and rows <= FEW_ROWS
     return multiply(x, weight, dtype, parts, ends, tile, described, spread)
 
@@ -222,4 +243,8 @@ def multiply(
         columns, inner, parts, spread, groups, ends is not None, described,
         "ieee" if x.dtype == torch.float32 else "tf32", *tile[:3], BAND, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return sum_by_pairs(out).to(dtype) if spread else out
+    if not spread:
+        return out
+    summed = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    _sum_parts[(triton.cdiv(summed.numel(), SUMMED),)](out, summed, rows, columns, parts, SUMMED)
+    return summed
