@@ -113,6 +113,9 @@ class DenseSettings(Section):
     relative_attention_max_distance: Annotated[PositiveInt, RELATIVE_ONLY] = 128
     """Distances of at least this many tokens share one bucket."""
 
+    relative_attention_per_layer: Annotated[bool, RELATIVE_ONLY] = False
+    """Give each layer relative positions of its own (UMT5). Otherwise the layers of a stack share them."""
+
     rotary_base: Annotated[float, Field(gt=1.0), Decides.REACH, ROTARY] = 10000.0
     """Base of the RoPE frequencies (theta)."""
 

@@ -144,6 +144,11 @@ class DenseModel(DenseSettings):
         return self.learns_positions or self.position_embedding_type == "sinusoidal"
 
     @property
+    def shares_relative_positions(self) -> bool:
+        """True if the layers of a stack share relative positions."""
+        return self.position_embedding_type == "relative" and not self.relative_attention_per_layer
+
+    @property
     def position_rows(self) -> int:
         """Number of rows of the learned position embedding."""
         return self.max_position_embeddings + self.padding_positions

@@ -183,7 +183,7 @@ def _hidden(model: T5, tokens: Tensor, position: int, encoded: Encoded, cache: G
     context = Context(len(tokens), PassLayout(), position_ids=position_ids, cache=cache, encoded=encoded)
     if model.config.position_embedding_type == "rope":
         context.rotary = rotary_tables(model.config, position_ids, position + 1)
+    context.token_index = torch.arange(position + 1, device=tokens.device)
     if model.relative_attention_bias is not None:
-        keys = torch.arange(position + 1, device=tokens.device)
-        context.bias = model.relative_attention_bias(keys, context.layout)[:, :, -1:]
+        context.bias = model.relative_attention_bias(context.token_index, context.layout)[:, :, -1:]
     return Stack.forward(model, model.embed(tokens[:, None], context), context)

@@ -65,6 +65,8 @@ class Context:
     layout: PassLayout  # no default: the compiler of torch 2.11 cannot handle a default object
     causal: bool = True  # tokens attend to earlier tokens only
     position_ids: Tensor | None = None  # int64 [batch, seq]
+    token_index: Tensor | None = None
+    """int64 [seq], each token's index in the full sequence, for layers with relative positions of their own."""
     rotary: Tables | None = None
     rotary_local: Tables | None = None  # of layers with a window, if they have their own base
     mask: Tensor | None = None

@@ -102,7 +102,7 @@ class Stack(nn.Module):
         )
         self.final_layernorm = Norm(config, config.hidden_size, device)
         self.relative_attention_bias = None
-        if config.position_embedding_type == "relative":
+        if config.shares_relative_positions:
             self.relative_attention_bias = RelativeBias(config, causal, device)
         self.draws_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         # Seams: see parallel/seams.py.
@@ -112,10 +112,8 @@ class Stack(nn.Module):
         self.reduce_sequence = identity
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        mtp_layers = self.config.mtp_layers
-        x = self.runner(
-            [layer for layer in self.layers.values() if layer.number not in mtp_layers], x, context
-        )
+        mtp = self.config.mtp_layers
+        x = self.runner([layer for layer in self.layers.values() if layer.number not in mtp], x, context)
         return norm_or_identity(self.final_layernorm, x)
 
     def context(
@@ -131,8 +129,7 @@ class Stack(nn.Module):
         Raises:
             ConfigError: there are more tokens than learned positions.
         """
-        inputs = token_inputs or TokenInputs()
-        (batch, seq), device = input_ids.shape, input_ids.device
+        (batch, seq), device, inputs = input_ids.shape, input_ids.device, token_inputs or TokenInputs()
         token_index, padding_mask = inputs.token_index, inputs.padding_mask
         layout = self.pass_layout(
             input_ids.numel(),
@@ -147,6 +144,8 @@ class Stack(nn.Module):
         if position_ids is None:
             position_ids = default_positions(self.config, token_index, batch, padding_mask)
         context = Context(batch, layout, self.causal, position_ids=position_ids)
+        if self.config.relative_attention_per_layer:
+            context.token_index = token_index
         if self.config.position_embedding_type == "rope":
             context.rotary = rotary_tables(self.config, position_ids, seq * layout.cp_size)
             if self.config.rotary_base_local is not None:

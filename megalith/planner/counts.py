@@ -17,6 +17,7 @@ from megalith.config import LoraConfig, ModelConfig, ParallelConfig
 from megalith.models.adapters import ADAPTER, add_adapters, is_initial_factor
 from megalith.models.layer import TransformerLayer, layer_class
 from megalith.models.linear import MLP, Linear
+from megalith.models.mixers.attention import RelativeBias
 from megalith.models.model_types import make_model
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import Norm
@@ -306,6 +307,8 @@ def _part(name: str, module: nn.Module) -> str:
         return "adapters"
     if isinstance(module, GroupedLinear):
         return "experts"
+    if isinstance(module, RelativeBias):
+        return "embedding"
     if isinstance(module, Norm):
         return "norms"
     if first.endswith("attention") or first == "mamba":

@@ -295,13 +295,15 @@ class StageMemory:
     def _relative_positions(self) -> int:
         """Return the memory of relative position biases, in bytes.
 
-        Each stack with layers on this rank needs the bucket of each pair of tokens, and the heads' biases with their
-        gradients in fp32. Each encoder layer in flight (only one if compiled) needs the bias combined with the padding
-        mask. The gradient of that sum exists once.
+        Each stack with layers on this rank, or with relative_attention_per_layer each layer, needs the bucket of each
+        pair of tokens, and the heads' biases with their gradients in fp32. Each encoder layer in flight (only one if
+        compiled) needs the bias combined with the padding mask. The gradient of that sum exists once.
         """
         first, data = self.model.encoder_layers, self.config.data
         heads = self.model.num_attention_heads // self.tensor // self.context
-        encodes = {number < first for number in self.layer_numbers}
+        encodes = [number < first for number in self.layer_numbers]
+        if self.model.shares_relative_positions:
+            encodes = [*set(encodes)]
         pairs = sum((data.seq_length if is_encoder else data.decoder_length) ** 2 for is_encoder in encodes)
         taken = (INDEX_BYTES + MASTER_BYTES * heads + GRADIENT_BYTES * heads) * pairs
         if True in encodes:

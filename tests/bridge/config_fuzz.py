@@ -74,6 +74,7 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
         "T5ForConditionalGeneration", transformers.T5Config(**T5, feed_forward_proj="relu")
     ),
     "mt5": lambda: _encoder("MT5ForConditionalGeneration", transformers.MT5Config(**T5)),
+    "umt5": lambda: _encoder("UMT5ForConditionalGeneration", transformers.UMT5Config(**T5)),
     **{
         kind: lambda kind=kind: bart_reference(kind, std=STD, decoder_layers=2, dropout=0.1)
         for kind in BART_KINDS

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from bart_reference import CLASSES, SIZES, VOCAB, reference
@@ -17,6 +18,7 @@ from megalith.bridge.families import FAMILIES
 from megalith.bridge.importer import import_hf
 from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
+from megalith.cli.main import main
 from megalith.errors import CheckpointError, ConfigError
 from megalith.generation.sampling import generate
 
@@ -156,6 +158,26 @@ def test_greedy_answers_are_those_of_transformers(kind: str, tmp_path: Path) -> 
         ConfigError, match="forced_bos_token_id is 151, but the model has the tokens 0 to 150"
     ):
         generate(ours, prompts, max_new_tokens=count, forced_bos_token_id=VOCAB)
+
+
+def test_generate_begins_with_the_forced_token_of_the_files_or_of_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = reference("Bart", tmp_path, std=0.3)
+    words = {f"w{number}": number for number in range(VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 2, "forced_bos_token_id": 77})
+    )
+    command = ["generate", str(tmp_path), "--prompt", "w13 w21 w14", "--json", "--temperature", "0"]
+    sizes = dict(do_sample=False, max_new_tokens=6, forced_eos_token_id=None)
+    for words, forced in (([], 77), (["--forced-bos-token-id", "91"], 91)):
+        assert main([*command, "--max-new-tokens", "6", "--device", "cpu", *words]) == 0
+        ids = json.loads(capsys.readouterr().out)["ids"]
+        expected = model.generate(torch.tensor([[13, 21, 14]]), **sizes, forced_bos_token_id=forced)
+        assert ids == expected[0, 1:].tolist() and ids[0] == forced
 
 
 @pytest.mark.parametrize("kind", ["Bart", "Pegasus"])

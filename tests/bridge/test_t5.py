@@ -8,7 +8,14 @@ import torch
 from default_cases import by_default
 from models.reference import random_parameters
 from safetensors.torch import load_file
-from transformers import MT5Config, MT5ForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers import (
+    MT5Config,
+    MT5ForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
+)
 
 import megalith
 from megalith.bridge.exporter import _config_json, export_hf
@@ -17,12 +24,15 @@ from megalith.bridge.importer import import_hf
 from megalith.bridge.origin import Origin
 from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
-from megalith.config import RunConfig
+from megalith.config import ParallelConfig, RunConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.generation.sampling import generate
-from megalith.parity.job import start
+from megalith.launch.pool import Pool
+from megalith.parity.check import LAYOUTS
+from megalith.parity.differences import compare
+from megalith.parity.job import run_job, start
 
 VOCAB, ENCODER_SEQ, SEQ = 151, 40, 31
 # Heads that are not hidden / heads wide, stacks of two depths, and sequences that reach beyond the farthest bucket.
@@ -33,15 +43,18 @@ KINDS = {
     "v1.0": dict(feed_forward_proj="relu"),
     "v1.1": dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "mT5": dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "UMT5": dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
 }
 
 
 def reference(kind: str, folder: Path) -> T5ForConditionalGeneration:
     """A random model in evaluation mode, and in `folder` its files as published ones are: in 1.1 and mT5 the output
     matrix is one of its own, which the configuration says."""
-    family, config = (
-        (MT5ForConditionalGeneration, MT5Config) if kind == "mT5" else (T5ForConditionalGeneration, T5Config)
-    )
+    classes = {
+        "mT5": (MT5ForConditionalGeneration, MT5Config),
+        "UMT5": (UMT5ForConditionalGeneration, UMT5Config),
+    }
+    family, config = classes.get(kind, (T5ForConditionalGeneration, T5Config))
     model = family._from_config(config(**SIZES | KINDS[kind]), attn_implementation="eager")
     if kind != "v1.0":
         model.lm_head.weight = torch.nn.Parameter(torch.empty(VOCAB, SIZES["d_model"]))
@@ -94,7 +107,7 @@ def test_there_and_back_is_bitwise_and_the_same_function(kind: str, tmp_path: Pa
     assert certificate["passed"] and certificate["tensors"]["compared"] == len(before)
 
 
-@pytest.mark.parametrize("kind", by_default(KINDS, "v1.0", "v1.1"))
+@pytest.mark.parametrize("kind", by_default(KINDS, "v1.0", "v1.1", "UMT5"))
 def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     expected_model, tokens = reference(kind, tmp_path), batch()
     labels = tokens["labels"].masked_fill(tokens["loss_mask"] == 0, -100)
@@ -105,7 +118,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path)
     loss.backward()
     assert torch.allclose(loss, expected, rtol=1e-5)
     gradients, found = {name: p.grad for name, p in expected_model.named_parameters()}, {}
-    for group in FAMILIES["T5ForConditionalGeneration"].groups(model.config):
+    for group in FAMILIES[type(expected_model).__name__].groups(model.config):
         ours = model.get_parameter(group.name).grad[: group.shape[0]]
         found |= dict(to_theirs(group, ours, dict.fromkeys(group.sources, torch.float32)))
     assert found.keys() == gradients.keys()
@@ -113,7 +126,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path)
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-@pytest.mark.parametrize("kind", by_default(KINDS, "v1.1"))
+@pytest.mark.parametrize("kind", by_default(KINDS, "v1.1", "UMT5"))
 def test_greedy_answers_are_those_of_transformers_and_samples_follow_their_own_number(
     kind: str, tmp_path: Path
 ) -> None:
@@ -144,6 +157,20 @@ RUN = {
     "train": dict(micro_batch_size=8, global_batch_size=16, train_iters=30, eval_iters=1),
     "runtime": dict(device="cpu", compile=False),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", by_default(["tp2-sp-pp2", "cp2-a2a", "tp2-sp-dp2-zero3"], "cp2-a2a"))
+def test_layers_with_positions_of_their_own_train_in_a_layout_as_in_one_process(
+    pool: Pool, tmp_path: Path, layout: str
+) -> None:
+    reference("UMT5", tmp_path)
+    cut = {"pipeline_model_parallel_layout": "Et|ttttL"} if "pp2" in layout else {}  # in the encoder
+    train = {"train_iters": 2, "micro_batch_size": 2, "global_batch_size": 4, "eval_iters": 1}
+    data = RUN["data"] | {"decoder_seq_length": 12}
+    one = RunConfig.from_tree(RUN | {"model": {"init_from": str(tmp_path)}, "data": data, "train": train})
+    several = one.model_copy(update={"parallel": ParallelConfig(**LAYOUTS[layout].parallel, **cut)})
+    errors = compare(pool.run(run_job, several, size=LAYOUTS[layout].processes), run_job(one))
+    assert errors.within(), errors
 
 
 @pytest.mark.full

@@ -396,6 +396,28 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
         dict(OUR_PHI, hidden_size=96, num_attention_heads=8, max_position_embeddings=64, rotary_percent=2 / 3,
              add_bias_linear=False, add_mlp_bias=True),
     ),
+    "xglm": (
+        lambda: transformers.XGLMConfig(vocab_size=VOCAB, d_model=64, ffn_dim=112, num_layers=3, attention_heads=4,
+                                        max_position_embeddings=64, dropout=0.2, attention_dropout=0.3),
+        dict(vocab_size=VOCAB, hidden_size=64, ffn_hidden_size=112, num_layers=3, num_attention_heads=4,
+             max_position_embeddings=64, position_embedding_type="sinusoidal", sinusoidal_spacing="inclusive",
+             sinusoidal_first_position=2, scale_embeddings=True, activation="gelu", hidden_dropout=0.2,
+             attention_dropout=0.3),
+    ),
+    "xglm, untied, unscaled": (
+        lambda: transformers.XGLMConfig(vocab_size=VOCAB, d_model=64, ffn_dim=96, num_layers=3, attention_heads=2,
+                                        max_position_embeddings=64, scale_embedding=False,
+                                        activation_function="relu", tie_word_embeddings=False),
+        dict(vocab_size=VOCAB, hidden_size=64, ffn_hidden_size=96, num_layers=3, num_attention_heads=2,
+             max_position_embeddings=64, position_embedding_type="sinusoidal", sinusoidal_spacing="inclusive",
+             sinusoidal_first_position=2, activation="relu", untie_embeddings_and_output_weights=True),
+    ),
+    "ctrl": (
+        lambda: transformers.CTRLConfig(vocab_size=VOCAB, n_embd=64, dff=112, n_layer=3, n_head=4, n_positions=64),
+        dict(vocab_size=VOCAB, hidden_size=64, ffn_hidden_size=112, num_layers=3, num_attention_heads=4,
+             max_position_embeddings=64, position_embedding_type="sinusoidal", scale_embeddings=True,
+             activation="relu", attention_dropout=0.0, add_output_bias=True, layernorm_epsilon=1e-6),
+    ),
     "biogpt": (
         lambda: transformers.BioGptConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=112,
                                           num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import T5ForConditionalGeneration, UMT5ForConditionalGeneration
 
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
@@ -173,13 +173,15 @@ T5 = dict(model_type="t5", num_layers=5, encoder_num_layers=2, hidden_size=64, k
           normalization="RMSNorm", add_bias_linear=False)  # fmt: skip
 
 
-def test_an_encoder_decoder_counts_as_transformers_has_it():
-    model = T5ForConditionalGeneration._from_config(
-        T5Config(vocab_size=104, d_model=64, d_kv=12, d_ff=96, num_layers=2, num_decoder_layers=3, num_heads=4,
-                 decoder_start_token_id=0),
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_an_encoder_decoder_counts_as_transformers_has_it(per_layer):
+    kind = UMT5ForConditionalGeneration if per_layer else T5ForConditionalGeneration
+    model = kind._from_config(
+        kind.config_class(vocab_size=104, d_model=64, d_kv=12, d_ff=96, num_layers=2, num_decoder_layers=3, num_heads=4,
+                 decoder_start_token_id=0, feed_forward_proj="relu"),
         attn_implementation="eager",
     )  # fmt: skip
-    config = ModelConfig(**T5)
+    config = ModelConfig(**T5, relative_attention_per_layer=per_layer)
     assert count_parameters(config).total == sum(p.numel() for p in model.parameters())
     batch, encoder_seq, seq = 2, 24, 16
     ids, labels = (torch.zeros(batch, length, dtype=torch.long) for length in (encoder_seq, seq))

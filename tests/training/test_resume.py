@@ -288,6 +288,7 @@ OTHER_FUNCTIONS = {
     "moe_sparsemixer_jitter_eps": (0.1, WHOLE | {"moe_router_score_function": "sparsemixer"}),
     "moe_post_layernorm": (True, WHOLE), "add_decoder_lm_head": (True, LEARNED),
     "padding_positions": (2, LEARNED), "positions_skip_padding": (True, LEARNED | {"padding_positions": 2}),
+    "relative_attention_per_layer": (True, BOTH),
     "sinusoidal_first_position": (2, SINUSOIDAL), "sinusoidal_spacing": ("inclusive", SINUSOIDAL),
     "separate_encoder_positions": (True, BOTH), "decoder_start_token_id": (2, BOTH),
     "decoder_positions_after_layernorm": (True, BOTH | {"separate_encoder_positions": True}),

@@ -137,6 +137,9 @@ class SelfAttention(Attention):
         self.query_scaling = QueryScaling.of_layer(config, number)
         self.clip = config.clip_qkv
         self.norm_after_rope = config.qk_layernorm_after_rope
+        self.relative_attention_bias = None
+        if config.relative_attention_per_layer:
+            self.relative_attention_bias = RelativeBias(config, number >= config.encoder_layers, device)
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm_full_width:
             self.q_layernorm = HeadsNorm(config, config.num_attention_heads, device)
@@ -183,10 +186,18 @@ class SelfAttention(Attention):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.query_scaling is not None:
             query = self.query_scaling(query, context.position_ids)
+        if self.relative_attention_bias is not None:
+            context = replace(context, bias=self._relative_scores(context))
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
         if self.gated:
             out = out * sigmoid(gate)
         return self.linear_proj(out.flatten(2), context)
+
+    def _relative_scores(self, context: Context) -> Tensor:
+        """Return the layer's relative positions, float32 [1, local heads, queries, keys]."""
+        scores = self.relative_attention_bias(context.token_index, context.layout)
+        # A generated token attends to all before it.
+        return scores if context.cache is None else scores[:, :, -1:]
 
 
 class QueryScaling(NamedTuple):

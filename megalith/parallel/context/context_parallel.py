@@ -28,7 +28,7 @@ from torch import Tensor
 from megalith.comm.collectives import Axis, all_gather, all_gather_replicated
 from megalith.compat.device_mesh import unflatten_mesh
 from megalith.errors import ConfigError
-from megalith.models.mixers.attention import Attention, CrossAttention
+from megalith.models.mixers.attention import Attention, CrossAttention, RelativeBias
 from megalith.models.mixers.recurrent import Recurrent
 from megalith.models.pass_context import PassLayout
 from megalith.models.transformer import Transformer, layers_of, stacks_of
@@ -93,8 +93,9 @@ def apply_context(
             _pass_states(mixer, axis)
     for stack in stacks_of(model):
         plug(stack, "pass_layout", partial(_pass_layout, stack.pass_layout, axis.size))
-        if stack.relative_attention_bias is not None:
-            plug(stack.relative_attention_bias, "scores", partial(_scores_of_heads, axis))
+    for module in model.modules():
+        if isinstance(module, RelativeBias):
+            plug(module, "scores", partial(_scores_of_heads, axis))
 
 
 def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_comm_type: str) -> None:

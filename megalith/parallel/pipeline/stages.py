@@ -38,7 +38,7 @@ def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[list[Sta
         ConfigError: the layers cannot be split this way. The message suggests a split.
     """
     ranks, virtual = parallel.pipeline_model_parallel_size, virtual_size(parallel)
-    if model.position_embedding_type == "relative" and virtual > 1:
+    if model.shares_relative_positions and virtual > 1:
         raise ConfigError(
             f"virtual_pipeline_model_parallel_size {virtual} would give each rank {virtual} copies of the relative "
             "positions, whose gradients are summed only over ranks; leave virtual_pipeline_model_parallel_size out, "

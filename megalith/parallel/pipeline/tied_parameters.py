@@ -44,7 +44,7 @@ def shared_parameters(chunks: Sequence[Transformer], mesh: Mesh) -> dict[str, Ax
         f"{name}.weight": mesh.pp
         for chunk in chunks
         for name, module in chunk.named_modules()
-        if isinstance(module, RelativeBias)
+        if isinstance(module, RelativeBias) and chunk.config.shares_relative_positions
     }
     return {name: axis for name, axis in shared.items() if axis.size > 1}
 
