@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalith.data.chat.chat_template import REASONING_KEYS
 from megalith.data.chat.conversations import unicode_text
 from megalith.errors import short_repr
 from megalith.serve.http_server import HttpError
@@ -354,7 +355,7 @@ def _message(number: int, value: Message) -> Message:
     if not isinstance(content, str | None):
         raise HttpError(400, f"{where}.content is {short_repr(content)}; it must be text")
     message = {"role": "system" if role == "developer" else role, "content": content or ""}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", *REASONING_KEYS):
         if isinstance(value.get(name), str):
             message[name] = value[name]
     if value.get("tool_calls"):

@@ -102,7 +102,7 @@ def test_alpaca_and_texts_learn_the_answer_alone(folder):
     alpaca = {"instruction": "Add.", "input": "2 2", "output": "four", "system": "Be brief."}
     samples = read(tokenizer, alpaca, {"prompt": "two and two is ", "completion": "four"})
     assert learned_text(tokenizer, samples, 0) == "four<|endoftext|>\n"
-    assert "Add.\n\n2 2" in tokenizer.decode(samples.tokens.tolist())
+    assert "Add.\n2 2" in tokenizer.decode(samples.tokens.tolist())
     assert learned_text(tokenizer, samples, 1) == "four<|endoftext|>"
     samples = read(tokenizer, alpaca | {"history": [["Hello.", "Hi."], ["Ready?", "yes"]]})
     assert learned_text(tokenizer, samples) == "Hi.<|endoftext|>\nyes<|endoftext|>\nfour<|endoftext|>\n"
@@ -267,6 +267,11 @@ BAD = {
     "arguments": ({"messages": MESSAGES, "chat_template_kwargs": "a"}, "chat_template_kwargs is 'a', not an object"),
     "tools": ({"messages": MESSAGES, "tools": "{a"}, "its tools are text that is not JSON"),
     "no tools": ({"messages": MESSAGES, "tools": 7}, "its tools are 7, not a list"),
+    "system": ({"messages": MESSAGES[-2:], "system": "Be brief."}, "its system is 'Be brief.', which its form"),
+    "its system": ({"prompt": "a", "completion": "b", "system": "c"}, "put it at the start of the prompt, or remove"),
+    "its prompt": ({"instruction": "a", "output": "b", "system_prompt": "c"}, "rename it to system, or remove it"),
+    "functions": ({"messages": MESSAGES, "functions": [{"name": "f"}]}, "give functions as tools"),
+    "context": ({"instruction": "a", "context": "b", "output": "c"}, "its context is 'b', which its form"),
     "long": ({"input_ids": [1] * 201}, "201 tokens, more than data.seq_length 200"),
 }  # fmt: skip
 
@@ -389,6 +394,38 @@ PAIRS = {
 }
 
 
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+BY_KEYS = """{% for m in messages -%}
+{{ '<|' + m.role + '|>' }}{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}
+{%- if m.thinking %}({{ m.thinking }}){% endif %}
+{%- if m.content is undefined %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}{{ '<|endoftext|>' }}
+{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+CALLING = {
+    "null content": {"content": None},
+    "empty content": {"content": ""},
+    "no content": {},
+    "null calls": {"content": "a", "tool_calls": None},
+    **{key: {"content": None, key: "hm"} for key in ("thinking", "reasoning", "reasoning_content")},
+    "two": {"content": "a", "thinking": "hm", "reasoning_content": "oh", "reasoning": None},
+}
+
+
+@pytest.mark.parametrize("case", CALLING)
+def test_a_message_has_the_keys_that_transformers_gives_to_a_template(folder, case):
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": CALLS, **CALLING[case]},
+                {"role": "tool", "content": "3"}, {"role": "assistant", "content": "three"}]  # fmt: skip
+    if case == "null calls":
+        del messages[2]
+        messages.insert(2, messages[0])
+    tokenizer = tokenizer_with(folder, BY_KEYS)
+    samples = read(tokenizer, {"messages": messages})
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = theirs.apply_chat_template(messages, chat_template=BY_KEYS, tokenize=False)
+    assert tokenizer.decode(samples.tokens.tolist()) == expected
+    assert learned_text(tokenizer, samples).endswith("three<|endoftext|>\n")
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
 @pytest.mark.parametrize("form", PAIRS)
 def test_every_form_of_a_preference_learns_both_answers_behind_the_prompt(folder, form, template):
@@ -425,6 +462,10 @@ BAD_PAIRS = {
     "number": ({"prompt": MESSAGES[:1], "chosen": 5, "rejected": MESSAGES[1:2]}, "its chosen is 5, not a list of"),
     "numbers": ({"chosen": MESSAGES[:2], "rejected": 6}, "its rejected is 6, not a list of messages"),
     "no prompt": ({"chosen": "four", "rejected": "two"}, "no common prefix"),
+    "instruction": ({"instruction": "a", "chosen": "bc", "rejected": "bd"}, "its instruction is 'a', which its form"),
+    "question": ({"question": "a", "chosen": "bc", "rejected": "bd"}, "give the question to both answers as prompt"),
+    "system": ({"system": "a", "prompt": "b", "chosen": "c", "rejected": "d"}, "put it at the start of the prompt"),
+    "object": ({"messages": [], "chosen": {"role": "assistant"}, "rejected": {}}, "not a list of messages"),
     "equal": ({"chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "are equal, so the start of the answers"),
     "beyond": ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [300]}, "token 1 of its rejected answer is 300"),
     "nothing": ({"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [3]}, "its chosen answer has no token"),

@@ -30,6 +30,8 @@ from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE, CONFIG, SPECIAL_
 from megalith.data.tokenizers.tokenizer import Tokenizer, read_file, side_table
 from megalith.errors import ConfigError, DataError
 
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's reasoning, of which templates read one."""
 MARKERS = re.compile("[\ufdd0-\ufdd4]")  # code points used as markers, which no message may contain
 UNKNOWN_TURNS = (
     "the chat template {}, so the assistant's turns cannot be located; put {{% generation %}} and "
@@ -167,7 +169,7 @@ class ChatTemplate:
         if not prompted[prompted_position:].startswith(
             text[slice(*turns[k - 1])]
         ):  # only the text after the content is the same
-            content = chat.messages[k - 1]["content"].strip()
+            content = (chat.messages[k - 1].get("content") or "").strip()
             position, prompted_position = (
                 _end_of(content, text, turns[k - 1]),
                 _end_of(content, prompted, before),
@@ -196,7 +198,7 @@ class ChatTemplate:
         return _plain(self._render(messages, add_generation_prompt, arguments, mark_turns=True))
 
     def _marked(self, messages: list[Message], add_generation_prompt: bool, arguments: dict[str, Any]) -> str:
-        if any(MARKERS.search(message["content"]) for message in messages):
+        if any(MARKERS.search(message.get("content") or "") for message in messages):
             raise ValueError("a message contains one of U+FDD0 to U+FDD4, which are not characters")
         return self._render(messages, add_generation_prompt, arguments)
 
@@ -209,10 +211,19 @@ class ChatTemplate:
         mark_turns: bool = False,
     ) -> str:
         variables = {"tools": None, "documents": None, **self.names, **arguments}
-        variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        named = [_with_reasoning_names(message) for message in messages]
+        variables |= {"messages": named, "add_generation_prompt": add_generation_prompt}
         return unicode_text(
             self._process.render(variables, mark_turns=mark_turns)
         )  # also checks the text of tools
+
+
+def _with_reasoning_names(message: Message) -> Message:
+    """Return the message with its reasoning under both names that templates read, as in transformers."""
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(marked: str) -> str:

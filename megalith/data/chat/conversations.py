@@ -23,42 +23,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalith.data.chat.record_columns import MASKS, ROLES, Record, reject_media, reject_unread_columns
 from megalith.data.input_hints import record_hint
 
-Record = Mapping[str, Any]
 Message = dict[str, Any]
 
 IGNORED = -100  # label that transformers and TRL exclude from the loss
-MASKS = ("completion_mask", "assistant_masks", "loss_mask", "response_mask")
-"""Keys of masks with one number per token; 0 marks tokens that are not learned."""
-OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # of tokenizers
 LEARNED_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
 """Keys of a message that say if the loss includes it: OpenAI's, axolotl's three, and ms-swift's."""
 UNSUPPORTED_KEYS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
 """Unsupported keys: they would exclude part of a message from the loss."""
-SAMPLE_WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight", "loss_weights")
-MEDIA = ("image", "images", "pixel_values", "videos", "audios")
-"""Columns of TRL's and LLaMA-Factory's multimodal data."""
 MASKED = "masked"
 """torchtune's key of a message that is not learned."""
 SUSPICIOUS = re.compile(r"mask|train|learn|loss|weight", re.IGNORECASE)
 """Names of keys that may exclude something from the loss. A record with such a key is rejected unless the key is
 supported."""
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
 FOLLOWS = {  # roles that may follow a role
     None: ("system", "user"),
     "system": ("user",),
@@ -110,45 +89,17 @@ def parse_preference(record: Record) -> list[ParsedSequence]:
     return _parse(record, PREFERENCES)
 
 
-def reject_media(record: Record) -> None:
-    """Raise ValueError if a record has images, videos or audio."""
-    for key in MEDIA:
-        value = record.get(key)
-        if value is not None and not (isinstance(value, Sequence) and not value):
-            raise ValueError(
-                f"it has {key}, but models train on text only; remove {key} if the text is complete without it"
-            )
-
-
 def _parse(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], Any]]) -> Any:
     reject_media(record)
-    for key in SAMPLE_WEIGHTS:
-        if record.get(key) not in (None, 1):
-            raise ValueError(
-                f"its {key} is {record[key]!r:.60}, but each sample counts once; repeat the record, or remove it"
-            )
     for keys, parse in all_forms.items():
         if all(record.get(key) is not None for key in keys):
-            _check_masks(record, MASKS if "input_ids" in keys else ())
+            reject_unread_columns(record, keys)
             return parse(record)
     forms = "; ".join(" and ".join(keys) for keys in all_forms)
     raise ValueError(
         f"its keys are {', '.join(map(repr, record)) or 'none'}, which match none of these "
         f"formats: {forms}{record_hint(record)}"
     )
-
-
-def _check_masks(record: Record, read: Sequence[str]) -> None:
-    """Raise ValueError if a record has a mask that its format does not use."""
-    for key, value in record.items():
-        is_mask = "mask" in key and isinstance(value, Sequence) and not isinstance(value, str)
-        if key == "mask" and isinstance(value, str):
-            is_mask = ROLES.get(value.lower()) != "user"  # NeMo: the role that is not learned
-        if is_mask and key not in (*read, *OTHER_MASKS):
-            raise ValueError(
-                f"it has {key}, which its form does not read; give input_ids with loss_mask (1: learned), or remove "
-                "the key"
-            )
 
 
 def _tokens(record: Record) -> Tokens:
@@ -209,7 +160,7 @@ def _alpaca(record: Record) -> Chat:
     for name in ("instruction", "input", "output"):
         if not isinstance(record.get(name), str | None):
             raise ValueError(f"its {name} is {record[name]!r:.60}, not text")
-    question = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
+    question = "\n".join(part for part in (record["instruction"], record.get("input")) if part)
     pairs = [*_history(record), (question, record["output"])]
     turns = [turn for pair in pairs for turn in _exchange(*pair)]
     if record.get("system"):
@@ -356,7 +307,10 @@ def _chat(turns: Any, role_key: str, content_key: str, record: Record, first: in
 
 
 def _check_messages(turns: Any, role_key: str, content_key: str, needs_answer: bool = True) -> list[Message]:
-    """Return the turns as {role, content, …}. Raise ValueError for an impossible order of roles or an empty message."""
+    """Return the turns as {role, content, …}. Raise ValueError for an impossible order of roles or an empty message.
+
+    A message of tool calls has no content if the record has none.
+    """
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ValueError("its conversation is not a list of messages, or has none")
     messages, before = [], None
@@ -380,7 +334,9 @@ def _check_messages(turns: Any, role_key: str, content_key: str, needs_answer: b
         content = _content(turn.get(content_key))
         if not content.strip() and not rest.get("tool_calls"):
             raise ValueError(f"message {number}, the {role}'s, is empty")
-        messages.append({"role": role, "content": content, **rest})
+        # As in transformers, a message of tool calls without content has no such key: templates may test it.
+        stated = {} if turn.get(content_key) is None else {"content": content}
+        messages.append({"role": role, **stated, **rest})
         before = role
     if needs_answer and all(message["role"] != "assistant" for message in messages):
         raise ValueError("it has no message of the assistant")

@@ -27,7 +27,7 @@ from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.io import make_subfolder, open_file, write_file
 from megalith.small_files import read_small_file
 
-FORMAT = 3  # of the cache
+FORMAT = 4  # of the cache
 ARRAYS = {
     "tokens": np.int32,
     "learned": np.bool_,

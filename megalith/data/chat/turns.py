@@ -74,7 +74,9 @@ def content_positions(marked: str) -> list[int]:
 
 def mark_content(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message with a marker at the start of its text, and another one after its reasoning."""
-    content = message["content"]
+    content = message.get("content")
+    if content is None:
+        return dict(message)
     begin = len(content) - len(content.lstrip())
     marked = REASONING_END.sub(lambda match: match.group() + CONTENT, content[begin:])
     return {**message, "content": content[:begin] + CONTENT + marked}
@@ -82,7 +84,7 @@ def mark_content(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def answer_of(message: Mapping[str, Any]) -> str:
     """Return the message's text without reasoning and surrounding space."""
-    return REASONING_END.split(message["content"])[-1].strip()
+    return REASONING_END.split(message.get("content") or "")[-1].strip()
 
 
 def common_prefix(one: str, other: str) -> int:

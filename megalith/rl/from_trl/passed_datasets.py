@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.data.chat.conversations import reject_media
+from megalith.data.chat.record_columns import reject_media
 from megalith.errors import ConfigError
 
 

@@ -20,10 +20,10 @@ from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import (
     Message,
     prompt_messages,
-    reject_media,
     template_arguments,
     unicode_text,
 )
+from megalith.data.chat.record_columns import reject_media
 from megalith.data.inputs.sources import read_records
 from megalith.data.order import CyclicOrder, SampleOrder, SingleOrder
 from megalith.data.tokenizers.tokenizer import Tokenizer
