@@ -107,6 +107,13 @@ def open_chat(config: RunConfig, tokenizer: Tokenizer | None) -> ChatSplits:
     )
 
 
+def count_training_rows(config: RunConfig) -> int:
+    """Return the number of rows of chat data in an epoch, after packing and dropping. Tokenizes them into the cache."""
+    config = _with_tokenizer_of_weights(with_init_from(config))
+    tokenizer = build_run_tokenizer(config)
+    return len(open_chat(resolve_config(config, tokenizer), tokenizer).train)
+
+
 def _with_epochs(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     """Replace num_train_epochs by the number of steps, rounded up. The last step may begin another epoch."""
     if config.chat is None or config.chat.num_train_epochs is None:

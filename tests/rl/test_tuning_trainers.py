@@ -8,6 +8,7 @@ from dataclasses import field
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from bos_tokenizer import bos_tokenizer
 from models.reference import CASES, random_reference
 from test_trl_arguments import another
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from megalith.errors import ConfigError, DataError
 from megalith.rl import (
@@ -85,7 +87,7 @@ def test_every_argument_is_honoured_or_explained_or_refused_by_name(section: str
     kind = config_class(f"{section.upper()}Config".replace("REWARD", "Reward"))
     make = lambda: kind(output_dir="o", use_cpu=True, bf16=False)  # noqa: E731
     plain = make()
-    expected = tuning_settings(section, plain, 16, 1)
+    expected = tuning_settings(section, plain, 20, 1)
     assert no_effect_notes(section, plain) == []
     dropped = []
     for name in sorted({one.name for one in dataclasses.fields(kind)} - {"use_cpu", "bf16", "eval_strategy"}):
@@ -93,7 +95,7 @@ def test_every_argument_is_honoured_or_explained_or_refused_by_name(section: str
         other = LOSSES[section] if name == "loss_type" else OTHER.get(name, another(name, value))
         object.__setattr__(args, name, other)
         try:
-            settings = tuning_settings(section, args, 16, 1)
+            settings = tuning_settings(section, args, 20, 1)
         except ConfigError as error:
             assert name in str(error)
             continue
@@ -123,8 +125,16 @@ def test_what_they_mean():
                 "data.seq_length": 64, "dpo.truncation_mode": "keep_start", "train.global_batch_size": 8,
                 "train.train_iters": 4, "optim.lr_warmup_iters": 1, "optim.lr": 1e-6}  # fmt: skip
     assert {path: made[path] for path in expected} == expected
-    made = tuning_settings("sft", dict(packing=True, num_train_epochs=3), 16, 1)
-    assert made["sft.num_train_epochs"] == 3 and "train.train_iters" not in made
+    with pytest.raises(
+        ConfigError, match=r"packing_strategy is 'bfd_split', .* it splits samples; choose bfd"
+    ):
+        tuning_settings("sft", dict(packing=True, packing_strategy="bfd_split"), 16, 1)
+    with pytest.raises(ConfigError, match="the dataset has 7 samples, less than a batch of 8"):
+        tuning_settings("sft", dict(dataloader_drop_last=True), 7, 1)
+    with pytest.raises(
+        ConfigError, match=r"train_sampling_strategy is 'sequential', .* shuffled every epoch"
+    ):
+        tuning_settings("sft", dict(train_sampling_strategy="sequential"), 16, 1)
     made = tuning_settings("orpo", dict(beta=0.2), 16, 1)
     assert (made["dpo.loss_type"], made["dpo.beta"], made["optim.lr"]) == ("orpo", 0.2, 1e-6)
     with pytest.raises(ConfigError, match="ORPOConfig has no loss_type"):
@@ -142,6 +152,35 @@ def test_what_they_mean():
         tuning_settings("dpo", dict(label_smoothing=0.1), 16, 1)
     with pytest.raises(ConfigError, match="DPOTrainer has no argument 'betta'; did you mean 'beta'"):
         tuning_settings("dpo", dict(betta=0.1), 16, 1)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("samples", "accumulation"), [(7, 1), (8, 1), (30, 3), (5, 1), (27, 2)])
+def test_an_epoch_has_the_steps_of_transformers(samples: int, accumulation: int, drop_last: bool):
+    args = config_class("SFTConfig")(
+        output_dir="o", use_cpu=True, bf16=False, per_device_train_batch_size=4, num_train_epochs=1.5,
+        gradient_accumulation_steps=accumulation, dataloader_drop_last=drop_last, save_strategy="epoch",
+    )  # fmt: skip
+    loader = DataLoader(range(samples), batch_size=4, drop_last=drop_last)
+    trainer = SimpleNamespace(
+        get_sp_size=lambda: 1, num_examples=lambda _: samples, get_total_train_batch_size=lambda _: 4
+    )
+    _, epoch, *_, steps = Trainer.set_initial_training_values(trainer, args, loader)
+    made = tuning_settings("sft", args, samples, 1)
+    assert (made["checkpoint.save_interval"], made["train.train_iters"]) == (epoch, steps)
+
+
+def test_epochs_and_warm_up_count_the_rows_after_packing_and_pairs_of_kto_twice(base: Path, tmp_path: Path):
+    args = dict(num_train_epochs=2, per_device_train_batch_size=2, max_length=16, output_dir=str(tmp_path),
+                warmup_ratio=0.5, save_strategy="epoch", eval_strategy="epoch")  # fmt: skip
+    records = [{"input_ids": [1, k, 3, 4]} for k in range(24)]  # four in a row
+    config = SFTTrainer(base, args | {"packing": True}, records, records).config
+    assert (config.train.train_iters, config.optim.lr_warmup_iters) == (6, 3)
+    assert (config.train.eval_interval, config.checkpoint.save_interval) == (3, 3)
+    pairs = [{"prompt_ids": [1, k], "chosen_ids": [3, 4, k], "rejected_ids": [5]} for k in range(5)]
+    assert KTOTrainer(base, args, pairs).config.train.train_iters == 10
+    long = [pair | {"chosen_ids": [3] * 16} for pair in pairs]  # TRL's RewardTrainer leaves them out
+    assert RewardTrainer(base, args, [*pairs[:2], *long]).config.train.train_iters == 2
 
 
 def test_they_train(tmp_path: Path, monkeypatch):

@@ -73,7 +73,9 @@ def _reject_system(record: Record, keys: tuple[str, ...], first: Any) -> None:
     message = first[0] if isinstance(first, Sequence) and first else None
     if isinstance(message, Mapping) and message.get("role") in ("system", "developer"):
         return
-    remedy = "put it at the start of the prompt" if is_text else "make it the first message, with the role system"
+    remedy = (
+        "put it at the start of the prompt" if is_text else "make it the first message, with the role system"
+    )
     for key in SYSTEM_COLUMNS[reads_system:]:
         _reject(record, key, f"{'rename it to system' if reads_system else remedy}, or remove it")
 

@@ -307,7 +307,9 @@ class _Reader:
 
     def samples(self, files: Sequence[Source]) -> Samples:
         if not self.sources:
-            details = ", ".join(f"{count:,} {description}" for description, count in self.counts.items())
+            details = ", ".join(
+                f"{count:,} {description}" for description, count in self.counts.items() if count
+            )
             raise DataError(
                 f"{', '.join(map(str, files))} has no sample to train on{details and f' ({details})'}; add data"
             )

@@ -10,10 +10,11 @@ from megalith.rl.from_trl import grpo_arguments as grpo
 
 RENAMED = {name: path for name, path in grpo.RENAMED.items() if not path.startswith("rl.")}
 TRANSLATED = {
-    "bf16", "chat_template_path", "ddp_timeout", "disable_dropout", "eval_steps", "eval_strategy", "fp16",
-    "gradient_accumulation_steps", "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "lr_scheduler_type",
-    "max_length", "model_init_kwargs", "num_train_epochs", "optim", "report_to", "run_name", "save_only_model",
-    "save_steps", "save_strategy", "use_cpu", "warmup_ratio", "warmup_steps",
+    "bf16", "chat_template_path", "dataloader_drop_last", "ddp_timeout", "disable_dropout", "eval_steps",
+    "eval_strategy", "fp16", "gradient_accumulation_steps", "logging_steps", "logging_strategy", "lr_scheduler_kwargs",
+    "lr_scheduler_type", "max_length", "model_init_kwargs", "num_train_epochs", "optim", "packing_strategy",
+    "report_to", "run_name", "save_only_model", "save_steps", "save_strategy", "use_cpu", "warmup_ratio",
+    "warmup_steps",
 }  # fmt: skip
 OURS: dict[str, dict[str, str]] = {  # settings by the section's trainer, with their names in TRL
     "sft": {"completion_only_loss": "sft.completion_only_loss", "assistant_only_loss": "sft.assistant_only_loss",
@@ -46,6 +47,7 @@ DEFAULTS: dict[str, dict[str, object]] = {  # of a dict: TRL's, where Megalith's
 GKD_TRANSLATED = {"beta", "seq_kd", "teacher_model_name_or_path", "teacher_model_init_kwargs"}
 
 _ORDER = "samples are in memory, and their order follows from the seed alone"
+_LENGTHS = "a batch has random samples, whatever their lengths"
 _PADDING = "rows have data.seq_length tokens"
 _REFERENCE = "the reference model computes a step's log-probabilities at once"
 _GENERATION = (
@@ -56,19 +58,17 @@ _GENERATION = (
 NO_EFFECT = {name: reason for name, reason in grpo.NO_EFFECT.items() if name not in _GENERATION} | {
     "activation_offloading": "settings={'parallel.cpu_offloading_num_layers': …} offloads activations",
     "dataset_num_proc": "the tokenizer uses all cores",
-    "dataloader_drop_last": _ORDER,
-    "group_by_length": _ORDER,
-    "length_column_name": _ORDER,
+    "group_by_length": _LENGTHS,
+    "length_column_name": _LENGTHS,
     "pad_token": _PADDING,
     "padding_value": _PADDING,
     "padding_free": "with packing=True, rows have several samples without padding",
-    "packing_strategy": "packing keeps samples whole: best fit decreasing",
     "per_device_eval_batch_size": "evaluation has the batches of training",
     "precompute_ref_batch_size": _REFERENCE,
     "precompute_ref_log_probs": _REFERENCE,
     "remove_unused_columns": "columns that a form does not read are ignored",
     "shuffle_dataset": _ORDER,
-    "train_sampling_strategy": _ORDER,
+    "train_sampling_strategy": _LENGTHS,
 }
 UNSUPPORTED_DEFAULTS: dict[str, object] = {
     **{name: value for name, value in grpo.UNSUPPORTED_DEFAULTS.items() if name != "remove_unused_columns"},

@@ -51,7 +51,7 @@ def tuning_settings(
     Args:
         method: sft, dpo, orpo, kto, reward or gkd.
         args: a dict of TRL's names, a config object of TRL, or an object with such attributes.
-        samples: number of training samples, which determines the length of an epoch.
+        samples: number of training rows, which determines the length of an epoch: samples, or packed rows.
         world_size: number of processes, by which TRL multiplies its batch.
 
     Raises:
@@ -64,27 +64,43 @@ def tuning_settings(
     defaults = {"per_device_train_batch_size": 8, "max_length": 1024, "output_dir": f"runs/{method}"}
     values = defaults | DEFAULTS[method]
     values |= {name: value for name, value in arguments.values.items() if value is not None}
-    if values.get("max_steps", 0) <= 0:  # TRL's default is −1: by epochs
+    if not sets_max_steps(args):
         values.pop("max_steps", None)
     unread = _unread(method, arguments)
     read = {name: path for name, path in (RENAMED | OURS[method]).items() if name not in unread}
     settings = {path: values[name] for name, path in read.items() if name in values}
     accumulation = values.get("gradient_accumulation_steps", 1)
     size = values["per_device_train_batch_size"] * world_size
-    epoch = max(1, math.ceil(math.ceil(samples / size) / accumulation))
+    batches = samples // size if values.get("dataloader_drop_last") else math.ceil(samples / size)
+    if not batches:
+        reason = f"the dataset has {samples} samples, less than a batch of {size}; set it to False"
+        reject("dataloader_drop_last", True, reason)
+    epoch = max(1, math.ceil(batches / accumulation))
     settings["train.global_batch_size"] = size * accumulation
-    settings |= _length(section, values, arguments, epoch)
-    steps = settings.get("train.train_iters", math.ceil(values.get("num_train_epochs", 1) * epoch))
+    settings |= _length(section, values, arguments)
+    steps = values.get("max_steps", math.ceil(values.get("num_train_epochs", 1) * epoch))
+    settings["train.train_iters"] = steps
     settings |= intervals(values, steps, epoch) | optimizer_settings(values, steps)
     settings |= precision_settings(values, arguments) | other_settings(values, arguments)
     if "chat_template_path" in values:
         settings[f"{section}.chat_template_path"] = values["chat_template_path"]
     settings |= {f"{section}.enabled": True} | _objective(section, values)
+    if arguments.changed.get("train_sampling_strategy") == "sequential":  # KTOConfig's default
+        reason = (
+            "samples are shuffled every epoch; leave it out, or pass settings={'data.dataloader_type': 'single'}, "
+            "which reads the samples once in their order"
+        )
+        reject("train_sampling_strategy", "sequential", reason)
     if method == "orpo":
         if "loss_type" in arguments.values:
             reject("loss_type", arguments.values["loss_type"], "ORPOConfig has no loss_type; omit it")
         return settings | {"dpo.loss_type": "orpo"}
     return settings | _distillation(values) if method == "gkd" else settings
+
+
+def sets_max_steps(args: Mapping[str, Any] | object | None) -> bool:
+    """Return True if the arguments set the number of steps. TRL's default, −1, counts epochs."""
+    return (read_arguments(args).values.get("max_steps") or 0) > 0
 
 
 def no_effect_notes(method: str, args: Mapping[str, Any] | object | None) -> list[str]:
@@ -96,8 +112,8 @@ def no_effect_notes(method: str, args: Mapping[str, Any] | object | None) -> lis
     return notes_without_effect(arguments, reasons)
 
 
-def _length(section: str, values: dict[str, Any], arguments: Arguments, epoch: int) -> Settings:
-    """Translate the length of the run and the maximum length of samples."""
+def _length(section: str, values: dict[str, Any], arguments: Arguments) -> Settings:
+    """Translate the maximum length of samples."""
     if arguments.values.get("max_length", values["max_length"]) is None:
         reject("max_length", None, "rows have a length; set it")
     # TRL's RewardTrainer drops long samples, KTOTrainer keeps their start.
@@ -105,19 +121,15 @@ def _length(section: str, values: dict[str, Any], arguments: Arguments, epoch: i
     settings: Settings = {"data.seq_length": values["max_length"]}
     if section in modes:
         settings[f"{section}.truncation_mode"] = modes[section]
-    if "max_steps" in values:
-        return settings
-    if values.get("packing"):  # the number of rows is known once they are packed
-        return settings | {"sft.num_train_epochs": values.get("num_train_epochs", 1)}
-    return settings | {"train.train_iters": math.ceil(values.get("num_train_epochs", 1) * epoch)}
+    return settings
 
 
 def _objective(section: str, values: dict[str, Any]) -> Settings:
     if section == "sft":
         if values.get("loss_type", "nll") not in ("nll", "dft", "chunked_nll"):
             reject("loss_type", values["loss_type"], "choose nll or dft")
-        if values.get("packing_strategy", "bfd") == "wrapped":
-            reject("packing_strategy", "wrapped", "it splits samples; choose bfd")
+        if values.get("packing") and (strategy := values.get("packing_strategy", "bfd")) != "bfd":
+            reject("packing_strategy", strategy, "it splits samples; choose bfd")
         return {"sft.loss_type": "dft"} if values.get("loss_type") == "dft" else {}
     smoothing, losses = values.get("label_smoothing"), values.get("loss_type", "sigmoid")
     if section == "dpo" and smoothing and losses in ("sigmoid", ["sigmoid"]):
@@ -149,6 +161,8 @@ def _unread(method: str, arguments: Arguments) -> dict[str, str]:
     reasons = unread_arguments(arguments)
     if values.get("max_steps", 0) > 0:
         reasons["num_train_epochs"] = "max_steps is set"
+    if not values.get("packing"):
+        reasons["packing_strategy"] = "packing is off"
     if not values.get("sync_ref_model"):
         reasons |= dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), "sync_ref_model is off")
     if values.get("f_divergence_type") != "alpha_divergence":

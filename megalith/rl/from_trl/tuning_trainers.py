@@ -24,9 +24,10 @@ from megalith.rl.distill import require_teacher, train_distilled
 from megalith.rl.dpo import train_dpo
 from megalith.rl.from_trl.grpo_trainer import UNSUPPORTED, check_weight_tying, lora_settings
 from megalith.rl.from_trl.passed_datasets import records_of
-from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
+from megalith.rl.from_trl.tuning_settings import no_effect_notes, sets_max_steps, tuning_settings
 from megalith.rl.kto import train_kto
 from megalith.rl.reward_model import train_reward
+from megalith.training.build import count_training_rows
 from megalith.training.trainer import TrainingResult
 from megalith.training.training_job import train
 
@@ -82,21 +83,21 @@ class _TuningTrainer:
                 f"train_dataset is not set, but {name} trains on it; pass a Dataset or a list of records"
             )
         records = [self._record(record) for record in records_of(train_dataset, "train_dataset")]
-        translated = tuning_settings(self.section, args, len(records), this_process().world_size)
-        translated |= {**lora_settings(peft_config), **(settings or {})}
+        others = lora_settings(peft_config) | dict(settings or {})
+        world_size = this_process().world_size
+        translated = tuning_settings(self.section, args, len(records), world_size) | others
         output = Path(translated["train.output_dir"])
-        translated["data.train_data_path"] = str(_write_records(records, output))
+        paths = {"data.train_data_path": str(_write_records(records, output))}
         if eval_dataset is not None:
             held_out = [self._record(record) for record in records_of(eval_dataset, "eval_dataset")]
-            translated["data.valid_data_path"] = str(_write_records(held_out, output))
-        tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
-        for path, value in translated.items():
-            section, _, key = path.partition(".")
-            tree.setdefault(section, {})[key] = value
-        config = RunConfig.from_tree(tree)
+            paths["data.valid_data_path"] = str(_write_records(held_out, output))
+        config = _run_config(model, translated | paths, "data.seq_length" not in others)
         check_weight_tying(peft_config, config)
-        if "data.seq_length" not in (settings or {}):
-            config = _limit_to_positions(config)
+        has_other_rows = config.chat.packing or config.chat.truncation_mode == "drop" or config.kto.enabled
+        if has_other_rows and not sets_max_steps(args):
+            rows = count_training_rows(config)
+            translated = tuning_settings(self.section, args, rows, world_size) | others
+            config = _run_config(model, translated | paths, "data.seq_length" not in others)
         self.config = config.with_notes(no_effect_notes(self.section, args))
 
     @staticmethod
@@ -221,6 +222,16 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     return value.isoformat() if hasattr(value, "isoformat") else {"unsupported_value": type(value).__name__}
+
+
+def _run_config(model: str | Path, settings: Mapping[str, Any], limits_length: bool) -> RunConfig:
+    """Return the configuration of a run on the weights in `model`. With `limits_length`, rows fit the model."""
+    tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
+    for path, value in settings.items():
+        section, _, key = path.partition(".")
+        tree.setdefault(section, {})[key] = value
+    config = RunConfig.from_tree(tree)
+    return _limit_to_positions(config) if limits_length else config
 
 
 def _limit_to_positions(config: RunConfig) -> RunConfig:
