@@ -32,6 +32,7 @@ from megalith.temporary_folders import TemporaryFolder
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 INDEX_SUFFIX = ".index.json"
+ADAPTER = "adapter_config.json"  # of PEFT
 WEIGHTS = (  # an index or the only file; the first that exists is read
     "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin",
 )  # fmt: skip
@@ -234,17 +235,33 @@ def _instead_of(folder: Path) -> str:
 
 
 def list_weights(folder: Path) -> dict[str, SafetensorsEntry | Pickled]:
-    """Return the tensors of a folder by name. Raises CheckpointError if files are missing or damaged."""
+    """Return the tensors of a folder by name. Raises CheckpointError if files are missing, damaged or ambiguous."""
     file = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
     if file is None:
         raise CheckpointError(f"{folder} has no weights; it needs one of {', '.join(WEIGHTS)}")
+    if (folder / ADAPTER).exists():
+        raise CheckpointError(
+            f"{folder} has a model and an adapter ({ADAPTER}), which transformers would add to the model; move the "
+            "adapter's files to a folder of their own, and give it as lora.load"
+        )
+    whole = file.with_name(file.name.removesuffix(INDEX_SUFFIX))
+    if whole != file and whole.exists() and whole.name not in _weight_map(file).values():
+        raise CheckpointError(
+            f"{folder} has {whole.name} and {file.name}, which lists other files, and loaders disagree on which of "
+            "them is the model; remove the outdated one"
+        )
     return _list_shards(file) if file.name.endswith(INDEX_SUFFIX) else list_tensors(file)
 
 
-def _list_shards(index: Path) -> dict[str, SafetensorsEntry | Pickled]:
+def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map of tensors to files; fetch it again")
+    return weight_map
+
+
+def _list_shards(index: Path) -> dict[str, SafetensorsEntry | Pickled]:
+    weight_map = _weight_map(index)
     tensors: dict[str, SafetensorsEntry | Pickled] = {}
     for file in sorted(set(weight_map.values())):
         if len(file.encode(errors="surrogatepass")) > LONGEST_NAME:

@@ -195,22 +195,40 @@ def _scaling(kind: str, rope: Mapping[str, Any], hf_config: Mapping[str, Any]) -
     fields = {key: rope[key] for key in parts if rope.get(key) is not None}
     max_length = hf_config.get("max_position_embeddings")
     if "original_max_position_embeddings" in parts:
-        original = fields.setdefault("original_max_position_embeddings", max_length)
-        if hf_config.get("original_max_position_embeddings") not in (None, original):
+        stated = hf_config.get(
+            "original_max_position_embeddings"
+        )  # transformers copies it into the rotary settings
+        original = fields.setdefault("original_max_position_embeddings", stated or max_length)
+        if stated not in (None, original):
             raise ConfigError(
-                f"config.json has original_max_position_embeddings {hf_config['original_max_position_embeddings']}, "
+                f"config.json has original_max_position_embeddings {stated}, "
                 f"but its rotary scaling has {original}; remove the wrong one of the two"
             )
-    if kind == "longrope" and "factor" not in fields:  # transformers derives it from the two lengths
-        if not max_length or not fields["original_max_position_embeddings"]:
-            raise ConfigError(
-                "config.json has longrope without max_position_embeddings and original_max_position_embeddings, "
-                "from which its factor follows; add these two keys"
-            )
-        fields.setdefault("factor", max_length / fields["original_max_position_embeddings"])
+    if "factor" in parts and "factor" not in fields:
+        fields["factor"] = _derived_factor(
+            kind, rope, max_length, fields.get("original_max_position_embeddings")
+        )
+    if missing := [name for name in REQUIRED if name in parts and name not in fields]:
+        raise ConfigError(
+            f"config.json has rotary scaling {kind} without {' and '.join(missing)}, which have no default; add the "
+            "model's values"
+        )
     return {"type": kind, **fields}
 
 
+def _derived_factor(kind: str, rope: Mapping[str, Any], length: Any, original: Any) -> float:
+    """Return the ratio of the two lengths, which is LongRoPE's factor, and YaRN's if that is null, in transformers."""
+    if not (kind == "longrope" or (kind == "yarn" and "factor" in rope)):
+        raise ConfigError(f"config.json has rotary scaling {kind} without factor; add the model's factor")
+    if not length or not original:
+        raise ConfigError(
+            f"config.json has {kind} without max_position_embeddings and original_max_position_embeddings, "
+            "from which its factor follows; add these two keys"
+        )
+    return length / original
+
+
+REQUIRED = ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 HARMLESS = (("truncate", True), ("partial_rotary_factor", 1.0))
 
 

@@ -57,6 +57,42 @@ def test_rope_scaling_that_differs_from_rope_parameters_is_refused(both: dict) -
     assert read(theirs | {"rope_scaling": dict(plain)}) == read(theirs)
 
 
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.1] * 8, "long_factor": [2.0] * 8}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"rope_parameters": YARN | {"factor": None, "original_max_position_embeddings": 32}},
+        {"rope_parameters": YARN, "original_max_position_embeddings": 16},
+        {"rope_parameters": LONG, "original_max_position_embeddings": 16},
+        {"rope_parameters": LONG | {"original_max_position_embeddings": 16}},
+    ],
+)
+def test_lengths_outside_the_rotary_settings_count_as_in_transformers(tree: dict, tmp_path: Path) -> None:
+    fuzzed = Fuzzed("llama", tmp_path)
+    logits, _ = fuzzed.ours(fuzzed.tree | tree)
+    torch.testing.assert_close(logits, fuzzed.theirs(fuzzed.tree | tree)[0], atol=1e-4, rtol=1e-5)
+    plain = fuzzed.theirs(fuzzed.tree)[0]
+    assert (logits - plain).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "linear"}, "rotary scaling linear without factor"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 32}, "rotary scaling yarn without factor"),
+        ({"rope_type": "llama3", "factor": 4.0}, "llama3 without low_freq_factor and high_freq_factor"),
+        ({"rope_type": "longrope", "factor": 4.0}, "longrope without short_factor and long_factor"),
+    ],
+)
+def test_a_rotary_scaling_without_its_numbers_is_refused(scaling: dict, message: str) -> None:
+    theirs = transformers.LlamaConfig().to_dict() | {"rope_parameters": scaling}
+    with pytest.raises(ConfigError, match=message):
+        FAMILIES["LlamaForCausalLM"].read_config(theirs)
+
+
 TEXT = dict(vocab_size=151, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=256)  # fmt: skip
 

@@ -115,6 +115,18 @@ def test_an_index_that_leads_outside_the_folder(folder: Path, name: str) -> None
     assert f"names the file {name!r}, which is outside its folder" in refused(folder)
 
 
+def test_a_folder_with_two_models_or_an_adapter_is_refused(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    in_shards(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    assert "has model.safetensors and model.safetensors.index.json, which lists other files" in refused(
+        folder
+    )
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    assert "has a model and an adapter (adapter_config.json)" in refused(folder)
+
+
 @pytest.mark.parametrize("weight_map", [None, [], {"model.norm.weight": 3}])
 def test_an_index_of_another_form(folder: Path, weight_map: object) -> None:
     in_shards(folder)
