@@ -266,6 +266,15 @@ def test_copy_engines_get_more_queues_before_cuda_is_asked_for_devices(monkeypat
     assert seen[0] == "32"
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam])
+def test_an_optimizer_that_cannot_train_shards_is_refused_by_name(kind):
+    accelerator, model = fresh_accelerator(), model_of("llama")
+    with pytest.raises(
+        ConfigError, match=f"the optimizer {kind.__name__}, which cannot train sharded parameters"
+    ):
+        accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+
+
 def test_fp8_is_asked_for_where_it_is_a_setting():
     with pytest.raises(ConfigError, match=r"other_megatron_args=.*fp8_format.*hybrid"):
         fresh_accelerator(precision="fp8")

@@ -8,6 +8,7 @@ embeddings) or Megalith (no recomputation) decides; Accelerate has a default for
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -119,6 +120,11 @@ class MegatronLMPlugin(StockPlugin):
             pretraining_flag=True,
             return_logits=self.return_logits,
         )
+
+    def set_optimizer_type(self, optimizer: Any) -> None:
+        """Store the settings of Adam or SGD. `prepare` refuses other classes by name."""
+        with suppress(ValueError, KeyError):
+            super().set_optimizer_type(optimizer)
 
     def set_scheduler_args(self, scheduler: Any) -> None:
         """Set the schedule's length to that of a MegatronLMDummyScheduler, in optimizer steps of the script."""
