@@ -25,6 +25,15 @@ from megalith.planner.flops import flops_per_token
 from megalith.planner.layout import Layout
 from megalith.tables import format_bytes, format_si, render
 
+POSITIONS = {
+    "learned_absolute": "learned positions",
+    "sinusoidal": "sinusoidal positions",
+    "rope": "RoPE",
+    "alibi": "ALiBi",
+    "relative": "relative positions",
+    "none": "no positions",
+}
+
 
 def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = None) -> list[tuple[str, str]]:
     """Print the summary to `stream` or standard output, and return its rows. The vocabulary size must be resolved."""
@@ -112,8 +121,7 @@ def _model(config: RunConfig) -> str:
     if model.query_groups != model.num_attention_heads:
         heads += f" in {model.query_groups} KV groups"
     mlp = "SwiGLU" if model.swiglu else f"{'gated ' * model.gated}{model.activation}"
-    kinds = {"rope": "RoPE", "alibi": "ALiBi", "relative": "relative positions"}
-    positions = kinds.get(model.position_embedding_type, "learned positions")
+    positions = POSITIONS[model.position_embedding_type]
     vocabulary = f"vocabulary {model.vocab_size:,}"
     if model.padded_vocab_size != model.vocab_size:
         vocabulary += f" padded to {model.padded_vocab_size:,}"
