@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megalith.config.encoder_presets import ENCODER_PRESETS
+
 _GPT2 = dict(vocab_size=50257, max_position_embeddings=1024)
 _GPT3 = dict(vocab_size=50257, max_position_embeddings=2048)
 _NEOX = dict(
@@ -22,45 +24,6 @@ _NEOX = dict(
     attention_dropout=0.0,
 )
 _FALCON = dict(_NEOX, activation="gelu", add_bias_linear=False, vocab_size=65024)
-_T5 = dict(  # before 1.1
-    model_type="t5",
-    position_embedding_type="relative",
-    normalization="RMSNorm",
-    layernorm_epsilon=1e-6,
-    add_bias_linear=False,
-    activation="relu",
-    query_pre_attn_scalar=1,
-    scale_decoder_outputs=True,
-    vocab_size=32128,
-    max_position_embeddings=512,
-)
-_BERT = dict(
-    model_type="bert",
-    apply_residual_connection_post_layernorm=True,
-    layernorm_epsilon=1e-12,
-    activation="gelu",
-    vocab_size=30522,
-    max_position_embeddings=512,
-)
-_MODERNBERT = dict(
-    model_type="bert",
-    bert_binary_head=False,
-    position_embedding_type="rope",
-    rotary_base=160000.0,
-    rotary_base_local=10000.0,
-    window_size=[64, 64],
-    embedding_layernorm=True,
-    add_first_input_layernorm=False,
-    add_norm_bias=False,
-    add_bias_linear=False,
-    add_lm_head_dense_bias=False,
-    gated_linear_unit=True,
-    activation="gelu",
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-    vocab_size=50368,
-    max_position_embeddings=8192,
-)
 _BLOOM = dict(
     position_embedding_type="alibi",
     embedding_layernorm=True,
@@ -336,15 +299,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-14b":    dict(_QWEN3, num_layers=40, hidden_size=5120, ffn_hidden_size=17408, num_attention_heads=40),
     "qwen3-32b":    dict(_QWEN3, num_layers=64, hidden_size=5120, ffn_hidden_size=25600, num_attention_heads=64),
 
-    "t5-base":      dict(_T5, num_layers=24, hidden_size=768, ffn_hidden_size=3072, num_attention_heads=12),
-    "t5-3b":        dict(_T5, num_layers=48, hidden_size=1024, ffn_hidden_size=16384, num_attention_heads=32,
-                         kv_channels=128),
-    "bert-base":    dict(_BERT, num_layers=12, hidden_size=768, num_attention_heads=12),
-    "bert-large":   dict(_BERT, num_layers=24, hidden_size=1024, num_attention_heads=16),
-    "modernbert-base": dict(_MODERNBERT, num_layers=22, hidden_size=768, num_attention_heads=12, ffn_hidden_size=1152,
-                            window_attn_skip_freq=[int(n % 3 > 0) for n in range(22)]),
-    "modernbert-large": dict(_MODERNBERT, num_layers=28, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=2624,
-                             window_attn_skip_freq=[int(n % 3 > 0) for n in range(28)]),
+    **ENCODER_PRESETS,
     "bloom-560m":   dict(_BLOOM, num_layers=24, hidden_size=1024, num_attention_heads=16),
     "bloom-7b1":    dict(_BLOOM, num_layers=30, hidden_size=4096, num_attention_heads=32),
     "bloom-176b":   dict(_BLOOM, num_layers=70, hidden_size=14336, num_attention_heads=112),

@@ -148,6 +148,7 @@ def test_the_name_of_a_tied_output_matrix_is_that_of_its_row() -> None:
         ("falcon-7b", "falcon"),
         ("falcon-40b", "falcon"),
         ("modernbert-large", "modernbert"),
+        ("bart-base", "bart"),
         ("dbrx", "dbrx"),
     ],
 )

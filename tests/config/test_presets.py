@@ -67,6 +67,9 @@ PUBLISHED = {
     "qwen3-32b": (64, 5120, 64, 8, 128, 25600, 151936, 40960, 32_762_123_264),
     "t5-base": (24, 768, 12, 12, 64, 3072, 32128, 512, 222_903_552),
     "t5-3b": (48, 1024, 32, 32, 128, 16384, 32128, 512, 2_851_598_336),
+    # with the logits' constant bias, one per token, which transformers does not count
+    "bart-base": (12, 768, 12, 12, 64, 3072, 50265, 1024, 139_420_416 + 50_265),
+    "bart-large": (24, 1024, 16, 16, 64, 4096, 50265, 1024, 406_291_456 + 50_265),
     "bert-base": (12, 768, 12, 12, 64, 3072, 30522, 512, 110_106_428),
     "bert-large": (24, 1024, 16, 16, 64, 4096, 30522, 512, 336_226_108),
     "modernbert-base": (22, 768, 12, 12, 64, 1152, 50368, 8192, 149_655_232),
@@ -139,9 +142,9 @@ def test_a_layer_of_each_kind_has_as_many_parameters_in_transformers(name):
     with torch.device("meta"):
         built = getattr(transformers, family.architecture)._from_config(theirs)
     built.tie_weights()
-    assert count_parameters(model, padded_vocab=False).total == sum(
-        p.numel() for n, p in built.named_parameters() if not n.endswith("e_score_correction_bias")
-    )
+    constant = [b for n, b in built.named_buffers() if n == "final_logits_bias"]
+    parameters = [p for n, p in built.named_parameters() if not n.endswith("e_score_correction_bias")]
+    assert count_parameters(model, padded_vocab=False).total == sum(p.numel() for p in parameters + constant)
 
 
 def test_every_preset_is_listed_here_or_a_tiny_one():
