@@ -118,7 +118,8 @@ def measured_line(row: Row) -> str:
         MIRRORED: "memory only; one rank, mirrored",
         MISSED: "**outside the bounds**",
     }.get(row.use, "")
-    cells = [f"`{row.model['preset']}`", row.name, str(row.processes)]
+    name = re.sub(" [¹²³]$", "", row.name)  # footnotes of docs/tradeoffs.md
+    cells = [f"`{row.model['preset']}`", name, str(row.processes)]
     cells += (
         [f"{row.gigabytes:g}", f"{memory:.1f}", off(memory, row.gigabytes)] if row.gigabytes else ["", "", ""]
     )
@@ -162,18 +163,21 @@ def outside() -> str:
 def eight_gpus() -> str:
     """Return a text that counts the predictions for eight GPUs that held, and names all runs outside the bounds."""
     missed = [row for row in EIGHT_GPUS if row.use == MISSED]
-    names = "; ".join(row.name for row in missed)
     others = "; ".join(row.name for row in ROWS if row.use == MISSED and row not in EIGHT_GPUS)
     text = (
         "The runs on eight GPUs were predicted before they were measured, and nothing was fitted to them. "
         "(One prediction was corrected afterwards: the memory of layers with norms of queries and keys.) "
-        f"{len(EIGHT_GPUS) - len(missed)} of {len(EIGHT_GPUS)} are within the bounds. **Outside: {names}.** "
+        f"{len(EIGHT_GPUS) - len(missed)} of {len(EIGHT_GPUS)} are within the bounds. Outside the bounds:"
+    )
+    names = "\n".join(f"- **{row.name}**" for row in missed)
+    after = (
         "The plan's ranking of the two layouts of Qwen3 was wrong: with experts, GPUs waited longer than the "
         "planner assumes, for reasons not yet known ([profiles](performance.md#where-the-time-goes)). "
     )
     if others:
-        text += f"**Outside on fewer GPUs: {others}.**"
-    return fill(text, 120, break_on_hyphens=False)
+        after += f"**Outside on fewer GPUs: {others}.**"
+    before, after = (fill(part, 120, break_on_hyphens=False) for part in (text, after))
+    return f"{before}\n\n{names}\n\n{after}"
 
 
 def sc21_lines() -> list[str]:
@@ -207,15 +211,16 @@ Runs that are known to be outside these bounds are exempt, and marked in the tab
 
 ## Measured on H200
 
-The table has every run of [RESULTS](../benchmarks/RESULTS.md) whose memory or time was measured with this version's
-kernels, except rollouts, generation and samples of varying lengths. "Predicted" is the result of `megalith plan show`
-with the run's settings. "Memory only" in the last column means that the bound does not apply to the time of this run,
-because an older version or a [mirrored rank](performance.md#measure-a-step) was measured.
+The table has every run of [RESULTS](../benchmarks/RESULTS.md) whose memory or time can be compared with a prediction,
+except rollouts, generation and samples of varying lengths. "Memory only" in the last column means that the bound does
+not apply to the time of this run: "an older version" had slower kernels or slower recomputation, and a
+[mirrored rank](performance.md#measure-a-step) does not send data to other GPUs.
 
-In the measured version, layers with rotary positions kept the whole output of `linear_qkv` for the backward pass.
-Layers with QK norms also kept a copy of the queries. Now layers keep only the values. The table
-predicts the memory of the measured version. For the current version, the planner predicts less: 5.4 GB less for
-Llama-3-8B with 16,384 tokens in a micro-batch. This has not been measured on a GPU yet.
+"Predicted" is the result of `megalith plan show` with the run's settings, plus the activations that only the measured
+version saved: layers with rotary positions saved the whole output of `linear_qkv` for the backward pass, and layers
+with QK norms also a copy of the queries. Layers now save only the values. So `megalith plan show` predicts less memory
+today, for example 5.4 GB less for Llama-3-8B with 16,384 tokens in a micro-batch. Only two rows were measured with this
+change: Llama-3-8B with 8 layers and nothing recomputed, and its LoRA run.
 
 {eight}
 
@@ -226,8 +231,8 @@ Llama-3-8B with 16,384 tokens in a micro-batch. This has not been measured on a 
 ## Published on H100
 
 Predictions use the H200's measured rates, scaled by the ratio of the datasheet values. Megatron-Bridge's runs use
-Megatron-Core, which overlaps or omits work that Megalith does not, so their bound applies to the prediction for
-Megatron-Core.
+Megatron-Core, which overlaps or avoids some of the work of a step in Megalith. The 20 % bound therefore applies to the
+prediction for Megatron-Core.
 Meta's runs are compared with the prediction for Megalith. "Fits" describes the published layout or, if that takes
 too much memory, the same layout with `layernorm` and `mlp_act` recomputed and the inputs of column-parallel linears
 gathered again in the backward pass. This repeats no GEMM.
@@ -246,7 +251,7 @@ recomputed forward pass. Micro-batches and chunks are those of the authors' scri
 of 2021: attention with GEMMs and its scores in memory, whole layers recomputed, tensor parallelism without sequence
 parallelism, no overlap. The last column is the prediction for Megalith with the same layout.
 
-| Model | Published | Predicted | Difference | Rank among the ten, slowest first | Megalith |
+| Model | Published | Predicted | Difference | Position by predicted speed, slowest first | Megalith |
 |---|---|---|---|---|---|
 {sc21}
 """

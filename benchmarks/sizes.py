@@ -169,8 +169,8 @@ is above 1, one sequence per micro-batch (32 per GPU in the rows of GPT-2-large,
 
 Usable memory per GPU: {rooms}. Rates of
 A100 and H100 are the H200's measured rates, scaled by the ratio of the datasheet values. Each row uses its guide's
-settings: if the guide does not mention sharding of the optimizer state, the state is not sharded. The last column names
-the values of `data_parallel_sharding_strategy`, recomputation and offloading with which the layout fits, with the
+settings: if the guide does not mention sharding of the optimizer state, the state is not sharded. The last column gives
+the values of `data_parallel_sharding_strategy`, recomputation and offloading that make the layout fit, and the
 memory and time that it then needs.
 
 | Guide | Model or job | Preset | GPUs | TP/PP/CP/DP | Micro-batches | Sequence | Fits | ms per step | Change needed |
@@ -184,7 +184,7 @@ The guides leave some points open. This page interprets them as follows:
 - Llama-3-405B's 126 layers can be divided evenly over 8 or 16 stages with `account_for_embedding_in_pipeline_split` and
   `account_for_loss_in_pipeline_split`, which count the embedding and the loss as one layer each.
 - `virtual_pipeline_model_parallel_size: 32` with 16 stages means 32 chunks in total in Oumi's guide. That is 2 per rank
-  here.
+  in Megalith.
 - GPUs = TP × PP × CP × DP. Experts are distributed over the same ranks and do not add any.
 
 ## The guides' thresholds
