@@ -129,7 +129,7 @@ def _layout(tensor):
 
 
 def _active_dropout(model):
-    """Return the names of the dropout rates above 0 of modules in training mode."""
+    """Return the names of dropout rates above 0, such as `layers.0.dropout.p`, of modules in training mode."""
     rates = [
         (f"{name}.{key}", key, m, rate) for name, m in model.named_modules() for key, rate in vars(m).items()
     ]

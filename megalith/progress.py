@@ -92,7 +92,7 @@ class Progress(AbstractContextManager):
         return f"{100 * self.done / self._total:.1f} %" if self._total else ""
 
     def _remaining(self, seconds: float) -> str:
-        """Return the ETA from the mean speed so far."""
+        """Return `ETA h:mm:ss` at the mean speed so far, or "" if it is unknown."""
         if not self._total or not self.done:
             return ""
         left = max(self._total - self.done, 0) / self.done * seconds

@@ -172,7 +172,7 @@ def test_layouts_are_described_by_degrees():
     }
     assert layout_of("dp=8,ep=8")["processes"] == 8  # experts do not multiply the processes
     for name, said in (
-        ("tp3", "there is no layout"),
+        ("tp3", "unknown layout"),
         ("tp=0", "positive integer"),
         ("dp=two", "positive integer"),
     ):
@@ -197,7 +197,7 @@ def test_a_peer_of_one_process_trains(name, monkeypatch, capsys):
 def test_a_peer_that_there_is_not_is_refused(name, capsys):
     with pytest.raises(SystemExit):
         run_command(["tiny", "--peer", name])
-    assert f"{name!r} is neither best nor one of" in capsys.readouterr().err
+    assert f"unknown peer {name!r}; use best or one of" in capsys.readouterr().err
 
 
 def test_a_peer_out_of_memory_is_tried_with_half_the_micro_batch(bench, monkeypatch):
@@ -369,7 +369,7 @@ def test_conversions_are_measured(bench, monkeypatch, tmp_path):
 def test_sizes_and_folders_that_conversions_do_not_take_are_refused(bench, tmp_path):
     with pytest.raises(ConfigError, match=r"--gb 0.1 is less than the 0.35 GB of embeddings and one layer"):
         bench("convert", "--gb", 0.1, "--folder", tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"exists, .*choose a folder that does not"):
+    with pytest.raises(ConfigError, match=r"exists, .*choose a new folder"):
         bench("convert", "--folder", tmp_path)
 
 

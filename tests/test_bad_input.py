@@ -78,12 +78,12 @@ CONFIGURATIONS = [
     (["nowhere.yaml"], "there is no run file nowhere.yaml"),
     (["."], "cannot be read", "directory"),
     (["data.bin"], "data.bin"),
-    (["run.yaml", "--train.train_iter", "5"], "no setting train.train_iter", "did you mean train.train_iters"),
+    (["run.yaml", "--train.train_iter", "5"], "unknown setting train.train_iter", "did you mean train.train_iters"),
     (["run.yaml", "--num_layers", "5"], "did you mean model.num_layers"),
     (["run.yaml", "stray"], "unexpected argument 'stray'"),
     (["run.yaml", "--train.train_iters", "many"], "train.train_iters is 'many'", "whole number"),
     (["run.yaml", "--train.train_iters"], "train.train_iters is True"),
-    (["run.yaml", "--model.preset", "gpt5"], "no preset 'gpt5'", "known: "),
+    (["run.yaml", "--model.preset", "gpt5"], "unknown preset 'gpt5'", "known: "),
     (["run.yaml", "--model.num_attention_heads", "3"], "hidden_size 32 is not divisible", "3"),
     (["run.yaml", "--train.micro_batch_size", "3"], "(2) is not a multiple of micro_batch_size (3) ×"),
     (["run.yaml", "--data.seq_length", "64", "--model.max_position_embeddings", "32"], "64 is longer than", "32"),
@@ -119,7 +119,7 @@ CONFIGURATIONS = [
     (["run.yaml", "--nproc", "three"], "argument --nproc: invalid int value: 'three'"),
     (["run.yaml", "--nproc", "3"], "(2) is not a multiple of micro_batch_size (1) × data parallel (3)"),
     (["run.yaml", "--nproc", "2", "--runtime.device", "cuda"], "cuda"),
-    (["run.yaml", "--nnodes", "2", "--nproc", "2"], "no --rdzv-endpoint"),
+    (["run.yaml", "--nnodes", "2", "--nproc", "2"], "which needs --rdzv-endpoint"),
     (["run.yaml", "--nnodes", "2:3", "--nproc", "2", "--rdzv-endpoint", "a:1",
       "--parallel.tensor_model_parallel_size", "5"], "world size 4 is not divisible by tensor (5)"),
 ]  # fmt: skip
@@ -383,7 +383,7 @@ def test_requests_to_preprocess_that_cannot_be(refused, place):
     refused([*words, "out", *missing], DATA, "nowhere/tokenizer.json")
     refused([*words, "data.bin/out", *BYTES], DATA, "data.bin/out")
     assert main([str(word) for word in [*words, "out", *BYTES]]) == 0
-    refused([*words, "out", *BYTES], DATA, "out_text_document.bin exists", "another output prefix")
+    refused([*words, "out", *BYTES], DATA, "out_text_document.bin already exists", "another output prefix")
 
 
 @pytest.mark.processes

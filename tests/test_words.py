@@ -52,6 +52,9 @@ TERMS = {  # a homemade word, as a regular expression: the field's term
     r"megalith_direct": "copy engine",
     r"wide_product": "matmul",
     r"has_places": "position_ids",
+    r"(every|each) (rank|process)( of \S+)? calls it": "collective over …",
+    r"(same|equal|unchanged) to the bit": "bitwise equal",
+    r"(rejected|refused) by name": "rejected with an error that names it",
 }
 COMMAND = re.compile(r"^(?:\$ )?megalith (.*)$", re.MULTILINE)
 FILE = re.compile(

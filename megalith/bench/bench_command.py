@@ -47,8 +47,8 @@ def run_command(words: Sequence[str]) -> int:
         print(listing())
         return 0
     if name not in WORKLOADS and name not in OTHERS:
-        hint = did_you_mean(name, [*WORKLOADS, *OTHERS]) or "; `megalith bench` lists them"
-        raise ConfigError(f"there is no benchmark {name!r}{hint}")
+        hint = did_you_mean(name, [*WORKLOADS, *OTHERS]) or "; `megalith bench` lists all benchmarks"
+        raise ConfigError(f"unknown benchmark {name!r}{hint}")
     wants_help = not {"-h", "--help"}.isdisjoint(words)
     if name in GPU_ONLY and not wants_help and not _has_gpu():
         raise ConfigError(

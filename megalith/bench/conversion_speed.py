@@ -64,14 +64,18 @@ def main() -> None:
     )
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--folder", type=Path, required=True, help="working folder; must not exist")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="working folder; must not exist, and is deleted at the end"
+    )
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of model")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="section.key=value", help="settings of section model"
+    )
     args = parser.parse_args()
     model_of(args.gb * 1e9, args.dtype, args.set)
     if args.folder.exists():
         raise ConfigError(
-            f"--folder {args.folder} exists, and is removed at the end; choose a folder that does not exist"
+            f"--folder {args.folder} exists, but the benchmark deletes its folder at the end; choose a new folder"
         )
     args.folder.mkdir(parents=True)
     try:

@@ -43,7 +43,9 @@ def main() -> None:
     )
     parser.add_argument("--megabytes", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the simulation")
-    parser.add_argument("--tokens-per-second", type=float, default=10600.0, help="rate of a GPU")
+    parser.add_argument(
+        "--tokens-per-second", type=float, default=10600.0, help="tokens per second that one GPU consumes"
+    )
     parser.add_argument("--cores-per-gpu", type=int, default=8)
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))

@@ -41,14 +41,21 @@ def main() -> None:
     )
     parser.add_argument("--seq-length", type=int, default=32768, help="longest sample (default: %(default)s)")
     parser.add_argument("--median", type=float, default=2000, help="median length (default: %(default)s)")
-    parser.add_argument("--sigma", type=float, default=1.2, help="of the logarithm (default: %(default)s)")
+    parser.add_argument(
+        "--sigma", type=float, default=1.2, help="standard deviation of log(length) (default: %(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=8, help="rows per step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="number of steps (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=4, help="steps excluded (default: %(default)s)")
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=4,
+        help="warm-up steps, excluded from the figures (default: %(default)s)",
+    )
     parser.add_argument(
         "--max-tokens", type=int, help="parallel.max_seqlen_per_dp_cp_rank (default: the last layout's)"
     )
-    parser.add_argument("--simulate", action="store_true", help="print what the cost model expects, only")
+    parser.add_argument("--simulate", action="store_true", help="only print the cost model's prediction")
     add_result_options(parser)
     args = parser.parse_args()
     processes = {layout_of(layout)["processes"] for layout in args.layout}

@@ -46,11 +46,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[64])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument(
-        "--generations", type=int, default=1, help="completions per prompt, counted in the batch"
+        "--generations", type=int, default=1, help="completions per prompt; --batch counts completions"
     )
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=1, help="number of batches; free rows are refilled")
-    parser.add_argument("--spread", action="store_true", help="lengths from a quarter of --new-tokens up")
+    parser.add_argument(
+        "--spread", action="store_true", help="draw lengths from a quarter of --new-tokens to --new-tokens"
+    )
     parser.add_argument("--room", type=int, nargs="*", help="tokens per row (default: prompt + new tokens)")
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -58,7 +60,9 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--peer", choices=["hf"])
-    parser.add_argument("--peer-tokens", type=int, default=64, help="new tokens of the peer, which is slow")
+    parser.add_argument(
+        "--peer-tokens", type=int, default=64, help="new tokens for the peer; fewer, because it is slow"
+    )
     parser.add_argument("--trace")
     parser.add_argument(
         "--sync",

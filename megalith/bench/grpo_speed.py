@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of prompt and completion together")
     parser.add_argument(
-        "--spread", action="store_true", help="spread completion lengths from a quarter of the maximum up"
+        "--spread",
+        action="store_true",
+        help="draw completion lengths from a quarter of the maximum to the maximum",
     )
     parser.add_argument("--packed", type=int, default=4096, help="tokens per row in the trainer")
     parser.add_argument("--micro", type=int, default=4, help="rows per micro-batch")

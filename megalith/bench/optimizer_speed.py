@@ -86,13 +86,17 @@ class Row:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table."""
+    """Train with each optimizer, and print a table of losses and times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
-        "--factors", type=float, nargs="+", default=[1.0], help="factors on the learning rates"
+        "--factors",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        help="multiply the learning rates by each of these factors",
     )
     parser.add_argument("--only", nargs="+", choices=RATES, default=list(RATES), metavar="NAME")
     parser.add_argument("settings", nargs="*", metavar="section.key=value")

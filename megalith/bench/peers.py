@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="of model and data")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="section.key=value", help="settings of model and data"
+    )
     add_switches(parser)
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
@@ -248,12 +250,17 @@ def peft(run: RunConfig, device: str, patched: bool = False) -> Peer:
 def add_switches(parser: argparse.ArgumentParser) -> None:
     """Add FSDP2's options: resharding, recomputation, and compilation of the layers."""
     parser.add_argument(
-        "--reshard", choices=("always", "never"), default="always", help="after the forward pass"
+        "--reshard",
+        choices=("always", "never"),
+        default="always",
+        help="free gathered parameters after the forward pass",
     )
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     compiled = "compile each layer (default: all peers but liger, which is faster without)"
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=compiled)
-    parser.add_argument("--fp8", choices=("tensorwise", "rowwise"), help="recipe of torchao, in torchtitan")
+    parser.add_argument(
+        "--fp8", choices=("tensorwise", "rowwise"), help="torchao's FP8 recipe (torchtitan only)"
+    )
 
 
 def shard(model: nn.Module, args: argparse.Namespace) -> None:

@@ -131,7 +131,11 @@ def _first(kinds: Iterable[tuple[str, str]], names: list[str]) -> str | None:
 def _split_time(
     computing: list[tuple[float, float, str]], communicating: list[tuple[float, float, str]]
 ) -> Iterator[tuple[float, float, str]]:
-    """Yield consecutive time spans, each of a single kind. Both lists must be sorted by start."""
+    """Yield consecutive spans (start, end, kind). Both lists must be sorted by start.
+
+    Time in which a compute kernel runs gets the kernel's kind. The rest gets the kind of the communication kernel that
+    runs then, or IDLE.
+    """
     now = min((span[0] for span in computing + communicating), default=0.0)
     for start, end, kind in [*computing, (float("inf"), float("inf"), IDLE)]:
         for begin, until, other in communicating:  # exposed before this kernel

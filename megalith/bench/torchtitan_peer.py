@@ -43,7 +43,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5)
     for name in DEGREES:
         parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="of model and data")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="section.key=value", help="settings of model and data"
+    )
     add_switches(parser)
     args = parser.parse_args()
     run = model_run(args.workload, args.set)

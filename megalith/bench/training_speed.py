@@ -88,7 +88,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=30, help="number of steps (default: %(default)s)")
     parser.add_argument(
-        "--warmup", type=int, default=10, help="steps excluded from the figures (default: %(default)s)"
+        "--warmup",
+        type=int,
+        default=10,
+        help="warm-up steps, excluded from the figures (default: %(default)s)",
     )
     parser.add_argument("--batch", type=int, help="sequences per step (default: the workload's, per process)")
     parser.add_argument("--losses", action="store_true", help="print the losses of some steps")
@@ -99,7 +102,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--real", type=int, nargs="?", const=REAL_MEGABYTES, metavar="MB",
-        help="run each layout again on so many MB of real text (default: %(const)s), and compare the times",
+        help="run each layout again on this many MB of real text (default: %(const)s), and compare the times",
     )  # fmt: skip
     parser.add_argument(
         "--peer", type=peer_name, nargs="+", default=[], metavar="PEER", help=f"{', '.join(PEERS)}, best"
@@ -131,7 +134,7 @@ def check_devices(processes: int) -> None:
 
     gpus = torch.cuda.device_count()
     if not gpus:
-        print("there is no GPU: the figures are the CPU's", file=sys.stderr, flush=True)
+        print("no GPU found; the benchmark runs on the CPU", file=sys.stderr, flush=True)
     elif gpus < processes:
         raise ConfigError(
             f"--layout takes {processes} GPUs, but this machine has {gpus}; `megalith bench` lists the layouts by "
@@ -303,8 +306,8 @@ def peer_name(text: str) -> str:
     ]
     if name not in (*PEERS, "best") or unknown or (switches and name not in SHARDED_PEERS):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither best nor one of {', '.join(PEERS)}; {', '.join(SHARDED_PEERS)} take the switches "
-            f"{', '.join(SWITCHES)} and micro=N, as in liger:never,micro=1"
+            f"unknown peer {text!r}; use best or one of {', '.join(PEERS)}; options of {', '.join(SHARDED_PEERS)}, as "
+            f"in liger:never,micro=1: {', '.join(SWITCHES)}, micro=N"
         )
     return text
 

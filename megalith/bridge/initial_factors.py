@@ -135,7 +135,7 @@ def initialize_factors(
     trained: bool = True,
     quantized: Callable[[str, Tensor, Tensor | None], Tensor] | None = None,
 ) -> None:
-    """Set this rank's shards of A₀ and B₀ to factors of the base. Every rank of `world` calls it.
+    """Set this rank's shards of A₀ and B₀ to factors of the base. Collective over `world`.
 
     Args:
         model: the model with the adapters.

@@ -135,8 +135,8 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     if messages and not allow:
         raise CheckpointError(
             f"{source.path} does not match its {source.settings_name}; {'; '.join(messages)}; "
-            "fetch it again, or pass --allow: missing tensors are then initialized, extra ones "
-            "ignored, and dtypes kept"
+            "download it again, or pass --allow to initialize missing tensors, ignore extra ones and accept the "
+            "stored dtypes"
         )
     _check_shapes(source, expected)
     return Match(source, groups, missing, extra)
@@ -179,7 +179,10 @@ def _check_tables(source: SourceFolder, tables: Mapping[str, Tensor]) -> None:
 
 
 def _check_counts(source: SourceFolder, model: ModelConfig) -> None:
-    """Reject counts that no folder of this size can have, before allocating anything per layer, expert or row."""
+    """Raise CheckpointError if config.json gives more layers, experts or heads than the folder's tensors can hold.
+
+    Runs before anything is allocated per layer, expert or row.
+    """
     for name, count in (("layers", model.num_layers), ("experts", model.num_experts or 0)):
         if count > len(source.tensors):
             raise CheckpointError(
@@ -268,8 +271,8 @@ def _with_stored_mtp(source: SourceFolder, family: Family, model: ModelConfig) -
     if any(name in source.tensors for name in names):
         return model
     warnings.warn(
-        f"{source.path}: config.json has {model.mtp_num_layers} layers of multi-token prediction, but the files have "
-        "none, so the model gets none",
+        f"{source.path}: config.json has {model.mtp_num_layers} MTP layers, but the weights have none; the model is "
+        "built without them",
         stacklevel=2,
     )
     return model.model_copy(update={"mtp_num_layers": None})
@@ -289,8 +292,7 @@ def _warn_of_unread_mtp(source: SourceFolder, read: Collection[str], model: Mode
     ]
     if unread:
         warnings.warn(
-            f"{source.path}: the layers of multi-token prediction are not read ({shorten(unread)}), so an export has "
-            "none",
+            f"{source.path}: the MTP layers are ignored ({shorten(unread)}); an export will not have them",
             stacklevel=2,
         )
 

@@ -222,7 +222,7 @@ def _on_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def language_name(name: str) -> str | None:
-    """Map a tensor name of a multimodal checkpoint to its name in a checkpoint of the language model alone.
+    """Map a tensor name of a multimodal checkpoint to its name in a checkpoint of only the language model.
 
     None for tensors of other parts, such as the vision encoder.
     """

@@ -53,7 +53,7 @@ class PartialFolder:
         try:
             old = replace_folder(self.path, self.out, self._aside)
         except FileExistsError as error:
-            raise CheckpointError(f"{error.filename} {error.strerror}; move it") from None
+            raise CheckpointError(f"{error.filename} already exists; move it away") from None
         if old is not None:
             os.rename(self.out / MARK, old / MARK)  # so that its remains are recognized if we are killed now
             _remove_marked(old)

@@ -94,7 +94,8 @@ class CodedBase:
         )
 
     def codes_without(self, name: str, dense: Tensor, taken: Tensor) -> WeightCodes:
-        """Subtract `taken` from a matrix and return the difference, quantized. Codes in the folder are not used."""
+        """Subtract `taken` from a matrix and return the difference, quantized. Quantized values in the folder are not
+        used."""
         group, rest = self._groups[name], dense - taken.to(dense)
         matrices = (
             encode(self.form, rest[rows.to(rest.device)], rows) for rows in rows_of_sources(group).values()
@@ -102,9 +103,9 @@ class CodedBase:
         return assemble(self.form, rest.shape, matrices)
 
     def codes_rows_alone(self, name: str) -> bool:
-        """Return True if this quantization can encode some rows of a matrix independently of the others.
+        """Return True if this quantization can quantize some rows of a matrix independently of the others.
 
-        It is False if the folder already has codes for the matrix, or if LoftQ subtracts something from it.
+        It is False if the folder already has quantized values of the matrix, or if LoftQ subtracts something from it.
         """
         group = self._groups[name]
         has_codes = any(self._stored(group, source) is not None for source in group.sources)
@@ -154,10 +155,10 @@ def rows_of_sources(group: Group) -> dict[int, Tensor]:
 def load_coded_base(
     config: RunConfig, model: Model, device: torch.device, world: Axis = ALONE, show_progress: bool = False
 ) -> None:
-    """Fill the quantized weights of this rank's chunks from `model.init_from`. Every rank of `world` calls it.
+    """Fill the quantized weights of this rank's chunks from `model.init_from`. Collective over `world`.
 
-    With LoftQ, the adapters must be initialized first. Each rank reads one matrix at a time, encodes it and keeps the
-    codes of its shard. If rows can be encoded independently, it reads only the rows of its shard.
+    With LoftQ, the adapters must be initialized first. Each rank reads one matrix at a time, quantizes it and keeps
+    its shard. If rows can be quantized independently, it reads only the rows of its shard.
     """
     chunks = model if isinstance(model, list) else [model]
     weights = {name: each for chunk in chunks for name, each in coded_weights(chunk).items()}
@@ -178,7 +179,7 @@ def taken_by_loftq(
     """Return a function from a parameter's name to the matrix that LoftQ subtracts from it, read from the adapters of
     all ranks; None for a parameter that LoftQ does not change.
 
-    Every rank of `world` calls it, and gets the factors of all matrices.
+    Collective over `world`; each rank gets the factors of all matrices.
     """
     if not (config.lora.begins_with_loftq and config.lora.keeps_initial_factors):
         return lambda name: None

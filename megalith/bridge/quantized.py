@@ -1,4 +1,4 @@
-"""Quantized weights for inference: codes, scales and the entry in config.json.
+"""Quantized weights for inference: values, scales and the entry in config.json.
 
 fp8    e4m3, one scale amax / 448 per block of 128 × 128 (DeepSeek-V3's format: `weight_scale_inv`)
 int8   −127 to 127, one scale amax / 127 per row (compressed-tensors' int-quantized format: `weight_scale`)
@@ -85,7 +85,7 @@ def is_linear(name: str) -> bool:
 def with_scales(
     tensors: Layout, names: set[str], form: Form
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the layout of a folder whose tensors `names` are stored as codes, each followed by its scales."""
+    """Return the layout of a folder whose tensors `names` are stored quantized, each followed by its scales."""
     stored = {}
     for name, (dtype, shape) in dict(tensors).items():
         stored[name] = (CODES[form] if name in names else dtype, shape)
@@ -110,7 +110,7 @@ def notes_on_blocks(tensors: Layout, names: set[str], form: Form) -> list[str]:
 
 
 def quantize(matrix: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Quantize a float32 matrix [out, in]. Returns codes [out, in] and float32 scales."""
+    """Quantize a float32 matrix [out, in]. Returns quantized values [out, in] and float32 scales."""
     return int8_codes(matrix) if form == "int8" else fp8_codes(matrix)
 
 
@@ -150,7 +150,7 @@ def quantization_config(form: Form, tensors: Layout, names: set[str], output: st
 class MXFP4Experts:
     """Matrices of all experts [experts, in, out], stored in MXFP4.
 
-    Codes are uint8 [experts, out, in / 32, 16] with the first of two values in the lower half of a byte. Scales are
+    Values are uint8 [experts, out, in / 32, 16] with the first of two values in the lower half of a byte. Scales are
     uint8 [experts, out, in / 32]: the exponent of two plus 127.
     """
 
@@ -187,13 +187,13 @@ class QuantizedMatrix:
 
     @property
     def form(self) -> str | None:
-        """Class of ops/weight_codes.py with the same codes and scales, or None if there is none."""
+        """Class of ops/weight_codes.py with the same values and scales, or None if there is none."""
         if self.codes.dtype == DTYPE_CODES[torch.int8]:
             return "int8" if self.block[0] == 1 else None
         return "fp8" if self.block == (BLOCK, BLOCK) else None
 
     def coded(self, rows: Tensor, device: torch.device | str) -> CodedMatrix:
-        """Return the codes as they are; `rows` are the matrix's rows in the weight."""
+        """Return the quantized values as they are; `rows` are the matrix's rows in the weight."""
         codes, scales = self.codes.read().to(device), self.scales.read().float().to(device)
         return CodedMatrix(rows, codes, scales) if self.form == "int8" else fp8_matrix(rows, codes, scales)
 
@@ -220,7 +220,7 @@ class NF4Matrix:
     form: ClassVar[str] = "nf4"
 
     def coded(self, rows: Tensor, device: torch.device | str) -> CodedMatrix:
-        """Return the codes as they are; `rows` are the matrix's rows in the weight."""
+        """Return the quantized values as they are; `rows` are the matrix's rows in the weight."""
         out, columns = self.shape
         codes = self.tensors[""].read().to(device).view(out, columns // 2)
         absmax = self.tensors["absmax"].read().to(device).view(out, -1)
@@ -269,16 +269,16 @@ def _with_nf4_matrices(tensors: Mapping[str, Any], dtype: str) -> dict[str, Any]
             ) from None
         if not fits or blocks != (BLOCKS_OF["nf4"], ABSMAX_BLOCK) or tensors[name].dtype != "U8":
             raise CheckpointError(
-                f"{name} is {list(shape)} in NF4 with blocks of {blocks[0]} values and {blocks[1]} absmaxes; supported "
-                f"are matrices in bytes with blocks of {BLOCKS_OF['nf4']} and {ABSMAX_BLOCK}, bitsandbytes' defaults, "
-                "that do not cross rows; use the original"
+                f"{name} is {list(shape)} in NF4 with blocks of {blocks[0]} values and {blocks[1]} absmaxes; only "
+                f"bitsandbytes' defaults are supported: uint8 storage, blocks of {BLOCKS_OF['nf4']} values within a "
+                f"row, and {ABSMAX_BLOCK} absmaxes per block; use the model's original, unquantized folder"
             )
         result[name] = NF4Matrix({"": tensors[name], **ends}, shape, mean, dtype)
     return result
 
 
 def unpack_quantized(tensors: Mapping[str, Any], config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a folder's tensors, with codes and scales replaced by one dequantized tensor each.
+    """Return a folder's tensors, with quantized values and scales replaced by one dequantized tensor each.
 
     Args:
         tensors: the stored tensors by name.
@@ -286,7 +286,7 @@ def unpack_quantized(tensors: Mapping[str, Any], config: Mapping[str, Any], dtyp
         dtype: safetensors dtype of the dequantized matrices.
 
     Raises:
-        CheckpointError: shapes of codes and scales do not match.
+        CheckpointError: shapes of values and scales do not match.
     """
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None

@@ -31,7 +31,7 @@ PLAIN = ("default", None)
 def rope_settings(hf_config: Mapping[str, Any]) -> Tree:
     """Return the rotary settings under either of their keys.
 
-    Raises ConfigError if both keys are present and differ: transformers then uses `rope_scaling` alone, without the
+    Raises ConfigError if both keys are present and differ: transformers then uses only `rope_scaling`, without the
     other's rope_theta, and other loaders use `rope_parameters`.
     """
     new, old = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling") or {}
@@ -94,8 +94,8 @@ class RopeByLayer:
         rope, scaling = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling") or {}
         if others := sorted(set(rope) - set(LAYER_KINDS)):
             raise ConfigError(
-                f"config.json has rope_parameters with {', '.join(others)}, which this family needs under a kind of "
-                f"layer: {' or '.join(LAYER_KINDS)}"
+                f"config.json has rope_parameters with {', '.join(others)}; in this family, they must be inside the "
+                f"entry of a kind of layer: {' or '.join(LAYER_KINDS)}"
             )
         full = rope_settings({"rope_parameters": rope.get("full_attention"), "rope_scaling": scaling})
         local = rope.get("sliding_attention") or {}

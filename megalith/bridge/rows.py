@@ -80,22 +80,22 @@ def replace_prefix(tensors: Mapping[str, Rule], old: str, new: str = "") -> dict
 
 
 def same(name: str) -> Rule:
-    """Return the rule of an identical tensor under another name."""
+    """Return the mapping rule of an identical tensor under another name."""
     return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)])
 
 
 def transposed(name: str) -> Rule:
-    """Return the rule of a matrix stored as [in, out] (GPT-2's Conv1D)."""
+    """Return the mapping rule of a matrix stored as [in, out] (GPT-2's Conv1D)."""
     return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)], transposed=True)
 
 
 def row_vector(name: str) -> Rule:
-    """Return the rule of a vector stored as [1, size]."""
+    """Return the mapping rule of a vector stored as [1, size]."""
     return with_ones(name, 1, 0)
 
 
 def with_ones(name: str, before: int, after: int) -> Rule:
-    """Return the rule of a vector that is stored with `before` and `after` additional dimensions of size 1."""
+    """Return the mapping rule of a vector that is stored with `before` and `after` additional dimensions of size 1."""
     return replace(same(name), ones=(before, after))
 
 
@@ -105,14 +105,14 @@ def stacked(rule: Rule, transposed: bool = False, flat: bool = False) -> Rule:
 
 
 def first_last(name: str, count: int) -> Rule:
-    """Return the rule of a matrix whose first `count` rows in Hugging Face are the last rows in Megalith."""
+    """Return the row order of a matrix whose first `count` rows in Hugging Face's format are Megalith's last ones."""
     return Rule(
         (name,), lambda model, rows: [RowRun(0, count, 0, rows - count), RowRun(0, 0, rows - count, count)]
     )
 
 
 def qkv(*names: str, transposed: bool = False) -> Rule:
-    """Return the rule of queries, keys and values.
+    """Return the mapping rule of queries, keys and values.
 
     Hugging Face has three tensors, or one with all queries, then all keys, then all values.
     """
@@ -120,22 +120,23 @@ def qkv(*names: str, transposed: bool = False) -> Rule:
 
 
 def interleaved_qkv(*names: str) -> Rule:
-    """Return the rule of `qkv` with interleaved rotary pairs in queries and keys (GPT-J)."""
+    """Return the mapping rule of `qkv` with interleaved rotary pairs in queries and keys (GPT-J)."""
     return Rule(names, _by_group_interleaved)
 
 
 def swapped_halves_qkv(*names: str) -> Rule:
-    """Return the rule of `qkv` with the halves of each query and key swapped, for RoPE in the opposite direction."""
+    """Return the mapping rule of `qkv` with the halves of each query and key swapped, for RoPE in the opposite
+    direction."""
     return Rule(names, _by_group_swapped)
 
 
 def one_each(*names: str) -> Rule:
-    """Return the rule of a vector that is stored as one tensor per element."""
+    """Return the mapping rule of a vector that is stored as one tensor per element."""
     return Rule(names, lambda model, rows: [RowRun(source, 0, source, 1) for source in range(len(names))])
 
 
 def interleaved_heads(name: str, plain: str) -> Rule:
-    """Return the rule of heads in which `plain` rows without RoPE precede interleaved rotary pairs.
+    """Return the mapping rule of heads in which `plain` rows without RoPE precede interleaved rotary pairs.
 
     `plain` names the setting with the number of rows without RoPE: `qk_head_dim`, or the size of a latent.
     """
@@ -152,19 +153,19 @@ def interleaved_heads(name: str, plain: str) -> Rule:
 
 
 def gate_up(*names: str) -> Rule:
-    """Return the rule of gate and up, stored as two tensors or as one tensor with the gate first."""
+    """Return the mapping rule of gate and up, stored as two tensors or as one tensor with the gate first."""
     return Rule(names, lambda model, rows: [RowRun(part, 0, part, rows // 2, step=2) for part in (0, 1)])
 
 
 def up_gate(name: str) -> Rule:
-    """Return the rule of one tensor with the up before the gate."""
+    """Return the mapping rule of one tensor with the up before the gate."""
     return Rule(
         (name,), lambda model, rows: [RowRun(1 - part, 0, part, rows // 2, step=2) for part in (0, 1)]
     )
 
 
 def keys_values(keys: str, values: str) -> Rule:
-    """Return the rule of cross-attention's keys and values.
+    """Return the mapping rule of cross-attention's keys and values.
 
     Hugging Face has two tensors. Megalith's has a key, then a value, for each KV group.
     """

@@ -71,7 +71,7 @@ class Field:
     def write(self, model: ModelConfig) -> Tree:
         [(_, value)] = model.resolved([self.setting])
         if value is None and self.setting == "num_experts":
-            raise ConfigError("num_experts None, not a number: models of this family have experts")
+            raise ConfigError("num_experts is not set, but models of this family have experts")
         if self.values is not None:
             spellings = [
                 key_value for key_value, setting_value in self.values.items() if setting_value == value

@@ -107,7 +107,7 @@ class WrapperFolder:
         """Return this folder's name for a tensor of the language model.
 
         Args:
-            plain: the name of the tensor in a folder of the language model alone.
+            plain: the name of the tensor in a folder of only the language model.
         """
         return self._names[plain]
 

@@ -27,12 +27,12 @@ class Extent:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """Exclusive end per dimension."""
+        """End of the box in each dimension, exclusive."""
         return tuple(at + size for at, size in zip(self.offset, self.shape))
 
     @property
     def volume(self) -> int:
-        """Number of elements."""
+        """Number of elements in the box."""
         return math.prod(self.shape)
 
     def intersection(self, other: Extent) -> Extent | None:

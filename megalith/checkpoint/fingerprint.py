@@ -33,7 +33,7 @@ Sample = dict[str, dict[int, str]]  # hexadecimal bytes of a value, by tensor an
 def fingerprint(
     shards: Mapping[str, LocalShard], world: Axis, sampled: Mapping[str, Mapping[int, str]] | None = None
 ) -> str | None:
-    """Return a digest of sampled tensor values on rank 0, None on other ranks. Every rank of `world` calls it.
+    """Return a digest of sampled tensor values on rank 0, None on other ranks. Collective over `world`.
 
     The shards must exclude vocabulary padding. `sampled` are samples of tensors that are no longer in memory.
     """

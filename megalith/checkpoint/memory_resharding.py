@@ -63,7 +63,7 @@ def placed_tensors(shards: Shards) -> list[Placed]:
 
 
 def _placed_moment(part: str, name: str, shard: LocalShard) -> Iterator[Placed]:
-    """Yield the codes of a moment, in the parameter's shape, and the scales, one per block of a row."""
+    """Yield the quantized values of a moment, in the parameter's shape, and its scales, one per block of a row."""
     offset, shape = tuple(shard.offset), tuple(shard.shape)
     for number, tensor in enumerate(shard.values.tensors):
         block = shard.values.shape[-1] // max(1, tensor.shape[-1])

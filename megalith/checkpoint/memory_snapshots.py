@@ -91,7 +91,9 @@ class MemorySnapshots:
         self._results: list[SnapshotResult] = []
 
     def connect(self, world: Axis, ranks_per_host: int) -> None:
-        """Create the process group of the snapshots' thread. Every rank calls it after the job's groups are created.
+        """Create the process group of the snapshots' thread.
+
+        Collective over all ranks, after the job's groups are created.
 
         Args:
             world: all ranks.

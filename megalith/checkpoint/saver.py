@@ -229,7 +229,7 @@ def save_checkpoint(
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> Path | StorePath:
-    """Save a run in `checkpoints/step_NNNNNNNN`. Every rank of `world` calls it with its shards.
+    """Save a run in `checkpoints/step_NNNNNNNN`. Collective over `world`; each rank passes its shards.
 
     Takes the arguments of `Saver`. To save repeatedly, use `Saver` itself.
 
@@ -263,7 +263,7 @@ def write_step(
     write_tokenizer: Callable[[Path], None] | None,
     task_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write and commit a step. Every rank calls it. Raises CheckpointError on all ranks if one fails."""
+    """Write and commit a step. Collective over all ranks. Raises CheckpointError on all ranks if one fails."""
     is_first = world.rank == 0
     finished: list[dict] = []
 

@@ -62,9 +62,9 @@ def save_shard_files(
     optimizer: torch.optim.Optimizer | None,
     rows: Mapping[str, int],
 ) -> None:
-    """Write the files into an existing folder, replacing older ones. Every rank calls it.
+    """Write the run's state into an existing folder and replace the files in it. Collective: all ranks must call it.
 
-    `rows` come from `vocabulary_rows`. Raises CheckpointError, identically on every rank, if the files cannot be
+    `rows` is the result of `vocabulary_rows`. Raises CheckpointError, identically on every rank, if the files cannot be
     written.
     """
     mesh, chunks = model.mesh, model.chunks

@@ -143,7 +143,7 @@ def load_model(
 ) -> None:
     """Load the model's parameters and buffers in place, bitwise. On an error, nothing is changed.
 
-    Loads only adapters if the model has them; `load_base` loads the rest. Every rank of `world` calls it. Raises
+    Loads only adapters if the model has them; `load_base` loads the rest. Collective over `world`. Raises
     CheckpointError, identically on every rank, naming tensors that are missing, unexpected, or of another shape or
     dtype.
     """
@@ -175,7 +175,7 @@ def base_fingerprint(
 ) -> str | None:
     """Return the fingerprint of all weights except adapters on rank 0, None on other ranks.
 
-    Every rank of `world` calls it.
+    Collective over `world`.
 
     Modules in `lora.modules_to_save` must have the base's values.
     """
@@ -196,7 +196,7 @@ def load_optimizer(
 ) -> None:
     """Load the optimizer's state in place, bitwise. On an error, nothing is changed.
 
-    `model` is required if the optimizer updates shards of its parameters. Every rank of `world` calls it. Raises
+    `model` is required if the optimizer updates shards of its parameters. Collective over `world`. Raises
     CheckpointError, identically on every rank, naming tensors that are missing, unexpected, or of another shape or
     dtype. Only Muon's step counter may be missing or unexpected, because Muon has it only with some settings. If it is
     missing, it starts at 0.
@@ -225,7 +225,7 @@ def load_part(
 ) -> None:
     """Load the weights of an additional model from its checkpoint part and, with `optimizer`, the optimizer's state.
 
-    Every rank of `world` calls it. Raises CheckpointError as `load_model` and `load_optimizer`.
+    Collective over `world`. Raises CheckpointError as `load_model` and `load_optimizer`.
     """
     if part not in checkpoint.manifest.tensors:
         raise CheckpointError(
@@ -251,7 +251,7 @@ def amax_shards(table: AmaxTable | None, world: Axis) -> dict[str, dict[str, Loc
 
 
 def load_amaxes(checkpoint: Checkpoint, table: AmaxTable | None, world: Axis = ALONE) -> None:
-    """Load an FP8 table from the checkpoint, if it contains one. Every rank of `world` calls it.
+    """Load an FP8 table from the checkpoint, if it contains one. Collective over `world`.
 
     Raises CheckpointError, identically on every rank, if it has another shape or is damaged.
     """

@@ -52,7 +52,7 @@ def _save_number(folder: Path | StorePath, version: Any) -> int:
     every save needs all numbers."""
     number = json.loads(manifest_bytes(folder))["save_number"]
     if type(number) is not int:
-        raise ValueError(f"save_number is {number}")
+        raise ValueError(f"the manifest's save_number is {number}, not a whole number")
     return number
 
 

@@ -48,7 +48,7 @@ def run_audit(args: Arguments) -> int:
     print(as_json(report) if args.json else as_text(report))
     if report.findings:
         raise TrainingError(
-            f"{printable(args.dump)} differs from one process in fp32: {', '.join(report.causes)}; "
+            f"{printable(args.dump)} differs from a run on one process in fp32: {', '.join(report.causes)}; "
             "see docs/audit.md for the causes"
         )
     return 0

@@ -52,9 +52,15 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_reshard_arguments(parser: argparse.ArgumentParser) -> None:
     _add_newest_path(parser)
-    parser.add_argument("output", help="folder that gets checkpoints/step_NNNNNNNN")
     parser.add_argument(
-        "--files", type=int, required=True, metavar="N", help="files per part: one per rank that will read"
+        "output", help="output folder; the step is written to checkpoints/step_NNNNNNNN in it"
+    )
+    parser.add_argument(
+        "--files",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of files for the weights, and for the optimizer state",
     )
     add_json_option(parser, "path")
 
@@ -74,13 +80,18 @@ def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
 def add_average_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoints", nargs="+", metavar="PATH", help=NEWEST_HELP)
     parser.add_argument(
-        "--out", required=True, metavar="DIR", help="folder that gets checkpoints/step_NNNNNNNN"
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="output folder; the step is written to checkpoints/step_NNNNNNNN in it",
     )
     add_json_option(parser, "path, checkpoints (number)")
 
 
 def _add_part(parser: argparse.ArgumentParser, meaning: str, default: str | None = None) -> None:
-    parser.add_argument("--part", choices=PARTS, default=default, help=f"which tensors (default: {meaning})")
+    parser.add_argument(
+        "--part", choices=PARTS, default=default, help=f"part of the checkpoint (default: {meaning})"
+    )
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -136,7 +147,7 @@ def run_verify(args: argparse.Namespace) -> int:
         )
         if args.json:
             continue
-        print(f"{folder.name} {'DAMAGED' if problems else 'whole'}", flush=True)
+        print(f"{folder.name} {'DAMAGED' if problems else 'intact'}", flush=True)
         for problem in problems:
             print(f"  {problem}")
     if args.json:
@@ -183,7 +194,7 @@ def run_diff(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"equal": same, "different": different})
     else:
-        print(f"{len(different)} tensors differ, {same} are the same to the bit")
+        print(f"{len(different)} tensors differ, {same} are bitwise equal")
     return 1 if different else 0
 
 
@@ -202,7 +213,7 @@ def run_average(args: argparse.Namespace) -> int:
     from megalith.remote import open_location
 
     if len(args.checkpoints) < 2:
-        raise ConfigError("checkpoint average needs at least two checkpoints; name the steps to average")
+        raise ConfigError("checkpoint average needs at least two checkpoints; pass the steps to average")
     step = average([_open(path, "model") for path in args.checkpoints], open_location(args.out))
     count = len(args.checkpoints)
     print_written(args, step, f", the mean of {count} checkpoints", checkpoints=count)

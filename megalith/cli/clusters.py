@@ -81,14 +81,14 @@ def _line(check: Check) -> str:
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     _add_launch_arguments(parser, "slurm", "a Slurm batch file")
     parser.add_argument(
-        "--time", help="time limit, as 24:00:00; the job saves before the limit and is requeued"
+        "--time", help="time limit, for example 24:00:00; the job saves before the limit and is requeued"
     )
     parser.add_argument("--partition", dest="queue")
     parser.add_argument("--account")
     parser.add_argument(
         "--switches", dest="topology", help="maximum number of network switches between the nodes"
     )
-    parser.add_argument("--array", metavar="SECTION.KEY=A,B,…", help="one run per value")
+    parser.add_argument("--array", metavar="SECTION.KEY=A,B,…", help="start one run per value")
     parser.set_defaults(namespace=None)
 
 
@@ -131,9 +131,9 @@ def _add_launch_arguments(parser: argparse.ArgumentParser, system: str, files: s
         help="claim (or folder, for Slurm's containers) and its mount path")  # fmt: skip
     add("--efa", type=int, default=0, metavar="N", help="EFA devices per node (AWS)")
     add("--before", action="append", default=[], metavar="'preprocess …'",
-        help="command of megalith to run before, as a separate job")  # fmt: skip
+        help="megalith command to run before the job, as a job of its own")  # fmt: skip
     add("--after", action="append", default=[], metavar="'export-hf …'",
-        help="command to run after, as a separate job")  # fmt: skip
+        help="megalith command to run after the job, as a job of its own")  # fmt: skip
     add("--write", metavar="FOLDER", help="write the files there instead of printing them")
     add("--submit", action="store_true", help="submit the files with sbatch or kubectl")
     add_json_option(parser, "files (text by name), written (paths), submitted (lines of sbatch or kubectl)")
@@ -274,7 +274,7 @@ def _array(text: str | None) -> tuple[str, list[str]] | None:
         raise ConfigError(f"--array is {text!r}; give a setting and its values, as optim.lr=1e-4,3e-4")
     if setting in ("train.output_dir", "checkpoint.load"):
         raise ConfigError(
-            f"--array sets {setting}, which is set automatically for each of its runs; name another setting"
+            f"--array sets {setting}, which is set automatically for each of its runs; choose another setting"
         )
     return setting, values.split(",")
 

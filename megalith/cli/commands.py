@@ -141,6 +141,6 @@ GROUPS: dict[str, str] = {
 
 
 def load(target: str) -> Callable[..., Any]:
-    """Import a function of the table."""
+    """Import the function that an entry of the table gives as `module:function`, from megalith.cli."""
     module, _, name = target.partition(":")
     return getattr(import_module(f"megalith.cli.{module}"), name)

@@ -19,7 +19,9 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="HF_DIR", help="folder with config.json and weights, or a hub name")
     parser.add_argument("out", metavar="OUT", help="run folder to write")
     parser.add_argument(
-        "--allow", action="store_true", help="accept missing, extra or differently typed tensors"
+        "--allow",
+        action="store_true",
+        help="initialize missing tensors, ignore extra ones, and accept dtypes that differ from config.json",
     )
     _add_verify(parser)
     add_json_option(parser, "path, certificate (null without --verify)")
@@ -58,7 +60,9 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write a Megatron-LM checkpoint (torch_dist or mp_rank_XX) as a checkpoint of Megalith."
     )
-    parser.add_argument("source", metavar="MEGATRON_DIR", help="its save folder, or one iteration's")
+    parser.add_argument(
+        "source", metavar="MEGATRON_DIR", help="Megatron-LM's save folder, or one iter_NNNNNNN in it"
+    )
     parser.add_argument("out", metavar="OUT", help="run folder to write")
     parser.add_argument(
         "--trust",
@@ -71,7 +75,9 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="vocabulary size without padding (default: the checkpoint's)",
     )
-    parser.add_argument("--allow", action="store_true", help="accept missing or extra tensors")
+    parser.add_argument(
+        "--allow", action="store_true", help="initialize missing tensors and ignore extra ones"
+    )
     add_json_option(parser, "path")
 
 
@@ -121,10 +127,20 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-pp", "--pipeline-model-parallel-size", "--pp", type=int, default=1, metavar="N",
                         help="pipeline ranks of a megatron target")  # fmt: skip
     parser.add_argument(
-        "--source-tp", type=int, metavar="N", help="tensor-parallel ranks of the source, to verify"
+        "--source-tp",
+        type=int,
+        metavar="N",
+        help="expected tensor-parallel size of the source; an error if it differs",
     )
-    parser.add_argument("--source-pp", type=int, metavar="N", help="pipeline ranks of the source, to verify")
-    parser.add_argument("--ckpt-format", choices=FORMATS, default="torch_dist", help="the target's format")
+    parser.add_argument(
+        "--source-pp", type=int, metavar="N", help="expected pipeline-parallel size of the source"
+    )
+    parser.add_argument(
+        "--ckpt-format",
+        choices=FORMATS,
+        default="torch_dist",
+        help="Megatron's checkpoint format of the target",
+    )
     parser.add_argument(
         "--trust",
         action="store_true",
@@ -151,14 +167,14 @@ def _add_written_arguments(parser: argparse.ArgumentParser) -> None:
         "--transformer-impl",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
-        help="setting of the Megatron job that will load it",
+        help="--transformer-impl of the Megatron-LM job that will load the checkpoint",
     )
     parser.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,
         default=128,
         metavar="N",
-        help="setting of that job: the vocabulary is padded to a multiple of N · tensor-parallel ranks",
+        help="--make-vocab-size-divisible-by of that job: the vocabulary is padded to a multiple of N · TP",
     )
     add_json_option(parser, "path")
 
@@ -187,7 +203,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--multimodal",
         metavar="HF_DIR",
-        help="write the multimodal model in HF_DIR with this language model; the rest of it is copied",
+        help="copy the multimodal model in HF_DIR, and replace its language model by this one",
     )
     parser.add_argument(
         "--shard-gb", type=float, default=5.0, metavar="GB", help="maximum file size in 10⁹ bytes"

@@ -42,7 +42,7 @@ def add_tokenizer_train_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         required=True,
         metavar="N",
-        help="entries, with the 256 bytes and <|endoftext|>",
+        help="vocabulary size, including the 256 bytes and <|endoftext|>",
     )
     parser.add_argument(
         "--output", required=True, metavar="PATH", help="a .json file, or a folder that gets tokenizer.json"
@@ -82,8 +82,8 @@ def run_tokenizer_train(args: argparse.Namespace) -> int:
         print(f"note: {printable(note)}")
     if summary.vocab_size < args.vocab_size:
         print(
-            f"fewer than the requested {args.vocab_size:,}: no other pair occurs {args.min_frequency} times; "
-            "give more text for a larger vocabulary"
+            f"fewer than the requested {args.vocab_size:,}: no other pair occurs at least {args.min_frequency} times; "
+            "use more text for a larger vocabulary"
         )
     return 0
 
@@ -97,7 +97,7 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_input_arguments(parser, or_else="--dataset")
     parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path or URL that the outputs start with"
+        "--output-prefix", required=True, metavar="PREFIX", help="prefix of the output files: a path or URL"
     )
     parser.add_argument(
         "--tokenizer-type",
@@ -115,14 +115,16 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab-file", metavar="FILE", help="GPT2BPETokenizer: vocab.json; BertWordPiece…: vocab.txt"
     )
     parser.add_argument("--merge-file", metavar="FILE", help="GPT2BPETokenizer: merges.txt")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: the ids are below it")
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="NullTokenizer: vocabulary size; all ids must be below it"
+    )
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
     parser.add_argument(
         "--add-special-tokens",
         action="store_true",
-        help="surround each sequence by the special tokens of the tokenizer's files, such as BOS",
+        help="add the special tokens of the tokenizer's files, such as BOS, around each sequence",
     )
     parser.add_argument(
         "--split-sentences",
@@ -133,7 +135,7 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="cores that encode (default: all; 0: this thread alone)",
+        help="number of encoding workers (default: one per core; 0: encode in the main thread)",
     )
     parser.add_argument(
         "--on-error",
@@ -149,7 +151,7 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_preprocess(args: argparse.Namespace) -> int:
     if (args.dataset is None) == (args.input is None):
-        raise ConfigError("preprocess needs --input FILE or --dataset NAME[:SPLIT], one of the two")
+        raise ConfigError("preprocess needs either --input FILE or --dataset NAME[:SPLIT]")
     if args.dataset is not None:
         from megalith.data.preprocessing.corpus import write_dataset
 
@@ -191,7 +193,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
     for note in summary.notes:
         print(f"note: {printable(note)}")
     if summary.skipped or summary.empty:
-        print(f"omitted {summary.skipped:,} unusable lines and {summary.empty:,} empty documents")
+        print(f"skipped {summary.skipped:,} unusable lines and {summary.empty:,} empty documents")
     print(f"{summary.progress_text()} | {summary.seconds:.1f} s")
     for prefix in summary.prefixes:
         print(f"wrote {printable(prefix)}.bin and .idx")
@@ -225,7 +227,7 @@ def _add_input_arguments(parser: argparse.ArgumentParser, or_else: str | None = 
         type=int,
         default=32 << 20,
         metavar="N",
-        help="refuse longer lines and documents (default: 32 MiB)",
+        help="maximum size of a line or document in bytes; a longer one is an error (default: 32 MiB)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace outputs that exist")
 
@@ -238,12 +240,12 @@ def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="with --config: the step to print, from 1 (default: the next one after the newest checkpoint)",
     )
-    parser.add_argument("--seq-length", type=int, help="tokens per sample, minus one")
-    parser.add_argument("--seed", type=int, default=1234, help="the run's train.seed")
+    parser.add_argument("--seq-length", type=int, help="sequence length; a sample has one token more")
+    parser.add_argument("--seed", type=int, default=1234, help="train.seed of the run to imitate")
     parser.add_argument("--num-samples", type=int, help="samples that the run reads from the split")
-    parser.add_argument("--split", default="99,1,0", help="the run's data.split")
+    parser.add_argument("--split", default="99,1,0", help="data.split of that run")
     parser.add_argument(
-        "--which", choices=("train", "valid", "test"), default="train", help="part of the split"
+        "--which", choices=("train", "valid", "test"), default="train", help="part of the split to read"
     )
     parser.add_argument("--index", help="samples of the dataset to print, like 0,5,9 (default: 0)")
     parser.add_argument(
@@ -254,15 +256,15 @@ def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
         "--dataloader-type",
         choices=("cyclic", "single"),
         default="cyclic",
-        help="the run's data.dataloader_type, for --position",
+        help="data.dataloader_type of that run, for --position",
     )
     parser.add_argument(
         "--json",
         action="store_true",
         help='print [{"index": i, "tokens": [...]}], and "position" with --position',
     )
-    parser.add_argument("--tokenizer-type", help="also print the text")
-    parser.add_argument("--tokenizer-model", help="its file or folder")
+    parser.add_argument("--tokenizer-type", help="tokenizer, to print the text too")
+    parser.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
 
 
 def run_data_show(args: Arguments) -> int:
@@ -338,7 +340,7 @@ def add_data_stats_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data_path", nargs="*", help="dataset prefixes")
     _add_config_argument(parser)
     parser.add_argument(
-        "--seq-length", type=int, help="tokens per sample, to count documents that samples cut"
+        "--seq-length", type=int, help="sequence length, to count the documents that are split across samples"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -347,7 +349,7 @@ def run_data_stats(args: Arguments) -> int:
     from megalith.training.run_data_text import run_statistics_text
 
     if (args.config is None) == (not args.data_path):
-        raise ConfigError("data stats needs dataset prefixes or --config RUN.yaml, one of the two")
+        raise ConfigError("data stats needs either dataset prefixes or --config RUN.yaml")
     if args.seq_length is not None and args.seq_length < 1:
         raise ConfigError(f"--seq-length is {args.seq_length}; give at least 1")
     if args.config is not None:

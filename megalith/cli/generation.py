@@ -57,17 +57,36 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="run folder, one of its step folders, or a Hugging Face folder")
     parser.add_argument("prompts", help="JSONL or parquet file, or a save_to_disk folder")
     parser.add_argument("--reward", action="append", metavar="NAME|FILE:FUNCTION",
-                        help="as in rl.reward_funcs; repeat it to add up several rewards")  # fmt: skip
+                        help="reward function (rl.reward_funcs); repeatable, rewards are added up")  # fmt: skip
     parser.add_argument(
-        "--tool", action="append", metavar="FILE:FUNCTION", help="as in rl.tools; repeat it for several"
+        "--tool",
+        action="append",
+        metavar="FILE:FUNCTION",
+        help="function that the policy may call (rl.tools); repeatable",
     )
-    parser.add_argument("--environment", metavar="FILE:CLASS", help="as in rl.environment")
-    parser.add_argument("--agent", metavar="FILE:FUNCTION", help="as in rl.agent")
-    parser.add_argument("--max-turns", type=int, metavar="N", help="as in rl.max_turns")
-    parser.add_argument("--max-tool-calls", type=int, metavar="N", help="as in rl.max_tool_calls")
-    parser.add_argument("--tool-call-format", metavar="NAME", help="as in rl.tool_call_format")
     parser.add_argument(
-        "--tool-timeout", type=float, metavar="SECONDS", help="as in rl.tool_timeout and rl.agent_timeout"
+        "--environment", metavar="FILE:CLASS", help="environment that the policy acts in (rl.environment)"
+    )
+    parser.add_argument(
+        "--agent", metavar="FILE:FUNCTION", help="function that writes each completion (rl.agent)"
+    )
+    parser.add_argument(
+        "--max-turns", type=int, metavar="N", help="maximum sampled turns per completion (rl.max_turns)"
+    )
+    parser.add_argument(
+        "--max-tool-calls",
+        type=int,
+        metavar="N",
+        help="maximum tool calls per completion (rl.max_tool_calls)",
+    )
+    parser.add_argument(
+        "--tool-call-format", metavar="NAME", help="format of tool calls (rl.tool_call_format)"
+    )
+    parser.add_argument(
+        "--tool-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="time limit of a tool call and of an agent (rl.tool_timeout, rl.agent_timeout)",
     )
     parser.add_argument("--num-generations", type=int, default=8, metavar="G", help="completions per prompt")
     parser.add_argument(
@@ -78,8 +97,12 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="sampling seed")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
     parser.add_argument("--pass-at", type=float, default=1.0, metavar="R", help="minimum reward to pass")
-    parser.add_argument("--prompt-column", default="prompt", help="as in rl.prompt_column")
-    parser.add_argument("--chat-prompts", action="store_true", help="as in rl.chat_prompts")
+    parser.add_argument(
+        "--prompt-column", default="prompt", help="column with the prompts (rl.prompt_column)"
+    )
+    parser.add_argument(
+        "--chat-prompts", action="store_true", help="treat a text prompt as a user message (rl.chat_prompts)"
+    )
     parser.add_argument("--rows", type=int, default=256, help="completions generated at a time")
     add_speculation_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="write a rollout file for rl.rollouts")
@@ -223,8 +246,8 @@ def checkpoint_tokenizer(args: Arguments, tokenizer: Tokenizer | None, vocab_siz
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
     if tokenizer is None:
         raise ConfigError(
-            f"{args.checkpoint} has no tokenizer; pass the one that it was trained with, by "
-            "--tokenizer-type and --tokenizer-model"
+            f"{args.checkpoint} has no tokenizer; pass the tokenizer that it was trained with: --tokenizer-type and "
+            "--tokenizer-model"
         )
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(

@@ -105,10 +105,10 @@ def _conclude(results: Sequence[Result]) -> int:
         print(f"{result.name} {_verdict(result)}: {_explain(result)}")
     if unequal:
         raise TrainingError(
-            f"{len(unequal)} of {len(results)} layouts differ from one process by more than {BOUND:g}: "
+            f"{len(unequal)} of {len(results)} layouts differ from the run on one process by more than {BOUND:g}: "
             f"{', '.join(result.name for result in unequal)}; train in another layout, and report this with the "
             "configuration"
         )
-    equal = "1 layout equals" if len(results) == 1 else f"{len(results)} layouts equal"
-    print(f"{equal} one process to {BOUND:g}")
+    equal = "1 layout agrees" if len(results) == 1 else f"{len(results)} layouts agree"
+    print(f"{equal} with one process to {BOUND:g}")
     return 0

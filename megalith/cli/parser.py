@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
             choices = self.commands.choices
             if args[0] not in choices and not args[0].startswith("-"):
                 hint = did_you_mean(args[0], choices) or f"; `{self.prog} --help` lists them all"
-                raise ConfigError(f"there is no command `{self.prog} {args[0]}`{hint}")
+                raise ConfigError(f"unknown command `{self.prog} {args[0]}`{hint}")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -24,7 +24,7 @@ def add_pipeline_show(parser: argparse.ArgumentParser) -> None:
         "--group",
         type=int,
         metavar="G",
-        help="micro-batches that run through a chunk before the next chunk (default: number of stages)",
+        help="micro-batches that a rank runs through one chunk before the next chunk (default: number of stages)",
     )
     parser.add_argument(
         "--schedule",

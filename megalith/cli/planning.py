@@ -63,15 +63,19 @@ def _job_options(parser: Parser) -> None:
     parser.add_argument(
         "--device-json", help="rates measured by `megalith plan calibrate`, instead of --device"
     )
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs connected by NVLink")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node, connected by NVLink")
     parser.add_argument(
         "--memory-gb", type=float, metavar="GB", help="memory per GPU that the job may use (default: all)"
     )
     parser.add_argument(
-        "--seq-length", type=int, help="override the run file's (default for presets: up to 8,192)"
+        "--seq-length",
+        type=int,
+        help="sequence length (default: the run file's; for presets, the model's, at most 8,192)",
     )
-    parser.add_argument("--global-batch-size", type=int, help="override the run file's")
-    parser.add_argument("--tokens", type=float, help=("tokens to train on; prints the days that it takes"))
+    parser.add_argument("--global-batch-size", type=int, help="sequences per step (default: the run file's)")
+    parser.add_argument(
+        "--tokens", type=float, help="number of training tokens; prints the days that they take"
+    )
     parser.add_argument(
         "--price-per-gpu-hour",
         type=float,
@@ -116,7 +120,7 @@ def run_layouts(args: Arguments) -> int:
         )
         if answer is None:
             raise ConfigError(
-                f"a sequence of 1,024 tokens already does not fit on {args.gpus} {rates.device}; "
+                f"even a sequence of 1,024 tokens does not fit on {args.gpus} {rates.device}; "
                 "use more GPUs, or GPUs with more memory"
             )
     else:
@@ -195,7 +199,7 @@ def _goodput_options(parser: Parser) -> None:
         "--failures-per-gpu-hour",
         type=float,
         default=FAILURES_PER_GPU_HOUR,
-        help="(default: Llama 3's, 419 of 16,384 GPUs in 54 days)",
+        help="failures per GPU and hour (default: Llama 3's rate, 419 failures on 16,384 GPUs in 54 days)",
     )
     parser.add_argument(
         "--stall", type=float, default=Costs.stall, help="seconds that training waits per save"
@@ -296,7 +300,7 @@ def _config(args: Arguments, gpus: int):
         Path(args.job).suffix in (".yaml", ".yml", ".json") or "/" in args.job or Path(args.job).exists()
     )
     if args.job not in PRESETS and not is_file and (near := nearest_file(args.job)):
-        raise ConfigError(f"there is no preset and no run file {args.job}{near}")
+        raise ConfigError(f"{args.job!r} is neither a preset nor a run file{near}")
     if args.job in PRESETS or not is_file:  # a preset's name may have a dot: qwen2.5-7b
         config = preset_config(args.job, gpus, seq, batch)
         settings = {f"{section}.{key}": value for section, key, value in parse_overrides(args.settings)}

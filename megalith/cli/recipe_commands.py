@@ -125,7 +125,7 @@ def _text(name: str) -> str:
     names = [file.stem for file in FILES.glob("*.yaml")]
     if name not in names:
         raise ConfigError(
-            f"there is no recipe {name!r}{did_you_mean(name, names)}; `megalith recipes list` lists them"
+            f"unknown recipe {name!r}{did_you_mean(name, names)}; `megalith recipes list` lists all recipes"
         )
     return (FILES / f"{name}.yaml").read_text(encoding="utf-8")
 

@@ -90,7 +90,7 @@ def run_watch(args: Arguments) -> int:
 
     if not 0.1 <= args.interval <= MAX_INTERVAL:
         raise ConfigError(
-            f"--interval {args.interval:g} is not between 0.1 and {MAX_INTERVAL:,} seconds; give one that is"
+            f"--interval is {args.interval:g}, but it must be between 0.1 and {MAX_INTERVAL:,} seconds"
         )
     if args.json:
         print_json(snapshots(args.run_dir))

@@ -46,7 +46,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-loras",
         type=int,
         metavar="N",
-        help=("number of adapters that there is room for; default: the number of --adapter options"),
+        help="maximum number of adapters loaded at the same time (default: the number of --adapter options)",
     )
     add(
         "--max-lora-rank",
@@ -73,7 +73,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=("maximum number of completions in progress; further requests get status 429"),
     )
-    add("--tool-call-format", default="auto", metavar="NAME", help="as in rl.tool_call_format")
+    add(
+        "--tool-call-format",
+        default="auto",
+        metavar="NAME",
+        help="format of tool calls (rl.tool_call_format)",
+    )
     add("--nproc", type=int, metavar="N", help="start N processes; torchrun works too")
     add("--tensor-model-parallel-size", type=int, default=1, metavar="N",
         help="tensor-parallel size; replicas share the requests")  # fmt: skip

@@ -20,8 +20,8 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
         "or from the model's own MTP layers; the completions stay the same",
     )  # fmt: skip
     add("--num-speculative-tokens", type=int, default=4, metavar="N", help="drafts per step")
-    add("--prompt-lookup-max", type=int, default=4, metavar="N", help="ngram: maximum tokens to look for")
-    add("--prompt-lookup-min", type=int, default=1, metavar="N", help="ngram: minimum tokens to look for")
+    add("--prompt-lookup-max", type=int, default=4, metavar="N", help="ngram: maximum n-gram length")
+    add("--prompt-lookup-min", type=int, default=1, metavar="N", help="ngram: minimum n-gram length")
     add("--draft-model", metavar="FOLDER", help="draft_model: a run or Hugging Face folder, same tokenizer")
 
 

@@ -262,7 +262,7 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
         "the first loss, every parameter's gradient, the norms and losses of all steps, evaluation and generation. "
         "Exits with code 5 if a layout differs. `--section.key value` overrides settings, as for `train`."
     )
-    parser.add_argument("config", help="run file; its model is shrunk but keeps its features")
+    parser.add_argument("config", help="run file; a small model with the same features is trained")
     parser.add_argument(
         "--layouts",
         nargs="+",

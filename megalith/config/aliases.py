@@ -319,7 +319,7 @@ def _check_taken(name: str, value: Any, takes: type | tuple[str, ...]) -> None:
     else:
         fits, requirements = value is None or type(value) is takes, _TYPE_NAMES[takes]
     if not fits:
-        raise ConfigError(f"{name} is {value!r}: {requirements} is needed")
+        raise ConfigError(f"{name} is {value!r}: it must be {requirements}")
 
 
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", str: "text"}

@@ -154,7 +154,7 @@ class Section(BaseModel):
             if bool not in (annotation, *typing.get_args(annotation)):
                 raise PydanticCustomError(
                     "bool_for_number",
-                    "a value is needed, not true or false; on the command line, a name without a "
+                    "it needs a value other than true or false; on the command line, a name without a "
                     "value means true",
                 )
         return value
@@ -232,16 +232,16 @@ def _field_docstrings(module: str) -> dict[str, dict[str, str]]:
 
 _ERROR_TEXTS = {
     "extra_forbidden": "there is no such setting",
-    "int_parsing": "a whole number is needed",
-    "int_type": "a whole number is needed",
-    "int_from_float": "a whole number is needed",
-    "float_parsing": "a number is needed",
-    "float_type": "a number is needed",
-    "bool_parsing": "true or false is needed",
-    "bool_type": "true or false is needed",
-    "string_type": "text is needed (quote it)",
-    "list_type": "a list is needed",
-    "model_type": "a mapping of keys to values is needed",
+    "int_parsing": "it must be a whole number",
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_parsing": "it must be a number",
+    "float_type": "it must be a number",
+    "bool_parsing": "it must be true or false",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be text (quote it)",
+    "list_type": "it must be a list",
+    "model_type": "it must be a mapping of keys to values",
 }
 MAX_VALUE_LENGTH = 200
 

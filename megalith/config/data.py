@@ -38,7 +38,7 @@ class DataConfig(Section):
     )
     """Schedule of the training sources' weights: points `{samples: N, weights: [...]}` or `{tokens: N, weights:
     [...]}`, each with the weights that apply from there on. With `interpolation: linear`, weights change linearly from
-    the previous point's to the point's."""
+    the previous point to this one."""
 
     blend_temperature: PositiveFloat | None = None
     """Weight sources that have no weight by `tokens ** (1 / blend_temperature)`. 1: proportional to their tokens;
@@ -54,7 +54,7 @@ class DataConfig(Section):
         Literal["concat", "best_fit"], RequiresSetting("model.model_type", "gpt", strict=True)
     ] = "concat"
     """Method of filling samples: `concat` cuts them from concatenated documents; `best_fit` packs documents into
-    samples, cuts only those that are longer than a sample, and pads the rest."""
+    samples, cuts only documents that are longer than a sample, and pads samples that are not full."""
 
     fim_data: Annotated[bool, RequiresSetting("model.model_type", "gpt", strict=True)] = False
     """Rearrange documents for fill-in-the-middle training: prefix, suffix, middle (PSM) or suffix, prefix, middle
@@ -105,13 +105,13 @@ class DataConfig(Section):
     """Document unit in a .txt file: the whole file, or each block of lines between blank lines."""
 
     append_eod: bool = True
-    """End each document of text with the end-of-document token. Not used for BERT and T5, or for indexed datasets."""
+    """End each document of text with the end-of-document token. No effect for BERT, T5 and indexed datasets."""
 
     skip_bad_documents: bool = False
     """Skip and count unusable lines and documents of text instead of stopping with an error."""
 
     streaming: Annotated[bool, RequiresSetting("model.model_type", "gpt", strict=True)] = False
-    """Tokenize the text of data_path or train_data_path while training, in an order by shards (files). Always on for
+    """Tokenize the text of data_path or train_data_path while training, shard by shard (file by file). Always on for
     hf://NAME?streaming=true."""
 
     shuffle_buffer: PositiveInt = 1000
@@ -188,7 +188,7 @@ class DataConfig(Section):
     slowest rank has as little work as possible. The samples of a step stay the same."""
 
     eod_mask_loss: Annotated[bool, Decides.UPDATES] = False
-    """Exclude predictions after an end-of-document token from the loss."""
+    """Exclude the token that follows an end-of-document token from the loss."""
 
     mask_prob: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)], MASKED] = 0.15
     """Fraction of tokens that are masked and predicted."""

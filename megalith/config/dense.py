@@ -87,8 +87,8 @@ class DenseSettings(Section):
         "learned_absolute", "sinusoidal", "rope", "alibi", "relative", "none"
     ] = "learned_absolute"
     """Positions: added to the embedding, learned or `sinusoidal`; RoPE; or biases on attention scores: `alibi` with
-    fixed slopes, `relative` with a learned value per bucket of distances (T5). `none` for models whose other mixers see
-    the order of tokens (Nemotron-H)."""
+    fixed slopes, `relative` with a learned value per bucket of distances (T5). `none`: no positions, for models whose
+    recurrent mixers depend on the order of tokens (Nemotron-H)."""
 
     sinusoidal_first_position: Annotated[NonNegativeInt, SINUSOIDAL_ONLY] = 0
     """Number of the first position (M2M100: 2)."""
@@ -120,7 +120,7 @@ class DenseSettings(Section):
     """Base of the RoPE frequencies (theta)."""
 
     rotary_base_local: Annotated[Annotated[float, Field(gt=1.0)] | None, ROTARY_ONLY, WINDOWED] = None
-    """Base of the RoPE frequencies in layers with a window, which are never scaled (Gemma 3)."""
+    """Base of the RoPE frequencies in sliding-window layers. These frequencies are never scaled (Gemma 3)."""
 
     rotary_percent: Annotated[float, Field(gt=0.0, le=1.0), ROTARY_ONLY] = 1.0
     """Fraction of head_dim that RoPE is applied to."""
@@ -133,7 +133,7 @@ class DenseSettings(Section):
         Resolved("layers_without_rope"),
         ROTARY_ONLY,
     ] = None
-    """Layers without RoPE (SmolLM3): every N-th layer, or a 0/1 list with one entry per layer."""
+    """Layers without RoPE (SmolLM3): every N-th layer, or a list with one entry per layer, 1 = without RoPE."""
 
     rope_scaling: Annotated[RopeScaling | None, Decides.REACH, ROTARY_ONLY] = None
     """Scaling of the RoPE frequencies for a longer context."""
@@ -143,7 +143,7 @@ class DenseSettings(Section):
         Resolved("windows"),
     ] = None
     """Sliding window: how many tokens before and after itself a query attends to, such as [4095, 0], in encoders [64,
-    64]. Default: all tokens before it, in encoders all."""
+    64]. Default: all earlier tokens; in encoders, all tokens."""
 
     window_attn_skip_freq: Annotated[PositiveInt | list[Literal[0, 1]] | None, Resolved(None), WINDOWED] = (
         None
@@ -384,7 +384,7 @@ class DenseSettings(Section):
     """MLA: dimensions of a query and key head without RoPE."""
 
     qk_pos_emb_head_dim: Annotated[PositiveInt, LATENT] = 64
-    """MLA: dimensions of a query and key head with RoPE; all heads share the key's."""
+    """MLA: dimensions of a query and key head with RoPE; all heads share these dimensions of the key."""
 
     v_head_dim: Annotated[PositiveInt, LATENT] = 128
     """MLA: dimensions of a value head."""
@@ -395,7 +395,8 @@ class DenseSettings(Section):
     add_position_embedding: Annotated[bool, RequiresSetting("multi_latent_attention", True, strict=True)] = (
         False
     )
-    """MLA: add learned position embeddings in addition to RoPE, as Megatron-LM can."""
+    """MLA: add learned position embeddings in addition to RoPE, as Megatron-LM does with --position-embedding-type
+    learned_absolute."""
 
     mtp_num_layers: Annotated[
         PositiveInt | None, RequiresSetting("position_embedding_type", "rope", "none", strict=True)
@@ -408,8 +409,8 @@ class DenseSettings(Section):
     """Weight of the mean MTP loss."""
 
     output_z_loss_coeff: Annotated[NonNegativeFloat, Decides.UPDATES] = 0.0
-    """Weight of the z-loss, log² Σ exp(logit) of each token, which keeps logits small (PaLM used 1e-4). It affects the
-    gradient only; the logged loss does not include it, and metrics.jsonl has it as output_z_loss."""
+    """Weight of the z-loss, log² Σ exp(logit) of each token, which keeps logits small (PaLM used 1e-4). It is in the
+    gradient but not in the logged loss; metrics.jsonl records it as output_z_loss."""
 
     num_experts: PositiveInt | None = None
     """Number of experts in each mixture-of-experts layer."""

@@ -33,7 +33,7 @@ class DenseModel(DenseSettings):
 
     @property
     def tokentypes(self) -> int:
-        """Number of segments."""
+        """Number of token types (segments)."""
         if self.num_tokentypes is not None:
             return self.num_tokentypes
         return 2 if self.model_type == "bert" and self.bert_binary_head else 0

@@ -24,11 +24,11 @@ class DistillConfig(Section):
 
     teacher: str | list[str] | None = None
     """A run, a Hugging Face folder or a Megatron-LM checkpoint with the same vocabulary, which is frozen; the address
-    of a server (teacher_engine); or without_adapters, the run's own model without its LoRA adapters. Several teach
-    different data (teacher_data)."""
+    of a server (teacher_engine); or without_adapters, the run's own model without its LoRA adapters. With a list, each
+    teacher teaches its own data (teacher_data)."""
 
     teacher_data: list[str] | None = None
-    """Data of each of several teachers, in their order: one file of the data paths, given by path or name."""
+    """One data file per teacher, in the order of teacher: a file of the data paths, given by path or name."""
 
     teacher_engine: Annotated[Literal["vllm", "sglang"], Decides.NOTHING] = "vllm"
     """Program that serves a teacher whose name is an address, such as http://host:8000."""
@@ -37,8 +37,8 @@ class DistillConfig(Section):
     """Time limit of a served teacher for the predictions of a step, in seconds."""
 
     top_k: PositiveInt | None = None
-    """Number of the teacher's most likely vocabulary entries to compare, with all others as one. A served teacher and
-    several teachers require it. Default: all entries."""
+    """Number of the teacher's most likely vocabulary entries to compare; all other entries count as one. A served
+    teacher and several teachers require it. Default: all entries."""
 
     logits_dir: str | None = None
     """Folder of the teacher's stored predictions. `megalith teacher-logits` writes it; `distill` then reads
@@ -124,7 +124,7 @@ class DistillConfig(Section):
 
     @property
     def teachers(self) -> list[str]:
-        """The teachers."""
+        """Teachers of `teacher` as a list."""
         return [self.teacher] if isinstance(self.teacher, str) else list(self.teacher or ())
 
     @property

@@ -57,7 +57,7 @@ class HybridModel(MupModel):
         VARIANT,
         Resolved("linear_attention_layers"),
     ] = 4
-    """Layers with this mixer: all but every N-th, or a 0/1 list with one entry per layer."""
+    """Layers with this mixer: all but every N-th, or a list with one entry per layer, 1 = with this mixer."""
 
     hybrid_layer_pattern: Annotated[
         str | None,
@@ -70,7 +70,8 @@ class HybridModel(MupModel):
     parallel_mixers: Annotated[
         bool, RequiresSetting("experimental_attention_variant", "mamba2", strict=True)
     ] = False
-    """Run the mixer of linear_attention_freq's layers in parallel with attention, which they keep (Falcon-H1)."""
+    """In the layers of linear_attention_freq, run the mixer in parallel with attention instead of replacing it
+    (Falcon-H1)."""
 
     linear_conv_kernel_dim: Annotated[PositiveInt, LINEAR] = 4
     """Width of the mixer's causal convolution, in tokens, including the current one."""
@@ -85,7 +86,7 @@ class HybridModel(MupModel):
     """Number of query and key heads."""
 
     linear_num_value_heads: Annotated[PositiveInt, DELTA] = 32
-    """Number of value heads; a multiple of linear_num_key_heads, whose heads they share."""
+    """Number of value heads, a multiple of linear_num_key_heads; several value heads share one key head."""
 
     mamba_state_dim: Annotated[PositiveInt, MAMBA] = 128
     """Mamba-2: size of the state per element of a head."""
@@ -140,7 +141,7 @@ class HybridModel(MupModel):
     """Factor on attention's output (Falcon-H1)."""
 
     key_multiplier: PositiveFloat = 1.0
-    """Factor on attention's scores, beyond softmax_scale (Falcon-H1)."""
+    """Additional factor on attention scores, besides softmax_scale (Falcon-H1)."""
 
     mlp_multipliers: Annotated[
         Annotated[list[PositiveFloat], Field(min_length=2, max_length=2)] | None,

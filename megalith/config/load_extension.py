@@ -29,7 +29,8 @@ def load_extension(value: str, built_in: Mapping[str, str], setting: str) -> Any
     path, colon, name = value.rpartition(":")
     if not colon:
         raise ConfigError(
-            f"{setting} has {value!r}{nearest_of(value, built_in)}; write a known name or path.py:function"
+            f"{setting} has {value!r}, which is not a built-in name{nearest_of(value, built_in)}; use a built-in name "
+            "or path.py:function"
         )
     if not Path(path).is_file():
         raise ConfigError(f"{setting} has {value!r}, but there is no file {path}; correct the path")

@@ -130,7 +130,7 @@ class LoraConfig(Section):
 
     rank_pattern: Annotated[dict[str, PositiveInt], Decides.FUNCTION] = Field(default={})
     """Ranks of some adapters, by name: a regular expression that matches the end of a name such as
-    model.layers.0.self_attn.q_proj, from a dot on, as in PEFT. The first match counts."""
+    model.layers.0.self_attn.q_proj, starting at a dot, as in PEFT. The first match counts."""
 
     alpha_pattern: Annotated[dict[str, PositiveFloat], Decides.FUNCTION] = Field(default={})
     """Alpha of some adapters, by name as in rank_pattern."""
@@ -147,11 +147,12 @@ class LoraConfig(Section):
     init_lora_weights: Annotated[str, Decides.FUNCTION] = "default"
     """Initial A and B, in PEFT's words. default: A random, B 0. pissa: the largest singular values of the matrix and
     their vectors (Meng et al. 2024); pissa_niter_N approximates them with N iterations. olora: the first columns of its
-    QR decomposition (Büyükakyüz 2024). The frozen part is then the matrix without B · A. loftq: what quantize_base
-    loses of the matrix (Li et al. 2024)."""
+    QR decomposition (Büyükakyüz 2024). The frozen part is then the matrix minus B · A. loftq: a low-rank
+    approximation of the quantization error of quantize_base (Li et al. 2024)."""
 
     loftq_iter: Annotated[PositiveInt, Decides.FUNCTION] = 1
-    """Iterations of LoftQ: each quantizes the matrix without the last B · A, and takes B · A from what that loses."""
+    """Iterations of LoftQ: each one quantizes the matrix minus the last B · A, and then fits B · A to the quantization
+    error."""
 
     modules_to_save: Annotated[list[str] | None, Decides.FUNCTION] = Field(default=None, min_length=1)
     """Modules without adapters that are trained in full: embeddings, output matrix, norms, routers. Names are
@@ -172,8 +173,8 @@ class LoraConfig(Section):
     2023), int8 by row, fp8 in blocks of 128 × 128, mxfp4. Each matmul decodes them to the compute dtype."""
 
     load: str | None = None
-    """Folder with adapters in PEFT's format to start from. Sets rank, alpha, targets and the settings of single
-    adapters."""
+    """Folder with adapters in PEFT's format to start from. Sets rank, alpha, targets and the settings of
+    individual modules."""
 
     @field_validator("rank_pattern", "alpha_pattern")
     @classmethod
@@ -190,7 +191,7 @@ class LoraConfig(Section):
     def _check_tokens(cls, tokens: Any) -> Any:
         for each in tokens.values() if isinstance(tokens, dict) else [tokens or ()]:
             if twice := sorted({token for token in each if each.count(token) > 1}):
-                raise ValueError(f"token {twice[0]} is there twice; name each token once")
+                raise ValueError(f"token {twice[0]} is listed twice; list each token once")
         return tokens
 
     @field_validator("init_lora_weights", mode="before")
@@ -266,12 +267,12 @@ class LoraConfig(Section):
             sites = {site: parts for site, parts in _sites_of(target).items() if site in available}
             if not model.gated and any({"gate", "up"} & set(parts) for parts in sites.values()):
                 raise ConfigError(
-                    f"lora.targets names {target}, but the MLP has no gate; name linear_fc1, or leave it out"
+                    f"lora.targets has {target}, but the MLP has no gate; use linear_fc1, or leave {target} out"
                 )
             if not sites:
                 names = [name for name in SHORT_NAMES if TARGETS[name].keys() & available.keys()]
                 raise ConfigError(
-                    f"lora.targets names {target}, which this model does not have; name some of {', '.join(names)}"
+                    f"lora.targets has {target}, which this model does not have; use some of {', '.join(names)}"
                 )
             for site, parts in sites.items():
                 targeted.setdefault(site, set()).update(parts or available[site])
@@ -279,7 +280,7 @@ class LoraConfig(Section):
             if WHOLE in parts and len(parts) > 1:
                 raise ConfigError(
                     f"lora.targets {', '.join(self.targets)} names both the fused matrix "
-                    f"{site.rpartition('.')[2]} and parts of it; name either the fused matrix or "
+                    f"{site.rpartition('.')[2]} and parts of it; list either the fused matrix or "
                     "its parts"
                 )
         return {
@@ -349,11 +350,12 @@ def _sites_of(target: str) -> Mapping[str, Parts]:
     )
     if name in ROUTERS:
         raise ConfigError(
-            f"lora.targets names {target}, but routers cannot have adapters: changed scores would "
+            f"lora.targets has {target}, but routers cannot have adapters: changed scores would "
             "send tokens to experts that were not trained on them; leave it out"
         )
     if name not in TARGETS:
-        raise ConfigError(f"lora.targets names {target!r}{nearest_of(target, SHORT_NAMES)}")
+        near = nearest_of(target, SHORT_NAMES)
+        raise ConfigError(f"lora.targets has {target!r}, which is not a known target{near}")
     return TARGETS[name]
 
 

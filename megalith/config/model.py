@@ -22,7 +22,7 @@ class ModelConfig(HybridModel):
         PositiveInt | list[Literal[0, 1]],
         Resolved("expert_layers"),
     ] = 1
-    """Layers with experts: every n-th from layer 0 on, or a 0/1 list with one entry per layer."""
+    """Layers with experts: every N-th from layer 0 on, or a list with one entry per layer, 1 = with experts."""
 
     moe_ffn_hidden_size: Annotated[PositiveInt | None, Resolved("expert_size")] = None
     """Width of an expert. Default: ffn_hidden_size."""
@@ -55,14 +55,14 @@ class ModelConfig(HybridModel):
 
     moe_router_score_function: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     """Function from router logits to scores. Sigmoid scores of the chosen experts are divided by their sum
-    (DeepSeek-V3), unless moe_router_norm_topk_prob is off. `sparsemixer` weights each chosen expert by its share among
-    the experts with about as high a logit (Phi-MoE)."""
+    (DeepSeek-V3), unless moe_router_norm_topk_prob is off. `sparsemixer` weights each chosen expert by its softmax
+    share among the experts whose logits are close to its own (Phi-MoE)."""
 
     moe_sparsemixer_jitter_eps: Annotated[
         NonNegativeFloat, RequiresSetting("moe_router_score_function", "sparsemixer", strict=True)
     ] = 0.01
-    """SparseMixer: an expert's weight is its share among the experts whose logits are below the best one by at most
-    twice this fraction of the larger absolute value."""
+    """SparseMixer: experts are compared with the best one if their logit is below its by at most 2 · this value · the
+    larger absolute value of the two logits."""
 
     moe_router_norm_topk_prob: Annotated[
         bool, RequiresSetting("moe_router_score_function", "sigmoid", strict=True)

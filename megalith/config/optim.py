@@ -142,7 +142,7 @@ class OptimConfig(Section):
     """Length of the second warm-up, in steps or samples."""
 
     schedule_unit: Literal["iters", "samples"] = "iters"
-    """Unit in which the schedules of a run counted in iterations advance: iterations or, as in Megatron-LM, samples,
+    """For runs whose length is in iterations: advance the schedules per iteration, or per sample as Megatron-LM does,
     with lengths multiplied by global_batch_size. Both are the same if the batch size is constant."""
 
     lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], WSD] = (
@@ -205,7 +205,7 @@ class OptimConfig(Section):
     """Adafactor weights the new squared gradient by the step number to this power."""
 
     adafactor_clip_threshold: Annotated[PositiveFloat, ADAFACTOR] = 1.0
-    """RMS above which Adafactor divides an update by it."""
+    """Maximum RMS of an Adafactor update. Larger updates are scaled down to it."""
 
     sgd_momentum: Annotated[Decay, RequiresOptimizer("sgd")] = 0.9
     """Momentum of SGD."""

@@ -125,7 +125,7 @@ OTHER_NAMES: dict[str, str] = {
     # Megatron-LM
     "group_query_attention":         "model.num_query_groups above 0",
 }
-PLAIN_LORA = "adapters are plain LoRA on the matrices that lora.targets names"
+PLAIN_LORA = "adapters are plain LoRA on the matrices in lora.targets"
 UNSUPPORTED_NAMES: dict[str, str] = {
     "bias":                PLAIN_LORA + ", and biases stay frozen",
     "task_type":           "leave it out: the model and the command decide the task",
@@ -139,7 +139,7 @@ def hint_of_other_name(key: str) -> str:
     if key in UNSUPPORTED_NAMES:
         return f"; {UNSUPPORTED_NAMES[key]}"
     setting = OTHER_NAMES.get(key)
-    return f"; here it is {setting}" if setting else ""
+    return f"; in Megalith, it is {setting}" if setting else ""
 
 
 IN_OURS = "copy its values into a run file"

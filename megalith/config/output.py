@@ -27,8 +27,9 @@ class CheckpointConfig(Section):
     sets output_dir."""
 
     load: str | None = None
-    """Run folder or URL, or one of its steps, to resume from. May be the folder that the run saves to, even if it is
-    empty at first. From a Hugging Face or Megatron-LM folder only the weights are loaded, as with model.init_from."""
+    """Run to resume from: a run folder (local or URL), or one of its steps. May be the folder that the run saves to,
+    even if it is empty at first. From a Hugging Face or Megatron-LM folder only the weights are loaded, as with
+    model.init_from."""
 
     trust: bool = False
     """Read Megatron-LM checkpoints whose pickles contain classes, and ignore these classes."""
@@ -69,8 +70,8 @@ class LogConfig(Section):
     """Steps between log lines."""
 
     console: Literal["auto", "lines"] = "auto"
-    """Console output: `lines` prints Megatron-LM's log lines even on a terminal, instead of a live line, and the
-    parameter count in billions at the start."""
+    """Console output: `lines` prints Megatron-LM's log lines and its parameter count (in billions), on a terminal too,
+    instead of a live line."""
 
     log_throughput: bool = True
     """Add TFLOP/s per device to log lines."""
@@ -97,12 +98,13 @@ class LogConfig(Section):
     """Steps between FP8 statistics (amax, overflow and underflow per linear). 0: never."""
 
     timing_log_level: Literal[0, 1, 2] = 0
-    """Timers logged at each log interval: 1 forward-backward and optimizer, 2 also batches."""
+    """Timers logged at each log interval. 0: none. 1: forward-backward and optimizer. 2: also the reading of
+    batches."""
 
     timing_log_option: Annotated[
         Literal["minmax", "max", "all"], RequiresSetting("timing_log_level", greater_than=0)
     ] = "minmax"
-    """Values logged per timer: minimum and maximum over ranks, maximum, or all."""
+    """Values logged per timer: minimum and maximum over ranks (minmax), the maximum, or those of all ranks."""
 
     layout_report: bool = True
     """Profile one of the first steps of a multi-process run and print each rank's memory and time."""

@@ -124,12 +124,13 @@ class ParallelConfig(Section):
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
         "no_shard"
     )
-    """State sharded over data-parallel ranks: none; the optimizer state; gradients too; parameters too."""
+    """Sharding over data-parallel ranks. no_shard: nothing. optim: fp32 weights and optimizer state (ZeRO-1).
+    optim_grads: gradients too (ZeRO-2). optim_grads_params: the compute weights too (ZeRO-3)."""
 
     dp_comm_overlap_bucket_size: Annotated[
         PositiveInt | None, RequiresSetting("data_parallel_sharding_strategy", "no_shard")
     ] = None
-    """Minimum bytes of fp32 gradients per all-reduce of replicas. Default: the gradients of one layer."""
+    """Minimum size of a gradient all-reduce bucket, in bytes of fp32. Default: the gradients of one layer."""
 
     fsdp_unsharded_layers: Annotated[
         NonNegativeInt | Literal["auto"],
@@ -164,8 +165,8 @@ class ParallelConfig(Section):
     """Full recomputation: layers per unit (uniform), or recomputed layers per pipeline stage (block)."""
 
     recompute_saves_attention: Annotated[bool | Literal["auto"], FULL] = "auto"
-    """Full recomputation: save attention's output in addition to a layer's input, twice the memory, instead of
-    recomputing it. auto: if memory allows."""
+    """Full recomputation: save each layer's attention output instead of recomputing it, which doubles the saved memory
+    per layer. auto: if memory allows."""
 
     recompute_modules: Annotated[
         list[Literal["core_attn", "mlp", "mlp_act", "layernorm"]],

@@ -25,12 +25,12 @@ class RewardConfig(ChatConfig):
     name: ClassVar[str] = "reward"
 
     packing: bool = False
-    """Pack several answers into a row, with separate attention. Of pairs, chosen answers share one row and rejected
-    answers another. Off: one padded answer per row."""
+    """Pack several answers into a row, with separate attention. The chosen answers of pairs share one row, their
+    rejected answers another. Off: one padded answer per row."""
 
     loss_type: Literal["bradley_terry", "ordinal", "mse", "bce"] = "bradley_terry"
-    """bradley_terry: the chosen answer of a pair gets the higher score. ordinal: pairs with graded feedback, by how
-    much the first answer is preferred, from 0 to 1. mse and bce read single answers with a label: the square of
+    """bradley_terry: the chosen answer of a pair gets the higher score. ordinal: pairs with a grade
+    from 0 to 1 of how much the first answer is preferred. mse and bce read single answers with a label: the square of
     score − label, or the cross-entropy of σ(score) with a label from 0 to 1."""
 
     center_rewards_coefficient: Annotated[
@@ -141,8 +141,8 @@ class DpoConfig(ChatConfig, ReferenceSync):
     f_divergence_type: Annotated[
         Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"], Decides.UPDATES
     ] = "reverse_kl"
-    """Divergence from the reference that sigmoid, hinge, ipo, robust, sigmoid_norm, exo_pair and discopop bound
-    (f-DPO)."""
+    """Divergence from the reference that the losses sigmoid, hinge, ipo, robust, sigmoid_norm, exo_pair and discopop
+    penalize (f-DPO)."""
 
     f_alpha_divergence_coef: Annotated[
         float, RequiresSetting("f_divergence_type", "alpha_divergence"), Decides.UPDATES

@@ -74,8 +74,8 @@ class RlConfig(
     log-probabilities bit for bit, and end the run if any differs (docs/exactness.md). Slower."""
 
     old_logprobs: Literal["policy", "rollout"] = "policy"
-    """Denominator of the policy ratio: log-probabilities of the trainer's policy before the rollout batch's first
-    step, or those of the engine that sampled the rollouts."""
+    """Denominator of the policy ratio (π_old). policy: the trainer's policy before the first step on the rollout batch.
+    rollout: the engine that sampled the rollouts."""
 
     router_replay: Literal["none", "policy", "all"] = "none"
     """Replay the experts that the engine chose while sampling: in forward passes of the policy, or of the policy and

@@ -25,7 +25,7 @@ class AdvantageSettings(Section):
     """Weight of each reward, in order. Default: 1 each. Advantages are computed from the weighted sum."""
 
     advantage_estimator: str = "group"
-    """Advantages from the rewards: group (relative to the group, by the settings below), rloo,
+    """Advantages from the rewards: group (relative to the group; see advantage_baseline and scale_rewards), rloo,
     reinforce_plus_plus, reinforce_plus_plus_baseline, opo, gpg, grpo_passk (with scale_rewards), gdpo, or
     path.py:function."""
 

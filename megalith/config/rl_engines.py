@@ -53,7 +53,7 @@ class EngineSettings(Section):
         Decides.NOTHING,
     ] = "nccl"
     """Transfer of weights to a server: broadcast between GPUs (nccl) or through the hosts (gloo), a folder
-    that both see (checkpoint), shared memory of one GPU (ipc), or a folder with the adapters alone, which the server
+    that both see (checkpoint), shared memory of one GPU (ipc), or a folder with only the adapters, which the server
     loads on its own base (lora)."""
 
     weight_sync_timeout: Annotated[
@@ -75,8 +75,8 @@ class EngineSettings(Section):
     max_staleness: Annotated[
         NonNegativeInt, RequiresSetting("engine", "vllm", "sglang", strict=True), Decides.SAMPLES
     ] = 0
-    """Rollout batches that a server samples ahead of training (docs/engines.md). It bounds the age of tokens
-    in weight syncs, like AReaL's max_head_offpolicyness; older tokens, as from a checkpoint with a larger
+    """Rollout batches that a server samples ahead of training (docs/engines.md). Tokens are at most this
+    many weight syncs old, as with AReaL's max_head_offpolicyness. Older ones, for example after a resume with a smaller
     value, are excluded from the loss. 0: on policy."""
 
     @property

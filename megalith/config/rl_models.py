@@ -49,7 +49,7 @@ class OtherModels(Section):
     """Discount of later rewards per token."""
 
     lam: Annotated[float, Field(ge=0, le=1), GAE] = 1.0
-    """λ of generalized advantage estimation: 0 trusts the critic's next value alone, 1 the sum of the rewards."""
+    """λ of generalized advantage estimation: 0 uses only the critic's next value, 1 the sum of the rewards."""
 
     cliprange_value: Annotated[PositiveFloat | None, GAE] = 0.5
     """Distance from the values before the rollout batch's first update at which the critic's loss is clipped. null: no
@@ -62,5 +62,5 @@ class OtherModels(Section):
 
     @property
     def reward_model_paths(self) -> list[str]:
-        """The reward models."""
+        """Paths and addresses of the reward models."""
         return [self.reward_models] if isinstance(self.reward_models, str) else list(self.reward_models or ())

@@ -33,13 +33,13 @@ class PolicyLossSettings(Section):
     requires: ClassVar[RequiresSetting] = RequiresSetting("prompts_or_rollouts")
 
     loss_type: str = "dapo"
-    """Aggregation: mean over tokens (dapo, cispo), mean of the sequences' means (grpo) or sums (luspo), a
-    constant divisor (dr_grpo), or the sum over tokens (token_sum). In place of PPO's clip, cispo weights
-    log-probabilities by a capped ratio, vespo by a smooth function of the sequence's ratio, and gpg not at all;
-    kl_cov and clip_cov treat tokens with a high covariance differently (all means over tokens). reinforce
-    weights them by the bounded ratio to the rollout's policy. sapo has a sigmoid, and gmpo the geometric mean of a
-    sequence's clipped ratios (means of sequences). online_dpo and online_ipo are preferences between the two
-    completions of a prompt. Or path.py:object, your own loss."""
+    """Policy loss and how it is averaged. PPO's clip: dapo (mean over tokens), token_sum (sum over tokens), grpo (mean
+    of the sequences' means), luspo (mean of the sequences' sums), dr_grpo (constant divisor). Mean over tokens, without
+    PPO's clip: cispo (capped ratio), vespo (smooth function of the sequence's ratio), gpg (no ratio), reinforce
+    (bounded ratio to the rollout's policy). Mean over tokens, with other terms for tokens of high covariance: kl_cov,
+    clip_cov. Mean over sequences: sapo (sigmoid of the ratio), gmpo (geometric mean of the sequence's clipped ratios).
+    Preferences between the two completions of a prompt: online_dpo, online_ipo. Your own: path.py:object. See
+    docs/grpo_objective.md."""
 
     count_masked_sequences: bool | None = None
     """Count sequences without a token in the loss in the divisor of grpo, luspo and dr_grpo, as TRL and verl
@@ -170,8 +170,8 @@ class PolicyLossSettings(Section):
         ],
         RequiresSetting("vllm_importance_sampling_correction", True),
     ] = "token_truncate"
-    """Weight per token or per sequence. Outside the bounds, truncate caps it, mask sets it to 0, and unbounded has no
-    bounds. geometric_mask: per token, and 0 if the geometric mean over the sequence is outside the bounds."""
+    """Weight per token or per sequence. Outside the bounds, truncate caps the weight and mask sets it to 0. unbounded:
+    no bounds. geometric_mask: per token, and 0 if the geometric mean over the sequence is outside the bounds."""
 
     vllm_importance_sampling_clip_max: Annotated[
         PositiveFloat | None, RequiresSetting("vllm_importance_sampling_correction", True)
@@ -198,7 +198,7 @@ class PolicyLossSettings(Section):
 
     rollout_rs_threshold: Annotated[float | str | None, RequiresSetting("rollout_rs", strict=True)] = None
     """Largest divergence that is kept, or one per criterion separated by commas. For k1 the bounds of the ratio as
-    lower_upper; an upper bound alone has its inverse as lower bound."""
+    lower_upper; if only an upper bound is given, the lower bound is its inverse."""
 
     use_decoupled_loss: bool = False
     """AReaL's decoupled PPO: clip around a proximal policy (the trainer's before the rollout batch) and

@@ -109,8 +109,8 @@ class RolloutSettings(Section):
         RequiresSetting("engine", "own"),
         Decides.NOTHING,
     ] = 0.0
-    """Memory per rank, in GB, that keeps keys and values of completions that have lost their row of the KV cache, for
-    example while a tool runs. Without it, such completions are prefilled again."""
+    """Memory per rank, in GB, for keys and values of completions whose row of the KV cache was given to another one,
+    for example while a tool runs. Without it, such completions are prefilled again."""
 
     max_resamples: Annotated[
         NonNegativeInt, RequiresSetting("filter_zero_std", True), RequiresSetting("prompts")
@@ -143,20 +143,20 @@ class RolloutSettings(Section):
 
     @property
     def prompt_files(self) -> list[str]:
-        """The prompt files."""
+        """Files of `rl.prompts` as a list."""
         return [self.prompts] if isinstance(self.prompts, str) else list(self.prompts or ())
 
     @property
     def rewards(self) -> list[str]:
-        """The reward functions."""
+        """Reward functions of `rl.reward_funcs` as a list."""
         return [self.reward_funcs] if isinstance(self.reward_funcs, str) else list(self.reward_funcs or ())
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Stop strings of `rl.stop_strings` as a tuple."""
         return (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings or ())
 
     @property
     def files(self) -> list[str]:
-        """The rollout files."""
+        """Files of `rl.rollouts` as a list."""
         return [self.rollouts] if isinstance(self.rollouts, str) else list(self.rollouts or ())

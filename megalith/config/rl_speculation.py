@@ -20,17 +20,17 @@ class SpeculationSettings(Section):
         RequiresSetting("engine", "own", strict=True),
     ] = "none"
     """Source of drafts in Megalith's engine: ngram (what followed the last earlier occurrence of the latest tokens),
-    draft_model (a smaller model) or mtp (the policy's own layers for multi-token prediction). The completions are the
-    same as without; only the speed changes."""
+    draft_model (a smaller model) or mtp (the policy's own layers for multi-token prediction). Completions are the same
+    as without speculative decoding; only the speed changes."""
 
     num_speculative_tokens: Annotated[PositiveInt, RequiresSetting("speculative_method", unless="none")] = 4
     """Drafts per decode step."""
 
     prompt_lookup_max: Annotated[PositiveInt, RequiresSetting("speculative_method", "ngram")] = 4
-    """Longest sequence of last tokens whose earlier occurrence ngram looks for."""
+    """ngram: maximum n-gram length, the number of latest tokens whose earlier occurrence is looked for."""
 
     prompt_lookup_min: Annotated[PositiveInt, RequiresSetting("speculative_method", "ngram")] = 1
-    """Shortest sequence of last tokens whose earlier occurrence ngram looks for."""
+    """ngram: minimum n-gram length."""
 
     draft_model: Annotated[str | None, RequiresSetting("speculative_method", "draft_model", strict=True)] = (
         None

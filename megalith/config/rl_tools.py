@@ -50,7 +50,7 @@ class ToolSettings(Section):
 
     advantage_level: Annotated[Literal["trajectory", "turn"], RequiresSetting("environment")] = "trajectory"
     """trajectory: every token of a completion has the completion's advantage. turn: the tokens of a turn have an
-    advantage computed from the rewards from that turn on, compared with the same turn of the group's other
+    advantage computed from the rewards of that turn and later ones, compared with the same turn of the group's other
     completions."""
 
     step_discount: Annotated[float, Field(ge=0, le=1), RequiresSetting("environment")] = 1.0
@@ -88,7 +88,7 @@ class ToolSettings(Section):
 
     @property
     def tool_paths(self) -> list[str]:
-        """The tools."""
+        """Paths of the tools, FILE:FUNCTION."""
         return [self.tools] if isinstance(self.tools, str) else list(self.tools or ())
 
     @property

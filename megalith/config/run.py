@@ -272,7 +272,7 @@ def _sections_of(content: dict[Any, Any]) -> Tree:
     tree = _empty_tree()
     for section, values in content.items():
         if section not in tree:
-            raise ConfigError(f"there is no section {section!r}{_hint_for_section(str(section))}")
+            raise ConfigError(f"unknown section {section!r}{_hint_for_section(str(section))}")
         if values is not None and not isinstance(values, dict):
             raise ConfigError(f"section {section!r} contains {values!r}; it needs keys with values")
         tree[section] = dict(values or {})
@@ -308,7 +308,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
         section, dot, key = path.replace("-", "_").partition(".")
         if not dot or section not in RunConfig.model_fields:
             hint = _hint_for_section(section, key) if dot else _hint_for_name(section)
-            raise ConfigError(f"there is no setting --{path}{hint}")
+            raise ConfigError(f"unknown setting --{path}{hint}")
         result.append((section, key, _parse_values(section, key, values)))
     return result
 
@@ -380,7 +380,7 @@ def _refuse_unknown(tree: Tree) -> None:
                     or _nearest(key, RunConfig.model_fields, 0.75)
                     or "; `megalith train --help` lists them all"
                 )
-                raise ConfigError(f"there is no setting {section}.{key}{hint}")
+                raise ConfigError(f"unknown setting {section}.{key}{hint}")
     _unfold_nested(tree)
 
 
@@ -417,7 +417,7 @@ def _nearest(name: str, sections: Iterable[str], least: float = 0.6) -> str:
 def _preset(name: Any) -> dict[str, Any]:
     if name is not None and (not isinstance(name, str) or name not in PRESETS):
         why = nearest_of(str(name), PRESETS)
-        raise ConfigError(f"there is no preset {name!r}{why}")
+        raise ConfigError(f"unknown preset {name!r}{why}")
     return PRESETS.get(name, {})
 
 

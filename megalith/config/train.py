@@ -233,7 +233,7 @@ class TrainConfig(Section):
     fp8_recipe: Annotated[
         Literal["delayed", "tensorwise", "blockwise", "mxfp8"], Decides.UPDATES, RequiresSetting("fp8_format")
     ] = "delayed"
-    """FP8 scales: from earlier steps, from each tensor, or from blocks of 128 (needs e4m3)."""
+    """FP8 scaling: delayed (from earlier steps), tensorwise, or blockwise (blocks of 128; needs e4m3)."""
 
     fp8_margin: Annotated[NonNegativeInt, Decides.UPDATES, RequiresSetting("fp8_format")] = 0
     """FP8, delayed: divide scales by 2 to the power of this number."""
@@ -247,7 +247,7 @@ class TrainConfig(Section):
     fp8_amax_compute_algo: Annotated[
         Literal["max", "most_recent"], Decides.UPDATES, RequiresSetting("fp8_format")
     ] = "most_recent"
-    """FP8, delayed: choice of the amax from the history."""
+    """FP8, delayed: use the most recent amax of the history, or its maximum."""
 
     fp8_wgrad: Annotated[bool, Decides.UPDATES, RequiresSetting("fp8_format")] = True
     """Compute wgrad in FP8. Off: in the compute dtype."""
@@ -267,7 +267,7 @@ class TrainConfig(Section):
     that FSDP gathers, which are already cast. `auto`: if memory is expected to suffice."""
 
     fp8_param_gather: Annotated[bool, NOT_YET, RequiresSetting("fp8_format")] = False
-    """Gather weights in FP8. They are gathered in the compute dtype."""
+    """Gather weights in FP8. Not implemented: weights are always gathered in the compute dtype."""
 
     tp_only_amax_red: bool = False
     """Accepted for Megatron-LM's scripts without effect: an amax is always that of the full tensor."""
@@ -276,10 +276,10 @@ class TrainConfig(Section):
     """FP8: keep the first and last layers in the compute dtype."""
 
     num_layers_at_start_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, RequiresSetting("fp8_format")] = 1
-    """Number of first layers with first_last_layers_bf16."""
+    """Number of layers at the start that first_last_layers_bf16 keeps in the compute dtype."""
 
     num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, RequiresSetting("fp8_format")] = 1
-    """Number of last layers with first_last_layers_bf16."""
+    """Number of layers at the end that first_last_layers_bf16 keeps in the compute dtype."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32), Decides.SAMPLES] = 1234
     """Seed of initial weights, dropout and data order."""
@@ -299,7 +299,7 @@ class TrainConfig(Section):
     @classmethod
     def _is_expanded(cls, folder: str) -> str:
         if folder.startswith("~") or "${" in folder:
-            raise PydanticCustomError("path", "~ and ${{…}} are not expanded here; write the full path")
+            raise PydanticCustomError("path", "~ and ${{…}} are not expanded; write the full path")
         return folder
 
     eval_interval: PositiveInt = 1000

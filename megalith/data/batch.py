@@ -66,7 +66,7 @@ class Batch:
     """
     all_padding: Tensor | None = field(default=None, kw_only=True)
     """bool [batch, seq], True for every padding token, including those at the end of a row, for which attention needs
-    no mask. The load balance of experts ignores these tokens. None: the tokens of `padding` alone.
+    no mask. The load balance of experts ignores these tokens. None: only the tokens of `padding`.
     """
     routes: Tensor | None = field(default=None, kw_only=True)
     """int16 [batch, seq, layers with experts, topk], the experts that routers replay (rl/rollouts/routes.py). Where an

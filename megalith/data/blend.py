@@ -66,7 +66,7 @@ def parse_entries(data_path: DataPath) -> list[BlendEntry]:
         return _parse_mappings(parts)
     if not parts:
         raise ConfigError(
-            "data_path is empty; name a dataset by its files' prefix, as in data/books_text_document"
+            "data_path is empty; set it to the prefix of a dataset's files, as in data/books_text_document"
         )
     numeric = [_number(part) is not None for part in parts]
     if not any(numeric):
@@ -264,7 +264,7 @@ def _check_streams(
             f"weights; give weights, as in [0.5, {entries[0].path}, 0.5, {entries[1].path}]"
         )
     if len({entry.path for entry in entries}) < len(entries):
-        raise ConfigError(f"the data path with the stream {name} names a source twice; name each source once")
+        raise ConfigError(f"the data path with the stream {name} has a source twice; list each source once")
 
 
 def _parse_mappings(parts: Sequence[object]) -> list[BlendEntry]:

@@ -151,7 +151,7 @@ def check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer, data: DataCon
         if not made.gives_same_ids(current):
             raise ConfigError(
                 f"{prefix} was made with {made}, but the tokenizer is {current}, which gives other ids to the same "
-                "text; name the tokenizer that made it (data.tokenizer_type and data.tokenizer_model), or preprocess "
+                "text; set data.tokenizer_type and data.tokenizer_model to the tokenizer that made it, or preprocess "
                 "the text again"
             )
         if made.end_of_document in (None, tokenizer.eod) or data is None:
@@ -159,7 +159,7 @@ def check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer, data: DataCon
         if setting := next((name for name in EOD_SETTINGS if getattr(data, name)), None):
             raise ConfigError(
                 f"the documents of {prefix} end with the token {made.end_of_document}, but the end of document of the "
-                f"run's tokenizer is {tokenizer.eod}, which data.{setting} looks for; name the tokenizer that made it "
+                f"run's tokenizer is {tokenizer.eod}, which data.{setting} looks for; use the tokenizer that made it "
                 f"({made}), or preprocess the text again"
             )
 

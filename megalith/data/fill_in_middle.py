@@ -45,8 +45,8 @@ class FillInMiddle:
     def __init__(self, data: DataConfig, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None:
             raise ConfigError(
-                "data.fim_data decodes and encodes samples, but data.tokenizer_type is not set; name the tokenizer "
-                "that the data was preprocessed with"
+                "data.fim_data decodes and encodes samples, but data.tokenizer_type is not set; set it to the "
+                "tokenizer that the data was preprocessed with"
             )
         self._data, self._tokenizer = data, tokenizer
         ids = {name: _token_id(tokenizer, data, f"fim_{name}_token") for name in TOKENS}

@@ -205,7 +205,7 @@ class IndexedWriter:
             for path in () if overwrite else (self.bin_path, self.idx_path):
                 if path.exists():
                     raise DataError(
-                        f"{path} exists and is not overwritten; remove it, choose another output prefix, or set "
+                        f"{path} already exists; remove it, choose another output prefix, or set "
                         "overwrite (--overwrite)"
                     )
             if isinstance(self.bin_path, StorePath):
@@ -259,7 +259,9 @@ class IndexedWriter:
                 "the same tokenizer and dtype can be merged"
             )
         if dataset.has_modes:
-            raise DataError(f"{dataset.idx_path} has modes (a multimodal dataset), which a merge would lose")
+            raise DataError(
+                f"{dataset.idx_path} has modes (a multimodal dataset), which a merge would lose; leave it out"
+            )
         with data_errors(self.bin_path):
             if dataset.is_packed():
                 with dataset.bin_path.open("rb") as source:
@@ -383,7 +385,7 @@ def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrit
     Raises DataError if there are none or they cannot be merged.
     """
     if not prefixes:
-        raise DataError(f"there is nothing to merge into {output_prefix}; name at least one dataset prefix")
+        raise DataError(f"there is nothing to merge into {output_prefix}; pass at least one dataset prefix")
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     options = {"overwrite": overwrite, "tokenizer": merged_record(prefixes)}
     with IndexedWriter(output_prefix, datasets[0].dtype, **options) as writer:

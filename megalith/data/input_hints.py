@@ -43,7 +43,7 @@ def dataset_hint(prefix: str) -> str:
     path = Path(prefix.removesuffix(".idx").removesuffix(".bin"))
     if not path.with_name(f"{path.name}.idx").is_file():
         return ""
-    return f"{path} is an indexed dataset, which `megalith train` reads; name files of records (docs/sft.md)"
+    return f"{path} is an indexed dataset, which `megalith train` reads; use files of records (docs/sft.md)"
 
 
 def file_hint(path: Path) -> str:

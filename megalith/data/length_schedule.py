@@ -55,7 +55,7 @@ def _parse(point: object, seq_length: int) -> tuple[int, int]:
     values = [point[key] for key in keys] if len(units) == 1 and keys == units | {"seq_length"} else [None]
     if not all(isinstance(value, int | float) and value >= 0 and value == int(value) for value in values):
         raise ConfigError(
-            f"data.seq_length_schedule entry {point!r} does not have the form {{samples: N, seq_length: L}} or "
+            f"data.seq_length_schedule has {point!r}; each entry must be {{samples: N, seq_length: L}} or "
             "{tokens: N, seq_length: L} with whole numbers"
         )
     (unit,) = units

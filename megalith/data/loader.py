@@ -228,5 +228,6 @@ class _MicroBatchMaker:
         row, at = np.argwhere((samples < lowest) | (samples >= self.vocab_size))[0]
         raise DataError(
             f"{self.dataset.describe(indices[row])} has token id {samples[row, at]} at position {at}, but the "
-            f"vocabulary has {self.vocab_size}; preprocess the data with this run's tokenizer, or raise vocab_size"
+            f"vocabulary has {self.vocab_size} entries; preprocess the data with this run's tokenizer, or raise "
+            "vocab_size"
         )

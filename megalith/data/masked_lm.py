@@ -145,7 +145,7 @@ class SentenceSamples(ABC):
             at = next(at for at, token in enumerate(tokens) if not 0 <= token < self._vocab_size)
             raise DataError(
                 f"{self.describe(i)} has token id {tokens[at]} at position {at}, but the vocabulary has "
-                f"{self._vocab_size}; preprocess the data with this run's tokenizer, or raise vocab_size"
+                f"{self._vocab_size} entries; preprocess the data with this run's tokenizer, or raise vocab_size"
             )
         return self.make(sentences, target, np.random.RandomState((self.seed + i) % 2**32))
 

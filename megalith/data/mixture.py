@@ -110,7 +110,7 @@ class BlendWeights:
                 yield weights, end - first_sample
 
     def select(self, sources: np.ndarray) -> BlendWeights:
-        """Return the weights of `sources` alone. All other sources must have the weight 0."""
+        """Return the weights of only `sources`. All other sources must have the weight 0."""
         return BlendWeights(self.starts, self.first[:, sources], self.last[:, sources], is_normalized=True)
 
     def scaled(self, factors: np.ndarray) -> BlendWeights:
@@ -172,9 +172,9 @@ class Mixture:
                 return weights
         i = int(np.argmax(totals - limits))
         raise ConfigError(
-            f"the run of {num_samples:,} samples takes {math.ceil(totals[i]):,} from {self._names[i]}, but its "
-            f"maximum number of epochs permits {int(self.capacities[i]):,}, and no other source has a weight at the "
-            f"samples that would be left; change the weights, or {WAY_OUT}"
+            f"{self._names[i]} would provide {math.ceil(totals[i]):,} of the run's {num_samples:,} samples, but its "
+            f"maximum number of epochs allows {int(self.capacities[i]):,}, and no other source has a weight in that "
+            f"part of the schedule; change the weights, or {WAY_OUT}"
         )
 
     def sizes(self, num_samples: int) -> list[int]:

@@ -298,7 +298,7 @@ class OwnCollate:
         batch = self._dataset.dataset.collate(samples, torch.from_numpy(sample_numbers))
         source = f"collate of data.dataset {self._dataset.name} returns"
         if not isinstance(batch, Batch):
-            raise DataError(f"{source} {type(batch).__name__}, not a megalith.Batch")
+            raise DataError(f"{source} {type(batch).__name__}; it must return a megalith.Batch")
         shape = [len(samples), self._seq_length]
         for name, dtype in FIELD_DTYPES.items():
             tensor = batch[name]

@@ -1,4 +1,4 @@
-"""Samples of an encoder-decoder: a sequence for the encoder, and a sequence that the decoder learns to generate.
+"""Samples of an encoder-decoder: a sequence for the encoder, and a sequence that the decoder is trained to generate.
 
 From documents split into sentences, they are made by span corruption (Raffel et al. 2020), token for token like
 Megatron's. Words are chosen as for BERT (masked_lm.py); each span of them is replaced by a sentinel, and the decoder

@@ -87,7 +87,7 @@ def check_text(data: DataConfig, tokenizer: Tokenizer | None) -> list[list[Sourc
     entries = text_entries(data)
     if entries and tokenizer is None:
         raise ConfigError(
-            f"data.data_path names text ({shorten(entries)}), but data.tokenizer_type is not set; name a tokenizer"
+            f"data.data_path has text ({shorten(entries)}), but data.tokenizer_type is not set; set a tokenizer"
         )
     if (streams := streamed_entries(data)) and (data.packing != "concat" or data.fim_data):
         name = "data.fim_data" if data.fim_data else f"data.packing {data.packing}"

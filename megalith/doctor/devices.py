@@ -181,7 +181,7 @@ def check_pair_rates(rates: Mapping[tuple[int, int], float]) -> Iterator[Check]:
 def all_reduce_rates(groups: list[tuple[int, ...]]) -> dict[tuple[int, ...], float]:
     """Measure the bus bandwidth (bytes per second) of an all-reduce in each group of ranks, one group at a time.
 
-    Every rank of a pool calls it and gets the rates of the groups that it belongs to. The bandwidth is defined as in
+    Collective over the ranks of a pool. Each gets the rates of its groups. The bandwidth is defined as in
     nccl-tests: 2 (n - 1) / n times the message size over the time, the median of REPEATS.
     """
     rank = dist.get_rank()

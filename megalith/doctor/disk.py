@@ -44,14 +44,14 @@ def check_disk(folder: Path, measured: bool = True) -> Iterator[Check]:
         if measured and not too_full:
             yield check_write_speed(probe_folder / "data")
     except OSError as error:
-        yield Check(name, BAD, error.strerror or str(error), f"runs cannot save here: {elsewhere}")
+        yield Check(name, BAD, error.strerror or str(error), f"runs cannot save in this folder: {elsewhere}")
     finally:
         shutil.rmtree(probe_folder, ignore_errors=True)
 
 
 def check_lock(path: Path) -> Check:
     """Check that a file can be locked only once: the lock keeps two jobs out of one folder."""
-    name, advice = "disk: lock", "never start two jobs in one folder here"
+    name, advice = "disk: lock", "never start two jobs in one folder of this disk"
     first, second = (open_file(path, os.O_RDWR | os.O_CREAT) for _ in range(2))
     try:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,7 +59,7 @@ def check_lock(path: Path) -> Check:
     except BlockingIOError:
         return Check(name, GOOD, "a second holder is refused")
     except OSError as error:
-        return Check(name, WARN, f"no file locks here ({error.strerror})", advice)
+        return Check(name, WARN, f"the disk has no file locks ({error.strerror})", advice)
     finally:
         os.close(first)
         os.close(second)
@@ -100,5 +100,5 @@ def check_write_speed(path: Path) -> Check:
     finally:
         os.close(descriptor)
     rate = DISK_BYTES / (time.perf_counter() - start)
-    advice = "saves are slow here: checkpoint.async_save hides them, a faster disk shortens them"
+    advice = "saves are slow: checkpoint.async_save hides them, a faster disk shortens them"
     return make_check("disk: write", f"{rate / 1e6:,.0f} MB/s, fsync included", rate >= SLOW_DISK, advice)

@@ -91,7 +91,7 @@ class ChoiceText:
 
     @property
     def text(self) -> str:
-        """The complete text so far."""
+        """All text so far, including text that `take` holds back."""
         return self._text
 
     def take(self) -> str:

@@ -37,19 +37,19 @@ class DecodeSteps:
     ) -> tuple[Tensor, Tensor, Tensor | None, torch.cuda.Event | None]:
         """Launch a window of steps and the copy of their samples to the host. Does not wait on a GPU.
 
-        A step has a slot for one token per row, and for one more per draft.
+        A step gives each row up to 1 + drafts tokens, so slots = steps · (1 + drafts).
 
         Args:
             sampling: settings of the samples.
-            rows: number of first rows that are in use. A GPU runs all rows.
-            longest: maximum length of the sequences in these rows.
+            rows: decode the rows 0 to rows - 1. With CUDA graphs, all rows are computed.
+            longest: length in tokens of the longest sequence in them.
             steps: number of steps, at most the engine's window. Default: the engine's window.
-            used: parts of logits processing that the rows need.
+            used: parts of logits processing that these rows need.
 
         Returns:
             Ids, int64 [slots, rows], -1 for a slot without a token.
             Log-probabilities, float32 [slots, rows].
-            Experts of the tokens that were read, int16 [slots, rows, layers with experts, topk]; None if not recorded.
+            Experts of the input tokens, int16 [slots, rows, MoE layers, topk]; None if not recorded.
             CUDA event after the copy; None on a CPU.
         """
         steps = self.window if steps is None else steps
@@ -117,7 +117,7 @@ class DecodeSteps:
         """Compute the logits after each token, [rows * tokens, this rank's entries].
 
         Args:
-            tokens: int64 [rows, tokens], newest token and drafts of each of the first rows.
+            tokens: int64 [rows, tokens], newest token and drafts of each of the rows 0 to rows - 1.
             positions: positions of the tokens, int64 [rows, tokens].
             longest: maximum length of the sequences up to the newest token.
             routes: see `_hidden`.

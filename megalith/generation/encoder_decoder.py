@@ -105,7 +105,7 @@ def generate_t5(
 def shard_t5(model: T5, tp: Axis, device: torch.device) -> T5:
     """Shard a complete model that every process holds. Returns this tensor-parallel rank's shard on `device`.
 
-    The part is in evaluation mode.
+    The shard is in evaluation mode.
     """
     sharded = T5(model.config, compute_dtype=model.compute_dtype, device="meta")
     apply_tensor(sharded, tp, sequence_parallel=False)
@@ -125,7 +125,7 @@ def _generate_rows(
     sampling: Sampling,
     on_token: OnToken | None,
 ) -> None:
-    """Generate these sequences together."""
+    """Generate completions for `rows`, all in one batch."""
     device, vocabulary = model.device, model.config.vocab_size
     encoded = _encode(model, [row.prompt for row in rows])
     stream_keys = torch.tensor([keys[row.prompt_index] * MAX_GENERATIONS + row.generation for row in rows])

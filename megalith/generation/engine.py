@@ -22,7 +22,7 @@ from torch import Tensor
 from megalith.comm.collectives import Axis
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.rules.batch_invariant_rules import check_batch_invariant_engine
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, shorten
 from megalith.generation.decode_steps import DecodeSteps
 from megalith.generation.engine_model import SiteSlots, SlotSizes, engine_model
 from megalith.generation.engine_rows import EngineRows
@@ -150,7 +150,7 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         self._routed_layers = config.routed_layers if records_routes else []
         if records_routes and not self._routed_layers:
             raise ConfigError(
-                "the model has no experts, so there are no routes to record; leave records_routes out"
+                "the model has no experts, so there are no expert choices to record; leave records_routes out"
             )
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._prefix_cache_bytes, self._has_own_weights = prefix_cache_bytes, model is None
@@ -254,14 +254,13 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             shard.values.copy_(shard.slice_of(tensor))
             missing.discard(name)
         if missing:
-            raise ConfigError(
-                f"{sorted(missing)[0]} and {len(missing) - 1} others are missing; pass every tensor"
-            )
+            names = shorten(sorted(missing))
+            raise ConfigError(f"the weights lack {names}; pass all tensors of the model")
         self.version = version
 
     @torch.no_grad()
     def set_adapter(self, slot: int, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Put an adapter into a slot, in place, so CUDA graphs stay valid. Every tensor-parallel rank calls it.
+        """Put an adapter into a slot, in place, so CUDA graphs stay valid. Collective over the tensor-parallel group.
 
         Args:
             slot: the slot, counted from 1. No sequence in progress may use it.
@@ -319,9 +318,10 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         return {"weights": sum(weights.values()) + drafter[0], "cache": cache + drafter[1]}
 
     def take_prefill_tokens(self) -> tuple[int, int]:
-        """Return the numbers of prompt tokens since the last call that were prefilled, and that reused keys and values.
+        """Return (prefilled, reused): the numbers of prompt tokens since the last call, by what happened to them.
 
-        Completions of a prompt that begin together count its tokens once.
+        Reused tokens found their keys and values in the cache. A prompt that several completions share counts once if
+        they begin together.
         """
         counts = self.prefill_tokens, self.reused_tokens
         self.prefill_tokens = self.reused_tokens = 0

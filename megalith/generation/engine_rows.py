@@ -97,7 +97,7 @@ class EngineRows:
         self._logits_state.begin(begun, lambda sequence: sequence.prompt)
 
     def set_masks(self, masks: np.ndarray) -> None:
-        """Set the bit masks of tokens that the next step may sample in the first rows: int32 [rows, words]."""
+        """Set the bit masks, int32 [rows, words], of the tokens that the next step may sample in rows 0 to rows - 1."""
         self._logits_state.set_masks(masks)
 
     def _first_state(self, sequence: RowSequence) -> list[int]:

@@ -54,7 +54,7 @@ class _ExactRecurrences:
 
 @dataclass(frozen=True)
 class ExactPrefill(_ExactRecurrences, Prefill):
-    """Prefill cache of a batch-invariant engine. It keeps the state before the last chunk, and that chunk's inputs."""
+    """Prefill cache of a batch-invariant engine. Stores the state before the current chunk and the chunk's inputs."""
 
     def _by_chunk(self, rule: Rule, inputs: Sequence[Tensor]) -> Tensor:
         out, states = rule(*inputs)

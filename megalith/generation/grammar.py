@@ -47,7 +47,7 @@ def call_grammar(before: str, schema: dict[str, Any], after: str) -> str:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a tokenizer."""
+    """Compiles grammars into masks of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         """Prepare to compile grammars for a tokenizer. The tokenizer is loaded when the first grammar is compiled."""
@@ -76,7 +76,7 @@ class GrammarCompiler:
 
 
 class CompiledGrammar:
-    """A grammar for a tokenizer."""
+    """A grammar compiled for a tokenizer. Each completion gets its own `matcher`."""
 
     def __init__(self, source: str, matcher: Any, vocab_size: int):
         self.source, self._matcher, self._vocab_size = source, matcher, vocab_size
@@ -94,7 +94,7 @@ class GrammarMatcher:
         self._allowed = np.zeros(-(-vocab_size // 32), dtype=np.int32)
 
     def restrict(self, words: np.ndarray) -> None:
-        """Clear the bits of tokens that cannot follow."""
+        """Clear the bits in `words` of tokens that the grammar does not allow next."""
         self._matcher.unsafe_compute_mask_ptr(self._allowed.ctypes.data, self._allowed.nbytes)
         count = len(self._allowed)
         words[:count] &= self._allowed[: len(words)]
@@ -106,7 +106,7 @@ class GrammarMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """True if nothing can follow."""
+        """True if the grammar allows no further token."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
@@ -129,7 +129,7 @@ def _llguidance() -> Any:
 
 
 def _tokens_of(tokenizer: Tokenizer) -> Any:
-    """Return llguidance's tokenizer."""
+    """Return the tokenizer as llguidance represents it."""
     llguidance, sizes = _llguidance(), dict(n_vocab=tokenizer.vocab_size, eos_token=tokenizer.eod)
     if isinstance(tokenizer, RustTokenizer):
         return llguidance.LLTokenizer(tokenizer.to_json(), **sizes)

@@ -185,7 +185,9 @@ class LiveEngine:
         return len(self._tickets) + len(self._inbox.added)
 
     def warm_up(self) -> None:
-        """Compile the layers and capture the CUDA graphs of decode steps. Every rank calls it, before any request.
+        """Compile the layers and capture the CUDA graphs of decode steps.
+
+        Collective over all ranks, before any request.
 
         Otherwise the first requests would wait for this. It changes no sample.
         """
@@ -202,7 +204,7 @@ class LiveEngine:
         self.engine.take_draft_metrics()
 
     def run(self) -> None:
-        """Run requests until `close`. The first rank calls it."""
+        """Run requests until `close`. Call it on the first rank only."""
         batch = RunningBatch(self.engine, self._sampling)
         try:
             while not self._is_over:

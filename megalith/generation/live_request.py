@@ -27,8 +27,8 @@ class LiveRequest:
     min_p: float = 0.0
     seed: int = 0
     key: int = 0
-    """Number that its samples depend on in addition to the seed, 0 to 2^63 - 1. In a batch call it is 2^16 times the
-    prompt's key plus the completion's number."""
+    """Key of the sampling noise in addition to the seed, 0 to 2^63 - 1. In a batch call it is 2^16 times the prompt's
+    key plus the completion's number."""
     ignores_stop: bool = False
     """Continue after stop ids."""
     processing: LogitsProcessing = OFF

@@ -21,7 +21,7 @@ from megalith.errors import ConfigError
 
 
 class TokenMask(Protocol):
-    """Tokens that may follow, for one sequence."""
+    """Tokens that one sequence may sample next."""
 
     def restrict(self, words: np.ndarray) -> None:
         """Clear the bits of forbidden tokens in int32 [words], 32 tokens per word."""
@@ -31,7 +31,7 @@ class TokenMask(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """True if nothing can follow."""
+        """True if the sequence may sample no further token."""
 
     @property
     def has_failed(self) -> bool:

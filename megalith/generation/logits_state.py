@@ -143,7 +143,7 @@ class LogitsState:
         self._masks[: len(masks)] = to_device(torch.from_numpy(masks), self._device)
 
     def process(self, logits: Tensor, used: UsedParts) -> Tensor:
-        """Process the logits of the first rows. Returns float32 [rows, local entries]."""
+        """Process the logits [rows, local entries] of the rows 0 to rows - 1. Returns them in float32."""
         (rows, entries), logits = logits.shape, logits.float()
         if used.biases:
             logits = logits + self._biases[:rows, :entries]

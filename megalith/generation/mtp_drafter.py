@@ -127,7 +127,7 @@ class MTPDrafter:
         return 0, sum(part.nbytes for part in parts)
 
     def _decode(self, positions: Tensor, longest: int) -> Decode:
-        """Return the cache for a forward pass over these positions of the first rows, int64 [rows, tokens]."""
+        """Return the cache for a forward pass over `positions`, int64 [rows, tokens], of the rows 0 to rows - 1."""
         seen = [(at, visible_positions(at, longest + self._drafts)) for at in positions.unbind(1)]
         return Decode(self._cache[:, :, : len(positions)], self._layers, seen)
 

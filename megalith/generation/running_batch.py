@@ -120,8 +120,8 @@ class RunningBatch:
     def _fill(self) -> None:
         """Assign waiting sequences to idle rows.
 
-        A pass on a CPU covers only the rows up to the last used one. There, once no sequence waits, the last sequences
-        are moved into idle rows between used ones.
+        On a CPU, a pass covers only the rows up to the last one in use. When no sequence is waiting, the last sequences
+        are therefore moved into idle rows before them.
         """
         free = [row for row, owner in enumerate(self._owners) if owner is None]
         begun = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]

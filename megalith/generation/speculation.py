@@ -47,9 +47,9 @@ class Speculation:
     num_speculative_tokens: int = 4
     """Drafts per step."""
     prompt_lookup_max: int = 4
-    """ngram: maximum number of last tokens to look for."""
+    """ngram: maximum n-gram length."""
     prompt_lookup_min: int = 1
-    """ngram: minimum number of last tokens to look for."""
+    """ngram: minimum n-gram length."""
     draft_model: Transformer | None = None
     """draft_model: the model. Engines copy its weights."""
 
@@ -77,8 +77,8 @@ class Speculation:
             draft = self.draft_model
             if draft.has_adapters:
                 raise ConfigError(
-                    "the draft model has adapters, which are not supported here; merge them first (megalith lora "
-                    "merge)"
+                    "the draft model has adapters, which speculative decoding does not support; merge them first "
+                    "(megalith lora merge)"
                 )
             check_rolls_back(draft.config, "the draft model")
 
@@ -116,7 +116,7 @@ class DraftMetrics:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """State of the first rows of an engine before a step. Tensors are int64 [rows]."""
+    """State of the rows 0 to rows - 1 of an engine before a step. Tensors are int64 [rows]."""
 
     token: Tensor  # newest token
     position: Tensor  # its position

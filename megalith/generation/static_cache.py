@@ -49,7 +49,9 @@ class LayerState:
     """Per-row state of one layer's mixer, for mixers other than attention."""
 
     tokens: Tensor  # [rows, taps − 1, units]: convolution inputs of the last tokens
-    matrices: Tensor | None  # float32 [rows, heads, ·, ·]; None for a mixer that is only a convolution
+    matrices: (
+        Tensor | None
+    )  # float32 [rows, heads, key size, value size]; None for a mixer that is only a convolution
     chunk: Tensor | None = None
     """float32 [rows, CHUNK, inputs]: the recurrence's inputs for the tokens after `matrices` (exact_cache.py). None:
     `matrices` is the state after all tokens."""
@@ -59,7 +61,7 @@ class LayerState:
         return [part for part in (self.tokens, self.matrices, self.chunk) if part is not None]
 
     def first(self, rows: int) -> LayerState:
-        """Return the state of the first rows."""
+        """Return a view of the state of the first `rows` rows."""
         parts = (self.tokens, self.matrices, self.chunk)
         return LayerState(*(None if part is None else part[:rows] for part in parts))
 
@@ -101,7 +103,7 @@ class RecurrentStates:
         return self.layers.get(number)
 
     def first(self, rows: int) -> RecurrentStates:
-        """Return the states of the first rows."""
+        """Return views of the states of the first `rows` rows."""
         return RecurrentStates({number: state.first(rows) for number, state in self.layers.items()})
 
     def move(self, source: int, target: int) -> None:

@@ -23,7 +23,7 @@ class StopStrings:
         return StopWatch(ChoiceText(self._tokenizer, self.texts, frozenset(), False))
 
     def cut(self, text: str) -> str:
-        """Return a text up to its first stop string."""
+        """Return the part of a text before its first stop string, or the whole text if it has none."""
         return text[: min((at for at in map(text.find, self.texts) if at >= 0), default=len(text))]
 
 

@@ -45,8 +45,8 @@ class SyncReport:
     """Amount of data moved by a sync, on this rank."""
 
     bytes: int
-    """Bytes of the engine's weights that were copied: after a model's first sync only its adapters, if it has some, and
-    the modules that are trained with them."""
+    """Bytes of the engine's weights that were copied. For a model with adapters, syncs after the first one copy only
+    the adapters and the modules that are trained with them."""
     seconds: float
     gathered: int
     """Number of tensors that came from other ranks."""
@@ -73,8 +73,9 @@ def engine_for(
     speculation: Speculation | None = None,
     adapter_slots: SlotSizes | None = None,
 ) -> Engine:
-    """Build an engine with the current weights of a model in any layout, over its tensor-parallel axis. Every rank
-    calls it.
+    """Build an engine with the current weights of a model in any layout, over its tensor-parallel axis.
+
+    Collective over all ranks.
 
     The ranks of a tensor-parallel axis then generate from the same prompts; ranks of different axes may have different
     prompts.

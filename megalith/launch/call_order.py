@@ -1,6 +1,6 @@
 """Detection of ranks that wait in different collective calls of a script.
 
-A script that calls `unwrap_model` on its main process alone would hang: the other ranks wait in another call. A thread
+A script that calls `unwrap_model` only on its main process would hang: the other ranks wait in another call. A thread
 of each rank publishes the rank's last calls once a call has taken some seconds, or once the rank has reached the
 script's end. When every rank waits or has ended, the calls are compared by their number. If calls with the same number
 have different names, the job ends with an error.

@@ -185,7 +185,7 @@ def _serve_store(host: str, port: int, timeout: timedelta) -> dist.Store:
         return serve_store(host, port, timeout)
     except OSError as error:
         raise ConfigError(
-            f"rank 0 cannot listen at port {port} for the other ranks ({error.strerror}); set MASTER_PORT to a port "
+            f"rank 0 cannot listen on port {port} for the other ranks ({error.strerror}); set MASTER_PORT to a port "
             "that no other program of its machine uses"
         ) from None
 
@@ -301,7 +301,7 @@ def launch(
     except SignalException as error:  # received before the processes started
         return 128 + error.sigval
     except RendezvousError as error:
-        print(f"error: the machines of the job could not rendezvous: {error}", file=sys.stderr)
+        print(f"error: the launchers of the job could not connect to each other: {error}", file=sys.stderr)
         return 1
     finally:
         for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE, LAUNCHER, JOB):  # only for the workers
@@ -328,7 +328,7 @@ def _parse_nnodes(nproc: int, nnodes: str, max_restarts: int, rdzv_endpoint: str
         )
     if max_nodes > 1 and rdzv_endpoint is None:
         raise ConfigError(
-            f"--nnodes is {nnodes}, but there is no --rdzv-endpoint, at which the machines meet; give "
-            "--rdzv-endpoint with the same host:port on all machines, the host being one of them"
+            f"--nnodes is {nnodes}, which needs --rdzv-endpoint: pass the same HOST:PORT on all machines, where HOST "
+            "is one of them"
         )
     return min_nodes, max_nodes

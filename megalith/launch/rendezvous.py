@@ -104,8 +104,8 @@ class MultiNodeRendezvous(RendezvousHandler):
     torch would keep using the first round's store, whose address a machine that joins later does not know.
 
     torch removes a launcher that has been silent for 15 s, for example on an overloaded machine, even if its ranks
-    still run. A machine that waits to join could then complete a round alone. A running job therefore announces itself,
-    and the machine asks the job to meet again.
+    still run. A machine that waits to join could then complete a round without the others. A running job therefore
+    announces itself, and the machine asks the job to meet again.
 
     Args:
         endpoint: "host:port" on one of the machines.
@@ -132,7 +132,9 @@ class MultiNodeRendezvous(RendezvousHandler):
         try:
             self._host, self._port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
         except ValueError as error:
-            raise ConfigError(f"--rdzv-endpoint is {endpoint!r}: {error} Give host:port") from None
+            raise ConfigError(
+                f"--rdzv-endpoint is {endpoint!r} ({str(error).rstrip('.')}); give HOST:PORT"
+            ) from None
         self._server: Store | None = None
         self._next: RendezvousInfo | None = None
         self.running: Membership | None = None

@@ -99,7 +99,7 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"nothing listens at {host}:{port} ({error.strerror or error}); start the process that serves the "
+                    f"nothing listens on {host}:{port} ({error.strerror or error}); start the process that serves the "
                     "rendezvous there, or give the address where it runs"
                 ) from None
             if notice_at is not None and time.monotonic() > notice_at:
@@ -123,6 +123,6 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
 
 def not_a_rendezvous(host: str, port: int) -> ConfigError:
     return ConfigError(
-        f"the program that listens at {host}:{port} does not answer as a job's rendezvous; choose "
+        f"the program that listens on {host}:{port} does not answer as a job's rendezvous; choose "
         "a port that no other program on that machine uses"
     )

@@ -31,14 +31,14 @@ class Adapter(nn.Module):
     def delta(self) -> Tensor:
         """Return the update that merging adds to the weight, in the weight's shape (its shard under tensor
         parallelism)."""
-        raise NotImplementedError(f"{type(self).__name__} has no delta")
+        raise NotImplementedError(f"{type(self).__name__} does not implement delta")
 
     def pair(self) -> tuple[Tensor, Tensor]:
         """Return one A [rank, in] and B [out, rank] with B · A = `delta()`; the adapter must be unsharded.
 
         The rank is the sum of the parts' ranks. For experts, A and B have a leading dimension of experts.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no pair")
+        raise NotImplementedError(f"{type(self).__name__} does not implement pair")
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return the merged weight in float32; adapter and weight must be unsharded."""

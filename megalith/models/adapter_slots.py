@@ -63,7 +63,7 @@ class AdapterSlots(nn.Module):
 
 
 class LinearSlots(AdapterSlots):
-    """The adapters of a Linear."""
+    """The adapters of a Linear, one per slot, of which each row of a batch uses one."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [..., in] -> [..., out]
         rows = x.reshape(context.batch, -1, x.shape[-1])

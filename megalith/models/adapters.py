@@ -300,7 +300,7 @@ def add_adapters(model: Transformer, lora: LoraConfig, config: ModelConfig | Non
             matrix.adapter = TokenRows(tokens, config.hidden_size)
         elif is_full:
             raise ConfigError(
-                f"lora.trainable_token_indices names {path}, which this model does not have; name {WORD_EMBEDDINGS}, "
+                f"lora.trainable_token_indices has {path}, which this model does not have; use {WORD_EMBEDDINGS}, "
                 f"or {OUTPUT_LAYER} if the output matrix is not the embedding"
             )
 

@@ -1,4 +1,4 @@
-"""A quantized frozen weight (ops/weight_codes.py). Each matmul decodes it (ops/coded_gemm.py)."""
+"""A quantized frozen weight (ops/weight_codes.py). Each matmul dequantizes it (ops/coded_gemm.py)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CodedWeight(nn.Module):
         """
 
     def fill(self, codes: WeightCodes) -> None:
-        """Set the codes, which must be on the device that computes the matmuls."""
+        """Set the quantized values, which must be on the device that computes the matmuls."""
         for name, part in zip(WeightCodes._fields, codes):
             self.register_buffer(name, part, persistent=False)
 
@@ -52,12 +52,12 @@ class CodedWeight(nn.Module):
         return WeightCodes(self.codes, self.scales, self.block_index, self.table, self.levels)
 
     def decoded(self, after: Tensor | None = None) -> Tensor:
-        """Return the decoded rows that this rank uses, in the dtype of the matmuls.
+        """Return the dequantized rows that this rank uses, in the dtype of the matmuls.
 
         For `after`, see `ops.coded_gemm.Coded`.
         """
         return self.rows(self.all_rows(after))
 
     def all_rows(self, after: Tensor | None = None) -> Tensor:
-        """Return the decoded shard, including any rows that this rank does not use."""
+        """Return the dequantized shard, including any rows that this rank does not use."""
         return decode_at_use(self.form, self.parts, self.dtype, self.offset[-1], after)

@@ -117,7 +117,7 @@ class TransformerLayer(Runnable):
 
         The shape is [batch, seq, hidden], or with sequence parallelism [1, tokens / tp, hidden].
         """
-        raise NotImplementedError(f"{type(self).__name__} has no formula")
+        raise NotImplementedError(f"{type(self).__name__} does not implement forward")
 
     def attention_branch(self, h: Tensor, context: Context) -> Branch:
         y = branch_output(self.self_attention(h, context), self.post_attention_layernorm, self.multiplier)

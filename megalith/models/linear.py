@@ -65,7 +65,7 @@ class Linear(nn.Module):
         return then(y, bias)
 
     def keep_in_codes(self, weight: CodedWeight) -> None:
-        """Replace the weight by a quantized one."""
+        """Replace the weight by a quantized, frozen one, in place."""
         weight.rows = self.rows
         self.weight, self.coded, self.gemm = None, weight, CodedGemm(weight)
 

@@ -94,7 +94,7 @@ class Loss:
         The arguments hold some of the micro-batch's tokens, in any order; a token's loss must depend only on its own
         entries.
         """
-        raise NotImplementedError(f"{type(self).__name__} has tokens but no token_losses")
+        raise NotImplementedError(f"{type(self).__name__} defines tokens but not token_losses; define both")
 
     def observe(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> None:
         """Receive the full micro-batch's log-probabilities and entropies, without gradient, for metrics."""
@@ -121,7 +121,9 @@ class Loss:
         """
         weights = self.weights(batch)
         if weights is None:
-            raise NotImplementedError(f"{type(self).__name__} has neither __call__ nor weights")
+            raise NotImplementedError(
+                f"{type(self).__name__} defines neither __call__ nor weights; define one"
+            )
         return -(weights * logprobs).sum()
 
 
@@ -155,7 +157,7 @@ class Objective:
     of: Callable[[Tensor, Tensor | None], Tensor | None]
     """Function (logprobs, entropy) of this rank's tokens → float32 scalar.
 
-    It only computes metrics if `token_losses` or `fused_head_loss` computes the loss.
+    If `token_losses` or `fused_head_loss` computes the loss, this function is used for metrics only.
     """
     temperature: float = 1.0
     needs_entropy: bool = False

@@ -75,7 +75,7 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None,
         bias: bool | None = None,
     ):
-        """Create the linears of all experts. If `bias` is None, they have biases if the configuration's MLPs have."""
+        """Create the linears of all experts. If `bias` is None, they have biases if the MLPs do."""
         super().__init__()
         experts = config.num_experts
         self.gemm, self.fusion = GroupedGemm(config.moe_grouped_gemm), config.moe_permute_fusion
@@ -120,7 +120,7 @@ class GroupedLinear(nn.Module):
         return add_bias(y, bias, groups, factors, self.first_row, self.gemm.kernel, self.fusion)
 
     def keep_in_codes(self, weight: CodedWeight) -> None:
-        """Replace the weight by a quantized one."""
+        """Replace the weight by a quantized, frozen one, in place."""
         self.weight, self.coded, self.gemm = None, weight, CodedGroupedGemm(weight, self.gemm.kernel)
 
 
@@ -224,7 +224,7 @@ class MoE(Runnable):
 
 
 class ExpertRows(NamedTuple):
-    """Rows of the local experts."""
+    """Assignment of (token, expert) pairs to rows of the local experts."""
 
     weights: Tensor  # float32 [tokens, topk]
     row: Tensor  # int64 [tokens, topk]: row of each (token, expert) pair; beyond all rows for a pair without one
@@ -320,14 +320,20 @@ class Dispatch:
 
 
 def bounded_rows(weights: Tensor, destinations: Tensor, count: int) -> ExpertRows:
-    """Return the worst-case number of rows for `count` experts: a token chooses each expert at most once."""
+    """Place the (token, expert) pairs in a buffer with room for any routing to `count` experts.
+
+    It has tokens · min(topk, count) rows, because a token chooses each expert at most once.
+    """
     tokens, topk = destinations.shape
     counts, pair, row = sort_pairs_in_buffer(destinations, count, tokens * min(topk, count))
     return ExpertRows(weights, row, pair, counts, None, complete=False, bounded=True)
 
 
 def _padded_rows(weights: Tensor, destinations: Tensor, count: int, size: int) -> ExpertRows:
-    """Return `size` rows for each of `count` experts, which have at most `size` pairs; the rest is padding."""
+    """Place the (token, expert) pairs in a buffer of `size` rows per expert, [count · size] rows.
+
+    Each expert must have at most `size` pairs. Rows without a pair are padding.
+    """
     _, before, _ = count_destinations(destinations, count + 1)
     end = count * size
     row = torch.where(

@@ -53,7 +53,7 @@ class Norm(Runnable):
 
 
 class RootMeanSquare(nn.Module):
-    """RMSNorm without a weight, computed in fp32. Llama 4 uses it as the L2 norm of a head."""
+    """RMSNorm without a weight, computed in fp32. Llama 4's qk_l2_norm applies it to each head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -178,7 +178,7 @@ class Router(nn.Module):
     def _keep(
         self, experts: Tensor, weights: Tensor, token_ids: Tensor, real: Tensor | None
     ) -> tuple[Tensor | None, int | None]:
-        """Return a mask [tokens, topk] of the pairs within the capacity, and the capacity.
+        """Return a mask [tokens, topk] of the (token, expert) pairs within the capacity, and the capacity.
 
         Both are None without a capacity.
         """

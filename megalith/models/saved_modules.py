@@ -77,7 +77,7 @@ def check_can_be_saved(module: str, paths: Iterable[str]) -> None:
     trained in full."""
     if refused := sorted(path for path in set(paths) if not can_be_saved(path)):
         raise ConfigError(
-            f"lora.modules_to_save names {module}, which selects {refused[0]}, but only embeddings, the output matrix, "
+            f"lora.modules_to_save has {module}, which selects {refused[0]}, but only embeddings, the output matrix, "
             "norms and routers can be trained in full; put matrices of layers in lora.targets"
         )
 
@@ -86,5 +86,5 @@ def lacks_module(module: str, paths: Collection[str]) -> ConfigError:
     """Return the error for a module that the model lacks. `paths` lists the model's modules."""
     names = sorted({path.rpartition(".")[2] for path in paths if can_be_saved(path)} - {"score"})
     return ConfigError(
-        f"lora.modules_to_save names {module!r}, which this model does not have{nearest_of(module, names)}"
+        f"lora.modules_to_save has {module!r}, which this model does not have{nearest_of(module, names)}"
     )

@@ -176,7 +176,7 @@ class Stack(nn.Module):
         return context
 
     def _layer_routes(self, routes: Tensor, layout: PassLayout) -> dict[int, LayerRoutes]:
-        """Return the experts to replay of each layer; routes: int16 [batch, seq, layers with experts, topk]."""
+        """Return the experts that each layer replays. `routes` is int16 [batch, seq, MoE layers, topk]."""
         stream = self.shard_sequence(routes.flatten(2), layout).flatten(0, 1).unflatten(1, routes.shape[2:])
         by_layer = stream.transpose(0, 1).contiguous()  # [layers, tokens, topk]
         return {

@@ -62,7 +62,7 @@ class PositionEmbedding(nn.Module):
 class Embedding(PositionEmbedding):
     """Sum of the word embedding and, if the model has them, position and token type embeddings, then an optional norm.
 
-    If positions are added, scale_embeddings scales the word embedding alone. `lookup` is a seam of tensor parallelism.
+    If positions are added, scale_embeddings scales only the word embedding. `lookup` is a seam of tensor parallelism.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):

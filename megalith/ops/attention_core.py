@@ -118,7 +118,7 @@ class Visibility(NamedTuple):
     def dense(self, query: Tensor, key: Tensor) -> tuple[bool, Tensor | None]:
         """Return an equivalent causal flag and dense mask. At most one of the two is set.
 
-        query and key are [batch, ·, seq, head_dim].
+        query and key are [batch, heads or groups, seq, head_dim].
         """
         both = query_and_key_ends(self.documents)
         mask = dense_mask(query, key, self.mask, both, self.causal, self.window)
@@ -130,7 +130,7 @@ def _in_window(
 ) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
     """Return the keys and values that some query can see in its window, their mask, and the window.
 
-    The returned window is None if the mask alone suffices.
+    The returned window is None if the mask suffices.
     """
     if window is None or window >= key.shape[2]:
         return key, value, mask, None
@@ -182,7 +182,7 @@ def _on_gpu(
 
 
 def supports_heads(query: Tensor, key: Tensor) -> bool:
-    """Return True if torch has a fused kernel without a mask for these heads [batch, ·, seq, head_dim].
+    """Return True if torch has a fused kernel without a mask for these heads [batch, heads, seq, head_dim].
 
     Only cuDNN's and flash's kernels support grouped heads.
     """
@@ -257,8 +257,9 @@ def _flex(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of True columns per row of bool [·, ·, rows, columns], and the columns' indices, True ones
-    first.
+    """Return the number of True columns per row, and the columns' indices, True ones first.
+
+    `blocks` is bool [batch, heads, rows, columns].
     """
     blocks = blocks.int()
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()

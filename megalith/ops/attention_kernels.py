@@ -31,7 +31,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 @dataclass(frozen=True)
 class Block:
-    """Masking, scaling and dropout of a block."""
+    """Masking, scaling and dropout of one block of attention scores."""
 
     causal: bool = False  # queries and keys are the same tokens: each sees keys up to itself
     # bool [batch, 1, queries, keys], True where a query sees a key; includes causality

@@ -1,6 +1,6 @@
 """Matmuls with a quantized frozen weight.
 
-The weight is decoded at each use, and nothing decoded is saved for backward.
+The weight is dequantized at each use, and nothing dequantized is saved for backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Coded(Protocol):
     """A quantized weight."""
 
     def decoded(self, after: Tensor | None = None) -> Tensor:
-        """Return the decoded weight. Compiled code decodes it only after the tensor `after` has been computed."""
+        """Return the dequantized weight. Compiled code dequantizes it only after the tensor `after` has been
+        computed."""
 
 
 class CodedGemm(Gemm):
@@ -52,8 +53,9 @@ def decode_at_use(
 ) -> Tensor:
     """Return `decode` of the same arguments, as one kernel on a GPU.
 
-    Without `after`, the compiler would see that forward and backward decode the same codes, and save the result. The
-    same applies to the scales, which fp8 expands to the size of the weight, so `after` must precede these as well.
+    Without `after`, the compiler would see that forward and backward dequantize the same quantized values, and save the
+    result. The same applies to the scales, which fp8 expands to the size of the weight, so `after` must precede these
+    as well.
     """
     if after is not None and torch.compiler.is_compiling():
         parts = {name: getattr(weight, name) for name in ("codes", "scales", "block_index")}

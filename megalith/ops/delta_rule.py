@@ -294,7 +294,7 @@ scan_chunks.register_autograd(_gradients, setup_context=_keep)
 def next_token(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token, [batch, 1, heads, ·], from `state`.
+    """Compute one token from `state`. query and key: [batch, 1, heads, key size]; value: [batch, 1, heads, value size].
 
     Returns the result and the new state (see `with_last_state`).
     """

@@ -59,24 +59,24 @@ class Gemm:
     """List of deferred wgrads. None: the backward pass computes them."""
 
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
-        """Return x [tokens, in] in two forms: one for `forward` and all-gathers, and one to save for `wgrad`.
+        """Return x [tokens, in] as (operand for `forward` and all-gathers, operand to save for `wgrad`).
 
-        The second form is empty unless `saves`. `sharded`: the second form will be all-gathered too, in the backward
+        The second one is empty unless `saves`. `sharded`: the second one will be all-gathered too, in the backward
         pass.
         """
         return (x,), (x,) if saves else ()
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
-        """Return the weight in two forms: one for `forward`, and one to save for `dgrad`.
+        """Return the weight as (operand for `forward`, operand to save for `dgrad`).
 
-        `trains`: there is a backward pass; otherwise the second form is not used.
+        `trains`: there is a backward pass; otherwise the second one is not used.
         """
         return (weight,), (weight,)
 
     def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
-        """Return the gradient of y [tokens, out] in the forms for `dgrad` and `wgrad`.
+        """Return the gradient of y [tokens, out] as (operand for `dgrad`, operand for `wgrad`).
 
-        The latter is empty unless `has_wgrad`.
+        The second one is empty unless `has_wgrad`.
         """
         return (grad,), (grad,) if has_wgrad else ()
 

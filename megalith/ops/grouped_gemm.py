@@ -39,9 +39,9 @@ class RowGroups:
     counts: Tensor  # int64 [groups]
     sizes: tuple[int, ...] | None = None
     padded: bool = False
-    """There may be rows after the last group."""
+    """True if rows may follow the last group."""
     adapters: Tensor | None = None
-    """int64 [rows], the adapter of each row, with several in a batch."""
+    """int64 [rows], the adapter of each row, if a batch uses several; otherwise None."""
 
     @cached_property
     def ends(self) -> Tensor:
@@ -135,7 +135,7 @@ class GroupedGemm:
         return torch.stack([g.T @ rows for g, rows in pairs]).to(dtype)
 
     def _by_rows(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
-        """Multiply each group's rows by its matrix. `matrices` is [groups, width of the rows, ·]."""
+        """Multiply rows [rows, in] by their group's matrix. `matrices` is [groups, in, out]; returns [rows, out]."""
         if groups.even and len(rows):
             y = torch.bmm(rows.view(len(matrices), -1, rows.shape[1]), matrices)
             # Not a plain view, because FSDP2 warns if a module's output is a view.
@@ -151,7 +151,7 @@ class GroupedGemm:
 
 
 def has_kernel(rows: Tensor, width: int) -> bool:
-    """Return True if torch's grouped GEMM supports these rows [·, in] with outputs of `width` columns.
+    """Return True if torch's grouped GEMM supports these rows [rows, in] with outputs of `width` columns.
 
     It needs bf16 on a GPU, and rows of a multiple of 16 bytes in both.
     """

@@ -153,7 +153,7 @@ def _entries_to_search(logits: Tensor, real: int, axis: Axis) -> tuple[Tensor, A
     """Return the logits to search for the smallest kept one, and the axis of the ranks that search together.
 
     On a GPU, each rank searches its own entries without padding, and the axis reduces the sums. On a CPU, each rank
-    gathers the entries of all ranks and searches them alone.
+    gathers the entries of all ranks and searches all of them.
     """
     if axis.size == 1 or logits.is_cuda:
         return logits[:, :real], axis

@@ -82,7 +82,7 @@ def group_starts(sizes: Tensor) -> Tensor:
 
 
 def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort pairs of tokens and destinations, int64 [tokens, topk], by destination, without waiting for the device.
+    """Sort the (token, destination) pairs int64 [tokens, topk] by destination, without waiting for the device.
 
     Pairs with the destination `count` are dropped pairs and come last. All other destinations of a token must differ.
 
@@ -96,7 +96,7 @@ def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def sort_pairs_in_buffer(destinations: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort pairs as `sort_pairs` does, into a buffer of `rows` rows.
+    """Sort (token, destination) pairs as `sort_pairs` does, into a buffer of `rows` rows.
 
     The buffer is large enough for all pairs that are not dropped. The sorted pair numbers are int64 [rows]; after the
     last pair they are the total number of pairs. Dropped pairs have the position `rows`.

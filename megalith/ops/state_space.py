@@ -35,9 +35,9 @@ def state_space(
     skip: Tensor,  # float32 [heads]: D
     documents: Tensor | None = None,  # int [batch, seq], document number of each token; None: a single one
 ) -> Tensor:
-    """Return the outputs [batch, seq, heads, head size] in x's dtype, computed in fp32.
+    """Compute the state space recurrence. Returns [batch, seq, heads, head size] in x's dtype, computed in fp32.
 
-    The backward pass recomputes everything but the arguments.
+    The forward pass saves only the arguments. The backward pass recomputes everything else.
     """
     args = x, step, decay, b, c, skip, documents
     if not torch.is_grad_enabled():
@@ -154,7 +154,7 @@ def scan_states(written: Tensor, decay: Tensor, state: Tensor) -> Tensor:
     the loop over chunks.
 
     Args:
-        written: float32 [batch, heads, chunks, ·, ·].
+        written: float32 [batch, heads, chunks, key size, value size].
         decay: float32 [batch, heads, chunks, 1, 1].
         state: float32 [batch, heads, ·, ·].
 

@@ -7,10 +7,10 @@ mxfp4  e2m1, one power of two per 32 values (OCP Microscaling Formats 1.0)
 fp8    e4m3, one scale per block of 128 × 128
 int8   one scale per row
 
-All decode with elementwise PyTorch operations on any device, so a compiled layer decodes in one kernel. A weight may be
-several matrices of a Hugging Face model (queries, keys and values), each coded by itself, with its rows in any order.
-Each row has its own codes and, in some forms, its own scales. Scales that rows share are in a table, and `block_index`
-holds each row's index into it. So any rows, and any complete blocks of columns, can be taken alone.
+All dequantize with elementwise PyTorch operations on any device, so a compiled layer dequantizes in one kernel. A
+weight may be several matrices of a Hugging Face model (queries, keys and values), each coded by itself, with its rows
+in any order. Each row has its own codes and, in some forms, its own scales. Scales that rows share are in a table, and
+`block_index` holds each row's index into it. So any rows, and any complete blocks of columns, can be taken separately.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def coded_bytes(form: str, shape: Sequence[int]) -> int:
 
 
 def levels_of(form: str) -> Tensor:
-    """Return the numbers that the codes of a form stand for (`WeightCodes.levels`)."""
+    """Return the values of a format's code book, by code (`WeightCodes.levels`). Empty for fp8 and int8."""
     if form == "nf4":
         return torch.cat([torch.tensor(NF4), dynamic_map()])
     return torch.tensor(MXFP4 if form == "mxfp4" else ())

@@ -111,7 +111,7 @@ class Moment:
         return Moment(self.codes[rows], None if self.scales is None else self.scales[rows], self.signed)
 
     def float(self) -> Tensor:
-        """Return a copy in fp32."""
+        """Return the moment's values in fp32."""
         if self.scales is None:
             return self.codes.float()
         blocks = self.codes.unflatten(-1, (self.scales.shape[-1], -1))
@@ -268,7 +268,7 @@ class ReducedAdam(torch.optim.Adam):
 
 
 def _shard_position(item: TrainedParameter, shape: Sequence[int]) -> Tensor:
-    """Return the position of a shard in its global parameter, in the form that `_random_bits` needs: int64 [6].
+    """Return the position of a shard in its global parameter, as the six numbers that `_random_bits` needs: int64 [6].
 
     The six entries are: a key from seed and name, the index of the shard's first row in the global parameter, the rows
     per matrix in the shard, the rows per matrix in the global parameter, the columns of the shard, and the index of its

@@ -262,8 +262,10 @@ class Muon(FunctionalOptimizer):
         return self.config.muon_extra_scale_factor * SCALES[self.config.muon_scale_mode](rows, columns)
 
     def _orthogonalize(self, wholes: Sequence[_Whole]) -> list[tuple[Tensor, Tensor | None]]:
-        """Orthogonalize, normalize and scale matrices. Return each with the mean squares of its rows in this step
-        (NorMuon).
+        """Return (update, second moment) of each parameter.
+
+        The update is orthogonalized, normalized per row (NorMuon) and scaled. The second moment is the updated running
+        mean of each row's squares, or None without NorMuon.
         """
         config = self.config
         split = [self._split(whole) for whole in wholes]

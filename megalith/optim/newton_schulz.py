@@ -51,7 +51,7 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 def iterations(kind: str, steps: int) -> list[tuple[float, float, float]]:
     """Return the coefficients of `steps` iterations.
 
-    The sets repeat, except `polar_express`, which continues with its last iteration.
+    The coefficient sets repeat, except `polar_express`, which continues with its last iteration.
     """
     table = COEFFICIENTS[kind]
     if kind == "polar_express":

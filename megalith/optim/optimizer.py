@@ -50,10 +50,9 @@ class Placement:
     number of ranks. None: one rank has the whole matrix, or the parameter is not a matrix.
     """
     collect: Callable[[Sequence[Any], Sequence[Tensor], Sequence[float]], Any] | None = None
-    """Function from the `shared` of several matrices, their shards and costs to a collection of the matrices on their
-    owners (parallel/owners.py)."""
+    """Callable (list of `shared`, shards, costs) → collection of the matrices on their owners (parallel/owners.py)."""
     owned: Callable[[Sequence[Any], Sequence[float]], list[int]] | None = None
-    """Function from the arguments of `collect`, without shards, to the indices of the matrices that this rank owns."""
+    """Callable (list of `shared`, costs) → indices of the matrices that this rank owns."""
     matrices: Sequence[int] | None = None
     """Matrices fused into a layer's weight [rows, columns] or [experts, rows, columns], as the numbers of rows at which
     they alternate: (rows,) for a single matrix, (1, 1) for two that alternate row by row. None: not a matrix of a

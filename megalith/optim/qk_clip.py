@@ -20,7 +20,8 @@ from megalith.config import ModelConfig
 
 
 def clip_factors(logits: Tensor, threshold: float) -> Tensor:
-    """Return η for each head, float32 like `logits`: 1 where the logit is at most the threshold, or not finite."""
+    """Return the rescaling factor η of each head, float32 like `logits`: 1 where the logit is at most the threshold, or
+    not finite."""
     return torch.where((logits > threshold) & logits.isfinite(), threshold / logits, torch.ones_like(logits))
 
 

@@ -42,7 +42,7 @@ def apply(
     6. FP8: give sharded linears and experts FP8 matmuls; `table` holds the amax history of delayed scaling. Or batch
        invariance, which replaces every operator of the forward pass.
     7. Ping-pong: layers run two halves of a micro-batch, each with the collectives of all axes. With context
-       parallelism alone this applies to attention only, because only attention communicates.
+       parallelism and no tensor parallelism this applies to attention only, because only attention communicates.
     8. Recompute: wraps the code with its collectives; a recomputed unit of layers contains both halves.
     9. Compile: after everything that changes a layer's code. Layers are not compiled with zero-bubble, which splits
        backward passes, or with batch invariance, because each compiled graph rounds in its own way.

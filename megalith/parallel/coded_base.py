@@ -50,7 +50,7 @@ def coded_weights(model: nn.Module) -> dict[str, CodedWeight]:
 @dataclass(frozen=True)
 class CodedShard:
     """This rank's shard of a quantized weight, with the attributes of LocalShard. Each access to `values`
-    decodes it.
+    dequantizes it.
     """
 
     weight: CodedWeight

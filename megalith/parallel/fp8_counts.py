@@ -96,7 +96,7 @@ class CountedGemm(Gemm):
 
 
 def counters(chunks: Iterable[nn.Module]) -> dict[str, Counter]:
-    """Return the counters of this rank's linears, by name."""
+    """Return the FP8 overflow and underflow counter of each linear layer on this rank, by module name."""
     return {
         name: module.gemm.counter
         for chunk in chunks

@@ -42,7 +42,7 @@ class GlobalTensor:
     def gather(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return the full tensor on rank 0, on `device`, and None elsewhere.
 
-        Every rank calls it for the same tensors in the same order.
+        Collective over all ranks, for the same tensors in the same order.
         """
         full = torch.empty(self.shape, dtype=self.dtype, device=device) if self.world.rank == 0 else None
         for part in self.parts:

@@ -98,7 +98,7 @@ def build_mesh(
     shard_size: int | None = None,
     has_experts: bool = False,
 ) -> Mesh:
-    """Build the mesh over `world_size` processes and its process groups. Every process calls it.
+    """Build the mesh over `world_size` processes and its process groups. Collective over all processes.
 
     Args:
         parallel: sizes of the axes.

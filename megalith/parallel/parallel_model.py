@@ -218,9 +218,10 @@ class ParallelModel:
     def all_logprobs(
         self, micro_batches: Sequence[Batch], temperature: float = 1.0, vocab_size: int | None = None
     ) -> list[Tensor]:
-        """Return `logprobs` of several micro-batches, over the first `vocab_size` entries of the vocabulary.
+        """Return `logprobs` of each micro-batch, float32 [batch, seq].
 
-        A pipeline has a smaller bubble than with one call per micro-batch.
+        The softmax is over the first `vocab_size` entries of the vocabulary (default: all). One call for several
+        micro-batches has a smaller pipeline bubble than one call for each.
         """
         collector = CollectLogprobs(temperature, vocab_size)
         self._run_passes(self._train(False)._losses.prepare(micro_batches, collector), None)

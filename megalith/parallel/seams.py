@@ -108,7 +108,7 @@ def plug(module: nn.Module, seam: str, value: Any) -> None:
     if not any(seam in SEAMS[kind] for kind in kinds):
         seams = sorted({name for kind in kinds for name in SEAMS[kind]})
         raise SeamError(
-            f"a {type(module).__name__} has no seam {seam!r}, its seams are {', '.join(seams) or 'none'}; use one "
+            f"{type(module).__name__} has no seam {seam!r}; its seams are {', '.join(seams) or 'none'}; use one "
             "of its seams, or declare the new one in megalith/parallel/seams.py and give the module a default"
         )
     setattr(module, seam, value)

@@ -1,7 +1,7 @@
 """Run one job in many layouts and compare each with one process.
 
-The layouts use each axis alone, every pair of axes, and triples, with variants. parity/sizes.py makes the configuration
-small.
+The layouts use each single axis, every pair of axes, and triples, with variants. parity/sizes.py makes the
+configuration small.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def check(
 
 def _named(name: str, most_processes: int) -> ParityLayout:
     if name not in LAYOUTS:
-        raise ConfigError(f"there is no layout {name!r}{nearest_of(name, LAYOUTS)}")
+        raise ConfigError(f"unknown layout {name!r}{nearest_of(name, LAYOUTS)}")
     layout = LAYOUTS[name]
     if layout.processes > most_processes:
         raise ConfigError(

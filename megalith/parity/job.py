@@ -68,7 +68,7 @@ def start(config: RunConfig, task: Task | None = None) -> Run:
 
 
 def run_job(config: RunConfig, step_count: int | None = None, task: Task | None = None) -> Outcome:
-    """Train to `train_iters`, or for `step_count` steps. Every rank of a process group calls it."""
+    """Train to `train_iters`, or for `step_count` steps. Collective over all ranks of the process group."""
     run = start(config, task)
     steps: list[PendingStep] = []
     gradients: dict[str, Tensor] = {}

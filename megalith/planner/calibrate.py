@@ -51,7 +51,7 @@ CPU_SHRINK = 32  # factor by which each dimension is smaller on a CPU
 
 
 def calibrate(device: torch.device, seconds: float = 120.0, show_progress: bool = False) -> Rates:
-    """Measure this device's rates. Every process of the job calls it; rank 0's rates are returned.
+    """Measure this device's rates. Collective over all processes of the job; rank 0's rates are returned.
 
     Args:
         device: this process's device.
@@ -153,7 +153,7 @@ class _Bench:
         return 2 * m * k * n / self.time(run) / TERA
 
     def attention(self, sequences: int, heads: int, seq: int, head_dim: int) -> tuple[float, float]:
-        """Return causal TFLOP/s, forward and backward."""
+        """Return the TFLOP/s of causal attention, forward and backward."""
         shape = (sequences, seq, heads, head_dim)
         q, k, v = (self.random(*shape).transpose(1, 2).requires_grad_() for _ in range(3))
         flops = 2 * sequences * heads * seq**2 * head_dim  # causal
@@ -190,7 +190,7 @@ class _Bench:
         return 3 * parameter.numel() / (time.perf_counter() - began) / GIGA
 
     def collectives(self) -> Iterator[list[Any]]:
-        """Yield [kind, link, ranks, MB sent, ms]. Every rank calls it; ranks outside a group wait."""
+        """Yield [kind, link, ranks, MB sent, ms]. Collective over all ranks; ranks outside a group wait."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         sizes = sorted({2, world} - ({1} if world > 1 else {1, 2}))
         link = (

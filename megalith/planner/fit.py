@@ -64,7 +64,7 @@ def memory_warnings(layout: Layout, memory: int, device: str = "a GPU here") -> 
 
 
 def warnings_on_cpu(config: RunConfig, world_size: int) -> list[str]:
-    """Return a warning if a job that trains on the CPU of this machine alone is expected to exceed its memory.
+    """Return a warning if a job that trains only on this machine's CPU is expected to exceed its memory.
 
     Raises:
         ConfigError: the weights and optimizer states alone exceed this machine's memory.

@@ -367,7 +367,7 @@ class LayerTimes:
             self._sharded(local_weights, forward, backward)
 
     def _decode(self, number: int, here: Counter[str], passes: Iterable[Counter[str]]) -> None:
-        """Add the time to decode a layer's quantized weights to each forward and backward pass.
+        """Add the time to dequantize a layer's quantized weights to each forward and backward pass.
 
         Subtracts these weights from `here`, the number of the layer's weights by part.
         """

@@ -1,4 +1,4 @@
-"""Estimate of the memory per device, from the configuration alone.
+"""Estimate of the memory per device, from only the configuration.
 
 Weights, gradients and optimizer state are exact: bytes per parameter times the parameters of the rank (counts.py).
 Saved activations are an estimate (saved_activations.py). With LoRA, frozen weights are stored in bf16 if training is in
@@ -135,7 +135,7 @@ class StageMemory:
         """Fraction of the layers' dense weights that belongs to MLPs."""
         self.coded, self.decoded = 0, 0
         """Bytes of the quantized frozen weights, which data parallelism does not shard, and the number of elements
-        decoded at a time.
+        dequantized at a time.
         """
         if config.lora.has_quantized_base:
             self._count_codes(config.lora.quantize_base)

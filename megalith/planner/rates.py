@@ -83,7 +83,7 @@ MAKER = ("nvidia", "tesla", "geforce")
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one chip."""
+    """Rates of one type of GPU: GEMMs, attention, memory, links and host."""
 
     device: str
     source: str
@@ -270,7 +270,7 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
             return read_rates(Path(device_json).read_text(encoding="utf-8"), str(device_json))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{device_json} cannot be read: {error}; give a file of `plan calibrate`"
+                f"{device_json} cannot be read: {error}; pass a file written by `megalith plan calibrate`"
             ) from None
     names = {_short(name): name for name in WIRING} | SHORT_NAMES
     name = names.get(_short("H200" if device is None else device))

@@ -219,7 +219,7 @@ class _Search:
         self.ways = [way for way in RECOMPUTED if saves or way is not ACTIVATIONS]
 
     def run(self) -> None:
-        """Try every candidate."""
+        """Estimate every candidate layout."""
         every = list(candidates(self.config, self.world, self.answer.gpus_per_node))
         with Progress("plan", len(every), "candidates", show=self.show_progress) as progress:
             for settings in every:

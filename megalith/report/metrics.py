@@ -211,7 +211,7 @@ class MetricsWriter:
         except Exception as error:
             self._trackers.remove(tracker)
             warnings.warn(
-                f"{type(tracker).__name__} is disabled, it failed with {type(error).__name__}: {error}; "
+                f"{type(tracker).__name__} failed with {type(error).__name__}: {error}, and is disabled; "
                 f"{self._folder / METRICS_FILE} has all metrics",
                 stacklevel=3,
             )

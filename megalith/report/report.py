@@ -275,7 +275,7 @@ class Report:
             self._metrics.rewind(step)
 
     def end(self) -> None:
-        """Report the run's peak memory. Every rank calls it after the last step."""
+        """Report the run's peak memory. Collective over all ranks, after the last step."""
         self._layout.end()
 
     def show_evaluation_progress(self, step: int, done: int, total: int) -> None:

@@ -84,7 +84,7 @@ def train_distilled(config: RunConfig) -> TrainingResult:
 def store_logits(config: RunConfig) -> None:
     """Write the teacher's predictions for the run's samples to `distill.logits_dir`. Samples already in it are skipped.
 
-    Every process of the run calls it, in any layout. Raises ConfigError and DataError as `megalith.train` does.
+    Collective over all processes of the run, in any layout. Raises ConfigError and DataError as `megalith.train` does.
     """
     distill = config.distill
     if distill.teacher is None or distill.logits_dir is None:
@@ -121,9 +121,9 @@ def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, dev
     consumed = sizes.samples_for_iterations(step)
     if existing < total and consumed != existing:
         raise ConfigError(
-            f"distill.logits_dir {config.distill.logits_dir} has predictions of {existing:,} samples, but the steps "
-            f"of this run end at other samples (the next at {consumed:,}); use the train.global_batch_size that the "
-            "folder was started with"
+            f"distill.logits_dir {config.distill.logits_dir} has predictions of {existing:,} samples, but no step of "
+            f"this run ends at that sample (the next one ends at {consumed:,}); use the train.global_batch_size that "
+            "the folder was started with"
         )
     folder = StoredLogits(config.distill.logits_dir) if writes else None
     if writes and existing:

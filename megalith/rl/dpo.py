@@ -113,7 +113,7 @@ class PreferenceData(StepData):
         """
         if any(batch.values is not None for batch in batches):
             raise DataError(
-                f"dpo.loss_type {self._run.config.dpo.loss_type} compares pairs by rank, so pairs have no weights; "
+                f"dpo.loss_type {self._run.config.dpo.loss_type} compares pairs by rank, so pairs cannot be weighted; "
                 "remove the key weight from the records, or choose another loss"
             )
         local, present = [], []  # a row per pair: position in the step's stream, and its values

@@ -248,7 +248,7 @@ class PolicyTask(ReferenceTask):
         return None if self._live is None else step_line(step, metrics)
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the current step's metrics. Every rank calls it.
+        """Return a function that returns the current step's metrics. Collective over all ranks.
 
         Raises:
             TrainingError: if engine and trainer differ too much.
@@ -312,7 +312,7 @@ class PolicyTask(ReferenceTask):
         return metrics and metrics | {"seconds": seconds}
 
     def _check_drift(self, run: Run, ratio: float | None, largest_drift: LargestDrift | None) -> None:
-        """Raise TrainingError if the drift is too large. Skipped if the old policy did not sample the batch."""
+        """Raise TrainingError if the drift is too large. Skipped if older weights sampled the batch."""
         rl, limit = run.config.rl, run.config.rl.drift_limit(run.config.train.precision)
         comparable = (
             rl.needs_old_logprobs_pass or run.step % rl.steps_per_batch == 0
@@ -346,7 +346,7 @@ class PolicyTask(ReferenceTask):
         return metrics | {names[name]: value for name, value in logged.items()}
 
     def _times(self, run: Run, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
-        """Return the step's seconds by phase and throughput, and the metrics logged by rewards.
+        """Return the seconds of the step's phases with the throughput, and the metrics logged by rewards.
 
         A step starts when the previous one has finished its backward passes.
         """

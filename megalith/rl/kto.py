@@ -190,7 +190,7 @@ class KtoData(StepData):
         return all_reduce_no_grad(sums, self._dp)
 
     def _count(self, sums: Tensor) -> None:
-        """Add a step's sums to the run's sums, which checkpoints store among the counters."""
+        """Add a step's sums to the run's sums in `totals`, which checkpoints contain."""
         totals = self._run.totals
         for name, value in zip((SHIFT_SUM, SHIFT_COUNT), sums.tolist()):
             totals[name] = totals.get(name, 0) + value

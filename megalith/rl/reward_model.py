@@ -68,6 +68,6 @@ def make_reward_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> AnswerBat
 
 
 class RewardData(Data):
-    """A run's answers."""
+    """Data of a reward-model run: answers with their loss masks at the last token."""
 
     make_chat_batch = staticmethod(make_reward_batch)

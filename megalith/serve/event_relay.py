@@ -26,7 +26,7 @@ class EventRelay:
         return Mailbox(self, asyncio.get_running_loop())
 
     def put(self, mailbox: Mailbox, event: Event) -> None:
-        """Send an event. Called by any thread."""
+        """Send an event to a mailbox. May be called from any thread."""
         self._events.append((mailbox, event))
         if not self._is_scheduled:
             self._is_scheduled = True

@@ -58,14 +58,14 @@ class HttpResponse:
 
 
 class HttpError(Exception):
-    """An error for the client."""
+    """An HTTP error response to the client: its status and message."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
         self.status, self.message = status, message
 
     def response(self) -> HttpResponse:
-        """Return the error in OpenAI's form."""
+        """Return the error as a response in OpenAI's format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": None, "code": self.status}
         return HttpResponse({"error": error}, self.status)
@@ -89,7 +89,7 @@ class HttpServer:
 
         Args:
             handle: answers a request, or raises HttpError. It is cancelled if the client leaves.
-            host: address to listen at.
+            host: address to listen on.
             port: port; 0: a free one.
             limits: bounds on the clients' use.
             report: called with a line for each internal error.
@@ -119,8 +119,8 @@ class HttpServer:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"the server cannot listen at {self._host} port {self.port} ({error.strerror or error}); choose "
-                "another address or port"
+                f"the server cannot listen on {self._host}:{self.port} ({error.strerror or error}); choose another "
+                "address or port"
             ) from None
         self.port = self._server.sockets[0].getsockname()[1]
 

@@ -321,7 +321,7 @@ class OpenAiService:
 
 
 class _Choices:
-    """The choices of a request while they are sampled. An iterator over (index, choice), with an item per change."""
+    """The choices of a request in progress. An iterator over (index, choice), with an item per change."""
 
     def __init__(
         self,
@@ -372,7 +372,7 @@ class _Choices:
             self._request_ids += self._live.submit(requests, list(map(callback, indices)))
 
     def cancel(self) -> None:
-        """End the choices that are still sampled."""
+        """Stop sampling the choices that are not finished."""
         for number, choice in zip(self._request_ids, self.choices):
             if choice.reason is None:
                 self._live.cancel(number)

@@ -212,7 +212,7 @@ def build_meta_model(config: RunConfig) -> Transformer:
 
 
 def build_run_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh:
-    """Build the mesh of a run's layout over `world_size` processes. Every process calls it (`build_mesh`)."""
+    """Build the mesh of a run's layout over `world_size` processes. Collective over all processes."""
     has_experts = config.model.num_experts is not None
     return build_mesh(config.parallel, world_size, device_type, has_experts=has_experts)
 

@@ -51,7 +51,10 @@ class ContextSchedules:
         self._kept.clear()
 
     def of_batch(self, rows: ChatDataset, order: SampleOrder, batch: range) -> StepSchedule:
-        """Return the schedule of the samples at these positions. The sequences in its groups are dataset indices."""
+        """Return the schedule of a step whose samples have the positions `batch` in the run.
+
+        Its groups identify sequences by their index in the dataset.
+        """
         key = id(rows), batch.start, batch.stop
         if key not in self._kept:
             members = [sequence for position in batch for sequence in rows.sequences(order(position))]
@@ -88,5 +91,5 @@ class ContextSchedules:
         )
 
     def rows_of_rank(self, rows: ChatDataset, order: SampleOrder, batch: range) -> Sequence[ContextGroup]:
-        """Return this rank's sequences in each forward pass of a global batch."""
+        """Return this rank's sequences in each forward pass of a global batch, as dataset indices."""
         return self.of_batch(rows, order, batch).of_rank(self._rank)

@@ -45,7 +45,7 @@ from megalith.training.build import build_model, resolve_config, vocabulary_rows
 def init_mesh(
     parallel: ParallelConfig | None = None, device: str = "auto", *, has_experts: bool = False
 ) -> tuple[Mesh, torch.device]:
-    """Join the other processes of the job, if any, and build the device mesh. Every process calls it once.
+    """Join the other processes of the job, if any, and build the device mesh. Collective over all processes, once.
 
     Only the first process keeps its standard output.
 
@@ -71,7 +71,7 @@ def init_mesh(
 def parallelize(
     spec: RunConfig | ModelSpec, mesh: Mesh, device: torch.device, parallel: ParallelConfig | None = None
 ) -> ParallelModel:
-    """Build this rank's shard of a model with its initial weights. Every rank calls it.
+    """Build this rank's shard of a model with its initial weights. Collective over all ranks.
 
     Args:
         spec: a run's configuration, whose `model` section describes the model, or a custom ModelSpec.
@@ -142,7 +142,7 @@ class Optimizer:
         return result
 
     def layer_norms(self) -> LayerNorms:
-        """Return the gradient and update norms per layer (`log.log_norms_interval`). Every rank calls it."""
+        """Return the gradient and update norms per layer (`log.log_norms_interval`). Collective over all ranks."""
         model = self.model
         elsewhere = counted_elsewhere(model.chunks, model.mesh)
         return LayerNorms(model.parameters, model.mesh.world, sum_of_squares, elsewhere, model.device)
@@ -163,7 +163,7 @@ class Optimizer:
 def save_checkpoint(
     folder: str | Path, optimizer: Optimizer, step: int, consumed_samples: int = 0
 ) -> Path | StorePath:
-    """Save model and optimizer in folder/step_NNNNNNNN. Every rank calls it.
+    """Save model and optimizer in folder/step_NNNNNNNN. Collective over all ranks.
 
     Tensors are stored unsharded, so that any layout can load them.
 
@@ -200,7 +200,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: str | Path, optimizer: Optimizer) -> RunRecord:
-    """Load model and optimizer, bitwise. Every rank calls it.
+    """Load model and optimizer, bitwise. Collective over all ranks.
 
     Args:
         folder: a step folder, or a folder of steps; then the newest complete one is loaded.

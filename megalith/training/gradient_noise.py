@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 def noise_scale(small_squares: float, large_squares: float, small: int, large: int) -> dict[str, float]:
-    """Return the estimates of one step, by metric name. They are noisy: average trace and squared norm over steps.
+    """Return the estimates of one step, by metric name.
+
+    Single estimates are noisy: average trace and squared norm over many steps, and then divide.
 
     Args:
         small_squares: squared norm of the mean gradient over the smaller batch.

@@ -52,7 +52,7 @@ def load_with_adapter(
     model, tokenizer = load_with_tokenizer(path, device, show_progress)
     if adapter is not None:
         if model.has_adapters:
-            raise ConfigError(f"{path} is a run with adapters; give its base model, and one of the adapters")
+            raise ConfigError(f"{path} already has adapters; pass its base model, and a single adapter")
         merge_into(model, adapter, path)
     return model, tokenizer
 

@@ -31,10 +31,10 @@ def open_speculation(
             differs.
     """
     if (method == "draft_model") != (draft_model is not None):
-        has = "no draft_model is named" if draft_model is None else f"draft_model is {draft_model}"
+        has = "draft_model is not set" if draft_model is None else f"draft_model is {draft_model}"
         raise ConfigError(
-            f"speculative_method is {method} and {has}, but draft_model is needed with speculative_method "
-            "draft_model and only with it; change one of the two settings"
+            f"speculative_method is {method} and {has}; set draft_model if, and only if, speculative_method is "
+            "draft_model"
         )
     if method == "none":
         return None

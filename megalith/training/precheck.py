@@ -200,7 +200,8 @@ class BuiltRank:
     weights: int
     """Bytes of this rank's weights."""
     even: float
-    """Bytes if all shards had the same size. FSDP may give the last ranks no rows of a small parameter."""
+    """Weight bytes per rank if all shards had the same size. FSDP may give the last ranks no rows of a small
+    parameter."""
     expected: int
     """Bytes expected by the planner."""
 

@@ -85,8 +85,8 @@ def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton:
     if config.model.num_experts is not None and (capability != BLOCK_CAPABILITY or train.precision != "bf16"):
         raise ConfigError(
             f"train.fp8_format {train.fp8_format} with experts needs a GPU of compute capability 9.0 and "
-            f"train.precision bf16, but this GPU has {version} and train.precision is {train.precision}; change what "
-            "differs, or remove train.fp8_format"
+            f"train.precision bf16, but this GPU has {version} and train.precision is {train.precision}; use such "
+            "a GPU and precision, or remove train.fp8_format"
         )
     if not has_triton:
         raise ConfigError(

@@ -118,7 +118,7 @@ def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
 
 
 def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
-    """Return the changed settings of the kind `what`, with previous and current values.
+    """Return the changed settings in the category `what`, with previous and current values.
 
     Settings without effect in the run are omitted.
     """
@@ -217,7 +217,7 @@ def check_resumable(
 
 
 def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> None:
-    """Restore the run's state from `checkpoint`. Every rank calls it."""
+    """Restore the run's state from `checkpoint`. Collective over all ranks."""
     record, rows, world = checkpoint.manifest, vocabulary_rows(run.config), run.mesh.world
     is_first = world.rank == 0
     load_model(checkpoint, run.model.chunks, rows, world, is_first)

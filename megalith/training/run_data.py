@@ -171,7 +171,7 @@ class RunData:
 
 
 def document_statistics(lengths: np.ndarray, seq_length: int | None) -> dict[str, Any]:
-    """Return document statistics.
+    """Return the number and the lengths of documents and, with `seq_length`, how many of them samples cut.
 
     Args:
         lengths: tokens per document, int [documents].

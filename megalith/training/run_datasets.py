@@ -190,7 +190,7 @@ class Data:
     def state_files(self, consumed_samples: int, left_out: Sequence[Sequence[int]]) -> dict[str, bytes]:
         """Return the state of a stream after `consumed_samples` as checkpoint files, contents by file name.
 
-        Every rank calls it; only the first rank's result is complete.
+        Collective over all ranks; only the first rank's result is complete.
         """
         if not isinstance(self.train, SampleStream):
             return {}

@@ -28,8 +28,8 @@ def restarts_in_process(config: RunConfig, task: Task) -> bool:
         return False
     if not task.restarts_in_process:
         raise ConfigError(
-            f"checkpoint.memory_interval is {config.checkpoint.memory_interval}, but this task has other processes "
-            "or models, which a restart within the processes would lose; leave checkpoint.memory_interval out"
+            f"checkpoint.memory_interval is {config.checkpoint.memory_interval}, but a restart in the same processes "
+            "does not support this task, which has other processes or models; leave checkpoint.memory_interval out"
         )
     return True
 

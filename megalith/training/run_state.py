@@ -405,7 +405,7 @@ class Run:
         return last is not None and last.error is None and last.moment == (self.step, self.consumed_samples)
 
     def restore_record(self, record: RunRecord) -> None:
-        """Restore the state in `record`. It excludes tensors, the task's files and `abandoned`."""
+        """Restore the state in `record`. Tensors, the task's files and `abandoned` are not part of it."""
         self.loss_scale.load_state(record.loss_scale)
         self.step, self.consumed_samples = record.step, record.consumed_samples
         self.skipped = SkippedSteps(record.skipped_steps, record.skipped_samples)

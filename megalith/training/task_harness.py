@@ -157,7 +157,7 @@ class HarnessModel(TemplateLM):
         if not self.begin and tokenizer.eod is None:
             raise ConfigError(
                 f"this {tokenizer.tokenizer_type} has neither a prefix nor an EOD token, and a text without context "
-                "must begin with one; name an eos_token in its tokenizer_config.json"
+                "must begin with one; add an eos_token to its tokenizer_config.json"
             )
 
     # Text.
@@ -235,11 +235,11 @@ class HarnessModel(TemplateLM):
         continuation.
 
         Raises:
-            DataError: if the continuation alone is longer than `longest` tokens.
+            DataError: if the continuation is longer than `longest` tokens.
         """
         if len(continuation) > self.longest:
             raise DataError(
-                f"a continuation of {len(continuation):,} tokens is longer than the {self.longest:,} of a row; raise "
+                f"a continuation of {len(continuation):,} tokens is longer than a row ({self.longest:,} tokens); raise "
                 "data.seq_length"
             )
         return [*context, *continuation][-(self.longest + 1) :], len(continuation)

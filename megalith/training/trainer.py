@@ -245,9 +245,8 @@ class Trainer:
         run = self.run
         if run.mesh.world.rank == 0:
             print(
-                f"nothing is left to train: {self.loaded_from} is step {run.step}, and the run "
-                f"ends at step {run.total_steps}; to continue, raise train.train_iters or "
-                "train.train_samples"
+                f"the run is finished: {self.loaded_from} is at step {run.step} of {run.total_steps}; to continue, "
+                "raise train.train_iters or train.train_samples"
             )
         return self._result(self.loaded_from, "train_iters", None)
 

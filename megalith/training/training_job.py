@@ -56,7 +56,9 @@ ABANDON_TIMEOUT = 60.0  # seconds for the snapshots' thread to end after a failu
 
 
 def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
-    """Train a model from its start, or from the checkpoint in `checkpoint.load`. Every process of the run calls it.
+    """Train a model from its start, or from the checkpoint in `checkpoint.load`.
+
+    Collective over all processes of the run.
 
     Processes started by torchrun or `launch` connect to each other first.
 

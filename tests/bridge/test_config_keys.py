@@ -117,7 +117,7 @@ def test_layers_of_llama4_follow_their_intervals() -> None:
     assert [int(model.uses_rope(n)) for n in range(6)] == theirs.no_rope_layers
     chunked = [kind == "chunked_attention" for kind in theirs.layer_types]
     assert [model.attention_chunk(n) is not None for n in range(6)] == chunked
-    with pytest.raises(ConfigError, match="here the layers with RoPE have chunked_attention and the others"):
+    with pytest.raises(ConfigError, match="layers with RoPE must have chunked_attention and the others"):
         FAMILIES["Llama4ForCausalLM"].read_config(tree | {"layer_types": theirs.layer_types[::-1]})
 
 

@@ -122,7 +122,7 @@ def test_pickles_are_read_only_when_trusted_and_even_then_run_nothing(
     assert main(["import-megatron", str(tmp_path / "nowhere"), str(tmp_path / "run")]) == 4
     assert "there is no folder" in capsys.readouterr().err
     assert main(["import-megatron", str(tmp_path / "megatron"), str(tmp_path / "run")]) == 4
-    assert "give --trust" in capsys.readouterr().err
+    assert "pass --trust" in capsys.readouterr().err
     zipped = io.BytesIO()
     torch.save({"args": Bomb()}, zipped)
     for file, content in (("common.pt", bomb()), ("common.pt", zipped.getvalue()), (".metadata", bomb())):
@@ -195,7 +195,7 @@ def test_common_state_among_the_shards(te: bool, tmp_path: Path) -> None:
     (folder / "common.pt").unlink()
     resave_with_common_state(folder, common)
     forget_megatron()
-    with pytest.raises(CheckpointError, match=r"names .*AttnBackend.*give --trust"):
+    with pytest.raises(CheckpointError, match=r"refers to .*AttnBackend.*pass --trust"):
         import_megatron(tmp_path / "megatron", tmp_path / "run")
     import_megatron(tmp_path / "megatron", tmp_path / "run", trust=True, vocab_size=151, show_progress=False)
     assert_same_model(tmp_path / "run", model)
@@ -287,7 +287,7 @@ def test_what_is_missing_of_a_megatron_folder_is_named(
         (
             lambda: latest.write_text("700"),
             "legacy",
-            "names iter_0000700, which does not exist .existing: iter_0000005",
+            "points to iter_0000700, which is missing .found: iter_0000005",
         ),
         (
             latest.unlink,

@@ -169,7 +169,7 @@ def test_files_without_mtp_layers_or_with_another_embedding_are_reported(
         import_hf(folder, tmp_path / "run", show_progress=False)
     without = {name: value for name, value in tensors.items() if ".layers.3." not in name}
     save_file(without, folder / "model.safetensors", {"format": "pt"})
-    with pytest.warns(UserWarning, match="has 1 layers of multi-token prediction, but the files have none"):
+    with pytest.warns(UserWarning, match="has 1 MTP layers, but the weights have none"):
         import_hf(folder, tmp_path / "run", show_progress=False)
     out = export_hf(tmp_path / "run", tmp_path / "out", show_progress=False).path
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
@@ -180,6 +180,6 @@ def test_unread_mtp_layers_are_named(hf_folder, tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.ones(3)}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.warns(
-        UserWarning, match=r"prediction are not read \(mtp\.fc\.weight\), so an export has none"
+        UserWarning, match=r"the MTP layers are ignored \(mtp\.fc\.weight\); an export will not have them"
     ):
         import_hf(source, tmp_path / "run", show_progress=False)

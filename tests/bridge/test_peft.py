@@ -246,8 +246,11 @@ def test_peft_adapters_merge_with_a_base_of_either_kind(
         ),
         ({"kasa_config": {"beta": 0.1}}, "has kasa_config .* but only LoRA is supported"),
         ({"trainable_token_indices": [3]}, "lacks .*token_adapter.trainable_tokens_delta"),
-        ({"use_newest": True}, "has use_newest True, which is not known here"),
-        ({"modules_to_save": "lm_head"}, "has modules_to_save 'lm_head', which PEFT does not write"),
+        ({"use_newest": True}, "has use_newest True, which Megalith does not know"),
+        (
+            {"modules_to_save": "lm_head"},
+            "has modules_to_save 'lm_head', which is not a value that PEFT writes",
+        ),
         ({"rank_pattern": {"q_proj": 8}}, r"has the shape \[3, 64\], but the model and r 8 give"),
         ({"alpha_pattern": {"q_proj": -8.0}}, "lora_alpha -8.0, which is invalid"),
         ({"r": None}, "has no r;"),

@@ -106,7 +106,7 @@ def test_the_layer_returns_bitwise_whether_config_json_mentions_it_or_not(
 
 def test_a_layer_that_config_json_rules_out_is_not_read(make_folder, tmp_path: Path) -> None:
     source = _copy(make_folder("qwen3.5"), tmp_path / "none", mtp_num_hidden_layers=0)
-    with pytest.warns(UserWarning, match=r"layers of multi-token prediction are not read \(mtp\."):
+    with pytest.warns(UserWarning, match=r"the MTP layers are ignored \(mtp\."):
         assert open_hf_folder(source).groups[0].model.mtp_num_layers is None
     two = _copy(make_folder("qwen3.5"), tmp_path / "two", mtp_num_hidden_layers=2)
     with pytest.raises(ConfigError, match="mtp_num_hidden_layers 2; layers of multi-token prediction share"):
@@ -172,7 +172,7 @@ def test_a_multimodal_model_gives_the_layer_and_gets_it_back(make_folder, tmp_pa
     assert json.loads((out / "config.json").read_text()) == wrapper
     # A checkpoint without the layer, as older imports made: the export keeps the folder's.
     plain = _copy(make_folder("qwen3.5"), tmp_path / "plain", mtp_num_hidden_layers=0)
-    with pytest.warns(UserWarning, match="layers of multi-token prediction are not read"):
+    with pytest.warns(UserWarning, match="the MTP layers are ignored"):
         import_hf(plain, tmp_path / "without", show_progress=False)
     kept = export_hf(tmp_path / "without", tmp_path / "kept", multimodal=source, show_progress=False).path
     after = load_file(kept / "model.safetensors")

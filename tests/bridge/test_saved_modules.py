@@ -161,7 +161,7 @@ def test_servers_do_not_get_such_modules_with_adapters(hf_folder, tmp_path: Path
     assert "which vLLM and SGLang do not load with adapters" in stream.lora_obstacle
     step = megalith.train(config).checkpoint
     base = megalith.load(hf_folder("gemma"))
-    with pytest.raises(ConfigError, match=r"trained in full .* merge the adapters"):
+    with pytest.raises(ConfigError, match=r"trained in full .* merge it into the base"):
         load_adapter_pairs(step, hf_folder("gemma"), base.config, fingerprint_of(base))
 
 

@@ -218,12 +218,12 @@ def test_a_matrix_of_its_own_is_the_models_whatever_the_configuration_says(tmp_p
     [
         (
             {"encoder_num_layers": 4},
-            r"4 of model\.num_layers 4 leaves no layers for the encoder or none for the decoder",
+            r"4 of model\.num_layers 4 leaves no layers for the encoder or the decoder",
         ),
         ({"model_type": "gpt"}, "relative, which only encoder-decoders support"),
         ({"num_experts": 4}, "layers with cross-attention"),
         ({"attn_logit_softcapping": 3.0}, "both change the scores"),
-        ({"relative_attention_max_distance": 16}, "is not beyond the 16 distances"),
+        ({"relative_attention_max_distance": 16}, "16 must be larger than 16, the number of distances"),
         (
             {"decoder_seq_length": 12},
             "has tokens of a micro-batch in the decoder 24; change these sizes",

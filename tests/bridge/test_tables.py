@@ -163,7 +163,7 @@ def test_a_hybrid_without_experts_is_written_in_the_family_whose_models_have_non
     assert family_for(ModelConfig(**CASES["qwen3.5-moe"][1])).model_type == "qwen3_next"
     for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "MixtralForCausalLM"):
         with pytest.raises(
-            ConfigError, match="num_experts None, not a number: models of this family have experts"
+            ConfigError, match="num_experts is not set, but models of this family have experts"
         ):
             FAMILIES[name].write_config(model)
 

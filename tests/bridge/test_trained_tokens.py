@@ -157,7 +157,7 @@ def test_the_plan_counts_the_rows(hf_folder, tmp_path: Path) -> None:
 def test_a_server_of_several_adapters_names_the_way_out(hf_folder, tmp_path: Path) -> None:
     step = megalith.train(run_config(hf_folder("gemma"), tmp_path / "run", lora_of("gemma"))).checkpoint
     base = megalith.load(hf_folder("gemma"))
-    with pytest.raises(ConfigError, match=r"trained rows of tokens .* merge the adapters"):
+    with pytest.raises(ConfigError, match=r"trained embedding rows .* merge it into the base"):
         load_adapter_pairs(step, hf_folder("gemma"), base.config, fingerprint_of(base))
 
 
@@ -165,7 +165,7 @@ def test_a_server_of_several_adapters_names_the_way_out(hf_folder, tmp_path: Pat
     ("name", "lora", "message"),
     [
         ("llama", {"trainable_token_indices": {"q_proj": [3]}}, "q_proj.*embeddings, the output matrix"),
-        ("llama", {"trainable_token_indices": {"norm": [3]}}, "names norm, but only rows of an embedding"),
+        ("llama", {"trainable_token_indices": {"norm": [3]}}, "has norm, but only rows of an embedding"),
         (
             "llama",
             {"trainable_token_indices": {"embed_tokns": [3]}},
@@ -174,12 +174,12 @@ def test_a_server_of_several_adapters_names_the_way_out(hf_folder, tmp_path: Pat
         (
             "llama",
             {"trainable_token_indices": [VOCAB]},
-            rf"names token {VOCAB}, but the vocabulary has {VOCAB}",
+            rf"has token {VOCAB}, but the vocabulary has {VOCAB}",
         ),
         (
             "gemma",
             {"trainable_token_indices": {"lm_head": [3]}},
-            "names only lm_head, .* name embed_tokens instead",
+            "has only lm_head, .* list embed_tokens instead",
         ),
         ("gemma", {"trainable_token_indices": {"lm_head": [3], "embed_tokens": [4]}}, "different tokens"),
         (
@@ -212,7 +212,7 @@ def test_tied_matrices_with_the_same_tokens_have_one_set_of_rows(hf_folder, tmp_
     [
         ([3, 4], 1, r"has the shape \[1, 64\], but .* give \[2, 64\]"),
         ([VOCAB], 1, "resize_token_embeddings"),
-        ("3", 1, "which PEFT does not write"),
+        ("3", 1, "which is not a value that PEFT writes"),
         ([3, 4], None, "lacks .*trainable_tokens_delta"),
         (None, 1, "has .*trainable_tokens_delta"),
     ],

@@ -48,13 +48,13 @@ def test_list_has_a_line_a_step(command, steps):
 
 
 def test_verify_names_the_damaged_file_of_each_step(command, steps):
-    assert command("verify", steps) == (0, "step_00000001 whole\nstep_00000002 whole\n")
+    assert command("verify", steps) == (0, "step_00000001 intact\nstep_00000002 intact\n")
     damaged = steps / "checkpoints" / "step_00000001" / "optimizer-00000-000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
     (steps / "checkpoints" / "step_00000001" / "tokenizer" / "t.json").unlink()
     code, text = command("verify", steps)
     assert code == 4
-    assert "step_00000001 DAMAGED" in text and "step_00000002 whole" in text
+    assert "step_00000001 DAMAGED" in text and "step_00000002 intact" in text
     assert "optimizer-00000-000.safetensors is damaged" in text and "t.json is missing" in text
 
 
@@ -70,7 +70,7 @@ def test_resharded_steps_have_the_same_tensors_and_load(command, steps, tiny_run
         code, text = command("reshard", steps, out, "--files", count)
         assert (code, text) == (0, f"wrote {out / 'checkpoints' / 'step_00000002'}\n")
         assert command("verify", out)[0] == 0
-        assert command("diff", steps, out) == (0, "0 tensors differ, 13 are the same to the bit\n")
+        assert command("diff", steps, out) == (0, "0 tensors differ, 13 are bitwise equal\n")
         assert command("hash", out)[1] == command("hash", steps)[1]
         checkpoint = open_checkpoint(out)
         assert len(checkpoint.manifest.files_of("model")) == min(count, 13)  # rows of the longest tensor
@@ -119,7 +119,7 @@ def test_diff_tells_which_tensors_differ_and_by_how_much(command, tiny_run, tmp_
         "extra: only in the second",
         "norm.bias: 1 of 4 elements differ, by at most inf",
         "norm.weight: 2 of 4 elements differ, by at most 0.5",
-        "4 tensors differ, 1 are the same to the bit",
+        "4 tensors differ, 1 are bitwise equal",
     ]
     code, text = command("diff", tmp_path / "a", tmp_path / "b")
     assert code == 1 and text.count(": only in the first") == 9

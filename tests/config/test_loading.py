@@ -50,9 +50,9 @@ def test_nothing_is_assigned_and_other_settings_make_another_configuration(load)
     assert other.to_tree() == load(config.to_yaml(), "--train.seed", "7", "--model.num_layers", "3").to_tree()
     assert other.train.model_fields_set == {"micro_batch_size", "seed"}, "what was left to rules still is"
     assert other.notes == config.notes and len(other.notes) == 1
-    with pytest.raises(ConfigError, match=r"^train\.seed is 'x': a whole number is needed$"):
+    with pytest.raises(ConfigError, match=r"^train\.seed is 'x': it must be a whole number$"):
         config.with_settings({"train.seed": "x"})
-    with pytest.raises(ConfigError, match=r"there is no section .nowhere"):
+    with pytest.raises(ConfigError, match=r"unknown section .nowhere"):
         config.with_settings({"nowhere.seed": 1})
 
 
@@ -208,27 +208,27 @@ def test_words_of_the_command_line(words, path, value):
 
 REFUSED = [
     # unknown keys, with the nearest known one
-    ("modle: {num_layers: 2}", r"there is no section 'modle'; did you mean 'model'\?"),
-    ("model: {num_layer: 2}", r"there is no setting model.num_layer; did you mean model.num_layers"),
+    ("modle: {num_layers: 2}", r"unknown section 'modle'; did you mean 'model'\?"),
+    ("model: {num_layer: 2}", r"unknown setting model.num_layer; did you mean model.num_layers"),
     ("model: {hidden_sise: 2}", r"model.hidden_sise; did you mean model.hidden_size"),
-    ("optim: {learning_rate: 1}", r"there is no setting optim.learning_rate; here it is optim.lr$"),
-    ("train: {tp_degree: 2}", r"train.tp_degree; here it is parallel.tensor_model_parallel_size$"),
+    ("optim: {learning_rate: 1}", r"unknown setting optim.learning_rate; in Megalith, it is optim.lr$"),
+    ("train: {tp_degree: 2}", r"train.tp_degree; in Megalith, it is parallel.tensor_model_parallel_size$"),
     ("train: {gradient_accumulation_steps: 2}", r"train.micro_batch_size × data parallel × accumulation$"),
     ("model: {global_batch_size: 2}", r"model.global_batch_size; did you mean train.global_batch_size\?"),
     ("train: {tensor_model_parallel_size: 2}", r"did you mean parallel.tensor_model_parallel_size"),
-    ("train: {zzz: 2}", r"there is no setting train.zzz; `megalith train --help` lists them all"),
+    ("train: {zzz: 2}", r"unknown setting train.zzz; `megalith train --help` lists them all"),
     ("model: {rope_scaling: {factr: 2}}", r"model.rope_scaling.factr is 2: there is no such setting"),
-    ("model: {preset: gpt5}", r"there is no preset 'gpt5'; did you mean .*\? \(known: tiny-gpt, tiny-llama"),
-    ("model: {preset: llama3-7b}", r"there is no preset 'llama3-7b'; did you mean 'llama3-70b' or 'llama3-8b'"),
-    ("model: {preset: [gpt2]}", r"there is no preset \['gpt2'\]"),
+    ("model: {preset: gpt5}", r"unknown preset 'gpt5'; did you mean .*\? \(known: tiny-gpt, tiny-llama"),
+    ("model: {preset: llama3-7b}", r"unknown preset 'llama3-7b'; did you mean 'llama3-70b' or 'llama3-8b'"),
+    ("model: {preset: [gpt2]}", r"unknown preset \['gpt2'\]"),
     # wrong types and values
-    ("train: {train_iters: many}", "train.train_iters is 'many': a whole number is needed"),
-    ("train: {train_iters: 2.5}", "train.train_iters is 2.5: a whole number is needed"),
+    ("train: {train_iters: many}", "train.train_iters is 'many': it must be a whole number"),
+    ("train: {train_iters: 2.5}", "train.train_iters is 2.5: it must be a whole number"),
     ("train: {train_iters: true}", "train_iters is True: .*; on the command line, a name without a value means true"),
     ("train: {train_iters: 0}", "train.train_iters is 0: input should be greater than 0"),
     ("train: {train_iters: -5}", "greater than 0"),
-    ("train: {train_iters: [5]}", "a whole number is needed"),
-    ("optim: {lr: fast}", "optim.lr is 'fast': a number is needed"),
+    ("train: {train_iters: [5]}", "it must be a whole number"),
+    ("optim: {lr: fast}", "optim.lr is 'fast': it must be a number"),
     ("optim: {lr: true}", "optim.lr is True"),
     ("optim: {lr: .nan}", "optim.lr is nan: input should be a finite number"),
     ("optim: {lr: .inf}", "finite"),
@@ -236,17 +236,17 @@ REFUSED = [
     ("optim: {adam_beta1: 1.0}", "adam_beta1 is 1.0: input should be less than 1"),
     ("optim: {adam_beta2: 1.0}", "less than 1"),
     ("model: {hidden_dropout: 1.0}", "less than 1"),
-    ("model: {swiglu: 3}", "model.swiglu is 3: true or false is needed"),
+    ("model: {swiglu: 3}", "model.swiglu is 3: it must be true or false"),
     ("model: {normalization: BatchNorm}", "'BatchNorm': input should be 'LayerNorm' or 'RMSNorm'"),
-    ("model: {rope_scaling: llama3}", "model.rope_scaling is 'llama3': a mapping of keys to values is needed"),
+    ("model: {rope_scaling: llama3}", "model.rope_scaling is 'llama3': it must be a mapping of keys to values"),
     ("model: {rotary_base: 1}", "greater than 1"),
     ("train: {precision: bf32}", "train.precision is 'bf32': input should be 'fp32', 'bf16' or 'fp16'"),
     ("train: {seed: 4294967296}", "train.seed is 4294967296: input should be less than 4294967296"),
     ("train: {seed: -1}", "train.seed is -1"),
     ("train: {rampup_batch_size: [8, 8]}", "at least 3 items"),
-    ("train: {rampup_batch_size: 8 8 100}", "a list is needed"),
-    ("train: {output_dir: 2024}", "train.output_dir is 2024: text is needed"),
-    ("data: {split: 100}", "data.split is 100: text is needed"),
+    ("train: {rampup_batch_size: 8 8 100}", "it must be a list"),
+    ("train: {output_dir: 2024}", "train.output_dir is 2024: it must be text"),
+    ("data: {split: 100}", "data.split is 100: it must be text"),
     ("data: {data_path: {a: 1}}", "data.data_path is {'a': 1}"),
     ("parallel: {recompute_modules: [mpl]}", "recompute_modules.0 is 'mpl': input should be 'core_attn', 'mlp'"),
     # shapes that are no tree of settings
@@ -254,11 +254,11 @@ REFUSED = [
     ("just text", "contains a str"),
     ("model: 5", "section 'model' contains 5; it needs keys with values"),
     ("model: [1]", "section 'model' contains"),
-    ("1: {a: 2}", "there is no section 1"),
-    ("null: {a: 2}", "there is no section None"),
+    ("1: {a: 2}", "unknown section 1"),
+    ("null: {a: 2}", "unknown section None"),
     ("model: {1: 2}", "model has the key 1, but settings' names are strings"),
     ("model: {null: 2}", "model has the key None"),
-    ("model.num_layers: 2", "there is no section 'model.num_layers'"),
+    ("model.num_layers: 2", "unknown section 'model.num_layers'"),
     # YAML that is broken or hostile
     ("model: {num_layers: 2", r"not valid YAML: while parsing a flow mapping at line 1, column 8: .* at line 1, col"),
     ("model: {num_layers: 2}\nmodel: {hidden_size: 4}", "the key 'model' appears twice"),
@@ -312,18 +312,18 @@ def test_anchors_and_merges_of_a_sane_size_are_taken(load):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--train.train_iters"], "train.train_iters is True: a value is needed"),
-        (["--train.train_iter", "5"], "there is no setting train.train_iter; did you mean train.train_iters"),
-        (["--num_layers", "5"], r"there is no setting --num_layers; did you mean model.num_layers\?"),
+        (["--train.train_iters"], "train.train_iters is True: it needs a value"),
+        (["--train.train_iter", "5"], "unknown setting train.train_iter; did you mean train.train_iters"),
+        (["--num_layers", "5"], r"unknown setting --num_layers; did you mean model.num_layers\?"),
         (["--lr", "5"], "did you mean optim.lr"),
-        (["--tensorboard-dir", "x"], r"there is no setting --tensorboard-dir; did you mean log.tensorboard"),
-        (["--zzz", "x"], "there is no setting --zzz; `megalith train --help` lists them all, by section"),
+        (["--tensorboard-dir", "x"], r"unknown setting --tensorboard-dir; did you mean log.tensorboard"),
+        (["--zzz", "x"], "unknown setting --zzz; `megalith train --help` lists them all, by section"),
         (["--modle.num_layers", "5"], "did you mean model.num_layers"),
         (["stray"], "unexpected argument 'stray'; overrides are written --section.key value"),
         (["a=b"], "unexpected argument 'a=b'; overrides are written"),
         (["lr=3"], r"unexpected argument 'lr=3'; did you mean optim.lr\?"),
         (["-x"], "unexpected argument '-x'"),
-        (["--"], "there is no setting"),
+        (["--"], "unknown setting"),
         (
             ["--train.train_iters", "5", "--train.train_iters.x", "1"],
             "train.train_iters is 5, not a mapping",
@@ -407,5 +407,5 @@ def test_names_of_other_systems_are_none_of_ours_and_lead_to_ours():
         named = re.findall(r"\b[a-z]+\.[a-z_]+\b", here)
         sections = {setting.partition(".")[0] for setting in ours}
         assert {n for n in named if n.partition(".")[0] in sections} <= ours, name
-    with pytest.raises(ConfigError, match=r"there is no setting --num-processes; here it is --nproc"):
+    with pytest.raises(ConfigError, match=r"unknown setting --num-processes; in Megalith, it is --nproc"):
         RunConfig.load(None, ["--num-processes", "8"])

@@ -212,12 +212,12 @@ def test_a_spelling_that_agrees_with_its_field_is_accepted(settings):
 
 
 WRONG_TYPES = [
-    ("train.bf16", "yes please", "true or false is needed"),
-    ("parallel.recompute_activations", "false", "true or false is needed"),
-    ("parallel.overlap_grad_reduce", 3, "true or false is needed"),
+    ("train.bf16", "yes please", "it must be true or false"),
+    ("parallel.recompute_activations", "false", "it must be true or false"),
+    ("parallel.overlap_grad_reduce", 3, "it must be true or false"),
     ("checkpoint.ckpt_format", "zip", "one of torch, torch_dist"),
-    ("parallel.num_layers_per_virtual_pipeline_stage", "2", "a whole number is needed"),
-    ("train.lr", "fast", "optim.lr is 'fast': a number is needed"),
+    ("parallel.num_layers_per_virtual_pipeline_stage", "2", "it must be a whole number"),
+    ("train.lr", "fast", "optim.lr is 'fast': it must be a number"),
     ("model.seq_length", 0, "data.seq_length is 0: input should be greater than 0"),
 ]
 

@@ -79,7 +79,7 @@ def test_a_balanced_step_has_the_samples_and_the_loss_of_the_step_in_order(corpu
 
 
 def test_balancing_other_data_is_refused(corpus, tmp_path):
-    with pytest.raises(ConfigError, match="balances attention within the documents of packed samples"):
+    with pytest.raises(ConfigError, match="needs packed samples whose documents do not attend to each other"):
         packed(corpus, tmp_path, packing="concat", balance_batches=True)
 
 
@@ -114,8 +114,8 @@ def test_a_step_of_shorter_sequences_equals_one_on_samples_of_that_length(corpus
         ([], "begin with a point at sample 0"),
         ([dict(samples=4, seq_length=8)], "begin with a point at sample 0"),
         ([dict(samples=0, seq_length=3)], "does not divide data.seq_length 16; choose a divisor"),
-        ([dict(samples=0)], "does not have the form"),
-        ([dict(samples=0, seq_length=8.5)], "does not have the form"),
+        ([dict(samples=0)], "each entry must be"),
+        ([dict(samples=0, seq_length=8.5)], "each entry must be"),
     ],
 )
 def test_a_malformed_schedule_is_refused_before_the_start(corpus, tmp_path, points, message):

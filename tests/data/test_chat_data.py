@@ -186,7 +186,7 @@ def test_other_tokenizers_encode_the_text_between_the_bounds_and_refuse_a_token_
     assert tokenizer.encode_marked(["abcd"], [[(1, 3)]]) == [(list(b"abcd"), [False, True, True, False])]
     numbers = build_tokenizer("NullTokenizer", vocab_size=90)
     assert numbers.encode_marked(["1 23"], [[(1, 4)]]) == [([1, 23], [False, True])]
-    assert "only partly in a learned span" in numbers.encode_marked(["1 23"], [[(3, 4)]])[0]
+    assert "only partly in the loss" in numbers.encode_marked(["1 23"], [[(3, 4)]])[0]
 
 
 def test_a_template_stays_in_its_sandbox():
@@ -246,32 +246,32 @@ BAD = {
     "no JSON": ("{", "not JSON"),
     "no form": ({"text": "a"},  "its keys are 'text'"),
     "role": ({"messages": [{"role": "pirate", "content": "a"}]}, "message 1 has the role 'pirate'"),
-    "order": ({"messages": [MESSAGES[0], MESSAGES[0]]}, "message 2 is the user's after the user, but it must be"),
-    "start": ({"messages": MESSAGES[1:]}, "message 1 is the assistant's at the start"),
-    "late system": ({"messages": [*MESSAGES, {"role": "system", "content": "a"}]}, "message 5 is the system's"),
-    "empty": ({"messages": [MESSAGES[0], {"role": "assistant", "content": " "}]}, "2, the assistant's, is empty"),
-    "no answer": ({"messages": MESSAGES[:1]}, "it has no message of the assistant"),
-    "no list": ({"messages": "hello"}, "not a list of messages"),
+    "order": ({"messages": [MESSAGES[0], MESSAGES[0]]}, "message 2 has role user after role user; expected"),
+    "start": ({"messages": MESSAGES[1:]}, "message 1 has role assistant at the start"),
+    "late system": ({"messages": [*MESSAGES, {"role": "system", "content": "a"}]}, "message 5 has role system after"),
+    "empty": ({"messages": [MESSAGES[0], {"role": "assistant", "content": " "}]}, "2 (assistant) is empty"),
+    "no answer": ({"messages": MESSAGES[:1]}, "it has no assistant message"),
+    "no list": ({"messages": "hello"}, "must be a list of at least one message"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part that is not text"),
     "mixed": ({"prompt": "a", "completion": MESSAGES[1:]}, "one of prompt and completion is text"),
     "surrogate": ('{"prompt": "a", "completion": "\\ud800"}', "has an unpaired surrogate"),
     "beyond": ({"input_ids": [1, 300]}, "token 1 is 300, but the vocabulary has"),
     "labels": ({"input_ids": [1, 2], "labels": [1, 3]}, "label 1 is 3, neither its token 2"),
     "lengths": ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries and input_ids has 2"),
-    "nothing": ({"input_ids": [1, 2], "labels": [1, -100]}, "no token to learn"),
+    "nothing": ({"input_ids": [1, 2], "labels": [1, -100]}, "no token in the loss"),
     "huge": ({"input_ids": [1, 2**70]}, "input_ids is not a list of whole numbers of 64 bits"),
     "instruction": ({"instruction": 5, "output": "a"}, "its instruction is 5, not text"),
     "history": ({"instruction": "a", "output": "b", "history": ["cd"]}, "its history is ['cd'], not a list of pairs"),
-    "completion": ({"prompt": 5, "completion": MESSAGES[1:]}, "its prompt is 5, not a list of messages"),
-    "turns": ({"conversations": 5}, "its conversations is 5, not a list of messages"),
+    "completion": ({"prompt": 5, "completion": MESSAGES[1:]}, "'prompt' must be a list of messages, not 5"),
+    "turns": ({"conversations": 5}, "'conversations' must be a list of messages, not 5"),
     "arguments": ({"messages": MESSAGES, "chat_template_kwargs": "a"}, "chat_template_kwargs is 'a', not an object"),
     "tools": ({"messages": MESSAGES, "tools": "{a"}, "its tools are text that is not JSON"),
     "no tools": ({"messages": MESSAGES, "tools": 7}, "its tools are 7, not a list"),
-    "system": ({"messages": MESSAGES[-2:], "system": "Be brief."}, "its system is 'Be brief.', which its form"),
+    "system": ({"messages": MESSAGES[-2:], "system": "Be brief."}, "its system is 'Be brief.', which is not used"),
     "its system": ({"prompt": "a", "completion": "b", "system": "c"}, "put it at the start of the prompt, or remove"),
     "its prompt": ({"instruction": "a", "output": "b", "system_prompt": "c"}, "rename it to system, or remove it"),
     "functions": ({"messages": MESSAGES, "functions": [{"name": "f"}]}, "give functions as tools"),
-    "context": ({"instruction": "a", "context": "b", "output": "c"}, "its context is 'b', which its form"),
+    "context": ({"instruction": "a", "context": "b", "output": "c"}, "its context is 'b', which is not used"),
     "long": ({"input_ids": [1] * 201}, "201 tokens, more than data.seq_length 200"),
 }  # fmt: skip
 
@@ -313,7 +313,7 @@ def test_what_is_too_long_is_cut_or_dropped_as_chosen_and_counted(mode, kept):
     assert of_samples[0] == (kept or [3, 4]) and of_samples[-1] == [3, 4]
     assert sum(samples.counts.values()) == 2
     if mode == "keep_start":
-        assert samples.counts["dropped, with nothing to learn after truncation"] == 1
+        assert samples.counts["dropped, with no token in the loss after truncation"] == 1
 
 
 def test_packing_fits_every_sample_once_tightly_and_by_the_seed_alone():
@@ -452,20 +452,20 @@ BAD_PAIRS = {
     "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, "its chosen answer is empty"),
     "empty turn": (
         {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:2], "rejected": [{"role": "assistant", "content": ""}]},
-        "in the rejected conversation, message 2, the assistant's, is empty",
+        "in the rejected conversation, message 2 (assistant) is empty",
     ),
     "role": (
         {"prompt": MESSAGES[:1], "chosen": MESSAGES[:1], "rejected": [WRONG]},
-        "in the chosen conversation, message 2 is the user's after the user",
+        "in the chosen conversation, message 2 has role user after role user",
     ),
     "mixed": ({"prompt": "a", "chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "remove the prompt"),
-    "number": ({"prompt": MESSAGES[:1], "chosen": 5, "rejected": MESSAGES[1:2]}, "its chosen is 5, not a list of"),
-    "numbers": ({"chosen": MESSAGES[:2], "rejected": 6}, "its rejected is 6, not a list of messages"),
+    "number": ({"prompt": MESSAGES[:1], "chosen": 5, "rejected": MESSAGES[1:2]}, "'chosen' must be a list"),
+    "numbers": ({"chosen": MESSAGES[:2], "rejected": 6}, "'rejected' must be a list of messages, not 6"),
     "no prompt": ({"chosen": "four", "rejected": "two"}, "no common prefix"),
-    "instruction": ({"instruction": "a", "chosen": "bc", "rejected": "bd"}, "its instruction is 'a', which its form"),
+    "instruction": ({"instruction": "a", "chosen": "bc", "rejected": "bd"}, "its instruction is 'a', which is not"),
     "question": ({"question": "a", "chosen": "bc", "rejected": "bd"}, "give the question to both answers as prompt"),
     "system": ({"system": "a", "prompt": "b", "chosen": "c", "rejected": "d"}, "put it at the start of the prompt"),
-    "object": ({"messages": [], "chosen": {"role": "assistant"}, "rejected": {}}, "not a list of messages"),
+    "object": ({"messages": [], "chosen": {"role": "assistant"}, "rejected": {}}, "must be a list of messages"),
     "equal": ({"chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "are equal, so the start of the answers"),
     "beyond": ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [300]}, "token 1 of its rejected answer is 300"),
     "nothing": ({"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [3]}, "its chosen answer has no token"),

@@ -238,9 +238,9 @@ def test_a_message_of_weight_0_is_read_and_not_learned(folder, template, key):
 
 ANSWER = {"role": "assistant", "content": "w"}
 UNLEARNED = {
-    "all": ({"messages": [*turns("x"), {**ANSWER, "weight": 0}]}, {}, "it has no token to learn"),
-    "half": ({"messages": [*turns("x"), {**ANSWER, "weight": 0.5}]}, {}, r"message 2 has weight 0.5; give 1"),
-    "user": ({"messages": [{**turns("x")[0], "train": True}, ANSWER]}, {}, r"message 1, the user's, has train True"),
+    "all": ({"messages": [*turns("x"), {**ANSWER, "weight": 0}]}, {}, "it has no token in the loss"),
+    "half": ({"messages": [*turns("x"), {**ANSWER, "weight": 0.5}]}, {}, r"message 2 has weight 0.5; use 1"),
+    "user": ({"messages": [{**turns("x")[0], "train": True}, ANSWER]}, {}, r"message 1 \(user\) has train True"),
     "part": ({"messages": [*turns("x"), {**ANSWER, "train_detail": []}]}, {}, r"message 2 has train_detail"),
     "everything": (
         {"messages": [*turns("x", "y", "z"), {**ANSWER, "weight": 0}]},
@@ -248,23 +248,23 @@ UNLEARNED = {
         "assistant_only_loss is false",
     ),
     "sample": ({"messages": turns("x", "y"), "weight": 0}, {}, "its weight is 0, but each sample counts once"),
-    "KTO": ({"prompt": "x", "completion": "y", "label": False}, {}, r"its label is False, which marks an undesirable"),
-    "KTO's messages": ({"messages": turns("x", "y"), "label": 0}, {}, r"its label is 0"),
-    "KTO's tag": ({"messages": turns("x", "y"), "kto_tag": False}, {}, r"its kto_tag is False"),
+    "KTO": ({"prompt": "x", "completion": "y", "label": False}, {}, r"label is False, which marks an undesirable"),
+    "KTO's messages": ({"messages": turns("x", "y"), "label": 0}, {}, r"label is 0"),
+    "KTO's tag": ({"messages": turns("x", "y"), "kto_tag": False}, {}, r"kto_tag is False"),
     "other weight": ({"messages": turns("x", "y"), "sample_weight": 0.2}, {}, "its sample_weight is 0.2"),
-    "torchtune": ({"messages": [*turns("x"), {**ANSWER, "masked": True}]}, {}, "it has no token to learn"),
-    "masked": ({"messages": [{**turns("x")[0], "masked": False}, ANSWER]}, {}, "message 1, the user's, has masked"),
-    "half masked": ({"messages": [*turns("x"), {**ANSWER, "masked": 2}]}, {}, r"masked 2; give 0 \(learned\) or 1"),
+    "torchtune": ({"messages": [*turns("x"), {**ANSWER, "masked": True}]}, {}, "it has no token in the loss"),
+    "masked": ({"messages": [{**turns("x")[0], "masked": False}, ANSWER]}, {}, r"message 1 \(user\) has masked"),
+    "half masked": ({"messages": [*turns("x"), {**ANSWER, "masked": 2}]}, {}, r"masked 2; use 0 \(in the loss\) or 1"),
     "trainable": ({"messages": [*turns("x"), {**ANSWER, "trainable": False}]}, {}, "message 2 has trainable False"),
     "learn": ({"conversations": [{"from": "user", "value": "x"}, {"from": "gpt", "value": "y", "do_learn": 0}]}, {},
-              "message 2 has do_learn 0, which is not read"),
-    "conversation's mask": ({"messages": turns("x", "y"), "loss_mask": [0, 1]}, {}, "it has loss_mask, which its form"),
-    "NeMo's mask": ({"messages": turns("x", "y"), "mask": "Assistant"}, {}, "it has mask, which its form"),
-    "tokens' mask": ({"input_ids": [1, 2], "mask": [0, 1]}, {}, "it has mask, which its form does not read"),
-    "verl's mask": ({"input_ids": [1, 2], "response_mask": [1, 0]}, {}, "it has no token to learn"),
+              "message 2 has do_learn 0, which is not a supported key"),
+    "conversation's mask": ({"messages": turns("x", "y"), "loss_mask": [0, 1]}, {}, "it has loss_mask, which is not"),
+    "NeMo's mask": ({"messages": turns("x", "y"), "mask": "Assistant"}, {}, "it has mask, which is not"),
+    "tokens' mask": ({"input_ids": [1, 2], "mask": [0, 1]}, {}, "it has mask, which is not used"),
+    "verl's mask": ({"input_ids": [1, 2], "response_mask": [1, 0]}, {}, "it has no token in the loss"),
     "padding": ({"input_ids": [1, 2], "attention_mask": [1, 0]}, {}, "its attention_mask has zeros"),
-    "mask": ({"input_ids": [1, 2], "assistant_masks": [1, 0]}, {}, "it has no token to learn"),
-    "masks": ({"input_ids": [1, 2], "labels": [1, 2], "completion_mask": [1, 0]}, {}, "it has no token to learn"),
+    "mask": ({"input_ids": [1, 2], "assistant_masks": [1, 0]}, {}, "it has no token in the loss"),
+    "masks": ({"input_ids": [1, 2], "labels": [1, 2], "completion_mask": [1, 0]}, {}, "it has no token in the loss"),
     "short": ({"input_ids": [1, 2], "loss_mask": [1]}, {}, "loss_mask has 1 entries"),
 }  # fmt: skip
 
@@ -301,7 +301,7 @@ def test_keys_that_change_nothing_are_taken(folder):
 def test_a_preference_takes_no_answer_of_weight_0(folder):
     tokenizer = tokenizer_with(folder, PLAIN)
     record = {"prompt": turns("x"), "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "v", "weight": 0}]}
-    with pytest.raises(DataError, match="message 2 of the rejected conversation is marked as not learned"):
+    with pytest.raises(DataError, match="message 2 of the rejected conversation is excluded from the loss"):
         read(tokenizer, record, name="pairs.jsonl")
     turn = turns("a", "b", "x")
     turn[1]["weight"] = 0

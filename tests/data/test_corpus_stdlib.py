@@ -45,7 +45,7 @@ def test_the_order_and_bytes_are_the_same_every_time(corpus, tmp_path):
 def test_an_existing_file_is_kept_unless_overwritten(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text("precious")
-    with pytest.raises(DataError, match="exists and is not overwritten"):
+    with pytest.raises(DataError, match="already exists"):
         write_stdlib_corpus(path)
     assert path.read_text() == "precious"
 

@@ -68,7 +68,10 @@ def test_a_run_with_another_tokenizer_of_the_same_size_is_refused_with_both_name
         message = refusal(capsys, *words)
         assert f"{prefix} was made with HuggingFaceTokenizer animals (270 entries, fingerprint" in message
         assert "but the tokenizer is HuggingFaceTokenizer numbers (270 entries, fingerprint" in message
-        assert "name the tokenizer that made it" in message and "preprocess the text again" in message
+        assert (
+            "data.tokenizer_model to the tokenizer that made it" in message
+            and "preprocess the text again" in message
+        )
 
 
 def test_a_dataset_without_a_record_or_with_that_of_other_files_is_not_compared():

@@ -225,7 +225,7 @@ def test_an_unusable_batch_is_refused(monkeypatch):
     good = [torch.zeros(1, 2, dtype=torch.int64) for _ in range(2)]
     wrong = megalith.Batch(*good, torch.zeros(1, 3), good[0], None, torch.zeros(1, dtype=torch.int64))
     for value, message in (
-        (3, "returns int, not a megalith.Batch"),
+        (3, "returns int; it must return a megalith.Batch"),
         (wrong, r"loss_mask .*\[1, 3\]; it must be"),
     ):
         monkeypatch.setitem(_REGISTERED, "mine", lambda request, value=value: Collating([value]))
@@ -238,7 +238,7 @@ def test_settings_that_contradict_an_own_dataset_are_refused(tmp_path):
     for data, message in ((dict(mock=True), "data.mock are both set"), ({}, "there is no file missing.py")):
         with pytest.raises(ConfigError, match=message):
             megalith.train(configuration(tmp_path, "missing.py:data", data))
-    with pytest.raises(ConfigError, match=r"write a known name or path.py:function"):
+    with pytest.raises(ConfigError, match=r"use a built-in name or path.py:function"):
         megalith.train(configuration(tmp_path, "unregistered"))
     assert "missing" not in sys.modules
 

@@ -90,7 +90,7 @@ def test_existing_outputs_are_kept_unless_overwritten(run, tmp_path):
     run([source])
     before = (run.outputs / "out_text_document.bin").read_bytes()
     write(tmp_path / "a.jsonl", '{"text": "second"}')
-    with pytest.raises(DataError, match="exists and is not overwritten"):
+    with pytest.raises(DataError, match="already exists"):
         run([source])
     assert (run.outputs / "out_text_document.bin").read_bytes() == before
     run([source], overwrite=True)

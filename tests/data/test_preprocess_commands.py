@@ -56,7 +56,7 @@ def test_skipped_lines_and_empty_documents_are_reported(tmp_path, capsys):
     output = capsys.readouterr().out
     assert f"skipped {source} line 2 (byte 14) is unusable: not JSON" in output
     assert "skipped 5 more unusable lines" in output
-    assert "omitted 25 unusable lines and 1 empty documents" in output
+    assert "skipped 25 unusable lines and 1 empty documents" in output
 
 
 def test_special_tokens_are_added_where_asked_for(tmp_path):
@@ -99,13 +99,13 @@ def test_a_dataset_of_the_hub_is_written_as_json_lines_and_encoded(tmp_path, mon
     assert (tmp_path / "out.jsonl").read_text() == '{"text": "5 6"}\n{"text": "7"}\n'
     assert IndexedDataset(tmp_path / "out_text_document").get(0).tolist() == [5, 6]
     for arguments, told in (
-        (("--dataset", "some/set:train"), "out.jsonl exists and is not overwritten"),
+        (("--dataset", "some/set:train"), "out.jsonl already exists"),
         (("--dataset", "some/set:test", "--overwrite"), "Unknown split"),
         (
             ("--dataset", "some/set", "--json-keys", "body", "--overwrite"),
             "has no column body; it has text, id",
         ),
-        ((), "needs --input FILE or --dataset"),
+        ((), "needs either --input FILE or --dataset"),
         (("--dataset", "no.parquet", "--overwrite"), "no file matches the input 'no.parquet'"),
     ):
         with pytest.raises(MegalithError, match=re.escape(told)):

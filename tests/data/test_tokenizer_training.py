@@ -85,6 +85,6 @@ def test_bad_input_is_refused_and_nothing_is_written(jsonl, tmp_path):
 
 def test_an_existing_tokenizer_is_not_overwritten_unless_asked(jsonl, tmp_path):
     train_tokenizer([jsonl], 270, tmp_path / "out")
-    with pytest.raises(DataError, match="exists and is not overwritten"):
+    with pytest.raises(DataError, match="already exists"):
         train_tokenizer([jsonl], 280, tmp_path / "out")
     assert train_tokenizer([jsonl], 280, tmp_path / "out", overwrite=True).vocab_size == 280

@@ -381,7 +381,7 @@ def test_every_field_is_told_and_one_without_effect_is_said_to_have_none():
     idle = set(re.findall(r"`(\w+)`", table["no effect; a note at the start says so"]))
     assert idle == {*NO_EFFECT, *ENCODER_FIELDS}
     (note,) = [note for note in settings(train_samples=7)[1] if "train_samples" in note]
-    assert "has no effect here: schedules count steps" in note
+    assert "has no effect in Megalith: schedules count steps" in note
 
 
 def test_other_arguments_go_through_the_table_of_megatrons_flags():

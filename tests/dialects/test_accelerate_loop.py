@@ -293,7 +293,7 @@ def test_parameters_that_are_one_tensor_here_cannot_have_two_decays():
     queries = [p for name, p in model.named_parameters() if "q_proj" in name]
     others = [p for name, p in model.named_parameters() if "q_proj" not in name]
     groups = [{"params": queries, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    with pytest.raises(ConfigError, match="put these parameters in one group"):
+    with pytest.raises(ConfigError, match="in one tensor; put them in one group"):
         fresh_accelerator().prepare(model, torch.optim.AdamW(groups))
 
 

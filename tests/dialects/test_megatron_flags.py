@@ -175,7 +175,7 @@ def test_flags_that_megatron_has_removed_are_passed_over_or_answered_with_the_ne
     notes = translated(LEAST + "--data-impl mmap --DDP-impl local --use-legacy-models").notes
     assert any("--data-impl --DDP-impl" in note and "Megatron has removed it" in note for note in notes)
     messages = problems(LEAST + "--data-impl lazy --fp8-hybrid --checkpoint-num-layers 1")
-    assert messages[0] == "--data-impl is lazy: one of mmap, infer is needed"
+    assert messages[0] == "--data-impl is lazy: it must be one of mmap, infer"
     assert "give --fp8-format hybrid" in messages[1] and "give --recompute-num-layers" in messages[2]
     assert not (OLDER | MODELOPT).keys() & FLAGS.keys()
     given = config_of("--cpu-offload-optimizer --enable-straggler-detection --dp-comm-overlap-bucket-size 9")
@@ -261,7 +261,7 @@ CASES = [
      "--num-layers 2 has no effect with --hybrid-layer-pattern, which has 4 layers"),
     ("--num-experts 4 --quick-geglu --softmax-type learnable --activation-func-clamp-value 7 --glu-linear-offset 1",
      {"model.softmax_type": "learnable", "model.activation_func_clamp_value": 7.0, "model.glu_linear_offset": 1.0,
-      "model.add_router_bias": True}, "turns attention dropout off here"),
+      "model.add_router_bias": True}, "turns attention dropout off in Megalith"),
     ("--num-experts 4 --disable-bias-linear", {"model.add_router_bias": False}, ""),
     ("--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64 "
      "--no-yarn-correction-range-round-to-int", {"model.rope_scaling.truncate": False}, ""),
@@ -367,7 +367,7 @@ CASES = [
     ("--no-load-optim", {"checkpoint.load_optim": False}, ""),
     ("--lr=2e-4 --adam-beta2=.95", {"optim.lr": 2e-4, "optim.adam_beta2": 0.95}, ""),
     ("--tensor-model-par 2", {"parallel.tensor_model_parallel_size": 2}, "read as --tensor-model-parallel-size"),
-    ("--fp8-param-gather --transformer-impl local --use-flash-attn", {}, "these flags have no effect here"),
+    ("--fp8-param-gather --transformer-impl local --use-flash-attn", {}, "these flags have no effect in Megalith"),
     ("--softmax-type vanilla --num-experts 2 --moe-token-dispatcher-type alltoall --error-injection-rate 0", {}, ""),
 ]  # fmt: skip
 
@@ -474,18 +474,18 @@ def test_all_that_is_wrong_is_told_at_once():
     for words in (
         "no flag --hiden-size; did you mean --hidden-size",
         "--max-position-embeddings is missing",
-        "--lr is fast: a number is needed",
+        "--lr is fast: it must be a number",
         "--bf16 and --fp16 contradict each other",
         "--train-iters and --train-samples contradict each other",
         "--moe-token-dispatcher-type flex is refused: choose among alltoall, allgather",
         "--fp8-recipe custom is refused: choose among delayed, tensorwise, blockwise, mxfp8",
         "--warmup is refused: Megatron has removed it; give --lr-warmup-fraction",
         "--position-embedding-type relative is not supported",
-        "--optimizer is sophia: one of adam, sgd, muon, dist_muon, lion, soap, adaptive_muon is needed",
+        "--optimizer is sophia: it must be one of adam, sgd, muon, dist_muon, lion, soap, adaptive_muon",
         "--num could be --num-layers",
         "--swiglu is yes: it takes no value",
         "there is no flag --frobnicate",
-        "--split is given no value: one value is needed",
+        "--split is given no value: it needs one value",
         "--sft is refused",
         "--seed is -3",
     ):
@@ -497,11 +497,11 @@ def test_all_that_is_wrong_is_told_at_once():
     ("flags", "message"),
     [
         ("−−lr 3", "'−−lr' begins with a character that looks like - but is not; write --lr"),
-        ("stray", "--save is out stray: one value is needed"),
-        ("--seed nan", "a whole number is needed"),
-        ("--weight-decay inf", "a finite number is needed"),
-        ("--rampup-batch-size 1 2", "three values are needed"),
-        ("--no-position-embedding", "supported here only with rotary positions"),
+        ("stray", "--save is out stray: it needs one value"),
+        ("--seed nan", "it must be a whole number"),
+        ("--weight-decay inf", "it must be a finite number"),
+        ("--rampup-batch-size 1 2", "it needs three values"),
+        ("--no-position-embedding", "supported only with rotary positions"),
         (
             "--multi-latent-attention --rope-type rope --mscale-all-dim 0.7 --rotary-scaling-factor 4",
             "--mscale-all-dim 0.7 is refused with --rope-type rope",
@@ -513,7 +513,7 @@ def test_all_that_is_wrong_is_told_at_once():
         ("--export-quant-cfg FP8_DEFAULT_CFG", "is refused: only ModelOpt quantizes models"),
         ("--export-kd-teacher-load t", "is refused: this command has no teacher"),
         ("--pipeline-model-parallel-layout Etm|tL", "must be in the last stage, with the head"),
-        ("--window-size 9", "two numbers are needed"),
+        ("--window-size 9", "it needs two numbers"),
         ("--num-experts 2 --moe-layer-freq __import__('os')", "lists of numbers with"),
         ("--num-experts 2 --moe-layer-freq [0]*(9999*9999*9999)*2", "lists of numbers with"),
         (
@@ -528,11 +528,11 @@ def test_all_that_is_wrong_is_told_at_once():
         ),
         (
             "--optimizer muon --muon-coefficient-type cans",
-            "is cans: one of simple, quintic, polar_express, aol is needed",
+            "is cans: it must be one of simple, quintic, polar_express, aol",
         ),
         ("--optimizer adaptive_muon --muon-tp-mode blockwise", "--muon-tp-mode blockwise is not supported"),
         ("--optimizer soap --adam-eps 1e-6", "--adam-eps 1e-06 is refused with --optimizer soap"),
-        ("--step-batch-size-schedule 5K:8", "TOKENS:SIZE pairs are needed, the first from 0"),
+        ("--step-batch-size-schedule 5K:8", "it needs TOKENS:SIZE pairs, the first from 0"),
         ("--step-batch-size-schedule 0:2,1K:4", "which ends with 4; remove"),
         ("--data-path a", "--data-path and --mock-data contradict"),
         ("--wandb-project p", "needs --wandb-exp-name"),

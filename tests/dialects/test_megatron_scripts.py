@@ -338,7 +338,7 @@ def test_a_launcher_that_is_not_installed_is_told_and_pythons_of_this_version_ar
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.sh").write_text("no_such_launcher --num_gpus 8 pretrain_gpt.py --bf16\n")
     assert run_script("train.sh", []) == 127
-    assert "because a command of the script is not installed here" in capfd.readouterr().err
+    assert "because a command of the script is not installed" in capfd.readouterr().err
     python = f"python3.{sys.version_info.minor}"
     (tmp_path / "train.sh").write_text(
         f"{python} pretrain_gpt.py {SHRUNK} --mock-data --vocab-size 60 --lr 1e-3\n"

@@ -100,9 +100,7 @@ def test_preprocess_names_a_full_dev_shm_and_needs_none_without_workers(tmp_path
     if 77 in codes.values():
         pytest.skip("mount namespaces are not permitted here")
     assert codes == {"2": 3, "0": 0}, texts
-    assert "for which they need space in /dev/shm; free some, or set 0 workers" in " ".join(
-        texts["2"].split()
-    )
+    assert "they need space in /dev/shm; free some, or set 0 workers" in " ".join(texts["2"].split())
     assert "Traceback" not in texts["2"]
 
 

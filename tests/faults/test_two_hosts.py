@@ -257,7 +257,7 @@ def in_second_host(code: str, *arguments: str) -> subprocess.CompletedProcess:
 
 def test_a_port_at_which_nothing_listens_is_named_by_the_rendezvous_and_by_the_doctor():
     joining = in_second_host(ENTER + JOIN, ADDRESS, "29404")
-    assert f"nothing listens at {ADDRESS}:29404 (Connection refused)" in joining.stderr
+    assert f"nothing listens on {ADDRESS}:29404 (Connection refused)" in joining.stderr
     doctor = in_second_host(COMMAND, "doctor", "--quick", "--reach", f"{ADDRESS}:29404")
     assert doctor.returncode == 1
     assert f"bad   reach {ADDRESS}:29404" in doctor.stdout and "open the port" in doctor.stdout

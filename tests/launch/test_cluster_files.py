@@ -309,7 +309,9 @@ def test_paths_of_pods_are_on_their_volumes(capsys):
         capsys, *run, *POD, "--train.output_dir", "/data/../out"
     )
     for path in ("/dev/shm", "/dev", "/etc", "/proc/1", "/"):
-        assert f"would hide what a pod has at {path}" in refused(capsys, *run, *POD, "--volume", f"a:{path}")
+        assert f"would hide the container's own files in {path}" in refused(
+            capsys, *run, *POD, "--volume", f"a:{path}"
+        )
     for path in ("/mnt/../etc", "/mnt/./a", "/mnt//a", "//etc", "/mnt/.."):
         assert f"--volume is 'a:{path}', a path with" in refused(capsys, *run, *POD, "--volume", f"a:{path}")
     for option, name in (("namespace", "My NS"), ("queue", "a_b"), ("topology", "a b"), ("memory", "900 GB")):

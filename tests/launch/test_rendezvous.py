@@ -70,7 +70,7 @@ def test_a_launcher_that_is_alone_has_a_new_store_for_each_attempt():
 def test_a_port_that_says_nothing_is_no_rendezvous(port, monkeypatch):
     monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 0.5)
     with pytest.raises(
-        ConfigError, match=f"listens at 127.0.0.1:{port} does not answer as a job's rendezvous"
+        ConfigError, match=f"listens on 127.0.0.1:{port} does not answer as a job's rendezvous"
     ):
         connect_store("127.0.0.1", port, MINUTE)
 
@@ -101,7 +101,7 @@ def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting, monke
 def test_nobody_who_listens_is_told_after_the_patience(port, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and does not listen
-        with pytest.raises(ConfigError, match=r"nothing listens at 127.0.0.1"):
+        with pytest.raises(ConfigError, match=r"nothing listens on 127.0.0.1"):
             connect_store("127.0.0.1", free.getsockname()[1], MINUTE, connect_timeout=0.3)
 
 
@@ -140,7 +140,7 @@ def test_rank_0_of_a_scheduler_names_the_port_that_is_taken(port, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # to be as it was afterwards
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    with pytest.raises(ConfigError, match=f"rank 0 cannot listen at port {port} .*MASTER_PORT"):
+    with pytest.raises(ConfigError, match=f"rank 0 cannot listen on port {port} .*MASTER_PORT"):
         init_distributed(torch.device("cpu"))
 
 

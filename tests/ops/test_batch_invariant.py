@@ -237,7 +237,7 @@ def test_attention_refuses_masks_and_arguments_that_it_does_not_have():
     query, key, value = heads()
     mask = MASK.clone()
     mask[:, :, 50, 45] = False
-    with pytest.raises(ConfigError, match="supports only masks of documents and of padding"):
+    with pytest.raises(ConfigError, match="supports only document masks and padding"):
         attention(query, key, value, mask=mask)
     with pytest.raises(ConfigError, match="batch-invariant attention does not support softcap"):
         attention(query, key, value, softcap=20.0)

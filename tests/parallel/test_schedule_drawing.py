@@ -65,7 +65,7 @@ def test_a_measured_timeline_goes_through_its_file_unchanged(tmp_path):
         (None, "there is no .*pipeline.json, which a run with a pipeline writes"),
         ("not json", "is not a timeline that a run wrote"),
         (json.dumps({"ranks": [[["sideways", 0, 0, 0.0, 1.0]]]}), "'sideways' is not a valid Kind"),
-        (json.dumps({"ranks": [[["forward", 0, 0, 1.0, 0.0]]]}), "rank 0 has an action"),
+        (json.dumps({"ranks": [[["forward", 0, 0, 1.0, 0.0]]]}), "rank 0 has the action .* and start <= end"),
         (json.dumps({"ranks": [[]]}), "has a rank without actions"),
     ],
 )

@@ -132,9 +132,9 @@ def test_layouts_written_out(layout, expanded):
          r"has 4 layers \(t\), but model.num_layers is 5; .*'Et\|t\|t\*2\|tL'"),
         (4, {"pipeline_model_parallel_layout": "tt|t|t|EL"}, "must begin with its only E"),
         (4, {"pipeline_model_parallel_layout": "Et|t|t|m|L"}, "has a 'm'; it takes E"),
-        (4, {"pipeline_model_parallel_layout": "E(t|t|tL"}, r"has a \( that is not closed"),
-        (4, {"pipeline_model_parallel_layout": "Et)|t|tL"}, r"has a \) without a \("),
-        (4, {"pipeline_model_parallel_layout": "Et*|t|tL"}, r"has a \* without a number"),
+        (4, {"pipeline_model_parallel_layout": "E(t|t|tL"}, r"has a '\(' that is not closed"),
+        (4, {"pipeline_model_parallel_layout": "Et)|t|tL"}, r"has '\)' without '\('"),
+        (4, {"pipeline_model_parallel_layout": "Et*|t|tL"}, r"has a '\*' without a number"),
         (4, {"pipeline_model_parallel_layout": "E((t*99999)*99999)*99999L"}, "more than 100,000 letters"),
         (
             4,

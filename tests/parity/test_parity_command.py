@@ -72,7 +72,7 @@ def test_all_layouts_that_fit_are_chosen_and_the_others_told(run_file):
 
 def test_layouts_that_are_not_or_are_too_large_are_refused(run_file):
     config = shrink(RunConfig.load(run_file), steps=10)
-    with pytest.raises(ConfigError, match="no layout 'tp2-spp'; did you mean 'tp2-sp"):
+    with pytest.raises(ConfigError, match="unknown layout 'tp2-spp'; did you mean 'tp2-sp"):
         choose(config, ["tp2-spp"], most_processes=4)
     with pytest.raises(ConfigError, match="tp4-sp-pp2 needs 8 processes, but --nproc-max is 4"):
         choose(config, ["tp4-sp-pp2"], most_processes=4)
@@ -85,7 +85,7 @@ def test_a_table_of_the_errors_ends_the_command(run_file, capsys):
     row = next(line.split() for line in lines if line.split()[:1] == ["tp2-sp"])
     assert row[1] == "2" and row[-1] == "equal"
     assert all(float(error) < 1e-5 for error in row[2:7])
-    assert lines[-1] == "1 layout equals one process to 1e-05"
+    assert lines[-1] == "1 layout agrees with one process to 1e-05"
 
 
 def test_a_layout_that_differs_is_named_and_the_exit_code_is_5(run_file, capsys, monkeypatch):
@@ -98,4 +98,4 @@ def test_a_layout_that_differs_is_named_and_the_exit_code_is_5(run_file, capsys,
     output = capsys.readouterr()
     assert "tp2 differs: worst gradient layers.0.mlp.linear_fc1.weight; generated tokens" in output.out
     assert "2.0e-05" in output.out
-    assert "1 of 1 layouts differ from one process by more than 1e-05: tp2" in output.err
+    assert "1 of 1 layouts differ from the run on one process by more than 1e-05: tp2" in output.err

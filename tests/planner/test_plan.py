@@ -293,7 +293,10 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
     ("words", "told"),
     [
         (["plan", "gpt2", "--gpus", "8", "--device", "NVIDIA H10"], "did you mean 'H100'"),
-        (["plan", "llama3.1-405b", "--gpus", "8"], "no preset 'llama3.1-405b'; did you mean 'llama3-405b'"),
+        (
+            ["plan", "llama3.1-405b", "--gpus", "8"],
+            "unknown preset 'llama3.1-405b'; did you mean 'llama3-405b'",
+        ),
         (["plan", "gpt2-lage", "--gpus", "8"], "gpt2-large"),
         (["plan", "gpt2", "--gpus", "0"], "--gpus is 0; give a number above 0"),
         (["plan", "gpt2", "--gpus", "8", "--top", "0"], "--top is 0; give a number above 0"),

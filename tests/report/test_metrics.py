@@ -213,7 +213,7 @@ def test_a_tracker_that_fails_gets_no_more_and_the_others_and_the_run_go_on(tmp_
 
     tracker = RecordingSink()
     with MetricsWriter(tmp_path, trackers=[Failing(), tracker]) as writer:
-        with pytest.warns(UserWarning, match="Failing is disabled, it failed with OSError: .*No space"):
+        with pytest.warns(UserWarning, match="Failing failed with OSError: .*No space.*, and is disabled"):
             writer.log_step(_step(1))
         writer.log_step(_step(2))
     assert [step for step, _ in tracker.written] == [1, 2] and len(_lines(tmp_path)) == 2
@@ -381,7 +381,7 @@ def test_a_tracker_whose_service_fails_at_the_start_or_in_a_rewind_is_disabled_w
     with MetricsWriter(tmp_path, 0, [Failing()]) as writer:
         writer.log_step(_step(1))
         with pytest.warns(
-            UserWarning, match="Failing is disabled, it failed with RuntimeError: the disk is full"
+            UserWarning, match="Failing failed with RuntimeError: the disk is full, and is disabled"
         ):
             writer.rewind(0)
         writer.log_step(_step(1))

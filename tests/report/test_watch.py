@@ -75,7 +75,7 @@ def test_the_command_looks_once_where_there_is_no_terminal(tmp_path, capsys):
 @pytest.mark.parametrize("interval", ["nan", "0", "1e30"])
 def test_an_interval_that_no_clock_has_is_refused(tmp_path, capsys, interval):
     assert main(["watch", str(run_folder(tmp_path / "run")), "--interval", interval]) == 2
-    assert "is not between 0.1 and 86,400 seconds" in capsys.readouterr().err
+    assert "must be between 0.1 and 86,400 seconds" in capsys.readouterr().err
 
 
 def test_a_sparkline_falls_with_its_values():

@@ -225,7 +225,7 @@ def test_the_examples_agent_learns_to_call_the_calculator(tmp_path):
 def test_an_agent_of_a_server_that_refuses_ends_the_run_with_its_sentence(folder, tmp_path):
     config = configuration(folder, "agent", "unused")
     with pytest.raises(
-        ConfigError, match=r"takes no requests while it samples; name a server by rl\.engine_url"
+        ConfigError, match=r"takes no requests while it samples; set rl\.engine_url to a server"
     ):
         prepare(config.with_settings({"rl.engine": "vllm"}), 1)
     model = prepare(config, 1)[0].model

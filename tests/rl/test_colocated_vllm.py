@@ -171,5 +171,7 @@ def test_where_vllm_is_absent_the_run_is_refused_before_it_begins_with_the_line_
 
 
 def test_no_batch_is_sampled_ahead_on_the_trainers_devices(tmp_path):
-    with pytest.raises(ConfigError, match="samples on the trainer's own devices, which train meanwhile"):
+    with pytest.raises(
+        ConfigError, match="samples on the trainer's own devices, which are training at that time"
+    ):
         train_grpo(a_run(tmp_path, rl=dict(max_staleness=1)))

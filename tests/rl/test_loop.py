@@ -357,7 +357,7 @@ def _failing(folder: str) -> str:
         ),
         (dict(rollouts="r.jsonl"), "leave one of the two out"),
         (dict(reward_weights=[1.0, 2.0]), "2 weights for 1 reward_funcs"),
-        (dict(max_completion_length=25), "together exceed"),
+        (dict(max_completion_length=25), "max_completion_length 25 leaves no room for a prompt"),
         (dict(max_prompt_length=20), "together exceed"),
         (
             dict(num_generations=1),

@@ -91,7 +91,7 @@ def test_too_long_ones_are_refused_or_dropped_with_a_count(tmp_path):
             "nothing to answer",
         ),
         ({"prompt": [{"role": "robot", "content": "a"}]}, "role 'robot'"),
-        ({"prompt": 5}, "not a list of messages"),
+        ({"prompt": 5}, "must be a list of at least one message"),
         ({"prompt": "a", "images": ["x.png"]}, "it has images, but models train on text only"),
         ({"prompt": "\ud800"}, "has an unpaired surrogate"),
         ({"prompt": [{"role": "user", "content": "\ud800"}]}, "has an unpaired surrogate"),

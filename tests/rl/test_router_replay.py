@@ -167,7 +167,7 @@ def test_files_keep_routes_and_damaged_ones_are_refused(tmp_path):
     twice = np.repeat(routes[..., :1], 2, -1)
     encoded = encode_routes(routes)
     for value, said in (
-        (None, "line 2, sample 0 has no routes, which rl.router_replay needs"),
+        (None, r"line 2, sample 0 has no expert choices \(routes\), which rl.router_replay needs"),
         (5, "has routes 5; routes must be an object"),
         (encoded | {"dtype": "float64"}, "routes must be an object with shape"),
         (encoded | {"data": "$" + encoded["data"][1:]}, "routes must be an object with shape"),
@@ -329,8 +329,12 @@ def test_turns_keep_the_routes_of_their_own_sampling(tmp_path):
     ("model", "rl", "said"),
     [
         ({}, {}, "the model has no experts"),
-        (EXPERTS, dict(engine="vllm"), "vLLM in the trainer's processes returns no routes"),
-        (EXPERTS, dict(agent="a.py:agent"), "rl.agent is set, but the requests of an agent return no routes"),
+        (EXPERTS, dict(engine="vllm"), "vLLM in the trainer's processes returns no expert choices"),
+        (
+            EXPERTS,
+            dict(agent="a.py:agent"),
+            "rl.agent is set, but the requests of an agent do not record expert choices",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, model, rl, said):
@@ -360,7 +364,7 @@ def test_routes_of_servers_are_read_in_each_of_their_forms(tmp_path):
     ):
         assert np.array_equal(server_routes("", pieces, 7, model), routes)
     for pieces, said in (
-        ([None, None], "no routes, .*start the server with --enable-return-routed-experts"),
+        ([None, None], "no expert choices .*start the server with --enable-return-routed-experts"),
         ([base64_of(routes[1:], is_file=False)], "but \\[7, 2, 2\\] is needed"),
         ([base64_of(routes[1:], is_file=True)], "but \\[7, 2, 2\\] is needed"),
         ([routes[:3].tolist(), routes[3:, :1].tolist()], "but \\[7, 2, 2\\] is needed"),

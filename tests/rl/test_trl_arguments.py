@@ -242,7 +242,9 @@ def test_the_trainer_notes_what_has_no_effect_and_refuses_at_once():
     )
     with pytest.raises(ConfigError, match=r"rl\.top_p is 0\.9"):
         GRPOTrainer("m", args=args | {"top_p": 0.9}, **given)
-    with pytest.raises(ConfigError, match=r"rl\.epsilon_high, the cap of its ratio, is not set"):
+    with pytest.raises(
+        ConfigError, match=r"the cap of its ratio, is not set, and epsilon \(0\.2\) would cap"
+    ):
         GRPOTrainer("m", args=args | {"loss_type": "cispo"}, **given)
 
 

@@ -150,7 +150,7 @@ def test_a_port_that_is_taken_is_refused_by_name(tokenizer):  # noqa: F811
     with socket.create_server(("127.0.0.1", 0)) as taken, HttpProcess() as http:
         port = taken.getsockname()[1]
         settings = ServerSettings("127.0.0.1", port, "tiny", tokenizer, Access())
-        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1 port {port}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} "):
             http.start(settings, live)
 
 

@@ -193,7 +193,7 @@ def test_chat_and_generate_merge_an_adapter(folders: Path, capsys) -> None:
         assert main(["generate", str(folders / "base"), *options, *words]) == 0
         out = capsys.readouterr().out.strip().splitlines()[-1]
         assert json.loads(out)["ids"] == expected(folders / merged)
-    with pytest.raises(ConfigError, match="is a run with adapters; give its base"):
+    with pytest.raises(ConfigError, match="already has adapters; pass its base"):
         from megalith.training.loading import load_with_adapter
 
         load_with_adapter(folders / "a", folders / "b", "cpu", False)

@@ -425,7 +425,7 @@ def test_compiled_layers_follow_the_groups(pool, tree: dict, kind: str):
         ({"model": EXPERTS | {"moe_aux_loss_coeff": 0.01}}, "model.moe_aux_loss_coeff is 0.01, which"),
         ({"data": {"balance_batches": True}}, "data.balance_batches is True, which .* balanced already"),
         ({"parallel": {"max_seqlen_per_dp_cp_rank": 15}},
-         r"does not fit on 4 .*; set parallel.max_seqlen_per_dp_cp_rank to at least 16"),
+         r"at most 4 data × context ranks.*; set parallel.max_seqlen_per_dp_cp_rank \(now .*\) to at least 16"),
         ({"parallel": {"min_dynamic_context_parallel_size": 3}}, r"choose among \[1, 2, 4\]"),
         ({"parallel": {"dynamic_context_parallel": False, "max_seqlen_per_dp_cp_rank": 32}},
          "requires parallel.dynamic_context_parallel true"),

@@ -268,7 +268,7 @@ REFUSED = [
     ),
     (
         {"distill": {"logits_dir": "x"}},
-        r"but distill\.logits_dir has predictions for the samples of the data",
+        r"but distill\.logits_dir only has predictions for the data, not for answers",
     ),
     ({"distill": {"teacher": "http://h:1"}}, r"top_k is not set, but a served teacher can only"),
     (
@@ -277,7 +277,7 @@ REFUSED = [
     ),
     (
         {"distill": {"teacher": ["a", "b"], "top_k": 4}},
-        "names 2 teachers, but distill.teacher_data names 0 files",
+        "has 2 teachers, but distill.teacher_data has 0 files",
     ),
     ({"distill": {"teacher": "without_adapters"}}, "the run trains no adapters; set lora.rank"),
 ]

@@ -110,11 +110,11 @@ def contents(folder):
 
 def test_a_finished_run_that_is_started_again_writes_nothing_whatever_it_is_given(run, tmp_path, capsys):
     first = run(train=dict(train_iters=2))
-    assert "nothing is left to train" not in capsys.readouterr().out
+    assert "the run is finished" not in capsys.readouterr().out
     before = contents(tmp_path / "run")
     other = dict(data=dict(dataloader_type="single"), log=dict(tensorboard=True))
     again = run(train=dict(train_iters=2, seed=7), checkpoint=dict(load=str(tmp_path / "run")), **other)
-    assert "step 2, and the run ends at step 2; to continue, raise" in capsys.readouterr().out
+    assert "is at step 2 of 2; to continue, raise" in capsys.readouterr().out
     assert contents(tmp_path / "run") == before
     assert (again.step, again.consumed_samples, again.ended) == (2, 16, "train_iters")
     assert again.checkpoint == first.checkpoint

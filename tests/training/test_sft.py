@@ -190,6 +190,6 @@ def test_a_bad_line_ends_the_command_with_its_name(prepared, capsys):
         file.write('{"messages": [{"role": "user", "content": ""}]}\n')
     assert main(prepared) == 3
     assert (
-        "data/chat.jsonl line 61 (sample 61) is unusable: message 1, the user's, is empty"
+        "data/chat.jsonl line 61 (sample 61) is unusable: message 1 (user) is empty"
         in capsys.readouterr().err
     )

@@ -57,7 +57,7 @@ def initialize_from_base(
     world: Axis = ALONE,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Set this rank's shards of the adapter values that are computed from the base. Every rank of `world` calls it.
+    """Set this rank's shards of the adapter values that are computed from the base. Collective over `world`.
 
     These are the factors of PiSSA, OLoRA and LoftQ, DoRA's magnitudes, which are the norms of the base's rows, and the
     rows of trained tokens.
@@ -120,7 +120,7 @@ def export_adapters(
     if config.lora.begins_with_loftq and config.lora.keeps_initial_factors:
         raise CheckpointError(
             f"{checkpoint.folder} was trained with lora.loftq_iter {config.lora.loftq_iter} on a base that PEFT "
-            "cannot make from the published weights; merge the adapters instead (megalith lora merge)"
+            "cannot reproduce from the published weights; merge the adapters instead (megalith lora merge)"
         )
     chosen = family_named(family, "--family") if family else adapter_family(config.model)
     total = part_bytes(checkpoint, MODEL)
@@ -158,20 +158,20 @@ def load_adapter_pairs(
         )
     if adapted.saved_names:
         raise ConfigError(
-            f"{source} has modules that were trained in full ({shorten(sorted(adapted.saved_names))}), which replace "
-            "those of the base; merge the adapters (megalith lora merge), and serve the result"
+            f"{source} has modules that were trained in full ({shorten(sorted(adapted.saved_names))}), so it cannot be "
+            "served as an adapter next to others; merge it into the base (megalith lora merge), and serve the result"
         )
     if any(isinstance(adapter, TokenRows) for _, adapter in adapters(adapted)):
         raise ConfigError(
-            f"{source} has trained rows of tokens (lora.trainable_token_indices), which replace those of the base; "
-            "merge the adapters (megalith lora merge), and serve the result"
+            f"{source} has trained embedding rows (lora.trainable_token_indices), so it cannot be served as an adapter "
+            "next to others; merge it into the base (megalith lora merge), and serve the result"
         )
     pairs = {}
     for name, adapter in adapters(adapted):
         if adapter.rescales:
             raise ConfigError(
-                f"{source} was trained with DoRA, whose magnitudes rescale the base weights; merge the adapters "
-                "(megalith lora merge), and serve the result"
+                f"{source} was trained with DoRA, so it cannot be served as an adapter next to others; merge it into "
+                "the base (megalith lora merge), and serve the result"
             )
         pairs[name] = adapter.pair()
     return pairs

@@ -128,7 +128,7 @@ OLD = (  # in files of fairseq's converters
 
 
 def norms(names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the rules of the weights and biases of norms."""
+    """Return the mapping rules of the weights and biases of norms."""
     return {
         f"{ours}.{kind}": same(f"{theirs}.{kind}")
         for ours, theirs in names.items()

@@ -14,7 +14,7 @@ from megalith.bridge.settings import Field, FixedSettings, RequiredKeys
 
 
 def _renamed(rule: Rule) -> Rule:
-    """Return a rule of OPT's with BioGPT's names."""
+    """Return a mapping rule of OPT's with BioGPT's names."""
     names = (name.replace("model.decoder.", "biogpt.") for name in rule.names)
     names = (name.replace("biogpt.final_layer_norm", "biogpt.layer_norm") for name in names)
     return Rule(tuple(name.replace("lm_head", "output_projection") for name in names), rule.order)

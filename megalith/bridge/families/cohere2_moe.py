@@ -130,7 +130,7 @@ class Scores:
         if divides and hf_config.get("num_experts_per_tok") == 1:
             raise ConfigError(
                 "config.json has num_experts_per_tok 1 and norm_topk_prob: transformers gives a single expert the "
-                "weight 1, but here it has its sigmoid score; only 2 or more are supported"
+                "weight 1, but Megalith gives it its sigmoid score; only 2 or more are supported"
             )
         return {"moe_router_score_function": "sigmoid", "moe_router_norm_topk_prob": bool(divides)}
 

@@ -1,6 +1,7 @@
 """The language model of DeepSeek-OCR 2: DeepSeek-V2's experts with ordinary attention.
 
-transformers has no class for this language model alone, so an export without the vision tower is DeepSeek-MoE.
+transformers has no class for this language model without the vision tower, so an export without the vision tower is
+DeepSeek-MoE.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ class FeedForward:
         names = [name for name, value in ACTIVATIONS.items() if value == pair]
         if not names:
             raise ConfigError(
-                f"activation {pair[0]}{' with a gate' if pair[1] else ''} has no equivalent there"
+                f"activation {pair[0]}{' with a gate' if pair[1] else ''} has no equivalent in transformers"
             )
         return {"feed_forward_proj": names[0]}
 

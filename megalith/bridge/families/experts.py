@@ -214,7 +214,7 @@ class SharedExperts:
         width = model.moe_shared_expert_intermediate_size or 0
         if width % model.expert_size:
             raise ConfigError(
-                f"a shared expert of {width} is not a multiple of an expert's {model.expert_size}"
+                f"the shared expert's width {width} is not a multiple of an expert's width {model.expert_size}"
             )
         return {self._key: width // model.expert_size or self._absent}
 
@@ -266,14 +266,14 @@ class SigmoidScores:
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("num_experts_per_tok") == 1:
             raise ConfigError(
-                "config.json has num_experts_per_tok 1: transformers gives a single expert the weight 1, but here it "
-                "has its sigmoid score; only 2 or more are supported"
+                "config.json has num_experts_per_tok 1: transformers gives a single expert the weight 1, but "
+                "Megalith gives it its sigmoid score; only 2 or more are supported"
             )
         return {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": self._bias}
 
     def write(self, model: ModelConfig) -> Tree:
         if model.moe_router_topk == 1:
-            raise ConfigError("its single expert per token has a weight other than 1 (moe_router_topk 1)")
+            raise ConfigError("with moe_router_topk 1, an expert's weight must be 1, as in transformers")
         return {}
 
 

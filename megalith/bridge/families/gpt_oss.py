@@ -23,7 +23,7 @@ YARN = {
 
 
 def stacked_experts(name: str) -> Rule:
-    """Return the rule of all experts' matrices, stored as [experts, in, out], or of their biases."""
+    """Return the mapping rule of all experts' matrices, stored as [experts, in, out], or of their biases."""
     return stacked(same(name), transposed=True)
 
 

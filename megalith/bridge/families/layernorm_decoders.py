@@ -322,7 +322,7 @@ class FalconDecoder:
     """Maps `new_decoder_architecture`, `multi_query` and `num_ln_in_parallel_attn`, which select one of Falcon's two
     decoder layers.
 
-    The new one has GQA and one or two norms. The first one has one norm and MQA or MHA.
+    The newer layer has GQA and one or two norms. The older one has one norm and MQA or MHA.
     """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:

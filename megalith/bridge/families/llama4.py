@@ -57,8 +57,8 @@ class ChunkedLayers:
         if "chunked_attention" not in kinds:
             return {}
         raise ConfigError(
-            f"config.json has layer_types {kinds}, but here the layers with RoPE have chunked_attention and the others "
-            "full_attention (see no_rope_layers), or all have full_attention"
+            f"config.json has layer_types {kinds}; in this family, layers with RoPE must have chunked_attention and "
+            "the others full_attention (see no_rope_layers), or all full_attention"
         )
 
     def write(self, model: ModelConfig) -> Tree:

@@ -72,8 +72,8 @@ class GlobalAndLocalRope:
         rope_settings, kinds = hf_config.get("rope_parameters") or {}, hf_config.get("layer_types")
         if others := sorted(set(rope_settings) - set(LAYER_KINDS)):
             raise ConfigError(
-                f"config.json has rope_parameters with {', '.join(others)}, which this family needs under a kind of "
-                f"layer: {' or '.join(LAYER_KINDS)}"
+                f"config.json has rope_parameters with {', '.join(others)}; in this family, they must be inside the "
+                f"entry of a kind of layer: {' or '.join(LAYER_KINDS)}"
             )
         bases = {
             FULL: hf_config.get("global_rope_theta") or ROPE.base,

@@ -43,7 +43,7 @@ class Length:
         length = hf_config.get("max_seq_len", 2048)
         if length == 1:
             raise ConfigError(
-                "config.json has max_seq_len 1, with which transformers uses no positions; correct max_seq_len"
+                "config.json has max_seq_len 1, which makes transformers ignore positions; correct max_seq_len"
             )
         return {"max_position_embeddings": length}
 

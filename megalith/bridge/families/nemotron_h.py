@@ -53,7 +53,9 @@ class BlockTypes:
     def write(self, model: ModelConfig) -> Tree:
         branches = model.pattern_layers
         if branches is None or "gated_delta_net" in branches:
-            raise ConfigError("it has layers that are not a single Mamba-2, attention, MLP or experts branch")
+            raise ConfigError(
+                "some of its layers are not a single branch of Mamba-2, attention, an MLP or experts"
+            )
         return {"layers_block_type": [NEMOTRON_LAYERS[branch] for branch in branches]}
 
 

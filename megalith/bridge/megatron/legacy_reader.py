@@ -121,7 +121,10 @@ def _join_ranks(
                     kind = tp_split(name, gated, "copies" if value.shape[:1] == (latent_rows,) else "rows")
                     dimensions = {"copies": 0, "columns": 2}.get(kind, 1)
                     if value.ndim < dimensions or any(part.shape != value.shape for part in parts):
-                        raise ValueError(f"{name} is {[list(part.shape) for part in parts]}")
+                        shapes = [list(part.shape) for part in parts]
+                        raise ValueError(
+                            f"the parts of {name} have the shapes {shapes}, which do not fit together"
+                        )
                     tensors[renumber_layers(name, layer_offset)] = JoinedTensor(parts, kind)
             layer_offset += len(layers)
     return tensors

@@ -168,8 +168,9 @@ def _updates(checkpoint: Checkpoint, config: RunConfig) -> int:
         )
     if config.optim.optimizer not in ("adamw", "adam"):
         raise ConfigError(
-            f"{checkpoint.folder} has the state of {config.optim.optimizer}, which is not exported to Megatron; "
-            "export only the weights"
+            f"{checkpoint.folder} has optimizer state of {config.optim.optimizer}, but only that of Adam and AdamW "
+            "can be "
+            "exported to Megatron; leave --optimizer out"
         )
     name = next(name for name in checkpoint.table("optimizer") if name.endswith(".step"))
     return int(checkpoint.read("optimizer", name))

@@ -218,9 +218,9 @@ def _iteration(folder: Path) -> Path:
     iteration = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not iteration.is_dir():
         raise CheckpointError(
-            f"{latest} names {iteration.name}, which does not exist (existing: "
-            f"{shorten(_iterations(folder)) or 'none'}); copy {iteration.name}, or give the folder of another "
-            "iteration"
+            f"{latest} points to {iteration.name}, which is missing (found: "
+            f"{shorten(_iterations(folder)) or 'none'}); copy {iteration.name} from the original checkpoint, or pass "
+            "the folder of another iteration"
         )
     return iteration
 

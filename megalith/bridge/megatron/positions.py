@@ -115,7 +115,7 @@ def _yarn(args: Mapping[str, Any], latent: bool) -> Tree | None:
     factor = args.get("rotary_scaling_factor")
     if factor is None:
         raise ConfigError(
-            "config.json has no rotary_scaling_factor, by which YaRN extends the context; add rotary_scaling_factor"
+            "config.json has no rotary_scaling_factor, which YaRN needs; add rotary_scaling_factor"
         )
     if factor <= 1:
         return None
@@ -155,7 +155,7 @@ def _yarn_arguments(scaling: RopeScaling, latent: bool) -> Tree:
         if magnitude < 1 and latent:
             raise ConfigError(
                 f"rope_scaling with attention_factor {magnitude}, which is below 1, the minimum "
-                "for latent attention there"
+                "for latent attention in Megatron core"
             )
         if magnitude < 1:
             mscale, of_all = 0.0, (1 / magnitude - 1.0) / (scaling.magnitude() - 1.0)

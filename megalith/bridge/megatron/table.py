@@ -26,7 +26,7 @@ from megalith.config import ModelConfig
 
 
 def fc1(name: str) -> Rule:
-    """Return the rule of the MLP's first matrix: gate and up together, or one matrix without a gate."""
+    """Return the mapping rule of the MLP's first matrix: gate and up together, or one matrix without a gate."""
 
     def order(model: ModelConfig, rows: int) -> list[RowRun]:
         return gate_up(name).order(model, rows) if model.gated else [RowRun(0, 0, 0, rows)]

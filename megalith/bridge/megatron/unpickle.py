@@ -170,9 +170,9 @@ def _is_inert(name: str) -> bool:
 def _check_trust(path: Path, untrusted: Iterable[str]) -> None:
     if untrusted:
         raise CheckpointError(
-            f"{path} is a pickle that names {shorten(sorted(untrusted))}, and such a file is read only if you trust "
-            "its origin, although classes are never loaded or run; give --trust, or in a run file checkpoint.trust: "
-            "true"
+            f"{path} is a pickle that refers to the Python classes {shorten(sorted(untrusted))}; Megalith never loads "
+            "or runs them, but reads such a file only if you trust its origin: pass --trust, or in a run file "
+            "checkpoint.trust: true"
         )
 
 

@@ -23,8 +23,8 @@ def check_adapter_config(path: Path, config: Mapping[str, Any]) -> None:
     for key in sorted(config.keys() - {*ONLY, *READ, *NO_EFFECT}):
         if config[key] not in (None, False, "", {}, []):
             raise CheckpointError(
-                f"{path} has {key} {config[key]!r:.60}, which is not known here; remove {key} if it does not change "
-                "what the adapters compute, or merge the adapters with PEFT"
+                f"{path} has {key} {config[key]!r:.60}, which Megalith does not know; remove {key} if it does not "
+                "change what the adapters compute, or merge the adapters with PEFT"
             )
     for key, kind in (
         ("rank_pattern", dict),
@@ -35,15 +35,15 @@ def check_adapter_config(path: Path, config: Mapping[str, Any]) -> None:
         value = config.get(key) or kind()
         if not isinstance(value, kind) or not all(isinstance(each, str) for each in value):
             raise CheckpointError(
-                f"{path} has {key} {value!r:.80}, which PEFT does not write; give a folder that "
+                f"{path} has {key} {value!r:.80}, which is not a value that PEFT writes; pass a folder that "
                 "PEFT has saved"
             )
     tokens = config.get("trainable_token_indices") or []
     for each in tokens.values() if isinstance(tokens, dict) else [tokens]:
         if not isinstance(each, list) or not all(type(token) is int and token >= 0 for token in each):
             raise CheckpointError(
-                f"{path} has trainable_token_indices {tokens!r:.80}, which PEFT does not write; "
-                "give a folder that PEFT has saved"
+                f"{path} has trainable_token_indices {tokens!r:.80}, which is not a value that PEFT writes; "
+                "pass a folder that PEFT has saved"
             )
     value = config.get("init_lora_weights", True)
     if value == "loftq":

@@ -58,7 +58,7 @@ def resolve_saved_modules(names: Iterable[str], family: Family, model: ModelConf
     ]
     if renamed:
         raise ConfigError(
-            f"lora.modules_to_save names the router, which is {renamed[0].names()[0]} in this family's files but has "
+            f"lora.modules_to_save has the router, which is {renamed[0].names()[0]} in this family's files but has "
             "another name in newer versions of transformers, where PEFT would not find it; leave routers out"
         )
     if EMBEDDING in named and is_tied(model) and model.add_output_bias:

@@ -26,26 +26,26 @@ def resolve_tokens(
     tied, resolved = is_tied(model), {}
     if tied and tokens.keys() == {"lm_head"}:
         raise ConfigError(
-            f"{SETTING} names only lm_head, which is tied to the embedding in this model, and PEFT would then train "
-            "the output matrix apart from the embedding; name embed_tokens instead, which trains both"
+            f"{SETTING} has only lm_head, which is tied to the embedding in this model, and PEFT would then train "
+            "the output matrix apart from the embedding; list embed_tokens instead, which trains both"
         )
     for name, each in tokens.items():
         paths = [name] if name in (EMBEDDING, OUTPUT_LAYER) else _paths(name, family, model)
         if len(paths) != 1 or paths[0] not in (EMBEDDING, OUTPUT_LAYER) or (tied and name == OUTPUT_LAYER):
             names = "embed_tokens" if tied or model.score_head else "embed_tokens and lm_head"
             raise ConfigError(
-                f"{SETTING} names {name}, but only rows of an embedding or an output matrix of its own can be trained; "
-                f"name {names}"
+                f"{SETTING} has {name}, but only rows of an embedding or an output matrix of its own can be trained; "
+                f"list {names}"
             )
         if model.add_output_bias and (tied or paths[0] == OUTPUT_LAYER):
             raise ConfigError(
-                f"{SETTING} names {name}, but the output has a bias, which PEFT does not store with trained rows; "
+                f"{SETTING} has {name}, but the output has a bias, which PEFT does not store with trained rows; "
                 f"train rows of an embedding that is not the output matrix, or leave {name} out"
             )
         if resolved.get(paths[0], each) != each:
             raise ConfigError(
                 f"{SETTING} has different tokens for the embedding and for the output matrix, which are one matrix "
-                "in this model; give the same tokens for both, or name embed_tokens alone"
+                "in this model; give the same tokens for both, or list only embed_tokens"
             )
         resolved[paths[0]] = list(each)
     return resolved

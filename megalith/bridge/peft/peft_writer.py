@@ -175,7 +175,7 @@ def _peft_pairs(
         }
     if pairs and not modules:
         raise CheckpointError(
-            f"{target.name} has other parts in this family's models than its adapters have; train one adapter for "
+            f"{target.name} is fused differently in this family's models than in the adapters; train one adapter for "
             f"the whole matrix ({target.site}.{WHOLE} in lora.targets), or merge the adapters"
         )
     if WHOLE in modules and pairs:

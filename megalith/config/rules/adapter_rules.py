@@ -33,7 +33,7 @@ def check_adapters(config: RunConfig) -> None:
         raise ConfigError(
             f"lora.init_lora_weights is {lora.init_lora_weights}, which is not supported "
             + (
-                "on experts, as in PEFT; name other targets, or leave it out"
+                "on experts, as in PEFT; choose other targets, or leave it out"
                 if experts
                 else f"with lora.quantize_base {lora.quantize_base}, because the base that PiSSA and OLoRA leave would "
                 "have to be quantized; leave one of the two out"
@@ -43,7 +43,7 @@ def check_adapters(config: RunConfig) -> None:
         raise ConfigError(
             "lora.init_lora_weights is loftq, "
             + (
-                "which is not supported on experts, as in PEFT; name other targets, or leave it out"
+                "which is not supported on experts, as in PEFT; choose other targets, or leave it out"
                 if experts
                 else "which is not supported with lora.use_dora; leave one of the two out"
                 if lora.use_dora
@@ -60,7 +60,7 @@ def check_adapters(config: RunConfig) -> None:
     if lora.has_quantized_base and config.train.fp8_format is not None:
         raise ConfigError(
             f"lora.quantize_base is {lora.quantize_base} and train.fp8_format is {config.train.fp8_format}, but "
-            "matmuls of a quantized base are in train.precision; leave one of the two out"
+            "a quantized base is multiplied in train.precision, not in FP8; leave one of the two out"
         )
     stack = max(model.num_layers - model.encoder_layers, model.encoder_layers)
     if beyond := [number for number in lora.layers_to_transform or () if number >= stack]:
@@ -70,8 +70,8 @@ def check_adapters(config: RunConfig) -> None:
         )
     if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
         raise ConfigError(
-            f"lora.rank {lora.rank} freezes the model, but model.moe_router_enable_expert_bias moves the experts' "
-            "biases; set model.moe_router_bias_update_rate to 0"
+            f"lora.rank {lora.rank} freezes the base model, but model.moe_router_enable_expert_bias would update its "
+            "expert bias; set model.moe_router_bias_update_rate to 0"
         )
     if config.checkpoint.export_hf:
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_adapters(config: RunConfig) -> None:
         raise ConfigError(
             f"lora.targets {', '.join(lora.targets)} has one adapter for all rows of linear_qkv, but "
             f"parallel.tensor_model_parallel_size {size} does not divide model.num_query_groups "
-            f"{model.query_groups}; name linear_qkv as the target, which then has one adapter each for queries, keys "
+            f"{model.query_groups}; use the target linear_qkv, which then has one adapter each for queries, keys "
             f"and values, or choose a tensor size among {divisors(model.query_groups)}"
         )
 
@@ -98,6 +98,6 @@ def _check_tokens(config: RunConfig) -> None:
     largest = max(token for tokens in lora.tokens_by_matrix().values() for token in tokens)
     if model.vocab_size is not None and largest >= model.vocab_size:
         raise ConfigError(
-            f"lora.trainable_token_indices names token {largest}, but the vocabulary has {model.vocab_size} tokens, "
+            f"lora.trainable_token_indices has token {largest}, but the vocabulary has {model.vocab_size} tokens, "
             f"numbered from 0; remove token {largest} from the list, or raise model.vocab_size"
         )

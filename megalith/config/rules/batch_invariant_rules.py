@@ -1,5 +1,5 @@
-"""Rules of train.batch_invariant and rl.exact: settings that need an operator without a batch-invariant version are
-rejected by name."""
+"""Rules of train.batch_invariant and rl.exact: the errors name settings that need an
+operator without a batch-invariant version."""
 
 from __future__ import annotations
 

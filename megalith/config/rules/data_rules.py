@@ -22,9 +22,9 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
     sources = [bool(data.mock), data.data_path is not None, bool(part_paths)]
     if sum(sources) > 1:
         raise ConfigError(
-            f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and "
-            f"{', '.join(part_paths) or 'no part'} has its own path, but a run has one source; set exactly one of "
-            "data.mock, data.data_path, or a path for each part"
+            f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} "
+            "has its own path, but a run reads its data from one source; set exactly one of data.mock, "
+            "data.data_path, or a path for each part"
         )
     if rl.prompts_or_rollouts and any(sources):
         raise ConfigError(
@@ -80,9 +80,9 @@ def _check_balance(config: RunConfig) -> None:
     packs = chat.packing if chat is not None else data.packing == "best_fit" and data.reset_attention_mask
     if data.balance_batches and not packs:
         raise ConfigError(
-            "data.balance_batches balances attention within the documents of packed samples, but this run does not "
-            "pack separate documents; set sft.packing, or data.packing best_fit with data.reset_attention_mask, or "
-            "leave data.balance_batches out"
+            "data.balance_batches needs packed samples whose documents do not attend to each other; set sft.packing to "
+            "true (pre-training: data.packing to best_fit and data.reset_attention_mask to true), or leave "
+            "data.balance_batches out"
         )
 
 

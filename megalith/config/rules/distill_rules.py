@@ -40,12 +40,14 @@ def check_distillation(config: RunConfig) -> None:
 def _check_teachers(config: RunConfig) -> None:
     distill, teachers = config.distill, config.distill.teachers
     if isinstance(distill.teacher, list) and not teachers:
-        raise ConfigError("distill.teacher is an empty list; name a teacher, or leave distill.teacher out")
+        raise ConfigError(
+            "distill.teacher is an empty list; list at least one teacher, or leave distill.teacher out"
+        )
     if WITHOUT_ADAPTERS in teachers:
         _check_adapters(config, "distill.teacher")
     if len(teachers) != len(distill.teacher_data or teachers[:1]) and (teachers or distill.teacher_data):
         raise ConfigError(
-            f"distill.teacher names {len(teachers)} teachers, but distill.teacher_data names "
+            f"distill.teacher has {len(teachers)} teachers, but distill.teacher_data has "
             f"{len(distill.teacher_data or ())} files; give one file per teacher, or name a single teacher and no "
             "files"
         )
@@ -61,7 +63,7 @@ def _check_teachers(config: RunConfig) -> None:
     if distill.temperature != 1 and (served := [name for name in teachers if is_served(name)]):
         raise ConfigError(
             f"distill.temperature is {distill.temperature:g}, but the server {served[0]} returns log-probabilities "
-            "at temperature 1; set distill.temperature to 1, or name the teacher's folder"
+            "at temperature 1; set distill.temperature to 1, or distill.teacher to a model folder"
         )
     if distill.teacher_data and config.sft.enabled and config.sft.packing:
         raise ConfigError(
@@ -75,8 +77,8 @@ def _check_stored(distill: DistillConfig) -> None:
     if special or len(distill.teachers) > 1 or distill.top_k is not None:
         setting = "distill.top_k" if distill.top_k is not None else f"distill.teacher {distill.teacher}"
         raise ConfigError(
-            f"{setting} and distill.logits_dir are both set, but stored predictions are those of a single model in a "
-            f"folder, with logits_top_k entries; leave {setting} or distill.logits_dir out"
+            f"{setting} and distill.logits_dir are both set, but distill.logits_dir stores the predictions of one "
+            f"model folder, with logits_top_k entries per token; leave {setting} or distill.logits_dir out"
         )
 
 
@@ -86,12 +88,13 @@ def _check_adapters(config: RunConfig, setting: str) -> None:
         return
     if config.lora.rank is None and config.lora.load is None:
         raise ConfigError(
-            f"{setting} is {WITHOUT_ADAPTERS}, but the run trains no adapters; set lora.rank, or name a model's folder"
+            f"{setting} is {WITHOUT_ADAPTERS}, but the run trains no adapters; set lora.rank, or set {setting} to a "
+            "model folder"
         )
     if config.train.fp8_format is not None:
         raise ConfigError(
             f"{setting} is {WITHOUT_ADAPTERS}, but train.fp8_format is {config.train.fp8_format}, whose scales come "
-            "from the model with adapters; leave out fp8_format, or name a model's folder"
+            "from the model with adapters; leave out train.fp8_format, or set the teacher to a model folder"
         )
 
 
@@ -99,8 +102,10 @@ def _check_on_policy(config: RunConfig) -> None:
     distill = config.distill
     if distill.logits_dir is not None:
         raise ConfigError(
-            f"distill.on_policy_fraction is {distill.on_policy_fraction:g}, but distill.logits_dir has predictions for "
-            "the samples of the data alone; leave out logits_dir and name the teacher"
+            f"distill.on_policy_fraction is {distill.on_policy_fraction:g}, but distill.logits_dir only has "
+            "predictions "
+            "for the data, not for answers that the student generates; leave out distill.logits_dir and set "
+            "distill.teacher"
         )
     if not config.sft.enabled or config.sft.packing:
         state = "sft.packing is on" if config.sft.enabled else "sft.enabled is off"

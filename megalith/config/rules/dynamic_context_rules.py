@@ -1,4 +1,4 @@
-"""Rules of parallel.dynamic_context_parallel: unsupported settings are refused by name."""
+"""Rules of parallel.dynamic_context_parallel: the errors name unsupported settings."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def check_dynamic_context(config: RunConfig, ranks: int) -> None:
     largest, tokens, length = degrees[-1], config.tokens_per_pass, config.data.seq_length
     if largest * tokens < length:
         raise ConfigError(
-            f"data.seq_length {length} does not fit on {largest} data × context ranks, the most that one sequence "
-            f"can use, at {tokens} tokens per rank (parallel.max_seqlen_per_dp_cp_rank); set "
-            f"parallel.max_seqlen_per_dp_cp_rank to at least {-(-length // largest)}"
+            f"a sequence can use at most {largest} data × context ranks, which hold {largest} × {tokens} tokens, fewer "
+            f"than data.seq_length {length}; set parallel.max_seqlen_per_dp_cp_rank (now {tokens}) to at least "
+            f"{-(-length // largest)}"
         )
     heads = config.model.num_attention_heads // parallel.tensor_model_parallel_size
     if parallel.cp_comm_type == "a2a" and heads % largest:

@@ -16,8 +16,8 @@ def check_experts(model: ModelConfig) -> None:
         return
     if topk > experts:
         raise ConfigError(
-            f"model.moe_router_topk {topk} is more than model.num_experts {experts}, but the "
-            "experts of a token must differ; lower model.moe_router_topk"
+            f"model.moe_router_topk {topk} is more than model.num_experts {experts}, but a "
+            "token cannot use an expert twice; lower model.moe_router_topk"
         )
     _check_layers(model)
     _check_groups(model)
@@ -41,8 +41,8 @@ def _check_groups(model: ModelConfig) -> None:
     if groups is None or best is None or best > groups or model.num_experts % groups:
         raise ConfigError(
             f"model.moe_router_num_groups is {groups} and model.moe_router_group_topk {best} with "
-            f"{model.num_experts} experts; the groups have to divide the experts, and a token chooses among some of "
-            "the groups: set both settings, or neither"
+            f"{model.num_experts} experts; the number of groups must divide the number of experts, and "
+            "moe_router_group_topk must not exceed the number of groups: set both settings, or neither"
         )
     size = model.num_experts // groups
     if best * size < topk:
@@ -67,7 +67,7 @@ def _check_sinkhorn(model: ModelConfig) -> None:
         if value := getattr(model, name):
             raise ConfigError(
                 f"model.moe_router_load_balancing_type is sinkhorn and model.{name} is {value}, but sinkhorn "
-                "balances the experts alone; leave one of the two out"
+                "already balances the experts without it; leave one of the two out"
             )
 
 

@@ -65,7 +65,7 @@ def check_preference_losses(dpo: DpoConfig) -> None:
     names = dpo.loss_type if isinstance(dpo.loss_type, list) else [dpo.loss_type]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ConfigError(
-            f"dpo.loss_type names {repeated[0]} {names.count(repeated[0])} times; name each loss once, and weight it "
+            f"dpo.loss_type has {repeated[0]} {names.count(repeated[0])} times; list each loss once, and weight it "
             "by dpo.loss_weights"
         )
     if dpo.loss_weights is not None and len(dpo.loss_weights) != len(names):
@@ -76,13 +76,14 @@ def check_preference_losses(dpo: DpoConfig) -> None:
         others := {name for name in names if ":" not in name} - OF_MARGINS - {"sft"}
     ):
         raise ConfigError(
-            f"dpo.f_divergence_type is {dpo.f_divergence_type}, but dpo.loss_type {min(others)} reads log ratios; "
-            f"set dpo.loss_type to {', '.join(sorted(OF_MARGINS))} or sft, or leave dpo.f_divergence_type out"
+            f"dpo.f_divergence_type is {dpo.f_divergence_type}, but dpo.loss_type {min(others)} does not use a "
+            f"divergence; set dpo.loss_type to {', '.join(sorted(OF_MARGINS))} or sft, or leave dpo.f_divergence_type "
+            "out"
         )
     if dpo.ld_alpha is not None and (others := set(names) & (REFERENCE_FREE | SORTED) - {"sft"}):
         raise ConfigError(
-            f"dpo.ld_alpha is {dpo.ld_alpha}, but dpo.loss_type {min(others)} does not read each answer's log ratio "
-            "to a reference; leave dpo.ld_alpha out"
+            f"dpo.ld_alpha is {dpo.ld_alpha}, but dpo.loss_type {min(others)} does not use a log-ratio per answer "
+            "to the reference; leave dpo.ld_alpha out"
         )
     if dpo.use_weighting and (others := set(names) & SORTED):
         raise ConfigError(

@@ -35,7 +35,7 @@ def check_model(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.num_attention_heads {model.num_attention_heads} is not divisible by model.num_query_groups "
             f"{model.query_groups}, but every key and value head serves the same number of query heads; set "
-            "model.num_query_groups to a divisor, or to 0 for as many as heads"
+            "model.num_query_groups to a divisor, or to 0 (as many as query heads)"
         )
     if model.parallel_attn_mlp and model.num_experts is not None and not model.shared_layernorm:
         raise ConfigError(
@@ -195,7 +195,7 @@ def _check_two_stacks(model: ModelConfig) -> None:
     if not 0 < model.encoder_layers < model.num_layers:
         raise ConfigError(
             f"model.encoder_num_layers {model.encoder_layers} of model.num_layers {model.num_layers} leaves no "
-            "layers for the encoder or none for the decoder; change one of the two"
+            "layers for the encoder or the decoder; change one of the two"
         )
     required = {
         "num_experts": None,
@@ -211,8 +211,8 @@ def _check_two_stacks(model: ModelConfig) -> None:
     farthest, buckets = model.relative_attention_max_distance, model.relative_attention_num_buckets
     if model.position_embedding_type == "relative" and farthest <= buckets // 2:
         raise ConfigError(
-            f"model.relative_attention_max_distance {farthest} is not beyond the {buckets // 2} distances that have "
-            f"a bucket each (model.relative_attention_num_buckets {buckets}); raise "
+            f"model.relative_attention_max_distance {farthest} must be larger than {buckets // 2}, the number of "
+            f"distances with a bucket of their own (model.relative_attention_num_buckets {buckets}); raise "
             "model.relative_attention_max_distance, or lower model.relative_attention_num_buckets"
         )
 

@@ -70,8 +70,8 @@ def check_param_groups(optim: OptimConfig) -> None:
             raise ConfigError(f"{name} sets lr {group.lr} and lr_mult {group.lr_mult}; keep one of them")
         if group.lr is not None and not optim.lr:
             raise ConfigError(
-                f"{name} sets lr {group.lr}, to which the schedule of optim.lr is scaled, but optim.lr is "
-                f"{optim.lr}; set optim.lr above 0"
+                f"{name} scales the schedule of optim.lr to lr {group.lr}, but optim.lr is {optim.lr}; set optim.lr "
+                "above 0"
             )
         if all(value is None for key, value in group if key != "pattern"):
             raise ConfigError(
@@ -159,7 +159,7 @@ def _check_lengths(optim: OptimConfig, unit: str, warmup: float, decay: int, wsd
     lowest = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
     if optim.decoupled_lr is not None and max(lowest, optim.lr_warmup_init) > optim.decoupled_lr:
         raise ConfigError(
-            f"optim.decoupled_lr ({optim.decoupled_lr}) is below its lowest rate ({lowest}) or optim.lr_warmup_init "
+            f"optim.decoupled_lr ({optim.decoupled_lr}) is below its minimum ({lowest}) or optim.lr_warmup_init "
             f"({optim.lr_warmup_init}); raise optim.decoupled_lr, or set optim.decoupled_min_lr"
         )
     if optim.lr_decay_style == "constant":

@@ -316,7 +316,7 @@ def check_overlap(config: RunConfig) -> None:
         )
     if config.model.num_experts is not None:
         raise ConfigError(
-            "parallel.tp_comm_overlap does not support the token exchange of experts, but model.num_experts is "
+            "parallel.tp_comm_overlap does not support models with experts, but model.num_experts is "
             f"{config.model.num_experts}; leave parallel.tp_comm_overlap out"
         )
     if parallel.pipeline_schedule == "zero_bubble":

@@ -139,7 +139,7 @@ def check_rollout_correction(rl: RlConfig) -> None:
     if rl.corrects_batches and (rl.interpolates_old_logprobs or rl.uses_critic):
         other = "advantage_estimator is gae" if rl.uses_critic else "prox_logp_method is loglinear"
         raise ConfigError(
-            f"rl.{other}, which rl.rollout_rs and rl.rollout_is_batch_normalize do not support; change "
+            f"rl.{other}, but rl.rollout_rs and rl.rollout_is_batch_normalize do not support it; change "
             f"rl.{other.split()[0]}, or leave rl.rollout_rs and rl.rollout_is_batch_normalize out"
         )
 
@@ -147,7 +147,7 @@ def check_rollout_correction(rl: RlConfig) -> None:
 def _check_cispo_bounds(rl: RlConfig) -> None:
     if rl.epsilon_high is None:
         raise ConfigError(
-            "rl.loss_type is cispo, but rl.epsilon_high, the cap of its ratio, is not setand "
+            "rl.loss_type is cispo, but rl.epsilon_high, the cap of its ratio, is not set, and "
             f"epsilon ({rl.epsilon:g}) would cap every token; set it to 5 (TRL's recommendation), "
             "or rl.clip_ratio_high to 0.28 (verl's and NeMo-RL's spelling of a cap of 1.28)"
         )

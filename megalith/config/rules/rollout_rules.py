@@ -78,17 +78,17 @@ def _check_router_replay(config: RunConfig) -> None:
     if rl.overlap_tools:
         raise ConfigError(
             f"rl.router_replay is {rl.router_replay} and rl.overlap_tools is on, but turns that are sampled while "
-            "tools run return no routes; leave one of the two out"
+            "tools run do not record expert choices; leave one of the two out"
         )
     if rl.agent:
         raise ConfigError(
-            f"rl.router_replay is {rl.router_replay} and rl.agent is set, but the requests of an agent return no "
-            "routes; leave one of the two out"
+            f"rl.router_replay is {rl.router_replay} and rl.agent is set, but the requests of an agent do not "
+            "record expert choices; leave one of the two out"
         )
     if rl.prompts and rl.is_colocated:
         raise ConfigError(
-            f"rl.router_replay is {rl.router_replay}, but vLLM in the trainer's processes returns no routes; set "
-            "rl.engine_url to a server that was started with --enable-return-routed-experts, or rl.engine to own"
+            f"rl.router_replay is {rl.router_replay}, but vLLM in the trainer's processes returns no expert choices; "
+            "set rl.engine_url to a server that was started with --enable-return-routed-experts, or rl.engine to own"
         )
 
 
@@ -108,8 +108,8 @@ def _check_prompts(config: RunConfig) -> None:
     if rl.overlap_tools and rl.is_colocated:
         raise ConfigError(
             "rl.overlap_tools is on and rl.engine is vllm without rl.engine_url, but vLLM in the trainer's "
-            "processes takes no requests while it samples; name a server by rl.engine_url, or set rl.overlap_tools "
-            "to false"
+            "processes takes no requests while it samples; set rl.engine_url to a server, or rl.overlap_tools to "
+            "false"
         )
     if rl.agent and rl.tools_or_environment:
         raise ConfigError(
@@ -119,7 +119,7 @@ def _check_prompts(config: RunConfig) -> None:
     if rl.agent and rl.is_colocated:
         raise ConfigError(
             "rl.agent is set and rl.engine is vllm without rl.engine_url, but vLLM in the trainer's processes takes no "
-            "requests while it samples; name a server by rl.engine_url, or set rl.engine to own"
+            "requests while it samples; set rl.engine_url to a server, or rl.engine to own"
         )
     rewards = len(rl.rewards) + len(rl.reward_model_paths)
     weights = None if rl.reward_weights is None else len(rl.reward_weights) - rewards
@@ -150,7 +150,7 @@ def _check_prompts(config: RunConfig) -> None:
         raise ConfigError("rl.stop_strings has an empty string; give each string at least one character")
     if rl.engine_url in ([], ""):
         raise ConfigError(
-            f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave rl.engine_url out"
+            f"rl.engine is {rl.engine}, but rl.engine_url is empty; set it to a server's address, or leave it out"
         )
     for url in rl.engine_urls:
         check_address(url, "rl.engine_url")
@@ -158,12 +158,12 @@ def _check_prompts(config: RunConfig) -> None:
         check_address(path, "rl.reward_models")
     if repeated := [url for url in rl.engine_urls if rl.engine_urls.count(url) > 1]:
         raise ConfigError(
-            f"rl.engine_url names {repeated[0]} {rl.engine_urls.count(repeated[0])} times; name each "
+            f"rl.engine_url has {repeated[0]} {rl.engine_urls.count(repeated[0])} times; list each "
             "server once"
         )
     if rl.weight_sync_method == "ipc" and rl.engine != "vllm":
         raise ConfigError(
-            f"rl.weight_sync_method is ipc, but rl.engine is {rl.engine}, and only vLLM takes handles of GPU memory; "
+            f"rl.weight_sync_method is ipc, but rl.engine is {rl.engine}, and only vLLM accepts GPU memory handles; "
             "set rl.weight_sync_method to nccl, gloo or checkpoint"
         )
     if rl.weight_sync_method == "lora" and (
@@ -189,7 +189,7 @@ def _check_prompts(config: RunConfig) -> None:
     if rl.max_staleness and rl.is_colocated:
         raise ConfigError(
             f"rl.max_staleness is {rl.max_staleness}, but vLLM without rl.engine_url samples on the trainer's own "
-            "devices, which train meanwhile; name a server on other devices by rl.engine_url, or leave "
+            "devices, which are training at that time; set rl.engine_url to a server on other devices, or leave "
             "rl.max_staleness at 0"
         )
     if rl.max_staleness and rl.max_resamples:
@@ -204,9 +204,13 @@ def _check_prompts(config: RunConfig) -> None:
             "rl.use_decoupled_loss to true, or rl.old_logprobs to rollout"
         )
     room = seq_length + 1 - rl.max_completion_length
-    if (rl.max_prompt_length or 1) > room:
+    if rl.max_prompt_length is None and room < 1:
         raise ConfigError(
-            f"rl.max_prompt_length {rl.max_prompt_length or 'of one token'} and rl.max_completion_length "
-            f"{rl.max_completion_length} together exceed data.seq_length + 1 = {seq_length + 1}; raise "
-            "data.seq_length, or lower one of the two"
+            f"rl.max_completion_length {rl.max_completion_length} leaves no room for a prompt in data.seq_length + 1 = "
+            f"{seq_length + 1} tokens; raise data.seq_length, or lower rl.max_completion_length"
+        )
+    if rl.max_prompt_length is not None and rl.max_prompt_length > room:
+        raise ConfigError(
+            f"rl.max_prompt_length {rl.max_prompt_length} and rl.max_completion_length {rl.max_completion_length} "
+            f"together exceed data.seq_length + 1 = {seq_length + 1}; raise data.seq_length, or lower one of the two"
         )

@@ -167,9 +167,8 @@ def _check_encoder(config: RunConfig) -> None:
         )
     if model.model_type == "bert" and data.mask_prob * (data.seq_length - SPECIAL_COUNT) < 1:
         raise ConfigError(
-            f"data.mask_prob {data.mask_prob} of data.seq_length {data.seq_length} without its {SPECIAL_COUNT} "
-            "special tokens is less than one token, so no token would ever be masked; raise data.mask_prob or "
-            "data.seq_length"
+            f"data.mask_prob {data.mask_prob} × (data.seq_length {data.seq_length} - {SPECIAL_COUNT} special tokens) "
+            "is less than one token, so no token would ever be masked; raise data.mask_prob or data.seq_length"
         )
 
 

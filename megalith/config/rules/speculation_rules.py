@@ -1,4 +1,4 @@
-"""Rules of speculative decoding: models that cannot verify drafts are refused by name."""
+"""Rules of speculative decoding: the errors name why a model cannot verify drafts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_rollout_speculation(rl: RlConfig, model: ModelConfig) -> None:
         return
     if rl.speculative_method == "draft_model" and rl.draft_model is None:
         raise ConfigError(
-            "rl.speculative_method is draft_model, but rl.draft_model is not set; name a smaller model with the "
+            "rl.speculative_method is draft_model, but rl.draft_model is not set; set it to a smaller model with the "
             "policy's tokenizer"
         )
     if rl.speculative_method == "mtp":

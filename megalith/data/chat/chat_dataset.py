@@ -31,10 +31,10 @@ from megalith.errors import DataError
 class ChatDataset:
     """Rows of `seq_length` tokens from samples [first, last) of `samples`.
 
-    Row i is int64 [4, seq_length]: tokens, labels, 1 where the label is learned, and the index n of the sample within
-    the row. For padding, it is ~n, the complement of the last sample's index. `make_chat_batch` collates rows. If the
-    samples have values, a fifth line has them as the bits of float64. For pairs row i is [2, 4, seq_length]: the chosen
-    answers, and the rejected ones.
+    Row i is int64 [4, seq_length]: tokens, labels, 1 where the label is in the loss, and the index n of the sample
+    within the row. For padding, it is ~n, the complement of the last sample's index. `make_chat_batch` collates rows.
+    If the samples have values, a fifth line has them as the bits of float64. For pairs row i is [2, 4, seq_length]: the
+    chosen answers, and the rejected ones.
     """
 
     def __init__(

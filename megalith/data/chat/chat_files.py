@@ -21,8 +21,8 @@ def chat_files(path: DataPath, notes: list[str] | None = None) -> list[Source]:
     entries = parse_entries(path)
     if any(entry.weight is not None or entry.max_epochs is not None for entry in entries):
         raise ConfigError(
-            f"data_path {path!r} has weights or max_epochs, which chat data does not support; name files only, and a "
-            "file twice to use its samples twice as often"
+            f"data_path {path!r} has weights or max_epochs, which chat data does not support; list files only, and "
+            "list a file twice to use its samples twice as often"
         )
     files: list[Source] = []
     for prefix in (entry.path for entry in entries):

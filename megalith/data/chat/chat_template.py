@@ -1,4 +1,4 @@
-"""Renders conversations with chat templates. Returns the text and its learned spans, which count in the loss.
+"""Renders conversations with chat templates. Returns the text and its spans in the loss.
 
 The template is Jinja, run in a sandbox (template_renderer.py) with the names that transformers provides, so templates
 for transformers render the same text. Learned spans are determined in one of three ways. A template may mark the
@@ -81,8 +81,8 @@ class ChatTemplate:
         return _plain(self._marked(messages, add_generation_prompt, arguments))
 
     def text_and_spans(self, chat: Chat, assistant_only: bool) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and its learned spans. Raise ValueError with the reason if they cannot be
-        determined."""
+        """Return the text of a conversation and its spans in the loss. Raise ValueError with the reason if they cannot
+        be determined."""
         if self.tool_use is not None and chat.arguments.get("tools"):
             return self.tool_use.text_and_spans(chat, assistant_only)
         marked = self._marked(chat.messages, False, chat.arguments)
@@ -90,8 +90,8 @@ class ChatTemplate:
         if not assistant_only:
             if any(k >= chat.first for k in chat.unlearned):
                 raise ValueError(
-                    "a message has weight 0 (not learned), but every message is learned if assistant_only_loss is "
-                    "false; set assistant_only_loss to true, or remove the message"
+                    "a message has weight 0 (not in the loss), but every message is in the loss if "
+                    "assistant_only_loss is false; set assistant_only_loss to true, or remove the message"
                 )
             return text, [(self._completion_begin(chat, text) if chat.first else 0, len(text))]
         assistant = [k for k, message in enumerate(chat.messages) if message["role"] == "assistant"]

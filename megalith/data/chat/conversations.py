@@ -6,7 +6,7 @@
 | prompt and completion | `prompt`, `completion`: two texts, or two lists of messages |
 | ShareGPT | `conversations`: [{from, value}]; optional `system`, `tools` |
 | Alpaca | `instruction`, `output`; optional `input`, `system`, `history` |
-| tokens | `input_ids`; optional `labels` (−100: not learned) or a mask of learned tokens |
+| tokens | `input_ids`; optional `labels` (−100: not in the loss) or a mask of the tokens in the loss |
 | preference: prompt and answers | `prompt`, `chosen`, `rejected`: three texts, or three lists of messages |
 | preference: full answers | `chosen`, `rejected`: two texts or conversations; the prompt is their common prefix |
 | preference: tokens | `prompt_ids`, `chosen_ids`, `rejected_ids` |
@@ -34,7 +34,7 @@ LEARNED_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
 UNSUPPORTED_KEYS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
 """Unsupported keys: they would exclude part of a message from the loss."""
 MASKED = "masked"
-"""torchtune's key of a message that is not learned."""
+"""torchtune's key of a message that is not in the loss."""
 SUSPICIOUS = re.compile(r"mask|train|learn|loss|weight", re.IGNORECASE)
 """Names of keys that may exclude something from the loss. A record with such a key is rejected unless the key is
 supported."""
@@ -77,8 +77,8 @@ def parse_record(record: Record) -> list[ParsedSequence]:
     for key in ("label", "kto_tag"):
         if isinstance(label := record.get(key), bool | int | float) and label != 1:
             raise ValueError(
-                f"its {key} is {label!r}, which marks an undesirable answer in KTO's data, but all answers here are "
-                "learned; train on them with `megalith kto`, or remove the key if it means something else"
+                f"{key} is {label!r}, which marks an undesirable answer in KTO data, but SFT trains on every answer; "
+                f"use `megalith kto`, or remove {key} if it means something else"
             )
     return [_parse(record, FORMS)]
 
@@ -251,7 +251,7 @@ def _answer(name: str, prompt: Any, answer: Any, record: Record) -> Chat | Text:
         raise ValueError(f"in the {name} conversation, {error}") from None
     if unlearned := [k for k in chat.unlearned if k >= chat.first]:
         raise ValueError(
-            f"message {min(unlearned) + 1} of the {name} conversation is marked as not learned, but preferences "
+            f"message {min(unlearned) + 1} of the {name} conversation is excluded from the loss, but preferences "
             "compare full answers; move the message to the prompt, or remove it"
         )
     return chat
@@ -267,7 +267,7 @@ PREFERENCES: dict[tuple[str, ...], Callable[[Record], list[ParsedSequence]]] = {
 def _require_messages(**lists: Any) -> None:
     for name, value in lists.items():
         if not isinstance(value, Sequence) or isinstance(value, str):
-            raise ValueError(f"its {name} is {value!r:.60}, not a list of messages")
+            raise ValueError(f"{name!r} must be a list of messages, not {value!r:.60}")
 
 
 def template_arguments(record: Record) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def _check_messages(turns: Any, role_key: str, content_key: str, needs_answer: b
     A message of tool calls has no content if the record has none.
     """
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise ValueError("its conversation is not a list of messages, or has none")
+        raise ValueError("the conversation must be a list of at least one message")
     messages, before = [], None
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping) or role_key not in turn:
@@ -324,8 +324,8 @@ def _check_messages(turns: Any, role_key: str, content_key: str, needs_answer: b
             )
         if role not in FOLLOWS[before]:
             raise ValueError(
-                f"message {number} is the {role}'s {f'after the {before}' if before else 'at the start'}, but it must "
-                f"be the {' or '.join(FOLLOWS[before])}'s"
+                f"message {number} has role {role} {f'after role {before}' if before else 'at the start'}; expected "
+                f"{' or '.join(FOLLOWS[before])}"
             )
         excluded = (role_key, content_key, MASKED, *LEARNED_KEYS, *UNSUPPORTED_KEYS)
         rest = {key: value for key, value in turn.items() if key not in excluded and value is not None}
@@ -333,43 +333,43 @@ def _check_messages(turns: Any, role_key: str, content_key: str, needs_answer: b
             _check_learned(number, role, turn)
         content = _content(turn.get(content_key))
         if not content.strip() and not rest.get("tool_calls"):
-            raise ValueError(f"message {number}, the {role}'s, is empty")
+            raise ValueError(f"message {number} ({role}) is empty")
         # As in transformers, a message of tool calls without content has no such key: templates may test it.
         stated = {} if turn.get(content_key) is None else {"content": content}
         messages.append({"role": role, **stated, **rest})
         before = role
     if needs_answer and all(message["role"] != "assistant" for message in messages):
-        raise ValueError("it has no message of the assistant")
+        raise ValueError("it has no assistant message")
     return messages
 
 
 def _check_learned(number: int, role: str, turn: Mapping[str, Any]) -> None:
-    """Raise ValueError if a key that marks the message as learned or not is unsupported or has a wrong value."""
+    """Raise ValueError if a key that excludes the message from the loss is unsupported or has a wrong value."""
     for key in UNSUPPORTED_KEYS:
         if turn.get(key) is not None:
             raise ValueError(
-                f"message {number} has {key}, but a message is learned as a whole or not at all; "
-                "set its weight to 1 or 0, or give tokens with a mask"
+                f"message {number} has {key}, but a message is in the loss as a whole or not at all; "
+                "set its weight to 1 or 0, or use input_ids with a loss_mask"
             )
     for key in (*LEARNED_KEYS, MASKED):
         value = turn.get(key)
         if value not in (None, 0, 1):
             learned, other = (0, 1) if key == MASKED else (1, 0)
             raise ValueError(
-                f"message {number} has {key} {value!r}; give {learned} (learned) or {other} (not learned)"
+                f"message {number} has {key} {value!r}; use {learned} (in the loss) or {other} (not in the loss)"
             )
         is_learned = value is not None and bool(value) != (key == MASKED)
         if is_learned and role != "assistant":
             raise ValueError(
-                f"message {number}, the {role}'s, has {key} {value!r}, but only the assistant's messages "
-                "can be learned; remove the key"
+                f"message {number} ({role}) has {key} {value!r}, but only assistant messages can be in the loss; "
+                f"remove {key}"
             )
     for key, value in turn.items():
         is_read = key in (*LEARNED_KEYS, MASKED)
         if not is_read and SUSPICIOUS.search(key) and isinstance(value, bool | int | float | list):
             raise ValueError(
-                f"message {number} has {key} {value!r:.60}, which is not read; set its weight to 1 (learned) or 0 (not "
-                "learned), or remove the key"
+                f"message {number} has {key} {value!r:.60}, which is not a supported key; set the message's weight to "
+                f"1 (in the loss) or 0 (not in the loss), or remove {key}"
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 Record = Mapping[str, Any]
 
 MASKS = ("completion_mask", "assistant_masks", "loss_mask", "response_mask")
-"""Keys of masks with one number per token; 0 marks tokens that are not learned."""
+"""Keys of masks with one number per token; 0 marks tokens that are not in the loss."""
 OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # of tokenizers
 SAMPLE_WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight", "loss_weights")
 MEDIA = ("image", "images", "pixel_values", "videos", "audios")
@@ -82,16 +82,18 @@ def _reject_system(record: Record, keys: tuple[str, ...], first: Any) -> None:
 
 def _reject(record: Record, key: str, remedy: str) -> None:
     if record.get(key):
-        raise ValueError(f"its {key} is {record[key]!r:.60}, which its form does not read; {remedy}")
+        raise ValueError(
+            f"its {key} is {record[key]!r:.60}, which is not used with the record's other keys; {remedy}"
+        )
 
 
 def _reject_masks(record: Record, read: Sequence[str]) -> None:
     for key, value in record.items():
         is_mask = "mask" in key and isinstance(value, Sequence) and not isinstance(value, str)
         if key == "mask" and isinstance(value, str):
-            is_mask = ROLES.get(value.lower()) != "user"  # NeMo: the role that is not learned
+            is_mask = ROLES.get(value.lower()) != "user"  # NeMo: the role that is not in the loss
         if is_mask and key not in (*read, *OTHER_MASKS):
             raise ValueError(
-                f"it has {key}, which its form does not read; give input_ids with loss_mask (1: learned), or remove "
-                "the key"
+                f"it has {key}, which is not used with the record's other keys; use input_ids with loss_mask (1: in "
+                f"the loss), or remove {key}"
             )

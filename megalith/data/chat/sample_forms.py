@@ -38,14 +38,14 @@ from megalith.data.chat.turns import Span
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text with learned spans and without an end-of-document token."""
+    """A text with the spans that are in the loss, and without an end-of-document token."""
 
     text: str
     spans: list[Span]
 
 
 class ParsedSample(NamedTuple):
-    """The sequences of a sample, and its value: a number, one number per learned span, or None."""
+    """The sequences of a sample, and its value: a number, one number per span in the loss, or None."""
 
     sequences: list[ParsedSequence | MarkedText]
     value: float | list[float] | None = None
@@ -53,7 +53,7 @@ class ParsedSample(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleForm:
-    """A form of samples."""
+    """A format of samples: the conversion of records to samples, and the sequences in each."""
 
     parse: Callable[[Record, ChatConfig], list[ParsedSample]]
     """Returns the samples of a record. Raises ValueError with the reason if it is unusable."""
@@ -77,7 +77,7 @@ def _conversations(record: Record, chat: ChatConfig) -> list[ParsedSample]:
 def _weighted_pairs(record: Record, chat: ChatConfig) -> list[ParsedSample]:
     value = _number(record, "weight") if record.get("weight") is not None else None
     if value is not None and value < 0:
-        raise ValueError(f"its weight is {value:g}, but weights must be at least 0; correct the weight")
+        raise ValueError(f"weight is {value:g}, but weights must be at least 0; correct the weight")
     return [ParsedSample(parse_preference(_without(record, "weight")), value)]
 
 
@@ -198,7 +198,7 @@ SAMPLE_FORMS: dict[str, SampleForm] = {  # by ChatConfig.record_form
 def token_values(value: float | list[float] | None, learned: np.ndarray, default: float) -> np.ndarray:
     """Return the sample's value at each of its tokens, float32 [tokens], or `default` if it has no value.
 
-    A list has one value per learned stretch of tokens. Raise ValueError if the tokens have fewer stretches, which
+    A list has one value per stretch of tokens in the loss. Raise ValueError if the tokens have fewer stretches, which
     happens if the tokenizer merges two.
     """
     if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Tokenized chat data: all samples of the files, with a mask of the learned tokens, which count in the loss.
+"""Tokenized chat data: all samples of the files, with a mask of the tokens in the loss.
 
 A sample is a sequence of tokens, or two, such as a chosen and a rejected answer, each after its prompt
 (sample_forms.py). An unusable sample ends the run with file, line and number, or is counted (`skip_bad_samples`).
@@ -31,7 +31,7 @@ ENDLESS = (
     "rendered without an end token after any answer, so the model does not learn to stop; change the chat template to "
     "end the assistant's turns with one"
 )
-Encoded = tuple[np.ndarray, np.ndarray]  # int64 ids [tokens], and bool [tokens], True if learned
+Encoded = tuple[np.ndarray, np.ndarray]  # int64 ids [tokens], and bool [tokens], True for those in the loss
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Samples:
         return np.diff(self.starts)
 
     def identity(self) -> str:
-        """Return the SHA-256 of tokens, lengths and learned tokens, in hexadecimal."""
+        """Return the SHA-256 of tokens, lengths and loss masks, in hexadecimal."""
         digest = hashlib.sha256()
         for array in (
             self.tokens,
@@ -148,7 +148,7 @@ class _Reader:
             progress.add(len(batch))
 
     def _text_or_tokens(self, sequence: ParsedSequence | MarkedText) -> Tokens | tuple[str, list[Span], bool]:
-        """Return the sequence's tokens. For text, return instead the text, its learned spans, and True unless a
+        """Return the sequence's tokens. For text, return instead the text, its spans in the loss, and True unless a
         template rendered it.
         """
         if isinstance(sequence, Tokens):
@@ -206,7 +206,7 @@ class _Reader:
     def _with_special_tokens(
         self, encoding: tuple[list[int], list[bool]] | str, is_plain: bool
     ) -> Tokens | str:
-        """Return the tokens of a text. Add the tokenizer's special tokens and a learned end of document to plain text.
+        """Return the tokens of a text. Add special tokens, and an end of document that is in the loss, to plain text.
 
         Text from a template stays as it is, because templates write their own special tokens.
         """
@@ -220,7 +220,7 @@ class _Reader:
         return Tokens([*before, *ids, *after], [False] * len(before) + learned + [True] * len(after))
 
     def _has_end(self, answer: Tokens) -> bool:
-        """Return True if a learned stretch ends with a special token, ignoring spaces after it."""
+        """Return True if a stretch of tokens in the loss ends with a special token, ignoring spaces after it."""
         ids, learned = answer.ids, answer.learned
         ends = (k for k in range(len(ids)) if learned[k] and not (k + 1 < len(ids) and learned[k + 1]))
         return any(self._ends_at(ids, learned, k) for k in ends)
@@ -239,10 +239,10 @@ class _Reader:
                 index = int(out_of_range.argmax())
                 suffix = f" of {name}" if self.is_preference else ""
                 raise ValueError(
-                    f"token {index}{suffix} is {ids[index]}, but the vocabulary has {self.vocab_size:,}"
+                    f"token {index}{suffix} is {ids[index]}, but the vocabulary has {self.vocab_size:,} entries"
                 )
             if not learned[1:].any():  # the first token follows nothing
-                raise ValueError(f"{name} has no token to learn")
+                raise ValueError(f"{name} has no token in the loss")
         if self.is_preference:
             # A token may extend into the prompt, so both answers start at the earlier one.
             start = min(int(learned.argmax()) for _, learned in sequences)
@@ -291,7 +291,7 @@ class _Reader:
                 kept = slice(-self.max_tokens, None)
         sequences = [(ids[kept], learned[kept]) for ids, learned in sequences]
         if not all(learned[1:].any() for _, learned in sequences):
-            self.counts["dropped, with nothing to learn after truncation"] += 1
+            self.counts["dropped, with no token in the loss after truncation"] += 1
             return []
         self.counts[f"truncated ({self.chat.truncation_mode})"] += 1
         return sequences

@@ -193,7 +193,7 @@ def open_dataset(path: Path | HubDataset) -> Any:
     if isinstance(dataset, Mapping):
         names = list(dataset)
         raise ConfigError(
-            f"{path} has the splits {', '.join(names)}; name the folder of one, such as {path / names[0]} (in "
+            f"{path} has the splits {', '.join(names)}; pass the folder of one, such as {path / names[0]} (in "
             "training, as data.train_data_path and data.valid_data_path)"
         )
     for file in getattr(dataset, "cache_files", ()):

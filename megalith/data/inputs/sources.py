@@ -63,7 +63,7 @@ def expand_inputs(inputs: Sequence[str | Path | Source], notes: list[str] | None
         for match, is_source in matches.items():
             sources += [match] if is_source else _files_of(match, [] if notes is None else notes)
     if not sources:
-        raise DataError("no input; name at least one file, such as text.jsonl")
+        raise DataError("there is no input file; pass at least one, such as text.jsonl")
     seen: set[Source] = set()
     for source in sources:
         if source in seen:
@@ -196,7 +196,7 @@ def _files_of(source: Path | StorePath, notes: list[str]) -> list[Source]:
     if not files:
         present = f" (it has {shorten(others)})" if others else ""
         raise DataError(
-            f"the folder {source} has no file that ends in {', '.join(ENDINGS)}{present}; name its files"
+            f"the folder {source} has no file that ends in {', '.join(ENDINGS)}{present}; pass its files"
         )
     if others:
         notes.append(f"{source}: {len(others):,} files of other kinds are not read: {shorten(others)}")

@@ -61,6 +61,6 @@ def require_tokenizer(kind: DatasetKind) -> Tokenizer:
     if kind.tokenizer is None:
         raise ConfigError(
             f"model.model_type {kind.model.model_type} masks words, which needs a tokenizer, but data.tokenizer_type "
-            "is not set; name the tokenizer that data.data_path was preprocessed with"
+            "is not set; set it to the tokenizer that data.data_path was preprocessed with"
         )
     return kind.tokenizer

@@ -60,9 +60,7 @@ def write_dataset(
             'one {"text": "…"} per document, or .txt files, and pass them as --input'
         )
     if output.exists() and not overwrite:
-        raise DataError(
-            f"{output} exists and is not overwritten; pass it as --input, or set overwrite (--overwrite)"
-        )
+        raise DataError(f"{output} already exists; pass it as --input, or set overwrite (--overwrite)")
     if source.endswith(".parquet"):
         (path,) = expand_inputs([source])
     else:
@@ -91,7 +89,7 @@ def write_stdlib_corpus(output_jsonl: str | Path, *, overwrite: bool = False) ->
     output = Path(output_jsonl)
     if output.exists() and not overwrite:
         raise DataError(
-            f"{output} exists and is not overwritten; remove it, choose another output, or set overwrite (--overwrite)"
+            f"{output} already exists; remove it, choose another output, or set overwrite (--overwrite)"
         )
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root) for path in root.rglob("*.py")]

@@ -224,7 +224,7 @@ def _processes(encoder: BlockEncoder, workers: int) -> Iterator[Executor | None]
         )
     except OSError as error:
         raise DataError(
-            f"{workers} worker processes cannot be started ({error.strerror}), for which they need space in "
+            f"{workers} worker processes cannot be started ({error.strerror}): they need space in "
             "/dev/shm; free some, or set 0 workers to encode in the main process"
         ) from error
     try:
@@ -299,10 +299,10 @@ def _check_arguments(
     if append_eod and tokenizer.eod is None:
         raise ConfigError(
             f"append_eod is set, but this {tokenizer.tokenizer_type} of {tokenizer.vocab_size} entries has no "
-            "end-of-document token; name an eos_token in its tokenizer_config.json, or leave append_eod out"
+            "end-of-document token; add an eos_token to its tokenizer_config.json, or leave append_eod out"
         )
     if isinstance(json_keys, str) or not json_keys or len(set(json_keys)) < len(json_keys):
-        raise ConfigError(f"json_keys {json_keys!r} is not a list of different keys; name each key once")
+        raise ConfigError(f"json_keys {json_keys!r} is not a list of different keys; list each key once")
     for key in json_keys:
         if "/" in key or os.sep in key:
             raise ConfigError(f"json key {key!r} has a path separator and cannot name a file; rename the key")

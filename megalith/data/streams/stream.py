@@ -13,7 +13,7 @@ State = dict[str, Any]  # JSON
 class SampleStream(ABC):
     """A dataset whose items are read at ascending positions.
 
-    Every data-parallel rank reads its own positions. Samples depend on the position alone, not on the ranks.
+    Every data-parallel rank reads its own positions. Samples depend only on the position, not on the ranks.
     """
 
     @abstractmethod

@@ -120,7 +120,7 @@ class Tokenizer(ABC):
                 marks += [mark] * len(stretch_ids)
             position = end
         if list(self._without_prefix(text)) != ids:
-            return "it has a token that is only partly in a learned span"
+            return "it has a token that is only partly in the loss"
         return ids, marks
 
     def _without_prefix(self, text: str) -> list[int]:

@@ -77,7 +77,7 @@ def train_tokenizer(
     path = Path(output) if str(output).endswith(".json") else Path(output) / "tokenizer.json"
     if path.exists() and not overwrite:
         raise DataError(
-            f"{path} exists and is not overwritten; remove it, choose another output, or set overwrite (--overwrite)"
+            f"{path} already exists; remove it, choose another output, or set overwrite (--overwrite)"
         )
 
     notes: list[str] = []

@@ -100,9 +100,9 @@ class Accelerator(accelerate.Accelerator):
         replica, replicas = self._replica
         if options.split_batches and replicas * count > 1:
             raise ConfigError(
-                "split_batches is true, but here a dataloader's batch is one micro-batch, and each replica reads "
-                f"{count} of them per iteration; leave split_batches out, and divide the dataloader's batch_size by "
-                f"{replicas} replicas × num_micro_batches {count} = {replicas * count}"
+                "split_batches is true, but in Megalith a dataloader's batch is one micro-batch, and each replica "
+                f"reads {count} of them per iteration; leave split_batches out, and divide the dataloader's "
+                f"batch_size by {replicas} replicas × num_micro_batches {count} = {replicas * count}"
             )
         if options.use_stateful_dataloader:
             raise ConfigError(
@@ -117,7 +117,7 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def _prepare_megatron_lm(self, *args: Any) -> Any:
-        """Prepare the arguments in order. Every rank calls it with the same kinds of arguments."""
+        """Prepare the arguments in order. Collective over all ranks, which pass the same kinds of arguments."""
         plugin = self._plugin
         # Objects that are already prepared are returned unchanged.
         already = (*self._models, *self._optimizers, *self._dataloaders, *self._schedulers)
@@ -126,7 +126,7 @@ class Accelerator(accelerate.Accelerator):
         modules = [obj for obj in new if isinstance(obj, nn.Module)]
         if len(modules) > 1 or (modules and self._engine is not None):
             raise ConfigError(
-                "prepare was called with a second model, but an Accelerator trains one model here; prepare the "
+                "prepare was called with a second model, but Megalith's Accelerator trains one model; prepare the "
                 "others with another Accelerator without the plugin, or leave them unprepared"
             )
         self._set_batch(new)
@@ -283,7 +283,7 @@ class Accelerator(accelerate.Accelerator):
         return self._engine
 
     def gather(self, tensor: Any) -> Any:
-        """Return the tensors of all data-parallel replicas, concatenated along dim 0. Every rank calls it."""
+        """Return the tensors of all data-parallel replicas, concatenated along dim 0. Collective over all ranks."""
         if not self._uses_megalith:
             return super().gather(tensor)
         with replica_collective_call("gather"):
@@ -305,7 +305,7 @@ class Accelerator(accelerate.Accelerator):
             yield share
 
     def check_trigger(self) -> bool:
-        """Return True if any process has called `set_trigger`. Every rank calls it."""
+        """Return True if any process has called `set_trigger`. Collective over all ranks."""
         if not self._uses_megalith:
             return super().check_trigger()
         flag = torch.zeros((), dtype=torch.int64, device=self.device) + (self.flag_tensor or 0)
@@ -327,14 +327,14 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(lambda t: t[: state.remainder], data) if tensors else data[: state.remainder]
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        """Return the script's model with the current weights. Every rank calls it for a prepared model."""
+        """Return the script's model with the current weights. Collective over all ranks for a prepared model."""
         if isinstance(model, MegatronEngine):
             with collective_call("unwrap_model"):
                 return model.hugging_face_module()
         return super().unwrap_model(model, *args, **options)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return the full state dict on every rank's CPU. Every rank calls it for a prepared model."""
+        """Return the full state dict on every rank's CPU. Collective over all ranks for a prepared model."""
         if isinstance(model, MegatronEngine):
             with collective_call("get_state_dict"):
                 return model.hugging_face_module().state_dict()
@@ -343,7 +343,7 @@ class Accelerator(accelerate.Accelerator):
     def save_model(
         self, model: nn.Module, save_directory: str | os.PathLike, *args: Any, **options: Any
     ) -> None:
-        """Write the full model's weights and config.json. Every rank calls it for a prepared model."""
+        """Write the full model's weights and config.json. Collective over all ranks for a prepared model."""
         if not isinstance(model, MegatronEngine):
             super().save_model(model, save_directory, *args, **options)
             return
@@ -355,7 +355,7 @@ class Accelerator(accelerate.Accelerator):
         self.wait_for_everyone()
 
     def save_state(self, output_dir: str | None = None, *args: Any, **options: Any) -> Any:
-        """Save model, optimizer and schedulers, for any layout. Every rank calls it. Returns the folder."""
+        """Save model, optimizer and schedulers, for any layout. Collective over all ranks. Returns the folder."""
         with collective_call("save_state") if self._uses_megalith else nullcontext():
             folder = super().save_state(output_dir, *args, **options)
         if self._uses_megalith and self.is_main_process:
@@ -365,7 +365,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:
-        """Load what `save_state` saved, in any layout. Every rank calls it."""
+        """Load what `save_state` saved, in any layout. Collective over all ranks."""
         with collective_call("load_state") if self._uses_megalith else nullcontext():
             super().load_state(input_dir, *args, **options)
         if not self._uses_megalith or self._engine is None or self._plugin.no_load_optim:

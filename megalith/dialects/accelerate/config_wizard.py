@@ -154,7 +154,7 @@ def truth(answer: str) -> bool:
 
 
 def count(answer: str) -> int:
-    """Parse a whole number from 1."""
+    """Parse a whole number of at least 1."""
     if not answer.isdecimal() or int(answer) < 1:
         raise ValueError("answer with a whole number of at least 1")
     return int(answer)

@@ -111,7 +111,7 @@ class MegalithTrainer(Trainer):
             self.args.average_tokens_across_devices = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model. Every rank calls it, as the Trainer does, and waits for the folder."""
+        """Write the model. Collective over all ranks, as in the Trainer; each waits for the folder."""
         with self._gathered_weights():
             super().save_model(output_dir, _internal_call)
         self.accelerator.wait_for_everyone()

@@ -62,9 +62,7 @@ def run_command(words: Sequence[str]) -> int:
         print(__doc__)
         return 0
     if words[0] not in COMMANDS:
-        raise ConfigError(
-            f"there is no command `megalith accelerate {words[0]}`{nearest_of(words[0], COMMANDS)}"
-        )
+        raise ConfigError(f"unknown command `megalith accelerate {words[0]}`{nearest_of(words[0], COMMANDS)}")
     return COMMANDS[words[0]](list(words[1:]))
 
 
@@ -215,7 +213,7 @@ def _environment(file_config: dict[str, Any]) -> dict[str, str]:
 
 
 def run_script(words: Sequence[str]) -> int:
-    """Run a script, or `-m` a module, in this process with Megalith's classes."""
+    """Run a script, or with `-m` a module, in this process, with Megalith's classes in place of Accelerate's."""
     if not words or words == ["-m"]:
         raise ConfigError(
             "python -m megalith.accelerate needs a script: python -m megalith.accelerate SCRIPT.py …"
@@ -258,7 +256,7 @@ def _hook(words: list[str]) -> Path:
 
 
 def config(words: list[str]) -> int:
-    """Ask the questions and write the file."""
+    """Ask the questions of `accelerate config`, and write the configuration file."""
     from megalith.dialects.accelerate.config_wizard import run_wizard
 
     return run_wizard(words)

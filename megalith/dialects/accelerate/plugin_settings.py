@@ -107,17 +107,19 @@ def run_config(
     # Accelerate's launcher always sets this one, usually to False.
     unset = () if plugin.use_precision_aware_optimizer else ("use_precision_aware_optimizer",)
     notes += [
-        f"{name} has no effect here: {reason}"
+        f"{name} has no effect in Megalith: {reason}"
         for name, reason in NO_EFFECT.items()
         if plugin.is_set(name) and name not in unset
     ]
     notes += [
-        f"{name} is for encoders, and has no effect here" for name in ENCODER_FIELDS if plugin.is_set(name)
+        f"{name} is for encoders, and has no effect in Megalith"
+        for name in ENCODER_FIELDS
+        if plugin.is_set(name)
     ]
     if hf_config.get("output_router_logits"):
         notes.append(
             "output_router_logits: set moe_aux_loss_coeff in other_megatron_args for a load-balancing loss, which is "
-            "computed per layer here; transformers computes one over all layers"
+            "computed per layer in Megalith; transformers computes one over all layers"
         )
     check_layout(config, processes)
     return config, [*notes, *idle_notes(config)]
@@ -223,7 +225,7 @@ def _recompute(plugin: MegatronLMPlugin, notes: list[str], checkpoints: bool) ->
             notes.append(
                 "distribute_checkpointed_activations and partition_activations have no effect: they shard the saved "
                 "inputs of recomputed layers over tensor parallelism, which needs full recomputation and tp_degree "
-                f"above 1 without sequence_parallelism (here {granularity or 'no'} recomputation, {plugin.tp_degree})"
+                f"above 1 without sequence_parallelism (now {granularity or 'no'} recomputation, {plugin.tp_degree})"
             )
     return settings
 

@@ -105,7 +105,7 @@ def init_process_groups(cpu: bool, timeout: timedelta) -> None:
 
 
 def track_call_order() -> None:
-    """Start checking that all ranks make the same collective calls in the same order. Every rank calls it."""
+    """Start checking that all ranks make the same collective calls in the same order. Collective over all ranks."""
     state = AcceleratorState._shared_state
     if CALLS not in state and dist.is_initialized() and dist.get_world_size() > 1:
         state[CALLS] = CallOrder(dist.get_rank(), dist.get_world_size(), clone_store(timedelta(seconds=30)))

@@ -29,8 +29,8 @@ from megalith.errors import ConfigError, shorten
 from megalith.parallel.gather import global_tensors
 
 ADAPTERS = (
-    "Accelerate scripts cannot train adapters here: call merge_and_unload() first, or train with `megalith train` or "
-    "`megalith sft` and lora.rank"
+    "Accelerate scripts cannot train adapters with Megalith: call merge_and_unload() first, or train with `megalith "
+    "train` or `megalith sft` and lora.rank"
 )
 
 

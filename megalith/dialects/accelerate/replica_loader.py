@@ -227,7 +227,7 @@ def check_same_on_all_ranks(batch: Any) -> None:
 
 
 def prepare_loader(loader: DataLoader, sharding: ReplicaSharding) -> DataLoader:
-    """Return the script's loader restricted to one replica. Every rank calls it.
+    """Return the script's loader restricted to one replica. Collective over all ranks.
 
     Raises ConfigError for a loader without a batch size.
     """

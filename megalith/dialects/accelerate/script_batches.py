@@ -87,7 +87,7 @@ def reject_token_types(types: Tensor, module: nn.Module) -> None:
     if "token_type_ids" in inspect.signature(type(module).forward).parameters:
         raise ConfigError(
             f"the model was called with token_type_ids, for which transformers' {name} adds embeddings that are not "
-            f"supported here; {advice}"
+            f"supported; {advice}"
         )
     if bool(types.any()):
         raise ConfigError(

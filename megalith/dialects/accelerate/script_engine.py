@@ -78,7 +78,7 @@ from megalith.training.process import detect_machine, prepare_process
 class MegatronEngine(nn.Module):
     """A prepared model. `engine(**batch)` takes this replica's samples and returns the Hugging Face model's outputs.
 
-    Every rank calls it; the ranks of one replica pass the same samples.
+    Collective over all ranks; the ranks of one replica pass the same samples.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class MegatronEngine(nn.Module):
         return state | {name: torch.tensor(value) for name, value in self._constants.items()}
 
     def hugging_face_module(self) -> nn.Module:
-        """Return the script's model with the current weights, on the CPU in its dtype. Every rank calls it."""
+        """Return the script's model with the current weights, on the CPU in its dtype. Collective over all ranks."""
         module, state, version = self._module[0], self.published_state(), self._weights_version
 
         def is_outdated() -> bool:
@@ -405,12 +405,12 @@ class MegatronEngine(nn.Module):
     def save_checkpoint(self, output_dir: str | Path) -> None:
         """Save model and optimizer so that any layout can load them.
 
-        Accelerate's save_state calls it on every rank.
+        Collective over all ranks; Accelerate's save_state calls it.
         """
         save_engine(self, output_dir)
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
-        """Load the checkpoint of `save_checkpoint` in any layout. Accelerate's load_state calls it on every rank."""
+        """Load the checkpoint of `save_checkpoint` in any layout. Collective over all ranks."""
         manifest = load_engine(self, input_dir)
         self._loaded_step = manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
         self.consumed_samples = manifest.consumed_samples

@@ -169,7 +169,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Clip and apply the gradients of the step, then clear them. Every rank calls it.
+        """Clip and apply the gradients of the step, then clear them. Collective over all ranks.
 
         A step with a non-finite gradient changes nothing. Without gradients nothing happens.
         """
@@ -205,7 +205,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def clip_norm(self, max_norm: float) -> Tensor:
         """Scale the step's gradients as torch's clip_grad_norm_ does; replaces the plugin's clipping.
 
-        Every rank calls it. Returns the global norm before clipping, equal on every rank.
+        Collective over all ranks. Returns the global norm before clipping, equal on every rank.
         """
         self.gradients.attach()
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -265,7 +265,7 @@ class CallGradients:
         self._optimizer, self._gradients, self._tallies = optimizer, gradients, tallies
 
     def accumulate(self, weight: Tensor) -> None:
-        """Add `weight` times the gradients to the step's gradients. Raises ConfigError if called twice."""
+        """Add this loss's gradients, times `weight`, to the step's gradients. Raises ConfigError if called twice."""
         if self._gradients is None:
             raise ConfigError(
                 "backward was already called on this loss, and its gradients were used; call the model again for a "
@@ -359,8 +359,8 @@ def _group_of(
     if any(other != options[0] for other in options):
         labels = [f"group {n}" if n is not None else "no group" for n in dict.fromkeys(indices)]
         raise ConfigError(
-            f"{' and '.join(labels)} of the optimizer have different learning rates or weight decays, but the "
-            f"parameters in them that form {name} are one tensor here; put these parameters in one group"
+            f"{' and '.join(labels)} of the optimizer have different learning rates or weight decays, but "
+            f"Megalith stores the parameters of {name} in one tensor; put them in one group"
         )
     return indices[0] if indices else None
 

@@ -350,7 +350,7 @@ def _encoder_step(
             )
     if not engine.run.model.add_lm_head:
         raise ConfigError(
-            "the model has no masked-language-model head, so it cannot be trained here; prepare a BertForMaskedLM or a "
+            "the model has no masked-language-model head, so it cannot be trained; prepare a BertForMaskedLM or a "
             "BertForPreTraining"
         )
     tokens = {name: getattr(engine.config, name, None) for name in ("decoder_start_token_id", "pad_token_id")}

@@ -1,4 +1,4 @@
-"""Calls of a prepared model that have no equivalent here, and what to call instead."""
+"""Calls of a prepared model that Megalith does not have, and what to call instead."""
 
 from __future__ import annotations
 

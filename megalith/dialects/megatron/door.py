@@ -78,7 +78,7 @@ def run_command(words: list[str]) -> int:
         return pretrain(words)
     if words[0] not in COMMANDS:
         hint = did_you_mean(words[0], COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
-        raise ConfigError(f"there is no command {words[0]!r} for Megatron{hint}")
+        raise ConfigError(f"unknown command {words[0]!r} for Megatron{hint}")
     return COMMANDS[words[0]](words[1:])
 
 
@@ -87,7 +87,7 @@ def pretrain(words: list[str], program: str = "pretrain-gpt") -> int:
     from megalith.dialects.megatron.translate import in_flags, translate
 
     if {"-h", "--help"} & set(words):
-        print(f"{__doc__}\n`megalith megatron flags` lists Megatron's flags and what each means here.")
+        print(f"{__doc__}\n`megalith megatron flags` lists Megatron's flags and what each means in Megalith.")
         return 0
     parser = CommandParser(program)
     parser.add_argument("--emit", metavar="FILE")
@@ -235,7 +235,7 @@ def _why_nothing_started(code: int) -> str:
     ended = f"ended with exit code {code} before it started any of {', '.join(FILES)}"
     if code == COMMAND_NOT_FOUND:
         return (
-            f"{ended}, because a command of the script is not installed here (see bash's message); use torchrun or "
+            f"{ended}, because a command of the script is not installed (see bash's message); use torchrun or "
             "python in its place: Megalith needs no deepspeed, mpirun, srun or nsys to run on one machine"
         )
     return (

@@ -44,7 +44,7 @@ class Derives:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A flag without effect here. One note lists all of them."""
+    """A flag without effect in Megalith. One note lists all of them."""
 
     takes: str
     means: str

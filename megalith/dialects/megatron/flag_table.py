@@ -1,4 +1,4 @@
-"""Table of all 877 flags of Megatron-LM's command line (core 0.20.0) with their meaning here.
+"""Table of all 877 flags of Megatron-LM's command line (core 0.20.0) with their meaning in Megalith.
 
 Flags without effect are in no_effect_flags.py, refused ones in refused_flags.py, and flags that core 0.20.0 does not
 have in other_flags.py. Settings that depend on several flags are computed in derive/.

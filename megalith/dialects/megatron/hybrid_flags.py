@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 PATTERN = "--hybrid-layer-pattern"
 STACK_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")  # the specs of Megatron's own hybrid layers
 UNSUPPORTED = {
-    "|": "sets the boundaries of pipeline stages, which are chosen from the number of layers here",
+    "|": "sets the boundaries of pipeline stages, which Megalith chooses from the number of layers",
     "D": "is sparse attention (DSA), which is not supported",
     "+": "is latent attention, which is not supported in a pattern",
 }
@@ -70,7 +70,7 @@ def _without_mtp(flags: ParsedFlags, flag: str, pattern: str) -> str:
     if others := [part for part in mtp if part != expected]:
         flags.problems.append(
             f"{flag} {'/'.join([pattern, *mtp])} is refused: its layers of multi-token prediction are {others[0]!r}, "
-            f"but here each has attention and {'experts' if 'E' in pattern else 'an MLP'}; write /{expected}"
+            f"but in Megalith each has attention and {'experts' if 'E' in pattern else 'an MLP'}; write /{expected}"
         )
         return pattern
     if flags["--mtp-num-layers"] not in (None, len(mtp)):

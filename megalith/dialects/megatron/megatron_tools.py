@@ -50,7 +50,7 @@ def run_preprocess_data(words: list[str]) -> int:
             )
     ignored = [flag for flag in (*SPREAD, *SPREAD_SWITCHES) if getattr(options, _name(flag))]
     if ignored:
-        print(f"note: these options have no effect here: {' '.join(ignored)}")
+        print(f"note: these options have no effect in Megalith: {' '.join(ignored)}")
     from megalith.data.preprocessing.preprocess import preprocess
     from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 

@@ -1,6 +1,6 @@
-"""Megatron-LM flags that have no effect here, grouped by reason.
+"""Megatron-LM flags that have no effect in Megalith, grouped by reason.
 
-A reason completes the sentence "has no effect here: …". A flag that takes a value is written FLAG=TAKES
+A reason completes the sentence "has no effect in Megalith: …". A flag that takes a value is written FLAG=TAKES
 (flag_kinds.py).
 """
 
@@ -223,7 +223,7 @@ BY_REASON = {
     "there is no random state: initial weights, dropout and data order depend only on the seed": """
         --no-load-rng --no-save-rng
     """,
-    "it tunes dispatchers that do not exist here": """
+    "it tunes dispatchers that Megalith does not have": """
         --moe-flex-dispatcher-backend=deepep|hybridep|ncclep --moe-hybridep-num-sms=int
         --moe-flex-dispatcher-num-sms=int --moe-combine-bwd-dtype=bf16|mxfp8 --moe-deepep-num-sms=int
         --moe-dispatch-fwd-dtype=bf16|mxfp8 --moe-enable-deepep --moe-hybridep-num-blocks-permute=int
@@ -236,7 +236,7 @@ BY_REASON = {
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --main-grads-dtype=fp32|bf16
         --main-params-dtype=fp32|fp16
     """,
-    "it tunes Megatron's FSDP; here PyTorch's FSDP2 shards": """
+    "it tunes Megatron's FSDP; Megalith shards with PyTorch's FSDP2": """
         --no-use-layer-wise-param-layout --megatron-fsdp-grad-comm-dtype=fp32|fp16|bf16|auto
         --megatron-fsdp-main-grads-dtype=fp32|bf16|fp16|auto --megatron-fsdp-main-params-dtype=fp32|bf16|fp16|auto
         --outer-dp-sharding-strategy=no_shard|optim --fsdp-double-buffer --init-model-with-meta-device --use-nccl-ub

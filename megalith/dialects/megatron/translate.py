@@ -252,10 +252,10 @@ def _value(takes: str, values: list[str]) -> Any:
         if values:
             raise ValueError("it takes no value")
         return True
-    counts = {"{3}": ("three values are", {3}), "": ("one value is", {1})}
-    text, allowed = counts.get(many, ("a value is", {*range(many == "+", len(values) + 1)}))
+    counts = {"{3}": ("three values", {3}), "": ("one value", {1})}
+    text, allowed = counts.get(many, ("a value", {*range(many == "+", len(values) + 1)}))
     if len(values) not in allowed:
-        raise ValueError(f"{text} needed")
+        raise ValueError(f"it needs {text}")
     read = [_one_value(one, value) for value in values]
     return read if many else read[0]
 
@@ -265,12 +265,12 @@ def _one_value(one: str, text: str) -> Any:
         try:
             number = int(text) if one == "int" else float(text)
         except ValueError:
-            raise ValueError(f"a {'whole ' if one == 'int' else ''}number is needed") from None
+            raise ValueError(f"it must be a {'whole ' if one == 'int' else ''}number") from None
         if not math.isfinite(number):
-            raise ValueError("a finite number is needed")
+            raise ValueError("it must be a finite number")
         return number
     if one != "text" and text not in one.split("|"):
-        raise ValueError(f"one of {one.replace('|', ', ')} is needed")
+        raise ValueError(f"it must be one of {one.replace('|', ', ')}")
     return text
 
 
@@ -356,7 +356,7 @@ def _no_effect_note(flags: ParsedFlags) -> str:
         if isinstance(row := flags.table[flag], NoEffect):
             by_reason.setdefault(row.means, []).append(flag)
     groups = [f"{' '.join(idle)} ({reason})" for reason, idle in by_reason.items()]
-    return f"these flags have no effect here: {'; '.join(groups)}" if groups else ""
+    return f"these flags have no effect in Megalith: {'; '.join(groups)}" if groups else ""
 
 
 def listing() -> dict[str, dict[str, str]]:

@@ -60,7 +60,7 @@ def run_command(words: Sequence[str]) -> int:
         print(__doc__)
         return 0
     if words[0] not in COMMANDS:
-        raise ConfigError(f"there is no command `megalith oumi {words[0]}`{nearest_of(words[0], COMMANDS)}")
+        raise ConfigError(f"unknown command `megalith oumi {words[0]}`{nearest_of(words[0], COMMANDS)}")
     return COMMANDS[words[0]](list(words[1:]))
 
 

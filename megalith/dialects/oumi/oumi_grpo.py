@@ -123,7 +123,7 @@ def set_rollout_engine(keys: OumiKeys) -> None:
         )
     if engine == "own" and url:
         keys.problems.append(
-            f"training.trainer_kwargs.engine is own, but engine_url names a server, {url!r:.60}; leave one of the "
+            f"training.trainer_kwargs.engine is own, but engine_url is a server, {url!r:.60}; leave one of the "
             "two out"
         )
     if (engine in ("vllm", "sglang") and backend not in (None, engine)) or engine == "megatron":
@@ -199,7 +199,7 @@ def reward_names(keys: OumiKeys, datasets: Sequence[OumiDataset]) -> list[str]:
             empty = "" if names else " (data.train.datasets is empty)"
             keys.problems.append(
                 f"training.reward_functions is not set, and only the datasets {', '.join(REWARDS)} imply a "
-                f"reward{empty}; name a reward, or path.py:function"
+                f"reward{empty}; use a built-in reward, or path.py:function"
             )
             return []
         rewards = [str(implied.pop())]
@@ -209,7 +209,7 @@ def reward_names(keys: OumiKeys, datasets: Sequence[OumiDataset]) -> list[str]:
     for name in rewards:
         if name not in KNOWN_REWARDS and ":" not in name:
             keys.problems.append(
-                f"training.reward_functions names {name!r}; use one of {', '.join(KNOWN_REWARDS)}, or path.py:function "
+                f"training.reward_functions has {name!r}; use one of {', '.join(KNOWN_REWARDS)}, or path.py:function "
                 "for a function of yours"
             )
     return rewards

@@ -175,7 +175,7 @@ def set_sharding(keys: OumiKeys, trainer: str, parallel: int) -> None:
         strategy = STRATEGIES.get(name, strategy) if replicas > 1 else "no_shard"
         if name.startswith("HYBRID") and replicas > 1:
             keys.notes.append(
-                f"fsdp.sharding_strategy {name} shards over all replicas here; for one copy per machine set "
+                f"fsdp.sharding_strategy {name} shards over all replicas in Megalith; for one copy per machine set "
                 "parallel.num_distributed_optimizer_instances in a run file"
             )
         if keys["fsdp.cpu_offload"]:

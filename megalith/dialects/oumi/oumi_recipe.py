@@ -240,7 +240,7 @@ def set_evaluation(keys: OumiKeys, trainer: str) -> str:
         keys.set("train.eval_iters", 0)
     if any(key.startswith("data.test.datasets[") for key in keys.values):
         keys.notes.append(
-            "data.test has no effect: no trainer reads it, here or in Oumi; evaluations use data.validation"
+            "data.test has no effect: no trainer reads it, in Megalith or in Oumi; evaluations use data.validation"
         )
     return strategy
 
@@ -276,7 +276,7 @@ def set_adapters(keys: OumiKeys) -> None:
     targets = keys["peft.lora_target_modules"]
     if targets is None:
         keys.problems.append(
-            "peft.lora_target_modules is not set; name modules, such as [q_proj, v_proj], or all-linear"
+            "peft.lora_target_modules is not set; set it to modules, such as [q_proj, v_proj], or all-linear"
         )
     elif targets != ["all-linear"]:
         keys.set("lora.targets", targets)

@@ -198,7 +198,8 @@ def _files(dataset: OumiDataset, out: Path) -> list[Any]:
     if local is not None:
         if row_range:
             raise ConfigError(
-                f"data.train.datasets has split {dataset.split!r}, but complete files are read; cut them beforehand"
+                f"data.train.datasets has split {dataset.split!r}, but Megalith reads whole files; split the file "
+                "before the run"
             )
         folder = Path(local)
         if not folder.is_dir() or (folder / "dataset_info.json").is_file():
@@ -207,7 +208,9 @@ def _files(dataset: OumiDataset, out: Path) -> list[Any]:
         if (folder / split).is_dir() and not files:
             return [folder / split]
         if not files:
-            raise DataError(f"{folder} has no file {split}*; name the file as dataset_path")
+            raise DataError(
+                f"{folder} has no file whose name starts with {split!r}; set dataset_path to the file"
+            )
         return files
     name = dataset.kwargs.get("hf_dataset_path") or dataset.name
     if not name:
@@ -283,7 +286,7 @@ def train_run(
     reward_funcs: Sequence[str | Callable[..., Any]] | None = None,
     init_from: str | None = None,
 ) -> TrainingResult:
-    """Train to the end. Every rank calls it.
+    """Train to the end. Collective over all ranks.
 
     Args:
         opened: the run.

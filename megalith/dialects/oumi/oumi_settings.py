@@ -48,7 +48,7 @@ class OumiRun:
     writes_bin: bool
     """Include pytorch_model.bin in hf_model/."""
     merges_adapters: bool
-    """Export LoRA adapters merged into the base model instead of the adapters alone."""
+    """Export LoRA adapters merged into the base model, instead of only the adapters."""
     model_parallel: int
     """TP × PP × CP."""
 
@@ -202,4 +202,4 @@ def _no_effect_note(keys: OumiKeys, trainer: str) -> str:
         if reason:
             by_reason.setdefault(reason, []).append(key.removeprefix(VERL_PREFIX))
     groups = [f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()]
-    return f"these keys have no effect here: {'; '.join(groups)}" if groups else ""
+    return f"these keys have no effect in Megalith: {'; '.join(groups)}" if groups else ""

@@ -103,7 +103,7 @@ class OumiMegatronGrpoTrainer:
         self.result: TrainingResult | None = None
 
     def train(self, resume_from_checkpoint: str | None = None) -> None:
-        """Train to the end, resuming from `resume_from_checkpoint` if it is set. Every rank calls it."""
+        """Train to the end, resuming from `resume_from_checkpoint` if it is set. Collective over all ranks."""
         process = this_process()
         tree = self._tree | {"training": dict(self._tree["training"])}
         if resume_from_checkpoint is not None:

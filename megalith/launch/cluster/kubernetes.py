@@ -95,7 +95,8 @@ def _check_names(job: ClusterJob) -> None:
     for claim, path in job.volumes:
         if _is_system_path(PurePosixPath(path)):
             raise ConfigError(
-                f"--volume {claim}:{path} would hide what a pod has at {path}; choose another path, such as /data"
+                f"--volume {claim}:{path} would hide the container's own files in {path}; choose another path, such "
+                "as /data"
             )
         if not CLAIM.fullmatch(claim):
             raise ConfigError(

@@ -55,7 +55,7 @@ def _check_times(job: ClusterJob) -> None:
     if job.time is not None and _seconds(job.time) <= job.grace:
         raise ConfigError(
             f"--time is {job.time}, and Slurm signals the job to save {job.grace} s before that, so the job would be "
-            "requeued at its start and never train; give a longer --time, or a shorter --grace"
+            "requeued as soon as it starts and would never train; give a longer --time, or a shorter --grace"
         )
 
 

@@ -35,7 +35,7 @@ from megalith.ops.split_qkv import split_qkv
 
 
 class Heads(NamedTuple):
-    """The query heads on this rank."""
+    """Range of the query heads that this rank computes."""
 
     in_group: int  # query heads per key and value head
     first: int = 0  # global index of the first query head

@@ -44,7 +44,7 @@ class Recurrent(Runnable):
     @property
     def state_sizes(self) -> StateSizes:
         """Sizes of the state that generation stores per sequence."""
-        raise NotImplementedError(f"{type(self).__name__} has no state")
+        raise NotImplementedError(f"{type(self).__name__} does not implement state_sizes")
 
     def documents(self, context: Context, seq: int) -> Tensor | None:
         """Return the document number of each token, int32 [batch, seq]. None means one document per sequence."""

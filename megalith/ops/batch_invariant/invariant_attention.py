@@ -57,7 +57,12 @@ def attention(
     return _Attention.apply(query, key, value, starts, mask, documents, window, scale)
 
 
-_IGNORED = {"causal", "first_head", "dropout_rows", "saved"}  # always causal; the others have no effect here
+_IGNORED = {
+    "causal",
+    "first_head",
+    "dropout_rows",
+    "saved",
+}  # always causal; the others have no effect in Megalith
 
 
 def first_keys(seq: int, mask: Tensor | None, documents: Tensor | None) -> Tensor | None:
@@ -74,8 +79,8 @@ def first_keys(seq: int, mask: Tensor | None, documents: Tensor | None) -> Tenso
             expected = (index >= starts[..., None]) & (index <= index[:, None])
             if not torch.equal(expected, mask[:, 0].expand_as(expected)):
                 raise ConfigError(
-                    "batch-invariant attention supports only masks of documents and of padding at an end of a row, "
-                    "but this mask hides other keys; set train.batch_invariant and rl.exact to false"
+                    "batch-invariant attention supports only document masks and padding at the start or end of a "
+                    "sequence, but this mask hides other keys; set train.batch_invariant and rl.exact to false"
                 )
         return starts
     if documents is None:

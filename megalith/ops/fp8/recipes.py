@@ -188,7 +188,7 @@ class StepCodes:
     """A weight's FP8 data for all micro-batches of a step, shared by copies of a Gemm. Empty between steps."""
 
     operands: tuple[Operand, Operand] | None = None
-    """By row, and by column with the same shape."""
+    """FP8 data and inverse scales of the weight, by row and by column; both have the weight's shape."""
 
     def clear(self) -> None:
         self.operands = None
@@ -305,8 +305,8 @@ def _in_blocks(x: Tensor, by_column: bool) -> tuple[Operand, Operand]:
     """Return x [tokens, k] in blocks of 1 × 128, and with `by_column` also in blocks of 128 tokens × 1.
 
     Returns:
-        Codes [tokens, k] and inverse scales [tokens, k / 128].
-        Codes [tokens, k] and inverse scales [tokens / 128, k], which are sent together; () without `by_column`.
+        FP8 data [tokens, k] and inverse scales [tokens, k / 128].
+        FP8 data [tokens, k] and inverse scales [tokens / 128, k], which are sent together; () without `by_column`.
     """
     codes, inverse, codes_t, inverse_t = cast_blocks(x, True, by_column, False)
     return (codes, inverse.t()), (codes_t.t(), inverse_t) if by_column else ()
@@ -327,7 +327,7 @@ class Fp8GroupedGemm(GroupedGemm):
         return self._in_codes(grad, weight.mT, groups, self.gradient_axis, fast=False)
 
     def _in_codes(self, rows: Tensor, matrices: Tensor, groups: RowGroups, axis: Axis, fast: bool) -> Tensor:
-        """Multiply each group's rows [rows, k] by the transpose of its matrix, [groups, ·, k]."""
+        """Multiply rows [rows, k] in e4m3 by their group's matrix, transposed: matrices [groups, n, k] → [rows, n]."""
         (a, a_inverse), (b, b_inverse) = (
             _rows_in_codes(rows, axis, True),
             _rows_in_codes(matrices, axis, False),

@@ -149,11 +149,12 @@ def _states_before(
     apply: Callable[[Tensor, Tensor], Tensor],
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the states before this rank's chunks, [2 · batch, heads, ·, ·], and their documents, int [2 · batch].
+    """Return the states before this rank's chunks, [2 · batch, heads, key size, value size], and their documents, int
+    [2 · batch].
 
     Args:
         axis: the context axis.
-        written: the ranks' states from the initial state 0, [size, 2 · batch, heads, ·, ·].
+        written: the ranks' states from the initial state 0, [size, 2 · batch, heads, key size, value size].
         transition: the ranks' A, [size, 2 · batch, heads, …].
         apply: multiplies A by a state.
         documents: document numbers of this rank's chunks, int [2 · batch, chunk]; None means a single document.

@@ -50,11 +50,13 @@ def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
 
 
 def _exchange(xs: list[Tensor], axis: Axis) -> Sequence[Tensor]:
-    """Exchange one tensor, or queries, keys and values, each [batch, seq, ·, head_dim], in one all-to-all."""
+    """Exchange one tensor, or queries, keys and values, each [batch, seq, heads, head_dim], in one all-to-all."""
     if axis.uses_copy_engine(xs[0]):
         return _HeadsFromTokens.apply(axis, *xs)
-    shards = [x.unflatten(2, (axis.size, -1)) for x in xs]  # [batch, seq, size, ·, head_dim]
-    exchanged = all_to_all(torch.cat(shards, dim=3).movedim(2, 0), axis)  # [size, batch, seq, ·, head_dim]
+    shards = [x.unflatten(2, (axis.size, -1)) for x in xs]  # [batch, seq, size, heads, head_dim]
+    exchanged = all_to_all(
+        torch.cat(shards, dim=3).movedim(2, 0), axis
+    )  # [size, batch, seq, heads, head_dim]
     return from_zigzag(exchanged, dim=1).split([shard.shape[3] for shard in shards], dim=2)
 
 

@@ -1,7 +1,7 @@
 """Finds the parameters at which NaN or Inf first appears in a rank's local gradients.
 
 After a step, a gradient is a sum over ranks, so NaN in it does not show which rank it came from. Therefore the backward
-pass is repeated with a hook on every parameter that sees the gradient of this rank alone. A backward pass runs from the
+pass is repeated with a hook on every parameter that sees only this rank's gradient. A backward pass runs from the
 loss to the embedding and propagates NaN, so the first parameter found is the nearest to its origin.
 """
 
@@ -29,7 +29,7 @@ class NonfiniteGradients:
         self._is_nonfinite[name] = is_nonfinite if before is None else before | is_nonfinite
 
     def names(self) -> list[str]:
-        """Return the names. Waits for the device."""
+        """Return the names of the parameters with a non-finite gradient. Waits for the device."""
         return [name for name, is_nonfinite in self._is_nonfinite.items() if is_nonfinite]
 
 

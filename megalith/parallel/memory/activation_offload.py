@@ -102,7 +102,7 @@ class _CopyStreams:
         return event
 
     def wait(self, event: torch.Event) -> None:
-        """Make the current stream wait for a copy."""
+        """Make the current stream wait for the copy that `event` marks."""
         event.wait(self.module.current_stream())
 
 

@@ -186,7 +186,7 @@ class Merge:
         return fitting[0] if fitting else min(ready, key=self._fillers.get, default=None)
 
     def _horizon(self, chain: list[Node]) -> float:
-        """Return the time at which this chain alone would start its next collective."""
+        """Return the time at which this chain, if it ran without others, would start its next collective."""
         time = self._now
         for step in chain:
             if starts_collective(step):

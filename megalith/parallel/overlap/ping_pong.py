@@ -6,9 +6,9 @@ the layer is unchanged. Compiled, that is one graph of two chains without an edg
 interleave.py orders so that a collective of either overlaps matmuls of the other, forward and backward. Not compiled,
 the halves run one after the other and nothing is gained.
 
-With context parallelism alone only attention communicates, so only attention and its linears run as two halves, as a
-part of the layer's graph. Norms and MLP take the whole micro-batch: larger matmuls, and wgrads over more tokens, are
-faster.
+With context but without tensor parallelism, only attention communicates, so only attention and its linears run as two
+halves, as a part of the layer's graph. Norms and MLP take the whole micro-batch: larger matmuls, and wgrads over more
+tokens, are faster.
 
 Weights are gathered once for both halves, because a layer is FSDP's unit. The gradients of the two halves are added in
 the layer's backward pass. Everything before and after the layers processes the whole micro-batch. With sequence

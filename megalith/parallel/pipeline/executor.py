@@ -95,7 +95,7 @@ class Pipeline:
         after_input_gradients: Callable[[Transformer], None] = lambda chunk: None,
         after_weights: Callable[[Transformer, bool], None] = lambda chunk, last: None,
     ):
-        """Create the communicators. Every process of the world calls it, after the chunks are parallelized.
+        """Create the communicators. Collective over all ranks, after the chunks are parallelized.
 
         Args:
             chunks: this rank's chunks, in the order of the model.

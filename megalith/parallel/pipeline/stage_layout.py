@@ -29,7 +29,7 @@ def expand_layout(layout: str) -> str:
     expanded, rest = _expand(layout, text)
     if rest:
         raise ConfigError(
-            f"pipeline_model_parallel_layout {layout!r} has a ) without a (, before {rest!r}; remove the )"
+            f"pipeline_model_parallel_layout {layout!r} has ')' without '(' before {rest!r}; remove the ')'"
         )
     return expanded
 
@@ -43,7 +43,7 @@ def _expand(layout: str, text: str) -> tuple[str, str]:
             unit, text = _expand(layout, text)
             if not text:
                 raise ConfigError(
-                    f"pipeline_model_parallel_layout {layout!r} has a ( that is not closed; add a )"
+                    f"pipeline_model_parallel_layout {layout!r} has a '(' that is not closed; add a ')'"
                 )
             text = text[1:]
         elif letter in "EtL|":
@@ -58,7 +58,7 @@ def _expand(layout: str, text: str) -> tuple[str, str]:
             digits = text[1 : len(text) - len(text[1:].lstrip("0123456789"))]
             if not digits:
                 raise ConfigError(
-                    f"pipeline_model_parallel_layout {layout!r} has a * without a number; write t*3"
+                    f"pipeline_model_parallel_layout {layout!r} has a '*' without a number; write a number, as in 't*3'"
                 )
             times, text = int(digits[:6]), text[1 + len(digits) :]
         if len(done) + len(unit) * times > _LONGEST_LAYOUT:

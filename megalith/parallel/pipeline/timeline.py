@@ -95,5 +95,8 @@ def timeline_of(ranks: Sequence[Sequence[Sequence]]) -> Timeline:
 def _span(rank: int, kind: str, micro_batch: int, chunk: int, start: float, end: float) -> Span:
     counted = isinstance(micro_batch, int) and isinstance(chunk, int)
     if not (counted and math.isfinite(start) and math.isfinite(end) and start <= end):
-        raise ValueError(f"rank {rank} has an action {[kind, micro_batch, chunk, start, end]}")
+        raise ValueError(
+            f"rank {rank} has the action {[kind, micro_batch, chunk, start, end]}; an action is [kind, micro-batch, "
+            "chunk, start, end] with whole numbers for micro-batch and chunk, and start <= end"
+        )
     return Span(rank, Action(Kind(kind), micro_batch, chunk), start, end)

@@ -278,8 +278,8 @@ def _stored(name: str, parts: Sequence[tuple[Shard, tuple[ParameterLayout, Safet
         for stored in by_rank.values()
     ):
         raise CheckpointError(
-            f"{entry.file.parent} has {name} of {len(by_rank)} of {position.ranks} tensor-parallel ranks, or in "
-            f"unequal shapes; pass each rank's tp index as mesh={{'tp': …}}, and {WAY_OUT}"
+            f"{entry.file.parent} has {name} from only {len(by_rank)} of {position.ranks} tensor-parallel ranks, or "
+            f"with shapes that differ; pass each rank's tp index as mesh={{'tp': …}}, and {WAY_OUT}"
         )
     return JoinedTensor([by_rank[rank].read() for rank in range(position.ranks)], position.kind)
 

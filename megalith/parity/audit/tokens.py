@@ -37,7 +37,7 @@ class TokenBatch:
 
     @property
     def count(self) -> float:
-        """Sum of the weights."""
+        """Sum of the tokens' loss weights."""
         return self.weights.sum(dtype=torch.float64).item()
 
 

@@ -28,10 +28,10 @@ OPERAND_STYLES = {"input": "line", "weight": "dashed", "gradient": "dots"}
 
 
 def step_tokens(run: RunFiles) -> str:
-    """Return an HTML attribute that lists the tokens trained on after some steps, `step tokens step tokens …`; "" if
-    unknown.
+    """Return an HTML attribute with pairs of a step and the tokens trained on up to it, `step tokens step tokens …`.
 
-    Tokens are samples times `data.seq_length`. For a policy's run, whose completions vary in length, they are unknown.
+    Tokens are samples times `data.seq_length`, for at most MAX_TOKEN_POINTS steps. Returns "" if they are unknown, as
+    in RL runs, whose completions vary in length.
     """
     length, samples = run.settings.get("data.seq_length", ""), run.curve("consumed_samples")
     if not length.isdecimal() or len(length) > 9 or not len(samples) or is_policy(run):

@@ -59,7 +59,7 @@ def memory_parts(run: RunFiles) -> str:
 
 
 def _sizes(content: Any) -> dict[str, float]:
-    """Return the numbers of a JSON object that are 0 or more."""
+    """Return the entries of a JSON object whose values are numbers of at least 0."""
     items = content.items() if isinstance(content, dict) else ()
     return {str(name): value for name, each in items if (value := to_float(each)) is not None and value >= 0}
 

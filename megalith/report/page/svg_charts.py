@@ -47,7 +47,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 class Html(str):
-    """Trusted markup."""
+    """Markup that is inserted into the page without escaping."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def timeline(
 
 
 def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Return rows of colored cells. 0 is blank, the largest value has the full color."""
+    """Return HTML with rows of colored cells: 0 is blank, and the largest value has the full color."""
     most = max((value for _, values in rows for value in values), default=0.0)
     if most <= 0:
         return ""

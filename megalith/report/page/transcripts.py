@@ -27,7 +27,11 @@ def _rewards(record: Record) -> str:
 
 
 def completion_html(record: Record) -> str:
-    """Format a prompt and its completion: the text, or the turns with sampled and added ones in different colours."""
+    """Return a prompt and its completion as HTML.
+
+    A completion is a text or, in a conversation with an environment, messages: those of the policy and those of the
+    environment have different colours.
+    """
     prompt, messages = preformatted(record.get("prompt"), COMPLETION_LENGTH), record.get("messages")
     if not isinstance(messages, list):
         return prompt + preformatted(record.get("completion"), COMPLETION_LENGTH)

@@ -55,9 +55,9 @@ def total_rewards(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> np.
 
 
 def weighted_sum(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
-    """Return Σ_k `rl.reward_weights`_k · rewards_k over the rewards that are present, NaN where all are absent.
+    """Return Σ_k `rl.reward_weights`_k · rewards_k over the rewards that are present; NaN without any reward.
 
-    The environment's own reward, which is last, has weight 1 if `rl.reward_weights` has no weight for it.
+    The environment's reward is the last one. Its weight is 1 unless `rl.reward_weights` has one for it.
 
     Args:
         rl: section `rl` of the configuration.
@@ -117,7 +117,7 @@ def apply_estimator(
         rl: section `rl` of the configuration.
         total: weighted rewards, float64 [groups, completions], NaN where absent.
         lengths: int [groups, completions], tokens per completion.
-        rewards: float64 [groups, completions, kinds]. Default: `total` alone.
+        rewards: float64 [groups, completions, kinds]. Default: only `total`.
 
     Raises:
         DataError: if a user's estimator does not return one finite number per completion.

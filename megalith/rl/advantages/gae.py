@@ -43,7 +43,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def with_gae(
     batches: Sequence[RolloutBatch], values: Sequence[Tensor], gamma: float, lam: float, dp: Axis
 ) -> list[RolloutBatch]:
-    """Return the micro-batches of a rollout batch with whitened advantages, values and returns. Every rank calls it.
+    """Return the micro-batches of a rollout batch with whitened advantages, values and returns.
+
+    Collective over all ranks.
 
     Args:
         batches: this data-parallel rank's micro-batches; `advantages` are the rewards of their sequences.

@@ -34,8 +34,9 @@ def with_reward_kl(
     owners_by_batch: Sequence[Sequence[int]],
     rewards: BatchRewards,
 ) -> tuple[list[RolloutBatch], float]:
-    """Return the micro-batches of a rollout batch with advantages computed from the rewards minus the KL. Every rank
-    calls it.
+    """Return the micro-batches of a rollout batch with advantages computed from the rewards minus the KL.
+
+    Collective over all ranks.
 
     Args:
         run: the run.

@@ -125,7 +125,7 @@ class AgentSession:
         )  # fmt: skip
 
     def end_choice(self, prompt: SessionPrompt, choice: ChoiceText, turn: ParsedTurn | None) -> None:
-        """Append a complete choice to the conversation that it continues, or start a new conversation with it."""
+        """Append a finished choice to the conversation that its prompt continues, or start a new conversation."""
         with self._lock:
             if self.is_closed:
                 return
@@ -265,7 +265,7 @@ class AgentSession:
 
 
 def _comparable(message: Message) -> tuple[Any, ...]:
-    """Return the fields of a message by which a request is matched with an earlier conversation."""
+    """Return the message fields that identify a conversation when a request continues it."""
     calls = [
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls") or ()

@@ -66,7 +66,9 @@ class PolicyAgent(TurnSteps):
         self.environment = None if kind is None else EnvironmentKind(kind)
         methods = {} if self.environment is None else self.environment.methods
         if repeated := sorted(self.functions.keys() & methods.keys()):
-            raise ConfigError(f"rl.tools and rl.environment both define {repeated[0]}; rename one of the two")
+            raise ConfigError(
+                f"rl.tools and rl.environment both define {repeated[0]}; rename one of the two tools"
+            )
         self.schemas: list[Schema] = [tool_schema(function) for function in self.functions.values()]
         self.schemas += [] if self.environment is None else self.environment.schemas()
         template = None if tokenizer is None else template_of(tokenizer)

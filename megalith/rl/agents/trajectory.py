@@ -1,4 +1,4 @@
-"""A trajectory: a multi-turn completion while it is sampled.
+"""A trajectory: a multi-turn completion in progress.
 
     prompt ids │ turn (sampled) │ answers of tools (added) │ turn (sampled) │ …
 

@@ -119,8 +119,11 @@ class TurnSteps:
                 answers[slot, number] = answer
 
     def _added_ids(self, one: Trajectory, added: list[Message] | None, max_tokens: int) -> list[int] | bool:
-        """Return the tokens between this turn and the next one. If the trajectory ends instead, return True if it is
-        truncated (no room for these tokens and a sampled one), otherwise False."""
+        """Return the tokens between this turn and the next one.
+
+        If the trajectory ends here, return whether it is truncated: True if these tokens and one sampled token do not
+        fit.
+        """
         if one.has_ended:
             return one.is_truncated
         if added is None:

@@ -43,7 +43,7 @@ class Critic:
     """The critic of a run, and its optimizer."""
 
     def __init__(self, run: Run):
-        """Build the critic with its initial weights. Every rank calls it."""
+        """Build the critic with its initial weights. Collective over all ranks."""
         self._run, self._rl, self.config = run, run.config.rl, critic_config(run.config)
         self.model = load_frozen(self.config, run.mesh, run.device)
         self._updates = Optimizer(self.model, run.config.optim, run.config.train.precision)
@@ -84,7 +84,7 @@ class Critic:
         return {PARTS[part]: shards[part] for part in shards}
 
     def load(self, checkpoint: Checkpoint, with_optimizer: bool) -> None:
-        """Restore what `parts` returned. Every rank calls it."""
+        """Restore what `parts` returned. Collective over all ranks."""
         rows, world = vocabulary_rows(self.config), self._run.mesh.world
         load_part(checkpoint, PARTS["model"], self.model.chunks, None, rows, world)
         if with_optimizer:

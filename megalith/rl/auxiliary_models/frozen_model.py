@@ -55,7 +55,10 @@ def frozen_config(config: RunConfig, path: str, setting: str, is_critic: bool = 
 
 
 def load_frozen(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
-    """Build the model of `frozen_config` and load its weights, if the configuration names any. Every rank calls it."""
+    """Build the model of `frozen_config` and load its weights, if the configuration names any.
+
+    Collective over all ranks.
+    """
     model = build_model(config, mesh, device)
     if config.model.init_from is None:
         return model

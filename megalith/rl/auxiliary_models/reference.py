@@ -28,8 +28,9 @@ from megalith.training.run_datasets import Data
 from megalith.training.run_state import Run
 
 LogProbs = Callable[[Sequence[Batch]], list[Tensor]]
-"""Function that computes the log-probabilities of the labels of micro-batches, float32 [batch, seq] each. Every rank
-calls it.
+"""Function that computes the log-probabilities of the labels of micro-batches, float32 [batch, seq] each.
+
+Collective over all ranks.
 """
 
 
@@ -142,7 +143,7 @@ class StepData(Data):
     """
 
     def augment(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the micro-batches of a step with the other model's outputs. Every rank calls it."""
+        """Return the micro-batches of a step with the other model's outputs. Collective over all ranks."""
         raise NotImplementedError(f"{type(self).__name__} does not implement augment")
 
     def augment_evaluation(self, batches: Sequence[Batch]) -> list[Batch]:

@@ -130,7 +130,7 @@ class ColocatedVllm:
         name = f"{NAME}, completion {generation} of prompt {number}"
         if one.finish_reason not in FINISH_REASONS:
             raise TrainingError(
-                f"{name} has finish_reason {one.finish_reason!r}, which is neither stop nor length"
+                f"{name} has finish_reason {one.finish_reason!r}, which is neither stop nor length; see vLLM's log"
             )
         ids = list(one.token_ids)
         logprobs = one.logprobs and [step[token].logprob for token, step in zip(ids, one.logprobs)]
@@ -194,7 +194,7 @@ class ColocatedVllm:
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
             raise TrainingError(
                 f"{NAME} failed at {phase} ({type(error).__name__}: {error}); see docs/engines.md for the supported "
-                "versions; rl.vllm_gpu_memory_utilization is its fraction of a device"
+                "versions; if memory ran out, change rl.vllm_gpu_memory_utilization, vLLM's fraction of a GPU"
             ) from error
 
     # The rest of RolloutEngine

@@ -104,4 +104,4 @@ class EngineServer(ABC):
 
     @abstractmethod
     def give_up(self, deadline: Deadline) -> None:
-        """Return the server to a usable state after a failed update."""
+        """Resume the server after a failed update, so that it is usable."""

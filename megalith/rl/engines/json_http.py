@@ -89,7 +89,7 @@ class JsonServer:
     def _request(
         self, method: str, path: str, body: bytes | None, deadline: Deadline, completion_bytes: int = 0
     ) -> Any:
-        """Return the response: parsed JSON, or text if it is not JSON."""
+        """Return the response body, parsed if it is JSON, otherwise as text."""
         request, max_bytes = f"{method} {path.partition('?')[0]}", MAX_BYTES + completion_bytes
         thread = InThread(lambda: self._response(method, path, body, request, deadline, max_bytes))
         if not thread.wait(deadline.left()):

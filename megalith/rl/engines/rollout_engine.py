@@ -59,7 +59,7 @@ class RolloutEngine(Protocol):
         """
 
     def update(self, version: int) -> SyncReport:
-        """Load the policy's weights of step `version` into the engine. Every rank calls it, and all raise if it
+        """Load the policy's weights of step `version` into the engine. Collective over all ranks, which all raise if it
         fails.
         """
 
@@ -105,11 +105,13 @@ class Answer:
         """
         ids, logprobs = self.ids, self.logprobs
         if not isinstance(ids, list) or not ids or not all(type(value) is int for value in ids):
-            raise TrainingError(f"{name}: the completion has no token ids, which training needs")
+            raise TrainingError(
+                f"{name}: the completion has no token ids, which training needs; update the server"
+            )
         if len(ids) > sampling.max_new_tokens:
             raise TrainingError(
                 f"{name}: the completion has {len(ids)} tokens, but at most {sampling.max_new_tokens} were requested "
-                "(rl.max_completion_length)"
+                "(rl.max_completion_length); check the server's log and version"
             )
         if not isinstance(logprobs, list) or all(value is None or value != value for value in logprobs):
             raise TrainingError(

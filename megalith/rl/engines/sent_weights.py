@@ -52,7 +52,7 @@ class SentWeights:
         return WeightBucket(groups, bucket.dtype, kept)
 
     def _take_note(self, name: str, tensor: Tensor) -> bool:
-        """Replace the copy of a tensor. Returns True if its bits have changed."""
+        """Store a copy of a tensor that is sent. Returns True if it differs bitwise from the previous copy."""
         copy, current = self._copies.get(name), tensor.cpu()
         if copy is not None and copy.shape == current.shape and torch.equal(_bytes(copy), _bytes(current)):
             return False

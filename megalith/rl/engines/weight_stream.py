@@ -149,7 +149,7 @@ class WeightStream:
 
     @torch.no_grad()
     def write_adapters(self, folder: Path) -> int:
-        """Write the adapters in PEFT's format and the run's compute dtype. Rank 0 writes; every rank calls it.
+        """Write the adapters in PEFT's format and the run's compute dtype. Collective over all ranks; rank 0 writes.
 
         Returns:
             Bytes of the adapters on rank 0, 0 on other ranks.
@@ -177,7 +177,7 @@ class WeightStream:
     def folder(self, path: str | Path) -> FolderWriter:
         """Return a writer for a folder of weights that an engine can load.
 
-        It replaces an existing folder. Only rank 0 calls it.
+        It replaces an existing folder. Call it on rank 0 only.
         """
         sources = ((name, shape) for group in self._groups for name, shape in group.sources.items())
         return FolderWriter(path, {name: (self.dtype, shape) for name, shape in sources}, replace=True)

@@ -120,7 +120,7 @@ class EnvironmentHost:
         text = call_function(self._instance.reset, **{self._column: messages, **prompt.columns})
         if text is not None:
             if not isinstance(text, str):
-                raise TypeError(f"reset returned a {type(text).__name__}; text or None is needed")
+                raise TypeError(f"reset returned a {type(text).__name__}; it must return text or None")
             messages[-1] = messages[-1] | {"content": messages[-1]["content"] + answer_text(text)}
         return {"messages": messages}
 
@@ -150,7 +150,7 @@ def _messages(values: Any) -> list[dict[str, Any]]:
     for one in values:
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
             raise TypeError(
-                f"it returned the observation {one!r:.60}; a message with role and content is needed"
+                f"it returned the observation {one!r:.60}; it must be a message with role and content"
             )
         messages.append({"role": one["role"], "content": answer_text(one.get("content", ""))})
     return messages

@@ -56,7 +56,7 @@ _RECOMPUTATION = (
 )
 _COMPILE = "compiling does not change results; settings={'runtime.compile': …} chooses"
 _KERNELS = "Megalith has its own kernels, and the loss is always computed in chunks"
-_LOADER = "prompts are in memory, and their order follows from the seed alone"
+_LOADER = "prompts are in memory, and their order depends only on the seed"
 _REPLICAS = "Megalith synchronizes replicas itself, without DistributedDataParallel"
 _CONSOLE = "console and metrics.jsonl are the same for all runs"
 _HUB = "nothing is pushed, because push_to_hub is off"

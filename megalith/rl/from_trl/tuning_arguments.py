@@ -46,7 +46,7 @@ DEFAULTS: dict[str, dict[str, object]] = {  # of a dict: TRL's, where Megalith's
 
 GKD_TRANSLATED = {"beta", "seq_kd", "teacher_model_name_or_path", "teacher_model_init_kwargs"}
 
-_ORDER = "samples are in memory, and their order follows from the seed alone"
+_ORDER = "samples are in memory, and their order depends only on the seed"
 _LENGTHS = "a batch has random samples, whatever their lengths"
 _PADDING = "rows have data.seq_length tokens"
 _REFERENCE = "the reference model computes a step's log-probabilities at once"

@@ -170,7 +170,7 @@ def _unread(method: str, arguments: Arguments) -> dict[str, str]:
     if "discopop" not in (values.get("loss_type") or ()):
         reasons["discopop_tau"] = "loss_type has no discopop"
     if method == "gkd":
-        last = "the last message of the assistant is learned"
+        last = "only the last assistant message is in the loss"
         reasons |= {"assistant_only_loss": last, "completion_only_loss": last}
         if values.get("lmbda") == 1:
             reasons["seq_kd"] = "lmbda is 1"

@@ -9,7 +9,8 @@ from megalith.rl.losses.grpo_loss import GrpoLoss
 
 
 class Cispo(GrpoLoss):
-    """−sg[clip(r, rl.cispo_ratio_min, rl.epsilon_high)] · A · log π."""
+    """Token loss −sg[clip(r, rl.cispo_ratio_min, rl.epsilon_high)] · A · log π, with r = π / π_old; sg stops
+    gradients."""
 
     def token_losses(self, rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         return -ratio.detach().clamp(rl.cispo_ratio_min, rl.upper_epsilon) * advantages * logprobs

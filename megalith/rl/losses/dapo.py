@@ -4,4 +4,4 @@ from megalith.rl.losses.grpo_loss import GrpoLoss
 
 
 class Dapo(GrpoLoss):
-    """Σ m·ℓ / Σ m, which is the default of GrpoLoss."""
+    """Mean of the token losses ℓ over the tokens in the loss (mask m): Σ m·ℓ / Σ m, GrpoLoss's default."""

@@ -9,7 +9,7 @@ from megalith.rl.losses.grpo_loss import GrpoLoss, count_sequences
 
 
 class DrGrpo(GrpoLoss):
-    """Σ m·ℓ / (sequences · rl.max_completion_length)."""
+    """Sum of the token losses ℓ with mask m, divided by a constant: Σ m·ℓ / (sequences · rl.max_completion_length)."""
 
     def divisor(self, rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
         return count_sequences(rl, sequence_tokens) * rl.max_completion_length

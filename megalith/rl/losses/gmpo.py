@@ -16,7 +16,8 @@ MIN_WEIGHT = 1e-10  # added to mismatch weights before the logarithm, as in verl
 
 
 class Gmpo(SequenceLoss, Grpo):
-    """−A · exp(mean of s · min(s·d, s·clip(d, −rl.epsilon, rl.epsilon_high))), with d = log r and s the sign of A.
+    """Sequence loss −A · exp(mean of s · min(s·d, s·clip(d, −rl.epsilon, rl.epsilon_high))), with d = log r and s the
+    sign of A.
 
     Mismatch weights enter as their geometric mean over the sequence.
     """

@@ -11,7 +11,7 @@ from megalith.rl.losses.grpo_loss import GrpoLoss
 
 
 class Gpg(GrpoLoss):
-    """−A · log π."""
+    """Token loss −A · log π, with the advantage A."""
 
     def token_losses(self, rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         return -advantages * logprobs

@@ -11,7 +11,7 @@ from megalith.rl.objectives.sequences import Sequences
 
 
 class Grpo(GrpoLoss):
-    """Mean over sequences of Σ m·ℓ / Σ m."""
+    """Mean over sequences of the sequence's mean token loss, Σ m·ℓ / Σ m with mask m."""
 
     def token_weights(self, rl: RlConfig, sequences: Sequences, dtype: torch.dtype = torch.float32) -> Tensor:
         return sequences.mask.to(dtype) / sequences.per_token(sequences.tokens.clamp(min=1))

@@ -12,7 +12,8 @@ from megalith.rl.losses.selective_loss import SelectiveLoss, StepTokens, selecte
 
 
 class KlCov(SelectiveLoss):
-    """−r · A, plus rl.ppo_kl_coef · |log r| for the fraction rl.kl_cov_ratio of the tokens. Nothing is clipped."""
+    """Token loss −r · A with r = π / π_old, plus rl.ppo_kl_coef · |log r| for the fraction rl.kl_cov_ratio of the
+    tokens. Nothing is clipped."""
 
     def select(self, rl: RlConfig, tokens: StepTokens) -> Tensor:
         covariances = tokens.covariances

@@ -9,7 +9,7 @@ from megalith.rl.losses.grpo_loss import GrpoLoss, count_sequences
 
 
 class Luspo(GrpoLoss):
-    """Mean over sequences of Σ m·ℓ."""
+    """Mean over sequences of the sequence's summed token loss, Σ m·ℓ with mask m."""
 
     def divisor(self, rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
         return count_sequences(rl, sequence_tokens)

@@ -65,14 +65,14 @@ class PairLoss(GrpoLoss):
 
 
 class OnlineDpo(PairLoss):
-    """−log σ(rl.beta · h)."""
+    """Loss of a pair: −log σ(rl.beta · h), with the margin h."""
 
     def losses_of_margins(self, rl: RlConfig, margins: Tensor) -> Tensor:
         return -logsigmoid(rl.beta * margins)
 
 
 class OnlineIpo(PairLoss):
-    """(h − 1 / (2 · rl.beta))²."""
+    """Loss of a pair: (h − 1 / (2 · rl.beta))², with the margin h."""
 
     def losses_of_margins(self, rl: RlConfig, margins: Tensor) -> Tensor:
         return (margins - 1 / (2 * rl.beta)).square()

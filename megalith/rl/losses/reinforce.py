@@ -6,6 +6,7 @@ from megalith.rl.losses.gpg import Gpg
 
 
 class Reinforce(Gpg):
-    """−w · A · log π, with w = sg[π / π_rollout] bounded by rl.vllm_importance_sampling_mode, averaged over tokens."""
+    """Token loss −w · A · log π, with w = sg[π / π_rollout] bounded by rl.vllm_importance_sampling_mode, averaged over
+    tokens."""
 
     weighs_policy = True

@@ -12,7 +12,8 @@ from megalith.rl.objectives.sequences import Sequences
 
 
 class RlooLoss(SequenceLoss, Grpo):
-    """−min(R·A, clip(R, 1 − rl.epsilon, 1 + rl.epsilon_high)·A) per sequence, with R the product of its tokens' ratios.
+    """Sequence loss −min(R·A, clip(R, 1 − rl.epsilon, 1 + rl.epsilon_high)·A) per sequence, with R the product of its
+    tokens' ratios.
 
     Each token's part of the loss is multiplied by the token's mismatch weight.
     """

@@ -12,7 +12,8 @@ from megalith.rl.losses.grpo_sequence_mean import Grpo
 
 
 class Sapo(Grpo):
-    """−(4 / τ) · σ(τ · (r − 1)) · A, with τ = rl.sapo_temperature_pos if A > 0, otherwise rl.sapo_temperature_neg."""
+    """Token loss −(4 / τ) · σ(τ · (r − 1)) · A, with r = π / π_old and τ = rl.sapo_temperature_pos if A > 0, otherwise
+    rl.sapo_temperature_neg."""
 
     def token_losses(self, rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         temperature = torch.where(advantages > 0, rl.sapo_temperature_pos, rl.sapo_temperature_neg)

@@ -10,7 +10,7 @@ from megalith.rl.losses.grpo_loss import GrpoLoss
 
 
 class TokenSum(GrpoLoss):
-    """Σ m·ℓ."""
+    """Sum of the token losses ℓ over the tokens in the loss (mask m): Σ m·ℓ."""
 
     def divisor(self, rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
         return torch.zeros(

@@ -17,7 +17,8 @@ MIN_LAMBDA = 1e-4
 
 
 class Vespo(SequenceLoss):
-    """−sg[φ(w)] · A · log π, with φ(w) = w^k · exp(λ · (1 − w)) and w the product of the ratios of the sequence.
+    """Token loss −sg[φ(w)] · A · log π, with φ(w) = w^k · exp(λ · (1 − w)) and w the product of the ratios of the
+    sequence.
 
     k and λ are rl.vespo_k_pos and rl.vespo_lambda_pos where A ≥ 0, otherwise rl.vespo_k_neg and rl.vespo_lambda_neg.
     The product w also includes the mismatch weights.

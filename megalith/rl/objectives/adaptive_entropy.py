@@ -16,7 +16,7 @@ COEFFICIENT, LAST = "entropy_coef", "entropy_last"  # counters of a checkpoint
 
 
 class EntropyController:
-    """Controls a run's entropy coefficient. Checkpoints save its state among the counters."""
+    """Adapts the entropy coefficient from step to step. Its state is in `totals`, which checkpoints contain."""
 
     def __init__(self, rl: RlConfig, totals: MutableMapping[str, int | float]):
         self._rl, self._totals = rl, totals

@@ -26,8 +26,9 @@ def completion_sums(
     values_by_batch: Sequence[Tensor],
     completions: int,
 ) -> Tensor:
-    """Return, for each completion, the sum of values over its tokens in the loss, float64 [completions]. Every rank
-    calls it.
+    """Return, for each completion, the sum of values over its tokens in the loss, float64 [completions].
+
+    Collective over all ranks.
 
     Args:
         run: the run.

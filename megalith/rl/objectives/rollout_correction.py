@@ -29,7 +29,7 @@ from megalith.rl.objectives.sequences import Sequences
 def correct_batches(
     rl: RlConfig, steps: Sequence[Sequence[RolloutBatch]], dp: Axis, device: torch.device
 ) -> tuple[list[RolloutBatch], float]:
-    """Return the micro-batches of a rollout batch with their corrections. Every rank calls it.
+    """Return the micro-batches of a rollout batch with their corrections. Collective over all ranks.
 
     Args:
         rl: section `rl` of the configuration.

@@ -30,7 +30,7 @@ class SummedLoss(Loss):
         return sums
 
     def reduce_sums(self, mesh: Mesh, device: torch.device) -> Tensor:
-        """Return `take_sums` summed over the data-parallel and pipeline groups. Every rank calls it."""
+        """Return `take_sums` summed over the data-parallel and pipeline groups. Collective over all ranks."""
         sums = self.take_sums()
         if sums is None:
             sums = torch.zeros(len(self.METRICS), dtype=torch.float64, device=device)

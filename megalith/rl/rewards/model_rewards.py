@@ -39,7 +39,10 @@ def model_names(paths: Sequence[str]) -> list[str]:
 
 
 def reward_model_config(config: RunConfig, path: str) -> RunConfig:
-    """Return the configuration of a reward model in the run's layout. Raise ConfigError if `path` is not one."""
+    """Return the configuration for loading the reward model at `path` in the run's parallel layout.
+
+    Raises ConfigError if the model has no score head.
+    """
     model = frozen_config(config, path, "rl.reward_models")
     if not model.model.score_head:
         raise ConfigError(
@@ -63,7 +66,7 @@ class RewardModel:
         self._model: ParallelModel | None = None
 
     def scores(self, texts: Sequence[ScoredText]) -> np.ndarray:
-        """Return the score of each text, float64 [texts], on every rank. Every rank calls it."""
+        """Return the score of each text, float64 [texts], on every rank. Collective over all ranks."""
         run = self._run
         if self._model is None:
             self._model = load_frozen(self.config, run.mesh, run.device)
@@ -138,5 +141,5 @@ class ModelRewards:
         ]
 
     def __call__(self, texts: Sequence[ScoredText]) -> np.ndarray:
-        """Return the scores, float64 [texts, models]. Every rank calls it with all texts."""
+        """Return the scores, float64 [texts, models]. Collective over all ranks, which pass all texts."""
         return np.stack([model.scores(texts) for model in self._models], axis=1)

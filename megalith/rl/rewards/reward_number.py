@@ -20,5 +20,5 @@ def reward_number(value: Any, returned: str) -> float | None:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if not isinstance(value, int | float) or math.isinf(value):
-        raise TypeError(f"{returned} {value!r:.60}; a finite number or None is needed")
+        raise TypeError(f"{returned} {value!r:.60}; it must be a finite number or None")
     return float(value)

@@ -315,7 +315,7 @@ class Rewards:
         raise self._error(jobs[number], outcome or self._find_timeout(jobs[number]))
 
     def _find_timeout(self, job: Sequence[Any]) -> dict[str, Any]:
-        """Find the completion that exceeded the time limit by running each one alone."""
+        """Find the completion that exceeded the time limit by running each one separately."""
         kind, index, texts, ids, step, turns = job
         worker = self._workers[0]
         for at in range(len(texts)):

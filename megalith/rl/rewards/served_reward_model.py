@@ -37,7 +37,7 @@ class ServedRewardModel:
         self._server = JsonServer(address, "the reward model", "rl.reward_models")
 
     def scores(self, texts: Sequence[ScoredText]) -> np.ndarray:
-        """Return the score of each text, float64 [texts], on every rank. Every rank calls it.
+        """Return the score of each text, float64 [texts], on every rank. Collective over all ranks.
 
         Raises:
             TrainingError: on every rank, if the server cannot be reached in rl.reward_model_timeout or its answer has

@@ -250,7 +250,7 @@ class _PromptReader:
         id = number if id is None else id if isinstance(id, str | int) else str(id)
         if self.tokenizer is None:
             raise DataError(
-                "prompts are text, but data.tokenizer_type is not set; name the model's tokenizer"
+                "prompts are text, but data.tokenizer_type is not set; set it to the model's tokenizer"
             )
         if isinstance(content, str) and not self.chat:
             unicode_text(content)
@@ -267,7 +267,9 @@ class _PromptReader:
             )
         arguments = template_arguments(columns)
         if self.tools and arguments.get("tools"):
-            raise ValueError("it has tools of its own, but the run has rl.tools or rl.environment")
+            raise ValueError(
+                "it has a tools column, which cannot be combined with rl.tools or rl.environment; remove one of them"
+            )
         if self.tools:
             arguments["tools"] = self.tools
         text = self.template.render(messages, add_generation_prompt=True, **arguments)
@@ -280,5 +282,5 @@ class _PromptReader:
         if not ids:
             raise ValueError(f"{text!r:.40} has no token")
         if max(ids) >= self.vocab_size:
-            raise ValueError(f"it has token {max(ids)}, but the vocabulary has {self.vocab_size:,}")
+            raise ValueError(f"it has token {max(ids)}, but the vocabulary has {self.vocab_size:,} entries")
         return [int(one) for one in ids]

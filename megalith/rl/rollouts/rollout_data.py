@@ -285,7 +285,7 @@ class RolloutData:
         return [[sample.number for row in rows for sample in row] for _, rows in self.local_rows(step)]
 
     def _with_pairs(self, step: int, batches: list[RolloutBatch]) -> list[RolloutBatch]:
-        """Add the fields that a completion-pair loss needs, if the run has such a loss. Every rank calls it."""
+        """Add the fields that a completion-pair loss needs, if the run has such a loss. Collective over all ranks."""
         if not self._rl.compares_completions:
             return batches
         run, rl = self._run, self._rl
@@ -295,7 +295,7 @@ class RolloutData:
             return with_pairs(run, batches, self._owners(step), logprobs, self.step(step).rewards.total)
 
     def _with_selection(self, step: int, batches: list[RolloutBatch]) -> list[RolloutBatch]:
-        """Add the masks of the tokens that the loss treats differently, if there are any. Every rank calls it."""
+        """Add the masks of the tokens that the loss treats differently, if there are any. Collective over all ranks."""
         if not selects_tokens(self._rl):
             return batches
         run, rl = self._run, self._rl
@@ -308,7 +308,10 @@ class RolloutData:
     # Checkpoints inside a rollout batch
 
     def state_files(self) -> dict[str, bytes]:
-        """Return the old policy's log-probabilities, which later weights cannot recompute. Every rank calls it."""
+        """Return the old policy's log-probabilities, which later weights cannot recompute.
+
+        Collective over all ranks.
+        """
         run, rl = self._run, self._rl
         number, inside = divmod(run.step, rl.steps_per_batch)
         if not (rl.needs_old_logprobs_pass and inside):

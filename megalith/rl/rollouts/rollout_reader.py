@@ -62,7 +62,7 @@ def _require_groups(groups: Sequence[Any], paths: Sequence[str | Path]) -> None:
     if not groups:
         raise DataError(
             f"rl.rollouts ({', '.join(map(str, paths)) or 'no file'}) has no group of rollouts; "
-            "give a file that save_rollouts wrote"
+            "pass a file written by save_rollouts"
         )
 
 
@@ -85,7 +85,7 @@ class RolloutFiles:
         version: int | None = None,
         routed_model: ModelConfig | None = None,
     ):
-        """Index the files. See `load_rollouts` for arguments and errors. Every rank of `world` calls it."""
+        """Index the files. Collective over `world`. Arguments and errors are those of `load_rollouts`."""
         self._paths, header, local, error = list(paths), {}, [], None
         self._reader = _Reader(vocab_size, max_tokens, num_generations, version, routed_model)
         try:
@@ -269,7 +269,7 @@ class _Reader:
             at = f"{where}, sample {number}"
             if not isinstance(sample, dict):
                 raise DataError(
-                    f"{at} is {short_repr(sample)}, not an object; give a file that save_rollouts wrote"
+                    f"{at} is {short_repr(sample)}, not an object; pass a file written by save_rollouts"
                 )
             completions.append(self._completion(at, sample, kinds, len(prompt)))
         id = record.get("prompt_id")
@@ -336,8 +336,8 @@ class _Reader:
         if model is not None:
             if routes is None:
                 raise DataError(
-                    f"{at} has no routes, which rl.router_replay needs; sample with an engine that returns them, or "
-                    "set rl.router_replay to none"
+                    f"{at} has no expert choices (routes), which rl.router_replay needs; sample with an engine that "
+                    "returns them, or set rl.router_replay to none"
                 )
             check_routes(at, routes, tokens, model)
         return routes
@@ -392,7 +392,7 @@ def _object(where: str, line: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise DataError(
-            f"{where} is {short_repr(value)}, not an object; give a file that save_rollouts wrote"
+            f"{where} is {short_repr(value)}, not an object; pass a file written by save_rollouts"
         )
     return value
 

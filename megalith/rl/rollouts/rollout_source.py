@@ -27,7 +27,7 @@ class RolloutSource(Protocol):
     """True if a thread may request the next batch while the model trains on this one."""
 
     def batch(self, number: int, groups: int) -> list[PromptGroup]:
-        """Return the groups of a rollout batch, the same on every rank. Every rank calls it."""
+        """Return the groups of a rollout batch, the same on every rank. Collective over all ranks."""
 
     def files(self) -> dict[str, dict[str, int | str]]:
         """Return checksums and sizes by file name, to detect changed data."""

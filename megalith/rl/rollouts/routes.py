@@ -95,7 +95,8 @@ def server_routes(where: str, pieces: Sequence[Any], tokens: int, model: ModelCo
     arrays = [_server_array(where, piece) for piece in pieces if piece is not None]
     if not arrays:
         raise DataError(
-            f"{where} has no routes, which rl.router_replay needs; start the server with --enable-return-routed-experts"
+            f"{where} has no expert choices (routes), which rl.router_replay needs; start the server with "
+            "--enable-return-routed-experts"
         )
     routes = arrays[0]
     if all(array.ndim == 3 and array.shape[1:] == routes.shape[1:] for array in arrays):

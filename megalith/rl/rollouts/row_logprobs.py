@@ -28,7 +28,7 @@ RowLogprobs = dict[tuple[int, int], list[float]]
 def encode_row_logprobs(
     mesh: Mesh, number: int, row_keys: Sequence[Sequence[RowKey]], logprobs: Sequence[Tensor]
 ) -> bytes:
-    """Return the file content with all ranks' log-probabilities, complete on rank 0. Every rank calls it.
+    """Return the file content with all ranks' log-probabilities, complete on rank 0. Collective over all ranks.
 
     Args:
         mesh: the run's mesh.

@@ -43,8 +43,8 @@ def check_segments(where: str, value: Any, tokens: int) -> Segments | None:
     is_valid = isinstance(value, list) and all(type(length) is int and length >= 0 for length in value)
     if not is_valid or sum(value) != tokens:
         raise DataError(
-            f"{where} has segments {value!r:.60} for {tokens} completion_ids; they must be the numbers of "
-            "sampled and added tokens in turn, sampled ones first, and add up to the number of completion_ids"
+            f"{where} has segments {value!r:.60} for {tokens} completion_ids; they must alternate between numbers of "
+            "sampled and of added tokens, start with sampled ones, and add up to the number of completion_ids"
         )
     return tuple(value)
 

@@ -103,7 +103,7 @@ class Canary:
         versions: tuple[int, int],
         engine_weights: Callable[[], WeightPair | None],
     ) -> float:
-        """Sample the canary and compare it with the trainer. Every rank calls it.
+        """Sample the canary and compare it with the trainer. Collective over all ranks.
 
         Args:
             sample: function (prompts, keys, max_tokens) → completions, sampled by the engine.
@@ -176,7 +176,7 @@ class Canary:
         versions: tuple[int, int],
         engine_weights: Callable[[], WeightPair | None],
     ) -> str:
-        """Return the likely cause. Every rank calls it, because the forward passes need all ranks."""
+        """Return the likely cause. Collective over all ranks, for the forward passes."""
         ratio, cause = self._ratio(trainer, samples), None
         matching_ratio = 1 + max(TOLERANCE, (ratio - 1) / 20)
         if versions[0] != versions[1] or self._equals_previous(samples):
@@ -252,7 +252,7 @@ def weight_differences(engine: Mapping[str, Tensor], fresh: Mapping[str, Tensor]
 def largest_drift_of_step(run: Run, largest: Tensor | None) -> LargestDrift | None:
     """Return the largest drift over all ranks after a step's backward passes; None means nothing to compare.
 
-    `largest` is PolicyLoss.take_largest_drifts(). Every rank calls it.
+    `largest` is PolicyLoss.take_largest_drifts(). Collective over all ranks.
     """
     local = None
     if largest is not None:

@@ -129,7 +129,7 @@ class LiveRollouts:
         return batch
 
     def settle(self) -> None:
-        """Wait for the batches sampled ahead. Every rank calls it in the last step of a rollout batch."""
+        """Wait for the batches sampled ahead. Collective over all ranks, in the last step of a rollout batch."""
         self._queue.settle()
 
     def evaluate(
@@ -141,7 +141,7 @@ class LiveRollouts:
     # Checkpoints
 
     def state_files(self) -> dict[str, bytes]:
-        """Return the queue and the rollout batch in progress, by file name. Every rank calls it."""
+        """Return the queue and the rollout batch in progress, by file name. Collective over all ranks."""
         self.settle()
         if self._run.mesh.world.rank:
             return {}

@@ -56,7 +56,7 @@ class StudentSamples:
         """Tokens and attended pairs of the last step, over all data-parallel ranks."""
 
     def replace(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return a step's micro-batches with the student's answers. Every rank calls it."""
+        """Return a step's micro-batches with the student's answers. Collective over all ranks."""
         start = time.perf_counter()
         requests = {
             (number, row): request

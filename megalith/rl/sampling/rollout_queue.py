@@ -81,7 +81,7 @@ class RolloutQueue:
     def settle(self) -> None:
         """Wait for the threads and distribute their results to every rank.
 
-        Every rank calls it in the last step of a rollout batch and before a checkpoint is saved.
+        Collective over all ranks, in the last step of a rollout batch and before a checkpoint is saved.
         """
         if not self._pieces:
             return

@@ -70,7 +70,7 @@ class RolloutSampler:
         self._agent_lock = Lock()  # its processes serve one batch at a time
 
     def sample_batch(self, groups: int) -> tuple[list[PromptGroup], dict[str, Any]]:
-        """Sample and score the next groups of the stream. Every rank calls it.
+        """Sample and score the next groups of the stream. Collective over all ranks.
 
         Groups whose rewards are all equal are replaced by the next ones, up to rl.max_resamples times.
 
@@ -123,13 +123,16 @@ class RolloutSampler:
         return [record.group(self._prompts.prompts) for record in batch.records], metrics
 
     def _draft_metrics(self) -> dict[str, float]:
-        """Return the metrics of speculative decoding over all replicas. Every rank calls it."""
+        """Return the metrics of speculative decoding over all replicas. Collective over all ranks."""
         mine = astuple(self._weights.engine.take_draft_metrics())
         ranks = gather_json(list(mine) if self._run.mesh.tp.rank == 0 else [0, 0, 0], self._run.mesh.world)
         return DraftMetrics(*map(sum, zip(*ranks))).metrics
 
     def _score_by_models(self, records: Sequence[GroupRecord]) -> None:
-        """Score the groups with the reward models and set these rewards. Every rank calls it with all groups."""
+        """Score the groups with the reward models and set these rewards.
+
+        Collective over all ranks, which pass all groups.
+        """
         if self._models is None or not records:
             return
         decode, columns = self._run.tokenizer.decode_without_special, self._rewards.model_columns
@@ -194,7 +197,7 @@ class RolloutSampler:
     def evaluate(
         self, before: Callable[[int, int], None], stops: Callable[[], str | None]
     ) -> dict[str, float] | None:
-        """Sample the held-out prompts with the current weights and return their metrics. Every rank calls it.
+        """Sample the held-out prompts with the current weights and return their metrics. Collective over all ranks.
 
         Sampling keys differ from training's and no counter moves, so that training is not affected.
 

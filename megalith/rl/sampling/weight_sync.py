@@ -43,11 +43,11 @@ class EngineClient:
         return self._engine
 
     def update(self) -> SyncReport:
-        """Send the current weights. Every rank calls it."""
+        """Send the current weights. Collective over all ranks."""
         return self.engine.update(self._run.step)
 
     def resync(self) -> None:
-        """Send the current weights again after a lost server has returned. Every rank calls it."""
+        """Send the current weights again after a lost server has returned. Collective over all ranks."""
         with self._timed("sync"):
             self.engine.update(self._run.step)
 
@@ -105,7 +105,7 @@ class WeightSync(EngineClient):
         self._canary = Canary(run, ids, [f"prompt {prompt.id} of the canary" for prompt in canary_prompts])
 
     def sync(self) -> dict[str, float]:
-        """Send the weights and check the canary. Returns the metrics. Every rank calls it.
+        """Send the weights and check the canary. Returns the metrics. Collective over all ranks.
 
         Raises:
             TrainingError: if the engine does not compute the trainer's log-probabilities.
@@ -121,13 +121,13 @@ class WeightSync(EngineClient):
         }
 
     def update(self) -> SyncReport:
-        """Send the current weights. Every rank calls it."""
+        """Send the current weights. Collective over all ranks."""
         if self._engine is None:
             self._engine = engine_of(self._run, self._prompts)
         return super().update()
 
     def resync(self) -> None:
-        """Send the current weights again after a lost server has returned. Every rank calls it."""
+        """Send the current weights again after a lost server has returned. Collective over all ranks."""
         super().resync()
         self._run.totals[VERSION] = self._run.step
 

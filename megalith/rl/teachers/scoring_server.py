@@ -50,8 +50,8 @@ class ScoringServer:
         indices = array[..., 0].astype(np.int64)
         if indices.size and not 0 <= indices.min() <= indices.max() < self._vocab_size:
             raise TrainingError(
-                f"{self.http} returns the token {indices.max()}, but the vocabulary has {self._vocab_size}; serve a "
-                "model with the student's tokenizer"
+                f"{self.http} returns the token {indices.max()}, but the vocabulary has {self._vocab_size} entries; "
+                "serve a model with the student's tokenizer"
             )
         if not np.isfinite(array).all():
             raise TrainingError(f"{self.http} returns log-probabilities that are not finite; look at its log")
@@ -106,7 +106,7 @@ class VllmScoring(ScoringServer):
             ]
         except (AttributeError, KeyError, TypeError, ValueError):
             raise TrainingError(
-                f"{self.http} returns prompt_logprobs in a format that is not supported; update it"
+                f"{self.http} returns prompt_logprobs in a format that is not supported; update the server"
             ) from None
 
     def _token_logprobs(self, ids: Sequence[int], deadline: Deadline) -> list[float]:
@@ -116,7 +116,7 @@ class VllmScoring(ScoringServer):
             for token, position in zip(ids[1:], positions, strict=True)
         ]
         if any(type(value) not in (int, float) for value in values):
-            raise TrainingError(f"{self.http} returns no log-probability for some tokens; update it")
+            raise TrainingError(f"{self.http} returns no log-probability for some tokens; update the server")
         return values
 
 
@@ -136,7 +136,7 @@ class SglangScoring(ScoringServer):
             return [[(int(token), float(value)) for value, token, *_ in position] for position in values]
         except (TypeError, ValueError):
             raise TrainingError(
-                f"{self.http} returns input_top_logprobs in a format that is not supported; update it"
+                f"{self.http} returns input_top_logprobs in a format that is not supported; update the server"
             ) from None
 
     def _token_logprobs(self, ids: Sequence[int], deadline: Deadline) -> list[float]:
@@ -145,7 +145,7 @@ class SglangScoring(ScoringServer):
             return [float(value) for value, *_ in values]
         except (TypeError, ValueError):
             raise TrainingError(
-                f"{self.http} returns input_token_logprobs in a format that is not supported; update it"
+                f"{self.http} returns input_token_logprobs in a format that is not supported; update the server"
             ) from None
 
 

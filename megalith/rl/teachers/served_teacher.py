@@ -82,7 +82,7 @@ class ServedTeacher:
     def _answers(
         self, batches: Sequence[Batch], ask: Callable[..., Any], takes_part: bool
     ) -> list[list[Any] | None]:
-        """Return the server's answers, a list per micro-batch with one answer per row. Every rank calls it.
+        """Return the server's answers, a list per micro-batch with one answer per row. Collective over all ranks.
 
         A row without a token in the loss has the answer None. On ranks that send no requests, each list is None. If a
         request fails, every rank raises TrainingError.

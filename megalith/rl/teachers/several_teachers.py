@@ -76,7 +76,7 @@ def owner_of(source: str, names: Sequence[str]) -> int:
             if whole == name or whole.startswith((f"{name} ", f"{name}/")):
                 return number
     raise ConfigError(
-        f"the sample of {source} has no teacher, because distill.teacher_data only names "
+        f"the sample of {source} has no teacher, because distill.teacher_data only has "
         f"{', '.join(names)}; add its file there, and its teacher to distill.teacher"
     )
 

@@ -28,4 +28,4 @@ class Teacher(Protocol):
     """Description for the log."""
 
     def predict(self, batches: Sequence[Batch]) -> list[Prediction]:
-        """Return the predictions for the micro-batches of a step. Every rank calls it."""
+        """Return the predictions for the micro-batches of a step. Collective over all ranks."""

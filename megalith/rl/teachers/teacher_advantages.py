@@ -58,7 +58,7 @@ class TeacherAdvantages:
     def add(self, batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
         """Return the micro-batches of a rollout batch with the teacher's term added to the advantages.
 
-        Every rank calls it.
+        Collective over all ranks.
         """
         teacher, student = self._teacher(without_routes(batches)), self._student(batches)
         sums = torch.zeros(2, dtype=torch.float64, device=self._run.device)

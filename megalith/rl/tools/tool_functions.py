@@ -36,7 +36,7 @@ def load_tools(tools: Sequence[str | Callable], setting: str = "rl.tools") -> di
         function = tool if callable(tool) else load_extension(tool, {}, setting)
         name = getattr(function, "__name__", type(function).__name__)
         if name in functions:
-            raise ConfigError(f"{setting} has two tools with the name {name}; rename one")
+            raise ConfigError(f"{setting} has two tools with the name {name}; rename one of the two tools")
         functions[name] = function
     return functions
 

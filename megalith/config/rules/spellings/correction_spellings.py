@@ -71,7 +71,7 @@ def rollout_correction(value: Any, rl: Rl) -> dict[str, Any]:
         return settings
     if keys["loss_type"] not in ("ppo_clip", "reinforce"):
         raise ConfigError(
-            f"rl.rollout_correction.loss_type is {keys['loss_type']!r}: one of ppo_clip, reinforce is needed"
+            f"rl.rollout_correction.loss_type is {keys['loss_type']!r}: it must be one of ppo_clip, reinforce"
         )
     if keys["loss_type"] == "reinforce":
         if (aggregation := rl.get("loss_agg_mode", "token-mean")) != "token-mean":

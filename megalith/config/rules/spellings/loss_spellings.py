@@ -53,12 +53,12 @@ def policy_loss(value: Any, rl: Rl) -> dict[str, Any]:
         for key, other in value.items():
             if key not in ("loss_mode", *COVARIANCE) and (key not in NO_EFFECT or other != NO_EFFECT[key]):
                 raise ConfigError(
-                    f"rl.policy_loss.{key} is {other!r}, which only unsupported losses read (supported: "
+                    f"rl.policy_loss.{key} is {other!r}, which only affects losses that are not supported (supported: "
                     f"{', '.join(LOSS_MODES)}); leave rl.policy_loss.{key} out"
                 )
         mode = value.get("loss_mode", "vanilla")
     if mode not in LOSS_MODES:
-        raise ConfigError(f"rl.policy_loss is {mode!r}: one of {', '.join(LOSS_MODES)} is needed")
+        raise ConfigError(f"rl.policy_loss is {mode!r}: it must be one of {', '.join(LOSS_MODES)}")
     return settings | loss_mode(mode, rl)
 
 
@@ -83,8 +83,8 @@ def loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
         return {"importance_sampling_level": "token", "loss_type": "sapo", "clip_ratio_c": None}
     if rl.get("rollout_is") == "token":
         raise ConfigError(
-            "rl.rollout_is is token and the loss is gspo, for which verl weights the gradient of each token "
-            "separately, but here a sequence has a single ratio; set rl.rollout_is to sequence, or leave it out"
+            "rl.rollout_is is token and the loss is gspo, which has one ratio per sequence in Megalith (verl weights "
+            "the gradient of each token separately); set rl.rollout_is to sequence, or leave it out"
         )
     return {"importance_sampling_level": "sequence", "loss_type": "grpo", "clip_ratio_c": None}
 
@@ -141,6 +141,6 @@ def scale_factor(value: int, rl: Rl) -> dict[str, Any]:
     if value != rl.get("max_completion_length", rl.get("max_response_length")):
         raise ConfigError(
             f"rl.loss_scale_factor is {value}, but the divisor of seq-mean-token-sum-norm is "
-            "rl.max_completion_length here; make the two equal, or leave rl.loss_scale_factor out"
+            "rl.max_completion_length; make the two equal, or leave rl.loss_scale_factor out"
         )
     return {}

@@ -117,7 +117,7 @@ def attention_mask(flags: ParsedFlags) -> None:
     flags.set("data.reset_attention_mask", True)
     flags.notes.append(
         "--reset-attention-mask keeps attention within documents; Megatron's Transformer Engine and fused softmax "
-        "ignore its mask, so losses there may differ"
+        "ignore its mask, so Megatron's losses may differ"
     )
 
 

@@ -37,6 +37,6 @@ def layer_list(flags: ParsedFlags, flag: str, text: Any) -> int | list[int] | No
         return value(ast.parse(str(text).strip(), mode="eval").body)
     except (ValueError, SyntaxError, TypeError, RecursionError):
         flags.problems.append(
-            f"{flag} is {text!r}: a number is needed, or lists of numbers with * and +, like ([0]*3+[1]*58)"
+            f"{flag} is {text!r}: it must be a number, or lists of numbers with * and +, like ([0]*3+[1]*58)"
         )
         return None

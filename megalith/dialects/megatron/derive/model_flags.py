@@ -72,8 +72,8 @@ def sink(flags: ParsedFlags) -> None:
     if flags["--softmax-type"] != "vanilla" and "--attention-dropout" not in flags:
         flags.set("model.attention_dropout", 0.0)
         flags.notes.append(
-            f"--softmax-type {flags['--softmax-type']} turns attention dropout off here, but Megatron's default is "
-            "0.1; give --attention-dropout 0 in both for the same training"
+            f"--softmax-type {flags['--softmax-type']} turns attention dropout off in Megalith, but Megatron's "
+            "default is 0.1; give --attention-dropout 0 in both for the same training"
         )
 
 
@@ -160,7 +160,7 @@ def window(flags: ParsedFlags) -> None:
     sizes = re.findall(r"-?\d+", flags["--window-size"])
     if len(sizes) != 2:
         flags.problems.append(
-            f"--window-size is {flags['--window-size']!r}: two numbers are needed, like 4095,0"
+            f"--window-size is {flags['--window-size']!r}: it needs two numbers, like 4095,0"
         )
         return
     flags.set("model.window_size", [int(size) for size in sizes])

@@ -46,7 +46,7 @@ def positions(flags: ParsedFlags) -> None:
     elif kind == "learned_absolute":
         if flags["--no-position-embedding"]:
             flags.problems.append(
-                "--no-position-embedding was removed from Megatron and is supported here only with rotary "
+                "--no-position-embedding was removed from Megatron and is supported only with rotary "
                 "positions; add --position-embedding-type rope, or remove --no-position-embedding"
             )
         return
@@ -74,7 +74,7 @@ def _rope_scaling(flags: ParsedFlags, kind: str, latent: bool) -> dict[str, Any]
             flags.problems.append(
                 f"--mscale-all-dim {flags['--mscale-all-dim']} is refused with --rope-type rope and "
                 f"--rotary-scaling-factor {factor}: with these, Megatron scales the attention scores but not the "
-                "positions, which is not supported here; remove one of the three"
+                "positions, which is not supported; remove one of the three"
             )
         return None
     if flags["--use-rope-scaling"]:

@@ -64,7 +64,7 @@ def _batch_steps(flags: ParsedFlags, text: str) -> list[list[int]]:
         steps = []
     if not steps or steps[0][0] != 0:
         flags.problems.append(
-            f"--step-batch-size-schedule is {text!r}: TOKENS:SIZE pairs are needed, the first from 0, like "
+            f"--step-batch-size-schedule is {text!r}: it needs TOKENS:SIZE pairs, the first from 0, like "
             "'0:768 250B:1536'"
         )
         return []
