@@ -24,14 +24,18 @@ from megalith.parity.job import run_job
 from megalith.planner.counts import MetaModel, count_parameters, layers_of
 from megalith.planner.flops import flops_per_token
 
-TRIED = ["tp2", "tp2-sp-pp2", "cp2-a2a", "tp2-sp-dp2-zero3"]
+TRIED = ["tp2", "tp2-sp-pp2", "cp2-a2a", "tp2-sp-dp2-zero3", "pp2-zero_bubble", "pp2-interleaved"]
+# The encoder has two of the five layers.
+STAGES = {
+    "tp2-sp-pp2": "Ettt|ttL",
+    "pp2-zero_bubble": "Ettt|ttL",
+    "pp2-interleaved": "Et|t|tt|tL",
+}
 IDS = torch.randint(8, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
 def run_config(source: Path, layout: str | None, **settings: object) -> RunConfig:
-    cut = (
-        {"pipeline_model_parallel_layout": "Ettt|ttL"} if layout and "pp2" in layout else {}
-    )  # in the decoder
+    cut = {"pipeline_model_parallel_layout": STAGES[layout]} if layout in STAGES else {}
     return RunConfig.from_tree(
         {
             "model": {"init_from": str(source), "hidden_dropout": 0.1, "attention_dropout": 0.1},

@@ -216,11 +216,24 @@ def test_replicas_share_out_prompts_and_the_first_rank_has_all(pool, trained, pr
     assert others == [[]] * 3
 
 
-def test_an_encoder_decoder_answers_over_tensor_ranks_as_one_process(pool):
+T5 = dict(
+    position_embedding_type="relative", normalization="RMSNorm", add_bias_linear=False, query_pre_attn_scalar=1,
+    scale_decoder_outputs=True,
+)  # fmt: skip
+BART = dict(
+    separate_encoder_positions=True, embedding_layernorm=True, apply_residual_connection_post_layernorm=True,
+    add_first_input_layernorm=False, add_output_bias=True, train_output_bias=False, max_position_embeddings=64,
+    decoder_start_token_id=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", [T5, in_full(T5 | {"relative_attention_per_layer": True}), BART], ids=["t5", "umt5", "bart"]
+)
+def test_an_encoder_decoder_answers_over_tensor_ranks_as_one_process(pool, kind):
     config = ModelConfig(
         model_type="t5", num_layers=3, encoder_num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=97,
-        make_vocab_size_divisible_by=1, position_embedding_type="relative", normalization="RMSNorm",
-        add_bias_linear=False, query_pre_attn_scalar=1, scale_decoder_outputs=True, init_method_std=0.3,
+        make_vocab_size_divisible_by=1, init_method_std=0.3, **kind,
     )  # fmt: skip
     model = make_model(config)
     initialize(model, config, seed=1)
