@@ -265,3 +265,50 @@ def test_null_tokenizer_reads_ids():
     assert tokenizer.encode(" 1 2\n99 100 ") == [1, 2, 99, 100]
     assert tokenizer.decode(np.array([1, 2, 99])) == "1 2 99"
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+
+
+def write_side_files(folder, **tables):
+    for name, table in tables.items():
+        (folder / f"{name}.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize("lists_added_tokens", [False, True])
+def test_the_end_of_two_files_is_that_of_transformers(bpe, tmp_path, lists_added_tokens):
+    (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    first, second = "a", "b"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": first}
+    if lists_added_tokens:
+        config["added_tokens_decoder"] = {}
+    write_side_files(tmp_path, tokenizer_config=config, special_tokens_map={"eos_token": second})
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token_id
+    assert build_tokenizer("HuggingFaceTokenizer", tmp_path).eod == expected
+
+
+EXTRA = {"content": "<extra>", "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"tokenizer_config": {"added_tokens_decoder": {"900": EXTRA}}},
+        {"tokenizer_config": {"additional_special_tokens": ["<extra>"]}},
+        {"tokenizer_config": {"extra_special_tokens": {"image_token": "<extra>"}}},
+        {"tokenizer_config": {}, "added_tokens": {"<extra>": 900}},
+        {"tokenizer_config": {"split_special_tokens": True}},
+    ],
+)
+def test_tokens_that_transformers_adds_or_splits_are_refused(bpe, tmp_path, tables):
+    (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    build_tokenizer("HuggingFaceTokenizer", tmp_path)
+    tables["tokenizer_config"]["tokenizer_class"] = "PreTrainedTokenizerFast"
+    write_side_files(tmp_path, **tables)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    splits = "split_special_tokens" in tables["tokenizer_config"]
+    assert splits or len(theirs.encode("<extra>", add_special_tokens=False)) == 1
+    with pytest.raises(
+        DataError, match="has split_special_tokens" if splits else "tokenizer.json lacks: <extra>"
+    ):
+        build_tokenizer("HuggingFaceTokenizer", tmp_path)
+    if not splits:
+        theirs.save_pretrained(tmp_path)
+        assert build_tokenizer("HuggingFaceTokenizer", tmp_path).encode("<extra>") == theirs.encode("<extra>")

@@ -16,11 +16,12 @@ import tokenizers
 
 from megalith.data.tokenizers.hub import local_folder
 from megalith.data.tokenizers.tokenizer import Tokenizer, TokenizerPaths, read_file, read_json, side_table
-from megalith.errors import ConfigError, DataError
+from megalith.errors import ConfigError, DataError, shorten
 
 MODEL = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 GENERATION = "generation_config.json"
 MODEL_CONFIG = "config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -181,7 +182,30 @@ class HuggingFaceTokenizer(RustTokenizer):
         for name in SIDE_FILES if folder else ():
             if (folder / name).exists():
                 files[name] = read_file(folder / name, "tokenizer's side file", folder)
-        return cls(files)
+        tokenizer = cls(files)
+        if folder is not None:
+            tokenizer._check_added_tokens(folder)
+        return tokenizer
+
+    def _check_added_tokens(self, folder: Path) -> None:
+        """Raise DataError if transformers would add tokens that tokenizer.json lacks, or split the special ones."""
+        config = side_table(self.files, CONFIG)
+        named = [*_texts(config.get("added_tokens_decoder")), *_texts(config.get("extra_special_tokens"))]
+        named += _texts(config.get("additional_special_tokens"))
+        if "added_tokens_decoder" not in config and (folder / ADDED_TOKENS).exists():
+            named += read_json(
+                read_file(folder / ADDED_TOKENS, "tokenizer's side file", folder), ADDED_TOKENS
+            )
+        if missing := [token for token in named if self._tokenizer.token_to_id(token) is None]:
+            raise DataError(
+                f"{folder} has tokens in {CONFIG} or {ADDED_TOKENS} that {MODEL} lacks: {shorten(missing)}; "
+                "transformers adds them, so open the folder with its AutoTokenizer, and save it with save_pretrained"
+            )
+        if config.get("split_special_tokens"):
+            raise DataError(
+                f"{folder / CONFIG} has split_special_tokens, but special tokens in a text are always recognized; set "
+                "it to false"
+            )
 
     def content(self) -> bytes:
         """Return only the normalized tokenizer.json: side files do not change ids."""
@@ -212,7 +236,10 @@ class HuggingFaceTokenizer(RustTokenizer):
 
     def _find_eod(self) -> int | None:
         tables = {name: side_table(self.files, name) for name in SIDE_FILES if name.endswith(".json")}
-        for name in (CONFIG, SPECIAL_TOKENS):
+        named_last = (
+            "added_tokens_decoder" not in tables[CONFIG]
+        )  # then the other file decides in transformers
+        for name in (SPECIAL_TOKENS, CONFIG) if named_last else (CONFIG, SPECIAL_TOKENS):
             token = tables[name].get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
             if (
@@ -228,6 +255,13 @@ class HuggingFaceTokenizer(RustTokenizer):
                 return first
         ids = (self._tokenizer.token_to_id(token) for token in EOD_TOKENS)
         return next((i for i in ids if i is not None), None)
+
+
+def _texts(tokens: Any) -> list[str]:
+    """Return the texts of a list or table of tokens, each a text or an AddedToken's table."""
+    values = tokens.values() if isinstance(tokens, dict) else tokens if isinstance(tokens, list) else ()
+    texts = [value.get("content") if isinstance(value, dict) else value for value in values]
+    return [text for text in texts if isinstance(text, str) and _is_unicode(text)]
 
 
 class GPT2BPETokenizer(RustTokenizer):
