@@ -276,3 +276,30 @@ def test_damaged_and_unreachable_inputs_are_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="has no file that ends in"):
         (tmp_path / "empty").mkdir()
         expand_inputs([tmp_path / "empty"])
+
+
+SPLIT_FOLDERS = {
+    ("train.jsonl", "test.jsonl"): "test, train",
+    ("data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"): "train, validation",
+    ("train/a.jsonl", "train/b.jsonl", "eval/a.jsonl"): "test, train",
+    ("my_train_1.jsonl", "my_dev_1.jsonl"): "train, validation",
+    ("train-0.jsonl", "train-1.jsonl"): None,
+    ("training.jsonl", "latest.jsonl", "devices.jsonl"): None,
+}
+
+
+@pytest.mark.parametrize("names", SPLIT_FOLDERS)
+def test_a_folder_with_files_of_several_splits_is_refused_as_datasets_tells_them_apart(tmp_path, names):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    found = datasets.load_dataset(str(tmp_path), cache_dir=str(tmp_path / ".cache"))
+    splits = SPLIT_FOLDERS[names]
+    assert (", ".join(sorted(found)) == splits) if splits else list(found) == ["train"]
+    if splits is None:
+        assert len(expand_inputs([tmp_path])) == len(names)
+        return
+    with pytest.raises(
+        DataError, match=f"has files of the splits {splits}, which would be mixed; .*{names[0]}"
+    ):
+        expand_inputs([tmp_path])

@@ -14,6 +14,7 @@ one of these endings, and a glob for its matches, sorted by name.
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -38,6 +39,13 @@ from megalith.remote import StorePath, open_location
 TABLES = (".parquet", ".arrow")
 ENDINGS = (".jsonl", ".json", ".ndjson", ".txt", *TABLES)
 """Endings of files that are read from a folder, also followed by `.gz` or `.zst`."""
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Words in the names of a dataset's files → split, as in `datasets`."""
+SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLITS)})(?![a-z])")
 
 
 def expand_inputs(inputs: Sequence[str | Path | Source], notes: list[str] | None = None) -> list[Source]:
@@ -179,6 +187,19 @@ def _matches(pattern: str) -> dict[Source, bool]:
     return {path: path.is_file() or is_saved_dataset(path) for path in paths}
 
 
+def _check_splits(folder: Path | StorePath, files: Sequence[Source]) -> None:
+    """Raise DataError if the names of files put them into several splits, by the rules of `datasets`."""
+    first: dict[str, Source] = {}
+    for file in files:
+        if words := SPLIT_WORD.findall(str(file).removeprefix(str(folder)).lower()):
+            first.setdefault(SPLITS[words[-1]], file)
+    if len(first) > 1:
+        raise DataError(
+            f"the folder {folder} has files of the splits {', '.join(sorted(first))}, which would be mixed; name the "
+            f"files of one, such as {first.get('train', next(iter(first.values())))}"
+        )
+
+
 def _files_of(source: Path | StorePath, notes: list[str]) -> list[Source]:
     """Return the files below a folder, sorted by name."""
     if isinstance(source, Path) and not source.is_dir():
@@ -198,6 +219,7 @@ def _files_of(source: Path | StorePath, notes: list[str]) -> list[Source]:
         raise DataError(
             f"the folder {source} has no file that ends in {', '.join(ENDINGS)}{present}; pass its files"
         )
+    _check_splits(source, files)
     if others:
         notes.append(f"{source}: {len(others):,} files of other kinds are not read: {shorten(others)}")
     return files
