@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Print the tables. Return 1 if sizes with µP vary by more than the bound."""
+    """Print the tables of the check. Return 1 if, with µP, sizes vary with the width by more than the bound."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

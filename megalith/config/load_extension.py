@@ -13,7 +13,7 @@ from megalith.errors import ConfigError, nearest_of
 
 
 def load_extension(value: str, built_in: Mapping[str, str], setting: str) -> Any:
-    """Return the object of an extension.
+    """Return the object that an extension setting names: a built-in one, or one in the user's file.
 
     Args:
         value: a name in `built_in`, or `path.py:object`.

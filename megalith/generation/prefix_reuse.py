@@ -177,7 +177,7 @@ class PrefixReuse:
         holder.blocks.clear()
 
     def _match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the holder with the longest common prefix, if that has at least one block."""
+        """Return the holder with the longest common prefix; an empty match if that is shorter than a block."""
         blocks: list[int] = []
         holders: dict[Holder, None] = {}
         for block in _blocks(tokens, blocks):

@@ -81,7 +81,7 @@ class RowGroups:
 
 @dataclass(frozen=True, eq=False)
 class GroupedWeight:
-    """A weight, or a bias, of the groups, prepared for one matmul."""
+    """The weights, or the biases, of all groups, prepared for one matmul."""
 
     value: Tensor  # [groups, out, in] in the matmul's dtype, or [groups, out]
     saved: Tensor  # for the backward pass: the parameter, which is cast again, or the cast

@@ -117,7 +117,7 @@ class LayoutReport:
 
 
 def step_to_measure(log: LogConfig, first_step: int) -> int | None:
-    """Return the step to measure, which is not one traced for `log.profile`. None without a layout report."""
+    """Return the step to measure, or None without a layout report. Steps that `log.profile` traces are avoided."""
     if not log.layout_report:
         return None
     step = first_step + WARM_UP

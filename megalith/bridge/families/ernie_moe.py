@@ -52,14 +52,14 @@ class ExpertInterval:
 
 
 class SmallestSum:
-    """Check of `moe_norm_min`, the smallest divisor of a token's weights."""
+    """Checks `moe_norm_min`, the lower bound of the sum that divides a token's expert weights."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         bound = hf_config.get("moe_norm_min", 1e-12)
         if bound is None or bound > DENOMINATOR:
             raise ConfigError(
                 f"config.json has moe_norm_min {bound}, below which the sum of a token's weights is not normalized; "
-                f"here it always is: only values up to {DENOMINATOR:g} are supported"
+                f"Megalith always normalizes it, so only values up to {DENOMINATOR:g} are supported"
             )
         return {}
 

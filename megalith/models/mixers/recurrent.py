@@ -101,7 +101,7 @@ class OutputNorm(nn.Module):
 
 
 class UnitConvolution(nn.Module):
-    """The taps of a causal convolution, separate for each unit. `rows` is a seam, as in Linear."""
+    """The weights of a causal depthwise convolution: taps for each unit. `rows` is a seam, as in Linear."""
 
     def __init__(self, units: int, taps: int, bias: bool, device: torch.device | None = None):
         super().__init__()
