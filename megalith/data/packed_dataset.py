@@ -49,8 +49,8 @@ class PackedDataset:
         self._documents, self._starts, piece_lengths = divide(lengths, seq_length)
         if not len(self._documents):
             raise DataError(
-                f"{indexed.prefix}: none of the {len(lengths)} documents in its sequences [{first_sequence}, "
-                f"{last_sequence}) has tokens; give this split a larger share, or add data"
+                f"{indexed.prefix} has no document with tokens in its sequences [{first_sequence}, {last_sequence}); "
+                "give this split a larger share, or add data"
             )
         self._documents += first_sequence
         by_length = np.argsort(-piece_lengths, kind="stable")

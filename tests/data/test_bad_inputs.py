@@ -147,7 +147,7 @@ def test_a_damaged_saved_dataset_is_named(command, capsys):
         check_refused(capsys, words(command, name), f"{name}.*{part}")
     datasets.DatasetDict(train=datasets.Dataset.from_list(records)).save_to_disk("splits")
     check_refused(
-        capsys, words(command, "splits"), "splits has the splits train; name the folder of one", CONFIG
+        capsys, words(command, "splits"), "splits has the splits train; pass the folder of one", CONFIG
     )
     assert main(words(command, "good")) == 0
 

@@ -178,5 +178,5 @@ def test_what_cannot_be_packed_is_refused(prefix, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             check_training(run_config(tmp_path, prefix, **data))
-    with pytest.raises(DataError, match="0 documents without tokens"):
+    with pytest.raises(DataError, match="has no document with tokens"):
         PackedDataset(IndexedDataset(prefix), 5, 5, SEQ, 1, seed=1)

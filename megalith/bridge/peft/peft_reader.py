@@ -117,7 +117,7 @@ class PeftFolder:
         if untrained and not modules:
             raise ConfigError(
                 f"{self.path / TENSORS_FILE} has {', '.join(untrained)}, which PEFT saved (save_embedding_layers) but "
-                "did not train; name them in lora.modules_to_save to train them in full, or merge the folder (megalith "
+                "did not train; list them in lora.modules_to_save to train them in full, or merge the folder (megalith "
                 "lora merge) and train on the result"
             )
 
