@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,11 +122,12 @@ def open_report(
     pipeline: Pipeline | None = None,
     startup_timer: StartupTimer | None = None,
     loss_name: str = LM_LOSS,
+    continues: bool = False,
 ) -> Iterator[Report]:
     """Open the report of a run that has completed `step` of `total_steps` steps. Only rank 0 prints and writes.
 
     Prints the summary, the layout if there are several ranks, and `notes`; writes the resolved configuration into the
-    output folder.
+    output folder. A run that `continues` from memory keeps the file of its start if the disk is full.
     """
     layout = build_layout(config, mesh.world.size)
     locations = gather_rank_locations(mesh, device)
@@ -135,7 +137,7 @@ def open_report(
     output = Path(config.train.output_dir)
     with config_errors(output):
         trackers = open_trackers(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
-        replace_file(output / "config.yaml", config.to_yaml())
+        write_config(output / "config.yaml", config.to_yaml(), continues)
         metrics = MetricsWriter(output, step, trackers)
     rows = print_summary(layout, local_device_info(device))
     hosts = [location.host for location in locations]
@@ -154,6 +156,17 @@ def open_report(
         StepProfiler(output, traced_steps(config.log), console.note) as profiler,
     ):
         yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler, startup_timer)
+
+
+def write_config(path: Path, text: str, keeps_old: bool) -> None:
+    """Write a run's configuration. Raises OSError, unless there is an old file to keep."""
+    try:
+        replace_file(path, text)
+    except OSError as error:
+        if not (keeps_old and path.exists()):
+            raise
+        text = f"{path} could not be written: {error.strerror}; it keeps the settings of the run's last start"
+        warnings.warn(text, stacklevel=2)
 
 
 def flops_by_length(config: RunConfig) -> Callable[[float], float]:

@@ -109,6 +109,7 @@ class Trainer:
                 pipeline,
                 self.startup_timer,
                 run.task.loss_name,
+                self.memory is not None and self.memory.restored_step is not None,
             ) as self.report,
             run.saver,
         ):

@@ -15,6 +15,7 @@ from megalith.checkpoint.open import step_problems
 from megalith.errors import CheckpointError, ConfigError
 from megalith.launch.lock import OutputLock
 from megalith.report.metrics import MetricsWriter, StepMetrics, read_records
+from megalith.report.report import write_config
 
 METRICS = [field.name for field in fields(StepMetrics)]
 
@@ -129,6 +130,23 @@ def test_a_full_disk_at_a_start_or_resume_is_a_refusal_that_no_restart_repeats(d
         OutputLock(full / "run")
     ballast.unlink()
     assert megalith.train(config).step == 14
+
+
+def test_a_run_that_continues_from_memory_needs_no_room_for_its_settings(disk):
+    full = disk(100_000)
+    path = full / "config.yaml"
+    path.write_text("of its start")
+    (full / "ballast").write_bytes(bytes(os.statvfs(full).f_bavail * 4096))
+    with pytest.raises(OSError, match="No space left"):
+        write_config(path, "new", keeps_old=False)
+    with pytest.warns(
+        UserWarning, match=r"config\.yaml could not be written: No space left on device; it keeps"
+    ):
+        write_config(path, "new", keeps_old=True)
+    assert path.read_text() == "of its start" and len(list(full.iterdir())) == 2
+    path.unlink()
+    with pytest.raises(OSError, match="No space left"):
+        write_config(path, "new" * 5000, keeps_old=True)
 
 
 def test_a_run_that_cannot_save_its_end_ends_with_the_exit_code_of_checkpoints(disk):
