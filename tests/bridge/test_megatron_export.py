@@ -366,7 +366,7 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
         ("run", dict(pp=3), "pp is 3, which does not divide num_layers 4"),
         ("run", dict(tp=0), "tp is 0"),
         ("run", dict(ckpt_format="torch", with_optimizer=True), "is written only in the format torch_dist"),
-        ("sgd", dict(with_optimizer=True), "has the state of sgd"),
+        ("sgd", dict(with_optimizer=True), "has optimizer state of sgd"),
         ("biased", {}, "its router has none"),
         ("sparse", {}, "cannot express this model: moe_router_score_function sparsemixer, which Megatron-LM"),
         ("scaled", {}, "cannot express this model: it has embedding_multiplier"),

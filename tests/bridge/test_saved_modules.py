@@ -170,7 +170,7 @@ def test_servers_do_not_get_such_modules_with_adapters(hf_folder, tmp_path: Path
     [
         (["q_proj"], "only embeddings, the output matrix, norms and routers can be trained in full"),
         (["mlp"], "only embeddings, the output matrix, norms and routers can be trained in full"),
-        (["gate_inp"], "names 'gate_inp', which this model does not have; known: "),
+        (["gate_inp"], "has 'gate_inp', which this model does not have; known: "),
         (["final_layernom"], "did you mean 'final_layernorm'"),
     ],
 )

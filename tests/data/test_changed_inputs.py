@@ -127,7 +127,9 @@ def test_a_tokenizer_that_does_not_match_stored_tokens_or_the_model_is_named(cap
     tokenizer = build_tokenizer("HuggingFaceTokenizer", "tok")
     preprocess(["t.jsonl"], "data", tokenizer, append_eod=True, workers=0, show_progress=False)
     data = {"data_path": "data_text_document", "split": "1"}
-    mismatch = "data_text_document has token id .*but the vocabulary has 257 entries; preprocess .* with this run"
+    mismatch = (
+        "data_text_document has token id .*but the vocabulary has 257 entries; preprocess .* with this run"
+    )
     check_refused(capsys, ["train", run_file(data)], "was made with .*tok.*but the tokenizer is Byte", CONFIG)
     Path("data_text_document.tokenizer.json").unlink()
     check_refused(capsys, ["train", run_file(data)], mismatch)

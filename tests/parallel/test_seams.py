@@ -106,7 +106,7 @@ def test_the_table_names_what_modules_have():
 
 def test_what_is_no_seam_is_refused_with_those_that_there_are():
     linear = Linear(2, 2, bias=False)
-    with pytest.raises(SeamError, match="a Linear has no seam 'matmul', its seams are gemm, rows, style"):
+    with pytest.raises(SeamError, match="Linear has no seam 'matmul'; its seams are gemm, rows, style"):
         plug(linear, "matmul", None)
     assert not hasattr(linear, "matmul")
     with pytest.raises(SeamError, match="its seams are none"):
