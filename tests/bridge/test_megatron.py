@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 import megalith
 from megalith.bridge.megatron.megatron_exporter import convert
 from megalith.bridge.megatron.megatron_importer import import_megatron, open_megatron
+from megalith.bridge.megatron.table import GPT
 from megalith.bridge.verify import same_bits
 from megalith.cli.main import main
 from megalith.config import ModelConfig
@@ -173,7 +174,7 @@ def test_both_spellings_of_a_norm_are_read_and_neither_is_guessed(tmp_path: Path
         (
             ("layernorm_epsilon", "its args have no norm_epsilon"),
             ("layernorm_zero_centered_gamma", "its args have no apply_layernorm_1p"),
-            ("openai_gelu", "its args have no openai_gelu, which affect"),
+            ("bias_gelu_fusion", "its args have no bias_gelu_fusion, which affect"),
             ("rotary_base", "its args have no rotary_base"),
         )
     ):
@@ -182,6 +183,30 @@ def test_both_spellings_of_a_norm_are_read_and_neither_is_guessed(tmp_path: Path
         with pytest.raises(ConfigError, match=message):
             import_megatron(tmp_path / str(number), tmp_path / "run", trust=True)
     forget_megatron()
+
+
+@pytest.mark.parametrize(
+    ("others", "activation"),
+    [
+        ({}, "gelu"),
+        ({"openai_gelu": True}, "gelu"),
+        ({"use_te_activation_func": True}, "gelu_tanh"),
+        ({"use_te_activation_func": True, "transformer_impl": "local"}, "gelu"),
+        ({"use_transformer_engine_op_fuser": True}, "gelu_tanh"),
+        ({"add_bias_linear": True}, "gelu"),
+        ({"add_bias_linear": True, "bias_gelu_fusion": True}, "gelu_tanh"),
+    ],
+)
+def test_gelu_is_as_megatron_core_computes_it(others: dict[str, object], activation: str) -> None:
+    args = vars(arguments(MODELS["gpt"])) | {
+        "add_bias_linear": False,
+        "bias_gelu_fusion": False,
+        "vocab_size": 151,
+    }
+    model = GPT.read_config(args | others)
+    assert model.mlp_activation == activation
+    forget_megatron()
+    assert GPT.read_config(args | others | GPT.write_config(model)).mlp_activation == activation
 
 
 @pytest.mark.parametrize("te", [True, False], ids=["transformer engine", "local"])

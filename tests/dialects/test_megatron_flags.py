@@ -211,6 +211,11 @@ CASES = [
     ("--fp16", {"train.precision": "fp16", "optim.initial_loss_scale": 2.0**32}, ""),
     ("--swiglu --hidden-size 4096 --num-attention-heads 32", {"model.ffn_size": 10880}, ""),
     ("--disable-bias-linear", {"model.activation": "gelu", "model.add_bias_linear": False}, ""),
+    ("--disable-bias-linear --openai-gelu", {"model.activation": "gelu"}, "--openai-gelu (Megatron core does not"),
+    ("--no-bias-gelu-fusion --use-te-activation-func", {"model.activation": "gelu_tanh"}, ""),
+    ("--disable-bias-linear --use-te-activation-func --transformer-impl local", {"model.activation": "gelu"}, ""),
+    ("--disable-bias-linear --use-transformer-engine-op-fuser", {"model.activation": "gelu_tanh"}, ""),
+    ("--disable-bias-linear --use-transformer-engine-op-fuser --num-experts 4", {"model.activation": "gelu"}, ""),
     ("--squared-relu", {"model.activation": "squared_relu"}, ""),
     ("--quick-geglu", {"model.activation": "quick_gelu", "model.gated": True}, ""),
     ("--group-query-attention --num-query-groups 2", {"model.num_query_groups": 2}, ""),
@@ -631,12 +636,11 @@ def test_ignore_unknown_passes_over_what_changes_no_result_and_over_nothing_else
 
 def test_the_flags_without_effect_stand_in_one_note():
     result = translated(
-        LEAST + "--use-mcore-models --no-load-rng --transformer-impl local --log-timers-to-tensorboard"
+        LEAST + "--use-mcore-models --no-load-rng --no-rope-fusion --log-timers-to-tensorboard"
     )
     (note,) = result.notes
     assert (
-        "--use-mcore-models --transformer-impl (kernels" in note
-        and "--no-load-rng (there is no random" in note
+        "--use-mcore-models --no-rope-fusion (kernels" in note and "--no-load-rng (there is no random" in note
     )
 
 

@@ -33,7 +33,7 @@ EXPERTS = (
 HEADS = ("kv_channels", "qk_layernorm", "qk_l2_norm")
 LATENT = ["q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
 REQUIRED = (
-    "add_bias_linear", "bias_gelu_fusion", "group_query_attention", "openai_gelu", "position_embedding_type",
+    "add_bias_linear", "bias_gelu_fusion", "group_query_attention", "position_embedding_type",
     "squared_relu", "swiglu", "untie_embeddings_and_output_weights",
 )  # fmt: skip
 BALANCING = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")
@@ -133,7 +133,10 @@ class _MTP:
 
 
 class _Activation:
-    """Maps the activation. GELU is the tanh approximation in Megatron's fused kernel and with openai_gelu."""
+    """Maps the activation. GELU is the tanh approximation if it is fused with a bias or Transformer Engine computes it.
+
+    Megatron core does not read openai_gelu. It does not use the op fuser for models with experts.
+    """
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if args.get("swiglu"):
@@ -142,8 +145,12 @@ class _Activation:
             return {"gated_linear_unit": True, "activation": "quick_gelu"}
         if args.get("squared_relu"):
             return {"activation": "squared_relu"}
-        by_tanh = args.get("openai_gelu") or args.get("bias_gelu_fusion", True)
-        return {"activation": "gelu_tanh" if by_tanh else "gelu"}
+        fuses_ops = args.get("use_transformer_engine_op_fuser") and not args.get("num_experts")
+        by_engine = args.get("transformer_impl") != "local" and (
+            args.get("use_te_activation_func") or fuses_ops
+        )
+        is_fused = args.get("bias_gelu_fusion", True) and args.get("add_bias_linear", True)
+        return {"activation": "gelu_tanh" if is_fused or by_engine else "gelu"}
 
     def write(self, model: ModelConfig) -> Tree:
         by_tanh = not model.gated and model.mlp_activation == "gelu_tanh"
@@ -152,7 +159,8 @@ class _Activation:
             "quick_geglu": model.gated and model.mlp_activation == "quick_gelu",
             "squared_relu": model.mlp_activation == "squared_relu",
             "bias_gelu_fusion": by_tanh and model.mlp_bias,
-            "openai_gelu": by_tanh and not model.mlp_bias,
+            "openai_gelu": False,
+            "use_te_activation_func": by_tanh and not model.mlp_bias,
         }
 
 

@@ -102,6 +102,11 @@ def export_megatron(
             "transformer_impl is local, but Megatron core builds gated delta nets and hybrid models only with "
             "Transformer Engine; choose transformer_engine"
         )
+    if transformer_impl == "local" and arguments.use_te_activation_func:
+        raise ConfigError(
+            "transformer_impl is local, but model.activation is gelu_tanh without biases, which Megatron core computes "
+            "only with Transformer Engine (--use-te-activation-func); leave transformer_impl out"
+        )
     if ckpt_format == "torch" and transformer_impl == "local":
         _check_latents(model, tp)
     groups = family_of(model).groups(model)

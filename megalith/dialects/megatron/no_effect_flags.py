@@ -43,19 +43,19 @@ BY_REASON = {
         --no-save-tokenizer-assets --use-dist-ckpt
     """,
     KERNELS: """
-        --transformer-impl=local|transformer_engine|inference_optimized --use-mcore-models
-        --no-gradient-accumulation-fusion --attention-backend=flash|fused|unfused|local|auto --no-masked-softmax-fusion
+        --use-mcore-models --no-gradient-accumulation-fusion --attention-backend=flash|fused|unfused|local|auto --no-masked-softmax-fusion
         --no-rope-fusion --cross-entropy-loss-fusion --cross-entropy-fusion-impl=native|te --use-flash-attn
         --use-fused-weighted-squared-relu --enable-experimental --no-bias-swiglu-fusion --moe-router-fusion
         --no-bias-dropout-fusion --no-persist-layer-norm --disable-bf16-reduced-precision-matmul
-        --use-transformer-engine-op-fuser --batch-invariant-backend=te_native|deepgemm|triton
+        --batch-invariant-backend=te_native|deepgemm|triton
         --disable-clone-scatter-output-in-embedding --disable-jit-fuser --flash-attention-version=int
         --fused-residual-rmsnorm --kitchen-attention-backend=sdpa|fa --mla-down-proj-fusion
         --moe-mlp-glu-interleave-size=int --moe-shared-expert-glu-interleave-size=int --moe-single-grouped-bias
         --moe-single-grouped-weight --moe-use-grouped-tensor --no-clone-scatter-output-in-embedding --onnx-safe=text
         --output-logit-dtype=bf16|fp32 --use-grouped-gemm-for-dense-mlp --use-grouped-gemm-for-shared-expert
-        --use-kitchen-attention --use-te-activation-func --muon-use-syrk
+        --use-kitchen-attention --muon-use-syrk
     """,
+    "Megatron core does not read it": "--openai-gelu",
     "process groups and their backend follow from the device and the layout: NCCL on GPUs, gloo on CPUs": """
         --distributed-backend=nccl|gloo|nccl2 --use-tp-pp-dp-mapping --disable-gloo-process-groups
         --high-priority-stream-groups=text+ --create-all-gather-group --disable-flight-recorder-dump-on-timeout

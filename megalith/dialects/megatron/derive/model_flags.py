@@ -94,7 +94,8 @@ def heads(flags: ParsedFlags) -> None:
 def activation(flags: ParsedFlags) -> None:
     """Set model.swiglu, model.activation and model.gated_linear_unit.
 
-    The default is GELU, with the tanh approximation if Megatron fuses it with a bias.
+    The default is GELU, with the tanh approximation if Megatron fuses it with a bias or if Transformer Engine computes
+    it.
     """
     chosen = [flag for flag in ("--swiglu", "--squared-relu", "--quick-geglu") if flags[flag]]
     if len(chosen) > 1:
@@ -106,8 +107,19 @@ def activation(flags: ParsedFlags) -> None:
     elif "--quick-geglu" in chosen:
         flags.set("model.activation", "quick_gelu")
         flags.set("model.gated_linear_unit", True)
-    elif not flags["--openai-gelu"] and (flags["--no-bias-gelu-fusion"] or flags["--disable-bias-linear"]):
+    elif not _is_gelu_by_tanh(flags):
         flags.set("model.activation", "gelu")
+
+
+def _is_gelu_by_tanh(flags: ParsedFlags) -> bool:
+    """Return True if Megatron's GELU is the tanh approximation: fused with a bias, or Transformer Engine's.
+
+    Megatron does not use the op fuser for models with experts.
+    """
+    fuses_ops = flags["--use-transformer-engine-op-fuser"] and flags["--num-experts"] is None
+    uses_engine = flags["--transformer-impl"] != "local"
+    is_fused = not flags["--no-bias-gelu-fusion"] and not flags["--disable-bias-linear"]
+    return is_fused or (uses_engine and (flags["--use-te-activation-func"] or fuses_ops))
 
 
 def latent_attention(flags: ParsedFlags) -> None:
