@@ -186,6 +186,48 @@ def test_both_spellings_of_a_norm_are_read_and_neither_is_guessed(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("others", "size"),
+    [
+        ({"vocab_size": 151}, 151),
+        ({"vocab_size": None}, 256),
+        ({"vocab_size": 128, "tokenizer_type": "Llama2Tokenizer"}, 256),  # the tokenizer has at least 129
+        ({"vocab_size": 300}, 256),
+        ({"vocab_size": 128, "tensor_model_parallel_size": 2}, 128),
+        ({"vocab_size": 128, "tokenizer_type": "NullTokenizer"}, 129),
+        ({"vocab_size": 256, "tokenizer_type": "NullTokenizer", "null_tokenizer_eod_id": None}, 256),
+    ],
+)
+def test_no_row_of_the_vocabulary_is_taken_for_padding(
+    others: dict[str, object], size: int, tmp_path: Path
+) -> None:
+    args = argparse.Namespace(
+        **(vars(arguments(MODELS["llama"])) | {"make_vocab_size_divisible_by": 128} | others)
+    )
+    write_torch_dist(tmp_path / "megatron", core_state(random_model("llama"), True), args)
+    forget_megatron()
+    assert open_megatron(tmp_path / "megatron", trust=True).groups[0].model.vocab_size == size
+
+
+def test_routing_that_megalith_lacks_is_refused_and_balancing_is_named() -> None:
+    experts = {
+        "num_experts": 4,
+        "moe_router_topk": 1,
+        "moe_router_topk_limited_devices": None,
+        "vocab_size": 151,
+    }
+    args = vars(arguments(MODELS["gpt"])) | experts
+    forget_megatron()
+    with pytest.raises(ConfigError, match="has moe_router_topk_limited_devices 2"):
+        GPT.read_config(args | {"moe_router_topk_limited_devices": 2})
+    for kind, weight in (("global_aux_loss", 0.01), (["aux_loss", "seq_aux_loss"], [0.01, 0.1])):
+        others = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": weight}
+        with pytest.warns(UserWarning, match="training would continue without a load-balancing loss"):
+            model = GPT.read_config(args | others)
+        assert model.moe_aux_loss_coeff == 0
+    GPT.read_config(args | {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.0})
+
+
+@pytest.mark.parametrize(
     ("others", "activation"),
     [
         ({}, "gelu"),

@@ -6,8 +6,11 @@ it is rejected. If an argument that later versions added is missing, the model d
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from megalith.bridge.megatron.positions import CorePositions
 from megalith.bridge.settings import Field, RequiredKeys, Tree
@@ -37,6 +40,22 @@ REQUIRED = (
     "squared_relu", "swiglu", "untie_embeddings_and_output_weights",
 )  # fmt: skip
 BALANCING = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")
+
+
+def vocabulary_size(args: Mapping[str, Any]) -> int | None:
+    """Return the vocabulary size without padding, or with it where the arguments do not tell.
+
+    Megatron reads vocab_size for few tokenizers. A value that would leave more rows to padding than Megatron adds is
+    not the tokenizer's size. Before core 0.18, a NullTokenizer has one more entry, its end of document.
+    """
+    size, padded = args.get("vocab_size"), args.get("padded_vocab_size")
+    if size and args.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in args:
+        size += 1
+    multiple = args.get("make_vocab_size_divisible_by")
+    if size and padded and multiple:
+        largest_padding = multiple * (args.get("tensor_model_parallel_size") or 1) - 1
+        size = size if 0 <= padded - size <= largest_padding else padded
+    return size or padded
 
 
 class _Required:
@@ -189,8 +208,15 @@ class ExpertArguments:
             return {}
         fields = {name: args[name] for name in EXPERTS if args.get(name) is not None}
         kind, weight = (args.get(f"moe_{name}") for name in ("router_load_balancing_type", "aux_loss_coeff"))
-        if kind in BALANCING:  # others do not affect what the model computes
+        if kind in BALANCING:
             fields |= {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": weight or 0.0}
+        elif np.any(weight):  # others do not affect what the model computes
+            warnings.warn(
+                f"its args have moe_router_load_balancing_type {kind!r} and moe_aux_loss_coeff {weight!r}, which "
+                "Megalith does not support; training would continue without a load-balancing loss, unless "
+                "model.moe_router_load_balancing_type and model.moe_aux_loss_coeff are set",
+                stacklevel=4,
+            )
         return fields
 
     def write(self, model: ModelConfig) -> Tree:
@@ -253,7 +279,7 @@ SETTINGS = (
     RequiredKeys(
         apply_residual_connection_post_layernorm=False, enable_mhc_connections=False,
         heterogeneous_layers_config_encoded_json=None, heterogeneous_layers_config_path=None,
-        moe_apply_probs_on_input=False, moe_latent_size=None,
+        moe_apply_probs_on_input=False, moe_latent_size=None, moe_router_topk_limited_devices=None,
         moe_mlp_glu_interleave_size=None, moe_shared_expert_glu_interleave_size=None, mtp_use_repeated_layer=False,
         use_mup=False,
     ),

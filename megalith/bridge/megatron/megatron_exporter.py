@@ -213,6 +213,7 @@ def _arguments(exported: _ExportSource, tp: int, pp: int, dtype: torch.dtype, di
             "apply_query_key_layer_scaling": False,
             "tokenizer_type": config.data.tokenizer_type,
             "tokenizer_model": config.data.tokenizer_model,
+            "null_tokenizer_eod_id": None,  # as from core 0.18 on, vocab_size contains the end of document
             "params_dtype": dtype,
             "bf16": dtype == torch.bfloat16,
             "fp16": dtype == torch.float16,

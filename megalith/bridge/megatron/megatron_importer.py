@@ -17,6 +17,7 @@ from torch import Tensor
 from megalith.bridge.family import Family
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
+from megalith.bridge.megatron.core_arguments import vocabulary_size
 from megalith.bridge.megatron.hybrid_rows import DELTA_NORM
 from megalith.bridge.megatron.legacy_reader import METADATA, read_legacy
 from megalith.bridge.megatron.megatron_names import LAYER, plain_name
@@ -131,7 +132,7 @@ def open_megatron(
             f"{folder} has no saved Megatron arguments (args), so the model's shape is unknown; use a checkpoint "
             "that has them"
         )
-    args = dict(args, vocab_size=vocab_size or args.get("vocab_size") or args.get("padded_vocab_size"))
+    args = dict(args, vocab_size=vocab_size or vocabulary_size(args))
     tensors = _model_tensors(folder, tensors)
     try:
         family = _family(tensors)
