@@ -131,7 +131,7 @@ def _joined(*words: str) -> str:
 
 
 def supports_live_line(console) -> bool:
-    """Return True if a rich console can redraw a line and is wide enough for one."""
+    """Return True if a rich console can redraw a line and has at least MIN_WIDTH columns."""
     return not console.is_dumb_terminal and console.width >= MIN_WIDTH
 
 

@@ -119,7 +119,7 @@ def test_the_code_of_the_attention_benchmark_runs(bench, monkeypatch):
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     with OnCpu():
         lines = bench("attention", 2, 1, 8, 128).splitlines()
-    assert len(lines) == 20 and sum("bar" in line for line in lines) == 2
+    assert len(lines) == 20 and sum("target" in line for line in lines) == 2
 
 
 def test_the_code_of_the_fp8_benchmark_runs(bench, monkeypatch):

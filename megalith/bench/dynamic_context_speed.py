@@ -81,7 +81,7 @@ def main() -> None:
     result = compare(runs, args.warmup)
     print(
         f"dynamic / fastest static ({result['fastest']}): {result['ratio']:.3f} × the speed, median of "
-        f"{result['steps']} steps (bar 1.3), {result['total_ratio']:.3f} × in total; losses differ by at most "
+        f"{result['steps']} steps (target 1.3), {result['total_ratio']:.3f} × in total; losses differ by at most "
         f"{result['loss_difference']:.1e}"
     )
     append_result(args.results, result)

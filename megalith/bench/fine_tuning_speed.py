@@ -143,29 +143,29 @@ RUN = {
 
 
 def print_ratios(result: dict[str, dict[str, Any]], length: int) -> None:
-    """Print the measured ratios, each with the bar that it should reach."""
+    """Print the measured ratios, each with its target."""
     rate = {run: figures[RATE] for run, figures in result.items()}
-    for run, bar in (("packed", 0.95), ("grpo", 0.9)):
+    for run, target in (("packed", 0.95), ("grpo", 0.9)):
         if {run, "pretrain"} <= set(rate):
-            print(f"{run} / pretrain: {rate[run] / rate['pretrain']:.3f} of tokens/s (bar {bar})")
+            print(f"{run} / pretrain: {rate[run] / rate['pretrain']:.3f} of tokens/s (target {target})")
     if {"packed", "padded"} <= set(rate):
-        print(f"packed / padded to {length}: {rate['packed'] / rate['padded']:.2f} × samples/s (bar 1.8)")
+        print(f"packed / padded to {length}: {rate['packed'] / rate['padded']:.2f} × samples/s (target 1.8)")
     if {"packed", "pretrain"} <= set(rate):
         batches = lengths(8000, length).reshape(-1, PADDED_TOGETHER)
         full = batches.mean() / batches.max(1).mean()
         share = rate["packed"] / (rate["pretrain"] * full)
         print(
-            f"packed / padded to the longest of {PADDED_TOGETHER}, counted: {share:.2f} × samples/s (bar 1.8)"
+            f"packed / padded to the longest of {PADDED_TOGETHER}, counted: {share:.2f} × samples/s (target 1.8)"
         )
     if {"lora", "qlora"} <= set(rate):
         memory = [result[run].get("max_memory_gb") for run in ("qlora", "lora")]
         print(
-            f"qlora / lora: {rate['qlora'] / rate['lora']:.2f} × tokens/s (bar 0.9), GB {memory} (bar 0.55)"
+            f"qlora / lora: {rate['qlora'] / rate['lora']:.2f} × tokens/s (target 0.9), GB {memory} (target 0.55)"
         )
     for peer in set(rate) & {"peft", "peft-liger"}:
         if "lora" in rate:
             memory = [result[run].get("max_memory_gb") for run in ("lora", peer)]
-            print(f"lora / {peer}: {rate['lora'] / rate[peer]:.2f} × tokens/s (bar 1.15), GB {memory}")
+            print(f"lora / {peer}: {rate['lora'] / rate[peer]:.2f} × tokens/s (target 1.15), GB {memory}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Cost of post-training methods compared with their parts: `megalith bench posttrain llama3.2-1b`.
 
-    distill   a step, compared with an SFT step plus the teacher's forward pass (bar 1.15)
+    distill   a step, compared with an SFT step plus the teacher's forward pass (target 1.15)
     kto       a step, compared with an SFT step plus its three forward passes, and tokens/s compared with SFT's
     orpo      tokens/s compared with SFT's
-    reward    scoring completions with a reward model of `rl.reward_models`, compared with its forward pass (bar 1.1)
+    reward    scoring completions with a reward model of `rl.reward_models`, compared with its forward pass (target 1.1)
 
 All models have the same shape and random weights, and all rows are full. A round runs one step of each method, so other
 programs on the machine slow all methods equally. Figures are medians over the rounds after the warm-up. Times are wall

@@ -58,7 +58,7 @@ def factors_of(
     """Return the initial A and B of each sub-matrix that an adapter adapts.
 
     Args:
-        lora: the method.
+        lora: LoRA settings; `init_lora_weights` selects the initialization.
         name: name of the linear in the model.
         adapter: the unsharded adapter, on any device.
         weight: the linear's full weight.

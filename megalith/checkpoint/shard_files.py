@@ -1,11 +1,11 @@
 """Checkpoint files as in Accelerate's Megatron guide: one for weights and one for optimizer state per (tensor,
 pipeline) rank.
 
-Their content does not depend on ZeRO and expert parallelism: `pytorch_model_tp_T_pp_P.bin` contains what tensor rank
-T of pipeline stage P would hold without either. Experts that tensor parallelism does not shard are divided among the
-stage's files: file T has the T-th part of them. Within a stage, all ranks send their pieces to the first rank with
-tensor rank T, one tensor at a time. It assembles them in a mapped file and writes the result, so that no rank holds
-more than one tensor in memory.
+Their content depends on neither ZeRO nor expert parallelism: `pytorch_model_tp_T_pp_P.bin` contains what tensor rank T
+of pipeline stage P would hold with both turned off. Experts that tensor parallelism does not shard are divided among
+the stage's files: file T has the T-th part of them. Within a stage, all ranks send their pieces to the first rank with
+tensor rank T, one tensor at a time. It assembles them in a memory-mapped scratch file and writes the result from there,
+so that it needs memory for only one assembled tensor in addition to its own shards.
 
 The files are written by torch.save, contain only tensors, and can be read by torch.load with `weights_only`. A manifest
 is stored with them, so that any layout can load them.

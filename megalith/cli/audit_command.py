@@ -67,13 +67,13 @@ def as_json(report: AuditReport) -> str:
 
 def as_text(report: AuditReport) -> str:
     """Return the report as lines: for each step its verdict, its findings and the worst gradients."""
-    lines = []
+    lines, ranks = [], "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
     for step in report.steps:
         verdict = (
             "equal" if not step.departing else (f"{step.departing} of {step.gradients} gradients differ")
         )
         loss = ", and so do losses" if step.losses_depart else ""
-        lines.append(f"step {step.step}: {verdict}{loss} ({report.ranks} ranks, {report.precision})")
+        lines.append(f"step {step.step}: {verdict}{loss} ({ranks}, {report.precision})")
         for finding in step.findings:
             lines.append(f"  {finding.cause}: {printable(finding.text)}")
             if finding.ranks and len(finding.ranks) < report.ranks:

@@ -159,7 +159,8 @@ def _fewest_ranks(lengths: np.ndarray, limits: RankLimits) -> np.ndarray:
     room = degrees * limits.room
     if len(lengths) and lengths.max() > room[-1]:
         raise ValueError(
-            f"a sequence of {lengths.max()} tokens does not fit on {degrees[-1]} ranks of {limits.room} tokens each"
+            f"a sequence has {lengths.max()} tokens, but {degrees[-1]} ranks have room for {room[-1]}; raise "
+            f"parallel.max_seqlen_per_dp_cp_rank (now {limits.max_tokens})"
         )
     return degrees[np.searchsorted(room, lengths)]
 

@@ -276,8 +276,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         for name, (a, _) in pairs.items():
             if name not in self._slots:
                 raise ConfigError(
-                    f"the engine has slots for adapters of other matrices, but not of {name}; "
-                    "serve an adapter without this matrix"
+                    f"the adapter changes {name}, a matrix for which the engine has no slots; serve an adapter "
+                    "without this matrix"
                 )
             room = self._slots[name].slots.lora_A.shape[-2]
             if a.shape[-2] > room:

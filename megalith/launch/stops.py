@@ -1,8 +1,8 @@
-"""Early stopping of a run: all ranks stop after the same step, with an exit code that encodes the reason.
+"""Stopping a run on a signal or a time limit: all ranks stop after the same step, and the exit code gives the reason.
 
 Signals and time limits reach the ranks at different moments. Each rank therefore starts an asynchronous all-reduce of
 its stop reason on the host before each step and each evaluation batch, and reads the result afterwards. The device is
-never waited for, and a run stops at most one step after a signal. An evaluation is aborted.
+never waited for, and a run stops at most one step after a signal. A stop request aborts an evaluation in progress.
 """
 
 from __future__ import annotations

@@ -51,11 +51,11 @@ class CodedGroupedGemm(GroupedGemm):
 def decode_at_use(
     form: str, weight: WeightCodes, dtype: torch.dtype, first_column: int, after: Tensor | None = None
 ) -> Tensor:
-    """Return `decode` of the same arguments, as one kernel on a GPU.
+    """Return the dequantized weight, computed by one kernel on a GPU.
 
-    Without `after`, the compiler would see that forward and backward dequantize the same quantized values, and save the
-    result. The same applies to the scales, which fp8 expands to the size of the weight, so `after` must precede these
-    as well.
+    In compiled code, pass a tensor of the backward pass as `after`: dequantization then starts after that tensor has
+    been computed. Otherwise the compiler would merge the dequantizations of the forward and the backward pass, and save
+    the result. The scales depend on `after` too, because fp8 expands them to the size of the weight.
     """
     if after is not None and torch.compiler.is_compiling():
         parts = {name: getattr(weight, name) for name in ("codes", "scales", "block_index")}

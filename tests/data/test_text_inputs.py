@@ -271,7 +271,9 @@ def test_damaged_and_unreachable_inputs_are_named(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"sets 'splitt'.*did you mean 'split'"):
         list(read_texts(typo, ["text"]))
     (tmp_path / "b.txt").write_text("text")
-    with pytest.raises(ConfigError, match=r"b.txt is a text file, which has no keys"):
+    with pytest.raises(
+        ConfigError, match=r"b.txt is a .txt file, .* but 2 keys are set \(text, title\); set only one"
+    ):
         list(read_texts(tmp_path / "b.txt", ["text", "title"]))
     with pytest.raises(DataError, match="has no file that ends in"):
         (tmp_path / "empty").mkdir()

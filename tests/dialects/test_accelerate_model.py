@@ -95,7 +95,9 @@ def test_what_is_not_the_prepared_models_is_said_with_the_way_out():
     with pytest.raises(AttributeError, match="no attribute 'no_such'"):
         _ = model.no_such
     for given in ((batch["input_ids"], batch["labels"]), (batch,)):
-        with pytest.raises(ConfigError, match=rf"{len(given)} positional arguments.*model\(\*\*batch\)"):
+        with pytest.raises(
+            ConfigError, match=rf"and {len(given) - 1} more positional arguments.*call model\(\*\*batch\)"
+        ):
             model(*given)
 
 

@@ -83,7 +83,7 @@ def test_a_sketch_is_linear_and_estimates_norms():
 def test_a_right_job_is_quiet_and_a_faulty_one_is_named(dump, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
     assert main(["audit", str(dump), "--model", str(tmp_path)]) == 0
-    assert "step 0: equal (1 ranks, fp32)" in capsys.readouterr().out
+    assert "step 0: equal (1 rank, fp32)" in capsys.readouterr().out
     faulty = script(tmp_path / "faulty", "mean")
     assert main(["audit", str(faulty), "--model", str(tmp_path / "config.json"), "--json"]) == 5
     printed = capsys.readouterr()

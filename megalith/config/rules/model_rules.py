@@ -194,8 +194,8 @@ def _check_two_stacks(model: ModelConfig) -> None:
         return
     if not 0 < model.encoder_layers < model.num_layers:
         raise ConfigError(
-            f"model.encoder_num_layers {model.encoder_layers} of model.num_layers {model.num_layers} leaves no "
-            "layers for the encoder or the decoder; change one of the two"
+            f"model.num_layers counts encoder and decoder layers and is {model.num_layers}, but "
+            f"model.encoder_num_layers is {model.encoder_layers}; set it to at least 1 and less than model.num_layers"
         )
     required = {
         "num_experts": None,
@@ -351,8 +351,8 @@ def _check_mamba(model: ModelConfig) -> None:
     heads, groups = model.mamba_heads, model.mamba_num_groups
     if model.mamba_num_heads is None and 2 * model.hidden_size % model.mamba_head_dim:
         raise ConfigError(
-            f"model.mamba_head_dim {model.mamba_head_dim} does not divide 2 · model.hidden_size "
-            f"{model.hidden_size}; change it, or set model.mamba_num_heads"
+            f"model.mamba_head_dim {model.mamba_head_dim} does not divide {2 * model.hidden_size}, which is 2 · "
+            "model.hidden_size; change it, or set model.mamba_num_heads"
         )
     if heads % groups:
         raise ConfigError(

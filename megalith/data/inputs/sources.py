@@ -102,7 +102,8 @@ def read_document_blocks(
     if suffix == ".txt":
         if len(json_keys) > 1:
             raise ConfigError(
-                f"{source} is a text file, which has no keys, but the keys {', '.join(json_keys)} are set; set one key"
+                f"{source} is a .txt file, whose documents have one text each, but {len(json_keys)} keys are set "
+                f"({', '.join(json_keys)}); set only one, whose name does not matter"
             )
         return read_text_blocks(source, text_documents, max_document_bytes)
     if suffix in TABLES or suffix == "":

@@ -221,8 +221,8 @@ class MegatronEngine(nn.Module):
         """
         if args or isinstance(input_ids, Mapping):
             raise ConfigError(
-                f"the model was called with {1 + len(args)} positional arguments, the first a "
-                f"{type(input_ids).__name__}; pass only input_ids by position: model(**batch)"
+                f"the model was called with a {type(input_ids).__name__} and {len(args)} more positional arguments, "
+                "but only the tensor input_ids can be passed by position; call model(**batch)"
             )
         if input_ids is not None:
             batch["input_ids"] = input_ids

@@ -42,7 +42,7 @@ class Heads(NamedTuple):
 
 
 def split_heads(x: Tensor, batch: int, size: int) -> Tensor:
-    """Return x [..., heads · size] of all tokens as [batch, seq, heads, size]."""
+    """Reshape x, [batch · seq, heads · size] or [batch, seq, heads · size], to [batch, seq, heads, size]."""
     return x.reshape(batch, -1, x.shape[-1]).unflatten(-1, (-1, size))
 
 

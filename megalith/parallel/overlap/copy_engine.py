@@ -160,7 +160,7 @@ class Slot:
         return self._views[key]
 
     def begin(self, stream: torch.cuda.Stream) -> None:
-        """Start a turn: the stream waits until all ranks have read the last contents of the slot."""
+        """Make the stream wait until all ranks have read the previous collective's data from this slot."""
         self._read.wait(stream)
         self._free(self._turns, stream.cuda_stream)
 

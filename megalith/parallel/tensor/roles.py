@@ -1,7 +1,7 @@
 """The sharding table of tensor parallelism.
 
-For each module of a model: the sharded dimension of its parameters, the style of its linear, and whether the gradient
-on a rank is partial, so that it must be summed over the axis.
+For each module of a model: the sharded dimension of its parameters, whether its linear is column- or row-parallel, and
+whether the gradient on a rank is partial, so that it must be summed over the axis.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEVER, UNDER_SP, ALWAYS = "never", "under sequence parallelism", "always"
 
 @dataclass(frozen=True)
 class Role:
-    """Sharding of a module's parameters, style of its linear, and conditions for partial gradients."""
+    """Sharding of a module's parameters, style of its linear (column, row or None), and when gradients are partial."""
 
     weight: int | None
     bias: int | None = REPLICATED

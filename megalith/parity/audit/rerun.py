@@ -42,9 +42,9 @@ class Reference:
     """A model with the recorded weights of a step.
 
     Args:
-        parameters: parameters of the step.
+        parameters: recorded parameters of the step, matched with a model.
         keys: name and shard of each gradient to compute.
-        model: configuration, if it differs from the configuration of the parameters.
+        model: model configuration. By default the one that `parameters` were matched with.
         compute_dtype: dtype of the layers' computation.
         perturbed: change the weights by a relative 2⁻²².
         padding_idx: token whose row of the embedding gets no gradient from the lookup.

@@ -128,9 +128,7 @@ class TurnTemplate:
         return end_id, ids[1:]
 
     def _after_turns(self, text: str, turns: int) -> tuple[int, str, str]:
-        """Return the token that ends the last of the first `turns` turns of a conversation, as id and as text, and the
-        text after that token.
-        """
+        """Return the token that ends turn number `turns` (counted from 1), as id and as text, and the text after it."""
         ends = [*self._end.finditer(text)]
         if len(ends) >= turns:
             end = ends[turns - 1]

@@ -137,17 +137,17 @@ def _swap_in_values(model: ParallelModel, values: Mapping[str, Tensor]) -> None:
 
 
 class StepData(Data):
-    """Data that adds another model's outputs to each micro-batch.
+    """Data that adds an auxiliary model's outputs to each micro-batch.
 
     The outputs are computed for all micro-batches of a step at once, to reduce pipeline bubbles.
     """
 
     def augment(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the micro-batches of a step with the other model's outputs. Collective over all ranks."""
+        """Add the auxiliary model's outputs to the micro-batches of a step. Collective over all ranks."""
         raise NotImplementedError(f"{type(self).__name__} does not implement augment")
 
     def augment_evaluation(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return micro-batches for evaluation with the other model's outputs. By default the same as `augment`."""
+        """Add the auxiliary model's outputs to evaluation micro-batches. The default is `augment`."""
         return self.augment(batches)
 
     def train_loader(

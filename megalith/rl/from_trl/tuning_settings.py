@@ -51,7 +51,7 @@ def tuning_settings(
     Args:
         method: sft, dpo, orpo, kto, reward or gkd.
         args: a dict of TRL's names, a config object of TRL, or an object with such attributes.
-        samples: number of training rows, which determines the length of an epoch: samples, or packed rows.
+        samples: number of samples in an epoch; with packing, of packed rows.
         world_size: number of processes, by which TRL multiplies its batch.
 
     Raises:
