@@ -165,7 +165,8 @@ def eight_gpus() -> str:
     missed = [row for row in EIGHT_GPUS if row.use == MISSED]
     others = "; ".join(row.name for row in ROWS if row.use == MISSED and row not in EIGHT_GPUS)
     text = (
-        "The runs on eight GPUs were predicted before they were measured, and nothing was fitted to them. "
+        f"The {len(EIGHT_GPUS)} runs on eight GPUs, without mirrored ranks, were predicted before they were measured, "
+        "and nothing was fitted to them. "
         "(One prediction was corrected afterwards: the memory of layers with norms of queries and keys.) "
         f"{len(EIGHT_GPUS) - len(missed)} of {len(EIGHT_GPUS)} are within the bounds. Outside the bounds:"
     )
@@ -214,13 +215,15 @@ Runs that are known to be outside these bounds are exempt, and marked in the tab
 The table has every run of [RESULTS](../benchmarks/RESULTS.md) whose memory or time can be compared with a prediction,
 except rollouts, generation and samples of varying lengths. "Memory only" in the last column means that the bound does
 not apply to the time of this run: "an older version" had slower kernels or slower recomputation, and a
-[mirrored rank](performance.md#measure-a-step) does not send data to other GPUs.
+[mirrored rank](performance.md#measure-a-step) does not send data to other GPUs. "VP8" means eight model chunks per
+pipeline rank, and "router not balanced" that `moe_router_force_load_balancing` was off. The constant of ring attention
+was fitted to a run of "CP2, ring" that is not in RESULTS (470.6 ms per step).
 
 "Predicted" is the result of `megalith plan show` with the run's settings, plus the activations that only the measured
 version saved: layers with rotary positions saved the whole output of `linear_qkv` for the backward pass, and layers
-with QK norms also a copy of the queries. Layers now save only the values. So `megalith plan show` predicts less memory
-today, for example 5.4 GB less for Llama-3-8B with 16,384 tokens in a micro-batch. Only two rows were measured with this
-change: Llama-3-8B with 8 layers and nothing recomputed, and its LoRA run.
+with QK norms also a copy of the queries. Of this output, layers now save only V. So `megalith plan show` predicts less
+memory today, for example 5.4 GB less for Llama-3-8B with 16,384 tokens in a micro-batch. Only two rows were measured
+with this change: Llama-3-8B with 8 layers and nothing recomputed, and its LoRA run.
 
 {eight}
 
@@ -231,8 +234,8 @@ change: Llama-3-8B with 8 layers and nothing recomputed, and its LoRA run.
 ## Published on H100
 
 Predictions use the H200's measured rates, scaled by the ratio of the datasheet values. Megatron-Bridge's runs use
-Megatron-Core, which overlaps or avoids some of the work of a step in Megalith. The 20 % bound therefore applies to the
-prediction for Megatron-Core.
+Megatron-Core, which overlaps or avoids some work that Megalith does in each step. The 20 % bound therefore applies to
+the prediction for Megatron-Core.
 Meta's runs are compared with the prediction for Megalith. "Fits" describes the published layout or, if that takes
 too much memory, the same layout with `layernorm` and `mlp_act` recomputed and the inputs of column-parallel linears
 gathered again in the backward pass. This repeats no GEMM.
@@ -249,9 +252,10 @@ The last column is the time of this layout compared with that of the planner's b
 TFLOP/s per GPU, counted as in the paper (Narayanan et al., 2021, table 1): with the whole attention matrix and the
 recomputed forward pass. Micro-batches and chunks are those of the authors' scripts. "Predicted" models the software
 of 2021: attention with GEMMs and its scores in memory, whole layers recomputed, tensor parallelism without sequence
-parallelism, no overlap. The last column is the prediction for Megalith with the same layout.
+parallelism, no overlap. "Rank" is the model's place by predicted speed; 1 is the slowest. The last column is the
+prediction for Megalith with the same layout.
 
-| Model | Published | Predicted | Difference | Position by predicted speed, slowest first | Megalith |
+| Model | Published | Predicted | Difference | Rank | Megalith |
 |---|---|---|---|---|---|
 {sc21}
 """

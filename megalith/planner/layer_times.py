@@ -42,7 +42,9 @@ WINDOW = (0.3, 1.7)
 FLASH_DIMS = (64, 128)  # head dims for which flash attention with documents and windows was measured
 DROPPED = 1.5  # time with attention dropout, relative to causal attention
 BIASED = 4  # time with relative position biases, relative to causal attention (docs/performance.md)
-RING_BYTES = 95  # per query element and ring step, to merge partial results in fp32
+# Per query element and ring step, to merge partial results in fp32. Fitted to a run of `cp2-ring` that took 470.6 ms
+# and is not in RESULTS.md.
+RING_BYTES = 95
 GATHERED = 5  # time of attention with cp_comm_type all_gather, relative to causal attention
 EXPERTS = 0.62  # rate of a grouped GEMM relative to a dense one
 EVEN = 0.85  # the same for experts of equal size, a batched matmul
