@@ -85,7 +85,7 @@ def loftq(
     """Return A and B of each sub-matrix after each LoftQ iteration.
 
     Args:
-        lora: the settings.
+        lora: LoRA settings; `loftq_iter` is the number of iterations.
         name: name of the linear in the model.
         adapter: the unsharded adapter, on any device.
         weight: the linear's full weight, float32.

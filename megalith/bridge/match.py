@@ -69,7 +69,7 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     """Match a folder's tensors with the groups of a model.
 
     Args:
-        source: the folder.
+        source: opened Hugging Face folder.
         family: the folder's family.
         model: the model that config.json describes.
         allow: accept missing and extra tensors and other dtypes.

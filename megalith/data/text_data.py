@@ -118,7 +118,7 @@ def with_tokenized_text(
         data: the run's data settings.
         splits_sentences: make each sentence a sequence, without end-of-document tokens (BERT and T5).
         tokenizer: the run's tokenizer.
-        folder: the cache.
+        folder: cache for tokenized text.
         may_write: tokenize text that is not in the cache; if false, such text raises an error.
         show_progress: show a progress bar.
 

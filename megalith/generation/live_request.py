@@ -47,7 +47,7 @@ def check_requests(requests: Sequence[LiveRequest], engine: Any) -> None:
     """Check that an engine can run requests.
 
     Args:
-        requests: the requests.
+        requests: requests to be added to the engine.
         engine: has `config`, `max_tokens` and `slots`, like an Engine.
 
     Raises:

@@ -81,7 +81,7 @@ def engine_for(
     prompts.
 
     Args:
-        model: the model.
+        model: trained model, sharded in any layout.
         max_rows: maximum number of concurrent sequences.
         max_tokens: maximum length of a sequence.
         dtype: dtype of the engine. Default: the model's compute dtype.

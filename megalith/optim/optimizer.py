@@ -351,7 +351,7 @@ def set_learning_rate(
     """Set the learning rate of each parameter group for this step, and the weight decay of the groups that have one.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: optimizer whose parameter groups are changed in place.
         lr: rate of the schedule, multiplied by a group's `lr_mult`.
         weight_decay: decay of the schedule, multiplied by a group's `decay_mult`.
         decoupled_lr: rate of the decoupled groups (embedding and head) in place of `lr`.

@@ -376,7 +376,7 @@ def count_parameters(
     """Count the parameters of `model` by module.
 
     Args:
-        model: the model.
+        model: configuration of the model.
         padded_vocab: count the padded vocabulary. False counts the vocabulary without padding, as published and as
             stored in checkpoints: 124,439,808 parameters for GPT-2, 8,030,261,248 for Llama-3-8B.
         lora: adapters to count.

@@ -60,7 +60,7 @@ def flops_per_token(
     instead of 6.
 
     Args:
-        model: the model.
+        model: configuration of the model.
         seq_length: tokens of a sequence without document boundaries. For an encoder-decoder, the encoder's tokens, by
             which the FLOPs of a sample are divided.
         lora: adapters, which freeze all other weights but `modules_to_save`.

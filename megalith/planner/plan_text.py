@@ -31,7 +31,7 @@ def plan_text(answer: PlanResult, tokens: float | None, price: float | None, exp
     """Return the plan as text.
 
     Args:
-        answer: the plan.
+        answer: result of `plan`.
         tokens: tokens to train on; adds a column with the days.
         price: price of a GPU hour; adds a column with the cost.
         explain: also explain slower, too large and rejected layouts.

@@ -72,7 +72,7 @@ def plan(
     """Search for the fastest layouts of a job on `gpus` devices. The layout in `config` is ignored.
 
     Args:
-        config: the job.
+        config: settings of the job, such as model, batch and sequence length.
         gpus: number of devices.
         device: the driver's name or a short one like H100. None means H200, the only chip with measured rates.
         gpus_per_node: devices per node.

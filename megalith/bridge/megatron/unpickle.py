@@ -98,7 +98,7 @@ def load_pickle(path: Path, folder: Path, trust: bool) -> Any:
     """Read a plain pickle file.
 
     Args:
-        path: the file.
+        path: pickle file.
         folder: the folder that must contain the file after all links are resolved.
         trust: accept names of `INERT`.
 
@@ -120,7 +120,7 @@ def load_torch(path: Path, folder: Path, trust: bool, stored: bytes | None = Non
     """Read a file written by torch.save without running code that it names. Tensors are memory-mapped if possible.
 
     Args:
-        path: the file.
+        path: pickle file.
         folder: the folder that must contain the file after all links are resolved.
         trust: replace objects of the classes in `INERT` with placeholders; otherwise they are an error.
         stored: the bytes to read, if they are only part of `path`.

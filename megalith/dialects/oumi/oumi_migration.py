@@ -31,7 +31,7 @@ def migrated(path: Path, overrides: Sequence[str] = ()) -> tuple[str, str, list[
     """Convert a configuration.
 
     Args:
-        path: the file.
+        path: YAML file of Oumi's training configuration.
         overrides: further keys to set, such as the layout.
 
     Returns:

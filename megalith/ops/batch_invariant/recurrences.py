@@ -114,7 +114,7 @@ def _of_documents(compute: Callable[..., Tensor], tokens: list[Tensor], document
     """Return compute(*tokens, documents) [batch, seq, ...], with each document moved to the start of a chunk.
 
     Args:
-        compute: the recurrence.
+        compute: recurrence, called with the moved `tokens` and the document number of each of their positions.
         tokens: inputs [batch, seq, ...].
         documents: int [batch, seq], document number of each token; None means a single one.
     """

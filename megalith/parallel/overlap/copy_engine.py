@@ -241,7 +241,7 @@ def exchange(out: Tensor, size: int, group: str, fill: Part, fetch: Part) -> Ten
     """Start a collective that writes `out`, and register its Work.
 
     Args:
-        out: the result.
+        out: tensor that receives the result.
         size: maximum bytes of a slot, the same on every rank.
         group: name of the process group.
         fill: fills this rank's slot; called as (slot, handle of the current stream).

@@ -44,7 +44,7 @@ def simulate(schedule: Schedule, durations: Durations | Sequence[Durations] = Du
     Transfers do not block their sender. The schedule must be free of deadlock.
 
     Args:
-        schedule: the schedule.
+        schedule: actions of every rank, in order.
         durations: one for all stages, or one per stage in the order of the model.
     """
     count = schedule.stages * schedule.virtual

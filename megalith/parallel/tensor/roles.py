@@ -142,7 +142,7 @@ def role_of(
 
     Args:
         name: qualified name of the module.
-        module: the module.
+        module: module with this name.
         shared: names of the modules with fewer groups than tensor-parallel ranks (`shared_modules`).
         owner: the parent module. If its class has `roles`, the role named there is used.
 

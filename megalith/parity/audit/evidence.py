@@ -43,7 +43,7 @@ class StepEvidence:
     """Recorded gradients of a step, [entries, 256], and the functions that compare them.
 
     Args:
-        ranks: the dumps.
+        ranks: recorded dump of each rank.
         entries: trained parameters of all ranks.
         batches: micro-batches by data-parallel rank.
         keys: distinct pairs of name and shard among the entries.

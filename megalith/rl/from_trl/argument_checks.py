@@ -50,7 +50,7 @@ def reject_unsupported(
 
     Args:
         trainer: name of TRL's class.
-        arguments: the arguments.
+        arguments: TRL's arguments, as `read_arguments` returns them.
         supported: names of arguments that set something or have no effect.
         only_values: the only accepted value of other arguments, by name: their default, which a dict may spell out.
         remedies: advice for the error message, by name of the argument.

@@ -123,7 +123,7 @@ def accepted_tokens(criteria: Sequence[Criterion], gap: Tensor, sequences: Seque
     """Return True for tokens that every criterion of rl.rollout_rs keeps, bool [batch, seq].
 
     Args:
-        criteria: the criteria.
+        criteria: result of `rejection_criteria`.
         gap: log π_old − log π_rollout, float [batch, seq]; NaN counts as equal.
         sequences: the tokens' sequences.
     """

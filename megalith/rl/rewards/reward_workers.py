@@ -78,8 +78,8 @@ def run_jobs(
     iterator restarts the workers that are busy. If all workers have ended, the remaining jobs get an error.
 
     Args:
-        workers: the processes.
-        jobs: the jobs.
+        workers: started worker processes.
+        jobs: arguments of each call of the workers' `work`.
         timeout: seconds per job.
         is_pinned: give job i to worker i, instead of to any free worker.
     """

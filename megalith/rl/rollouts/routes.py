@@ -87,7 +87,7 @@ def server_routes(where: str, pieces: Sequence[Any], tokens: int, model: ModelCo
         where: server and completion, for errors.
         pieces: the response's fields, of consecutive tokens; None for an absent one.
         tokens: tokens of prompt and completion without the last one.
-        model: the policy.
+        model: configuration of the policy.
 
     Raises:
         DataError: if there are no routes, or their shape does not match the tokens and the model.

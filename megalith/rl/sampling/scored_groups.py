@@ -279,7 +279,7 @@ def sample_groups(
     """Sample the next tokens of `records` and score the groups that are complete.
 
     Args:
-        engine: the sampler.
+        engine: samples completions.
         prompts: all prompts, by index.
         rewards: scores the groups; None on all ranks of a replica but the first, which sample too but return nothing.
         tokenizer: decodes completions for the rewards.
