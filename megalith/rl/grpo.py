@@ -211,6 +211,7 @@ class PolicyTask(ReferenceTask):
             timeout=rl.reward_timeout,
             environment=None if agent is None else agent.reward_name,
             models=model_names(rl.reward_model_paths),
+            max_steps=run.total_steps,
         )
         self._live = LiveRollouts(run, prompts, rewards, held_out, agent)
         self._step_start = time.perf_counter()

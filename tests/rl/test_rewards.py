@@ -199,6 +199,14 @@ def test_both_signatures_async_logs_and_absent_rewards_in_processes_of_their_own
     assert found.extras[0] == [{"upper": "A"}, {"upper": "BB"}]
 
 
+def test_a_reward_changes_over_the_training_by_trls_state():
+    def annealed(completions, trainer_state, **columns):
+        return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+    judge = Rewards([annealed], [prompt()], max_tokens=10, workers=0, max_steps=8)
+    assert judge([GROUP], step=2).rewards[0][:, 0].tolist() == [0.25, 0.25]
+
+
 def test_a_conversation_is_given_as_messages():
     asked = prompt(messages=[{"role": "user", "content": "hi"}])
 

@@ -84,7 +84,9 @@ class RewardFunction:
     def is_verl(self) -> bool:
         return "solution_str" in inspect.signature(self.function).parameters
 
-    def __call__(self, group: CompletionGroup, step: int, max_tokens: int, log: RewardResults) -> list[Any]:
+    def __call__(
+        self, group: CompletionGroup, state: SimpleNamespace, max_tokens: int, log: RewardResults
+    ) -> list[Any]:
         prompt, turns = group.prompt, group.turns
         if self.is_builtin:
             counted = group.ids if turns is None else [one["sampled_ids"] for one in turns]
@@ -100,7 +102,7 @@ class RewardFunction:
             if turns is None
             else [one["messages"] for one in turns],
             completion_ids=group.ids,
-            trainer_state=SimpleNamespace(global_step=step),
+            trainer_state=state,
             log_metric=lambda name, value: log.metrics.setdefault(name, []).append(float(value)),
             log_extra=lambda name, values: log.logged.setdefault(name, []).extend(map(str, values)),
         )
@@ -168,7 +170,11 @@ def _reward_values(result: Any, count: int) -> list[float]:
 
 
 def _score_group(
-    function: RewardFunction, group: CompletionGroup, step: int, max_tokens: int, is_single: bool = False
+    function: RewardFunction,
+    group: CompletionGroup,
+    state: SimpleNamespace,
+    max_tokens: int,
+    is_single: bool = False,
 ) -> dict[str, Any]:
     """Return the rewards of a group and the logged values, as JSON values.
 
@@ -176,7 +182,7 @@ def _score_group(
     """
     log, count = RewardResults([]), len(group.texts)
     try:
-        values = _reward_values(function(group, step, max_tokens, log), count)
+        values = _reward_values(function(group, state, max_tokens, log), count)
         return {"values": values, "metrics": log.metrics, "extras": log.logged}
     except Exception as error:
         message = (
@@ -186,7 +192,7 @@ def _score_group(
             return {"error": message, "at": 0 if is_single else None}
     for number in range(count):
         single = group.part(number)
-        outcome = _score_group(function, single, step, max_tokens, is_single=True)
+        outcome = _score_group(function, single, state, max_tokens, is_single=True)
         if "error" in outcome:
             return {"error": outcome["error"], "at": number}
     return {"error": message, "at": None}
@@ -205,6 +211,7 @@ class Rewards:
         timeout: float = 60.0,
         environment: str | None = None,
         models: Sequence[str] = (),
+        max_steps: int = 0,
     ):
         """Load the functions and start worker processes.
 
@@ -216,6 +223,7 @@ class Rewards:
             timeout: seconds per call with a group.
             environment: name of the environment that rewards its own completions, as one more reward.
             models: names of reward models, whose rewards are absent until `ModelRewards` adds them.
+            max_steps: training steps of the run, passed to the functions.
 
         Raises:
             ConfigError: if a function does not exist.
@@ -228,6 +236,7 @@ class Rewards:
         self.model_columns = slice(len(self.functions), len(self.functions) + len(models))
         self.names = [f"{n}_{k}" if names.count(n) > 1 else n for k, n in enumerate(names)]
         self.prompts, self._longest, self._timeout = list(prompts), max_tokens, timeout
+        self._max_steps = max_steps
         needs_workers = any(
             not one.is_builtin or getattr(one.function, "is_slow", False) for one in self.functions
         )
@@ -288,7 +297,8 @@ class Rewards:
         """
         kind, index, texts, ids, step, turns = job
         group = CompletionGroup(self.prompts[index], texts, ids, turns)
-        return _score_group(self.functions[kind], group, step, self._longest)
+        state = SimpleNamespace(global_step=step, max_steps=self._max_steps)
+        return _score_group(self.functions[kind], group, state, self._longest)
 
     def _error(self, job: Sequence[Any], outcome: dict[str, Any]) -> DataError:
         kind, index, texts, *_ = job
