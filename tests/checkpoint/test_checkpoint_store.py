@@ -272,7 +272,7 @@ def test_every_command_takes_urls(store, tiny_run, tmp_path, capsys):
         "step_00000001",
         "step_00000002",
     ]
-    assert command("verify", store) == "step_00000001 whole\nstep_00000002 whole\n"
+    assert command("verify", store) == "step_00000001 intact\nstep_00000002 intact\n"
     assert command("hash", store) == command("hash", tmp_path / "here")
     command("reshard", store, "memory://bucket/two", "--files", 2)
     assert "0 tensors differ" in command("diff", "memory://bucket/two", tmp_path / "here")
