@@ -25,9 +25,13 @@ def name_token_weights(e: StepEvidence, token_gradients: Callable[[], Iterator[T
     first = e.first_copies()
     if count > MOST_TOKENS or count > e.observed[first].numel() // 2 or e.copies_differ():
         return []
-    columns = torch.stack([g[e.key_index[first]].flatten() for g in token_gradients()], 1)
+    columns = torch.stack([g[e.key_index[first]].flatten() for g in token_gradients()], 1).double()
     scale = e.scale[first].repeat_interleave(e.observed.shape[1])
-    solved = torch.linalg.lstsq(columns / scale[:, None], (e.observed[first].flatten() / scale)[:, None])
+    # By singular values, because the gradients of some tokens can be zero or equal. The ordinary driver decides on the
+    # rank while it factorizes, and then sometimes leaves out a column that counts.
+    solved = torch.linalg.lstsq(
+        columns / scale[:, None], (e.observed[first].flatten() / scale)[:, None].double(), driver="gelsd"
+    )
     weights = solved.solution.flatten()
     fitted = (columns @ weights).view(len(first), -1)
     errors = (e.observed[first] - fitted).norm(dim=1) / e.scale[first]
