@@ -67,6 +67,7 @@ def gated_activation(
     Gates and ups alternate in x [..., 2 · ffn]. `bias` is handled as in `gelu_tanh`.
     """
     x = add_bias_gradient(x, bias)
+    # A batch-invariant activation wraps the plain one.
     is_swiglu = unwrap(activation) is ACTIVATIONS["silu"] and clamp is None and not offset and factor == 1
     if is_swiglu and kernels.runs_alone(x):
         return _Swiglu.apply(x.flatten(0, -2), None, None).unflatten(0, x.shape[:-1])

@@ -29,8 +29,7 @@ EXPERTS = {
     "layers.{layer}.mlp.experts.linear_fc2.weight":
         same("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"),
 }
-NORMALIZED = Field("moe_router_pre_softmax", "norm_topk_prob", default=False,
-                   values={True: False, False: True})
+NORMALIZED = Field("moe_router_pre_softmax", "norm_topk_prob", default=False, values={True: False, False: True})
 
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",

@@ -15,14 +15,12 @@ from torch import Tensor
 
 SQUARE, INNER = 64, 32  # tile of a matmul of small matrices
 KEYS = 64  # of a tile of attention
-QUERIES, FEW_QUERIES = (
-    64,
-    16,
-)  # rows of such a tile: tokens and query heads of a group; the second for a decode step
-STAGES = {256: 3, 512: 2}  # of loads under way, for keys of up to so many bytes
-UNIT = (
-    16  # elements: if it divides all strides, the compiler knows that a row begins at a multiple of 16 bytes
-)
+# Rows of a tile, which are the tokens and query heads of a group. A decode step has few.
+QUERIES, FEW_QUERIES = 64, 16
+STAGES = {256: 3, 512: 2}  # loads in flight, by the largest size in bytes of a padded key
+# If this number of elements divides every stride, the kernel gets strides in this unit. The compiler then knows that
+# rows are aligned, and loads 16 bytes at a time.
+UNIT = 16
 ENTRIES = 4096  # vocabulary entries per step of a softmax
 NO_WINDOW = 2**30
 
