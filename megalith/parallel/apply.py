@@ -38,11 +38,12 @@ def apply(
     2. Tensor: shard parameters and heads; adapters follow their linears.
     3. Context: replace the core of attention, which now has this rank's heads.
     4. Experts: they have their own mesh over the same ranks, and dispatch the tokens that SP leaves on this rank.
-    5. Quantized base: frozen weights are replaced by quantized versions of their shards, which the axes above made.
+    5. Quantized base: each frozen shard is replaced by its quantized version.
     6. FP8: give sharded linears and experts FP8 matmuls; `table` holds the amax history of delayed scaling. Or batch
        invariance, which replaces every operator of the forward pass.
-    7. Ping-pong: layers run two halves of a micro-batch, each with the collectives of all axes. With context
-       parallelism and no tensor parallelism this applies to attention only, because only attention communicates.
+    7. Ping-pong: layers run two halves of a micro-batch, so that the collectives of one half overlap the computation of
+      the other. With context parallelism and no tensor parallelism this applies to attention only, because only
+      attention communicates.
     8. Recompute: wraps the code with its collectives; a recomputed unit of layers contains both halves.
     9. Compile: after everything that changes a layer's code. Layers are not compiled with zero-bubble, which splits
        backward passes, or with batch invariance, because each compiled graph rounds in its own way.

@@ -54,7 +54,7 @@ class AttentionLogits:
             plug(mixer, "record_logits", partial(_record, self._maxima[self.rows[name]], **context))
 
     def clear(self) -> None:
-        """Forget the logits that were recorded."""
+        """Clear the recorded logits."""
         self._maxima.fill_(float("-inf"))
 
     def all_ranks(self) -> Tensor:

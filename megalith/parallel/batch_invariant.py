@@ -59,8 +59,8 @@ def apply_batch_invariant(
     config.rules.batch_invariant_rules rejects models and layouts that use operators without a batch-invariant version.
 
     Args:
-        model: the model or a stage of it, after tensor and expert parallelism are applied and before recomputation
-            wraps its parts.
+        model: the model or a stage of it, after tensor and expert parallelism are applied and before its modules are
+            wrapped for recomputation.
         tp: the tensor-parallel axis.
         etp: the axis of expert tensor parallelism.
         core: the core of attention.

@@ -1,7 +1,7 @@
-"""A quantized frozen base (`lora.quantize_base`): the linears and experts of this rank whose weights are replaced.
+"""A quantized frozen base (`lora.quantize_base`): replaces the weights of this rank's linears and experts.
 
-Tensor, expert and pipeline parallelism shard codes like the weights. Data parallelism does not: each data-parallel rank
-has a full copy, because FSDP2 shards parameters and codes are buffers.
+Tensor, expert and pipeline parallelism shard quantized weights like ordinary ones. Data parallelism does not: each
+data-parallel rank has a full copy, because FSDP2 shards only parameters, and quantized weights are buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megalith.ops.weight_codes import BLOCK
 
 
 def base_matrices(model: Transformer) -> Iterator[tuple[str, Linear | GroupedLinear]]:
-    """Yield, with their names, the linears and experts of the layers that `lora.quantize_base` quantizes.
+    """Yield (name, module) of the linears and experts that `lora.quantize_base` quantizes.
 
     It does not quantize embeddings, the output matrix, routers, norms and convolutions.
     """
@@ -40,7 +40,7 @@ def is_base_matrix(name: str, module: nn.Module) -> bool:
 
 
 def coded_weights(model: nn.Module) -> dict[str, CodedWeight]:
-    """Return the quantized weights by the names of the parameters that they replace."""
+    """Return the chunk's quantized weights, by the name of the parameter that each replaces."""
     named = model.named_modules()
     return {
         f"{name.removesuffix('.coded')}.weight": each for name, each in named if isinstance(each, CodedWeight)
@@ -70,7 +70,7 @@ class CodedShard:
 
 
 def coded_shards(chunks: Iterable[nn.Module]) -> dict[str, CodedShard]:
-    """Return this rank's shards of the quantized weights by the names of the parameters that they replace."""
+    """Return this rank's shards of the quantized weights, by the name of the parameter that each replaces."""
     return {name: CodedShard(each) for chunk in chunks for name, each in coded_weights(chunk).items()}
 
 

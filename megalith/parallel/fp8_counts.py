@@ -1,9 +1,9 @@
 """FP8 statistics per linear, in the steps of `log.log_fp8_interval`.
 
-For each operand (input, weight, gradient of the output): the amax, the fraction of elements that got the largest code
-(overflow; about one element under current scaling), and the fraction of nonzero elements whose code is 0 (underflow).
-The statistics take a pass over operands and FP8 data, in those steps only. Compiled layers have a second version for
-them.
+For each operand (input, weight, gradient of the output): the amax, the fraction of elements with the largest FP8 value
+(overflow; about one element under current scaling), and the fraction of nonzero elements that become 0 (underflow). In
+those steps only, computing them reads operands and FP8 values once more. Layers are compiled a second time for these
+steps.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FRACTIONS = ("overflow", "underflow")
 
 @torch.library.custom_op("megalith::fp8_count", mutates_args=())
 def count(codes: Tensor, x: Tensor, sums: Tensor) -> Tensor:
-    """Return a copy of `codes`, the FP8 data of x, and accumulate statistics in `sums`, float64 [4].
+    """Return a copy of `codes`, the FP8 values of x, and accumulate statistics in `sums`, float64 [4].
 
-    `sums` holds the amax, the number of elements, the number with the largest code, and the number of nonzero elements
-    with code 0. The operator does not declare that it changes `sums`, so autograd ignores the change, as it does for
-    the argument `running_amax` of fp8_cast.
+    `sums` holds the amax, the number of elements, the number with the largest FP8 value, and the number of nonzero
+    elements whose FP8 value is 0. The operator does not declare that it changes `sums`, so autograd ignores the change,
+    as it does for the argument `running_amax` of fp8_cast.
     """
     magnitude = codes.float().abs()
     with keep_version_counter(sums):

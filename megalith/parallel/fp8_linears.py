@@ -50,7 +50,7 @@ def uses_fp8(number: int, config: RunConfig) -> bool:
 
 
 def saves_weight_codes(config: RunConfig) -> bool:
-    """Return True if a weight's FP8 data is saved for dgrad instead of the weight.
+    """Return True if the FP8 values of a weight, not the weight itself, are saved for dgrad.
 
     It is not saved if FSDP2 shards weights, because the data of full weights would stay in memory. Neither is it saved
     with a pipeline, where each micro-batch in flight would keep its own data.
@@ -61,8 +61,8 @@ def saves_weight_codes(config: RunConfig) -> bool:
 
 
 def casts_weights_once(config: RunConfig) -> bool:
-    """Return True if weights are cast to FP8 once per step and the data is kept, at least in layers that stay unsharded
-    for the whole step.
+    """Return True if weights are cast to FP8 once per step and the result is kept. It is kept at least in layers that
+    stay unsharded for the step.
     """
     train = config.train
     return (
@@ -115,7 +115,7 @@ def amax_table(model: Transformer, config: RunConfig, device: torch.device) -> A
 def apply_fp8(
     chunk: Transformer, config: RunConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None
 ) -> None:
-    """Give the chunk's linears and experts FP8 Gemms, in place. Without `fp8_format` this does nothing.
+    """Make the chunk's linears and experts compute in FP8, in place. Does nothing without `fp8_format`.
 
     If `log_fp8_interval` is set, the Gemms of linears (not of experts) can also record FP8 statistics of their
     operands: amax, overflow and underflow.
@@ -140,7 +140,7 @@ def apply_fp8(
 
 
 def _shared_outputs(linear: str, model: ModelConfig, ranks: int) -> tuple[int, int, int] | None:
-    """Return (groups, first, count) for a linear whose outputs of a group several ranks compute, otherwise None.
+    """Return (groups, first, count) for a linear some of whose outputs several ranks compute, otherwise None.
 
     `groups` is the number of groups, `first` the index of the first shared output in the rank's outputs, and `count`
     the number of shared outputs: keys and values of attention, or B and C of Mamba-2.

@@ -62,7 +62,7 @@ class GlobalTensor:
 def global_tensors(shards: Mapping[str, LocalShard], world: Axis) -> dict[str, GlobalTensor]:
     """Return all tensors of the world by name, in the same order on every rank. Collective.
 
-    If several ranks own the same part, such as a tied embedding on two stages, the lowest rank sends it.
+    If several ranks own the same shard, such as that of a tied embedding on two stages, the lowest rank sends it.
     """
     owned = []
     for name, shard in shards.items():

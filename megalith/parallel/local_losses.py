@@ -1,4 +1,4 @@
-"""This rank's loss of a step: local micro-batches with weights or objectives, and the loss's denominators."""
+"""This rank's share of a step's loss: micro-batches with token weights or objectives, and the loss's denominators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LocalLosses:
     Args:
         mesh: this rank's axes.
         device: device of the computation.
-        ids: checks token ids.
+        ids: checks that token ids are in the vocabulary.
         checks_labels: check labels before the passes; otherwise the head of the user's own model checks them.
         mtp_layers: number of MTP layers of the model.
     """
@@ -38,7 +38,9 @@ class LocalLosses:
         self.checks_labels, self.mtp_layers = checks_labels, mtp_layers
 
     def prepare(self, micro_batches: Sequence[Batch], loss: Loss) -> list[LocalMicroBatch]:
-        """Return this rank's micro-batches with the weights that `loss` gives to tokens, objectives and MTP targets."""
+        """Return this rank's micro-batches with the token weights that `loss` assigns, with objectives and with MTP
+        targets.
+        """
         self.ids.check_batches(micro_batches, labels=self.checks_labels)
         return [self._prepare_micro_batch(batch, loss) for batch in micro_batches]
 
@@ -83,7 +85,9 @@ class LocalLosses:
         loss.observe(unshard_replicated(logprobs, cp), entropy, batch)
 
     def _sequence_loss(self, loss: Loss, batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Return the loss of full sequences. Every context-parallel rank computes it, and the first one counts it."""
+        """Return the loss of full sequences. Every context-parallel rank computes it, but only the first one adds it to
+        the step's loss.
+        """
         cp = self._context_axis(batch)
         entropy = None if entropy is None else unshard_replicated(entropy, cp)
         total = loss(unshard_replicated(logprobs, cp), entropy, batch)

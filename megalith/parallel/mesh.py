@@ -5,7 +5,7 @@ usually on one node. With 16 processes and sizes tensor 2, context 2, pipeline 2
 
     rank = ((pp · 2 + dp) · 2 + cp) · 2 + tp
 
-Gradients are reduced over data and context together: that is the axis of the replicas, and of FSDP2's shards.
+Gradients are reduced over the combined data and context axis, which is also the axis of replicas and of FSDP2's shards.
 
 Experts have another mesh over the ranks of a pipeline stage: the dp · cp · tp ranks are edp replicas of all experts,
 each replica distributed over ep ranks, each expert sharded over etp. With 8 ranks per stage, ep 2 and etp 2:
@@ -80,7 +80,7 @@ class Mesh:
 
     @classmethod
     def alone(cls) -> Mesh:
-        """Return a mesh of this process only, with every axis of size 1. Not a collective call."""
+        """Return a mesh for this process only. Every axis has size 1. Not collective."""
         return cls(*[Axis()] * 12, experts=None, expert_fsdp=None, fsdp=None)
 
     def describe(self, rank: int) -> Coordinates:
@@ -162,7 +162,7 @@ def build_mesh(
 
 
 def _context_groups(dp_cp: Axis, device_type: str) -> dict[int, Axis]:
-    """Return this rank's group of each size in dynamic context parallelism, with process groups of their own."""
+    """Return this rank's group of each size for dynamic context parallelism. Each has its own process group."""
     backend = _groups_of_their_own(device_type, "context")["context"]
     groups = {1: Axis()}
     for size in context_degrees(dp_cp.size, smallest=2):
@@ -174,7 +174,7 @@ def _context_groups(dp_cp: Axis, device_type: str) -> dict[int, Axis]:
 
 
 def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) -> dict[str, Any]:
-    """Return the fields of the mesh that describe the experts."""
+    """Return the fields of Mesh that describe the axes of experts."""
     pp, ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
     etp, edp = (
         parallel.expert_tensor_parallel_size,
@@ -203,10 +203,12 @@ def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) ->
 
 
 def _groups_of_their_own(device_type: str, *names: str) -> dict[str, str]:
-    """Return the `backend_override` of `init_device_mesh` that creates process groups for these dimensions.
+    """Return the `backend_override` of `init_device_mesh` with which each of these dimensions gets its own process
+    group.
 
-    Without it, dimensions of all ranks share the default group. NCCL runs a group's collectives one after the other, so
-    exchanges of tokens that the next layer waits for would wait for the reduce-scatter of a layer's gradients.
+    Without it, dimensions that contain all ranks share the default group. NCCL runs a group's collectives one after the
+    other, so the token exchanges that the next layer needs would wait for the reduce-scatter of another layer's
+    gradients.
     """
     # The default group's backends; a dry run has other ones than its devices suggest.
     backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))

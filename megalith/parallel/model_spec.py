@@ -1,9 +1,9 @@
 """Model specs, which define how a model is built, how it is sharded over ranks, and its loss.
 
 `TransformerSpec` builds Megalith's own models. A `ModelSpec` makes a user's model trainable (docs/own_model.md): a
-`Model` made of the sharded layers of tensor/building_blocks.py. Those layers contain tensor parallelism, and data
-parallelism with all its strategies is applied around them here. Such models support no pipeline stages and no context
-or expert parallelism.
+`Model` made of the sharded layers of tensor/building_blocks.py. Those layers contain tensor parallelism. This file
+applies data parallelism around them, with all strategies. Such models support no pipeline stages and no context or
+expert parallelism.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Head:
     """Computes the loss or the logits from a model's last hidden states."""
 
     def __init__(self, axis: Axis, micro_batch: LocalMicroBatch | None = None):
-        """Compute the loss of `micro_batch`, or logits if that is None."""
+        """Prepare to compute the loss of `micro_batch`, or logits if it is None."""
         self.axis, self.micro_batch = axis, micro_batch
 
     def __call__(self, hidden: Tensor, output: nn.Module) -> Tensor:

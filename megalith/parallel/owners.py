@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class _Cut:
-    """A split of a tensor along `dim` over a mesh axis; `size` is the size of that dimension before the split."""
+    """A split of one dimension of a tensor over a mesh axis."""
 
     axis: int
     dim: int
@@ -78,7 +78,7 @@ class SharedMatrix:
 
     @property
     def row_copies(self) -> int:
-        """Number of ranks that hold different columns of the same rows."""
+        """Number of ranks that hold the same rows, each with different columns."""
         return math.prod(self.mesh.size(cut.axis) for cut in self.cuts if cut.dim == self.columns)
 
     def of_rows(self) -> SharedMatrix:
@@ -98,7 +98,7 @@ class SharedMatrix:
 
 
 def owned_matrices(matrices: Sequence[SharedMatrix], costs: Sequence[float]) -> list[int]:
-    """Return the positions of the matrices that this rank owns when these are collected."""
+    """Return the positions of those `matrices` that this rank owns if they are collected together."""
     positions = list(range(len(matrices)))
     for cut in matrices[0].cuts if matrices else ():
         ranks, rank = matrices[0].mesh.size(cut.axis), matrices[0].mesh.get_coordinate()[cut.axis]

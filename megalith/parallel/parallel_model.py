@@ -152,7 +152,8 @@ class ParallelModel:
 
     @torch.no_grad()
     def clip_attention(self, config: OptimConfig, skipped: Tensor) -> Tensor | None:
-        """Apply `optim.qk_clip` after the optimizer step: rescale queries and keys of heads with too large logits.
+        """Apply `optim.qk_clip` after the optimizer step: rescale queries and keys of heads whose logits exceed the
+        threshold.
 
         Collective if logits are recorded.
 
@@ -380,9 +381,7 @@ class ParallelModel:
         self._after_backward(chunk)
 
     def _all_reduce_loss(self, loss: Tensor) -> Tensor:
-        """Return the sum of the loss over data, context and pipeline ranks. Only the last stage has a loss that is not
-        zero.
-        """
+        """Return the sum of the loss over data, context and pipeline ranks. It is zero on all stages but the last."""
         return all_reduce_no_grad(all_reduce_no_grad(loss, self.mesh.dp_cp), self.mesh.pp)
 
     def _pipeline(self) -> Pipeline:

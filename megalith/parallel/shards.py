@@ -135,9 +135,9 @@ class LocalParameters:
         """Return a Placement per parameter name.
 
         Args:
-            matrices: function from name and global shape to the fields of Placement that describe matrices.
+            matrices: called as (name, global shape); returns those fields of Placement that describe matrices.
             seed: seed of the run.
-            unpadded_rows: rows without padding, by name, of parameters with padding.
+            unpadded_rows: number of rows without padding, by name, of parameters with padding.
         """
         placements = {}
         for name, parameter in self._state:
@@ -163,7 +163,7 @@ class LocalParameters:
 
     @torch.no_grad()
     def store_frozen(self, dtype: torch.dtype, world: Axis) -> None:
-        """Store frozen matrices in the compute dtype `dtype` if it represents all their values exactly.
+        """Convert frozen matrices to the compute dtype `dtype` if it represents all their values exactly.
 
         This saves the casts and at least half of the memory. Collective over `world`. Call it before the first forward
         pass, because FSDP2 accepts replaced parameters only until then.

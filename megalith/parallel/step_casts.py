@@ -125,7 +125,7 @@ def _reshard(layer: FSDPModule) -> None:
 
 
 def step_cast_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the casts of a module's weights that exist during a step."""
+    """Return the casts of a module's weights that exist only during a step."""
     operands = [operand for _, gemm in _cast_once(module) for operand in gemm.step_codes.operands or ()]
     operands += [each.step_cast or () for each in module.modules() if isinstance(each, GroupedLinear)]
     return [tensor for operand in operands for tensor in operand if tensor is not None]

@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 def apply_context(
     model: Transformer, axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None = None
 ) -> None:
-    """Make the mixers of `model` work on sequences that shard_batch has sharded, in place. Collective.
+    """Make the mixers of `model` process sequences sharded by `shard_batch`. In place, collective.
 
     Args:
         model: the model or a stage of it.
         axis: the context axis.
-        cp_comm_type: how keys and values, or heads, are exchanged.
+        cp_comm_type: how ranks exchange keys and values (p2p, all_gather) or heads (a2a); a2a+p2p combines both.
         hierarchical_sizes: sizes of a2a and p2p, for a2a+p2p only.
 
     Raises:
@@ -104,7 +104,7 @@ def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_com
     Args:
         model: the model. Its mixers are attention.
         groups: axes by size. `TokenInputs.cp_size` selects the axis of a pass.
-        cp_comm_type: how keys and values, or heads, are exchanged.
+        cp_comm_type: how ranks exchange keys and values (p2p, all_gather) or heads (a2a).
     """
     cores = {
         size: attention if size == 1 else context_core(axis, cp_comm_type) for size, axis in groups.items()
@@ -120,7 +120,7 @@ def apply_dynamic_context(model: Transformer, groups: Mapping[int, Axis], cp_com
 def _pass_core(
     query: Tensor, key: Tensor, value: Tensor, *, run: Callable[..., Tensor], **settings
 ) -> Tensor:
-    """Compute attention with the implementation selected for the current forward pass.
+    """Compute attention with the implementation that the current forward pass has selected.
 
     Recomputation wraps this function.
     """
@@ -136,7 +136,7 @@ def _dynamic_layout(
     has_position_ids: bool,
     cp_size: int | None = None,
 ) -> PassLayout:
-    """Return the layout of a forward pass over rows that are sharded over `cp_size` ranks.
+    """Return how a forward pass arranges its tokens if its rows are sharded over `cp_size` ranks.
 
     A pass without position ids, such as in generation, has full sequences on every rank.
     """
@@ -162,8 +162,8 @@ def _pass_states(mixer: Recurrent, axis: Axis) -> None:
 def _scores_of_heads(
     axis: Axis, weight: Tensor, token_index: Tensor, layout: PassLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's head columns of the relative bias table `weight` [buckets, heads], and the token indices in
-    the full sequence.
+    """Return this rank's columns of the relative bias table `weight` [buckets, heads], and the tokens' indices in the
+    full sequence.
 
     In passes over full sequences, return `weight` and `token_index` unchanged.
     """
@@ -188,7 +188,8 @@ def _pass_layout(
     has_position_ids: bool,
     cp_size: int | None = None,
 ) -> PassLayout:
-    """Return the layout of a forward pass. Position ids mean that each rank has a shard of every sequence.
+    """Return how a forward pass arranges its tokens. A pass with position ids has a shard of every sequence on each
+    rank.
 
     Passes without position ids, such as generation, get full sequences.
     """
@@ -232,7 +233,9 @@ def _local_token_index(tokens: Tensor, axis: Axis) -> Tensor:
 
 
 def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """All-gather x along `dim` into the full sequence, in order. Differentiable; gradients are summed over ranks."""
+    """All-gather x along `dim` into the full sequence, in token order. Differentiable; the backward pass sums gradients
+    over ranks.
+    """
     if axis.size == 1:
         return x
     return from_zigzag(all_gather(x[None], axis), dim)

@@ -1,6 +1,6 @@
 """Batch-invariant attention over sharded sequences, for rl.exact and train.batch_invariant.
 
-Each query adds its keys in the order of one device (ops/batch_invariant/invariant_attention.py):
+Each query sums over its keys in the same order as on one device (ops/batch_invariant/invariant_attention.py):
 
     a2a         a rank has all tokens of some heads
     all_gather  a rank's queries see all keys and values, in order; ring.py computes the backward pass

@@ -5,9 +5,9 @@ computes A and W of its early and its late chunk (zigzag.py) from the initial st
 chunks, and applies them in order to get the states before its own chunks. Then it computes its tokens. A convolution
 needs the last tokens of the preceding chunk.
 
-The all-gathers are small: their size does not depend on the sequence length. A delta rule computes its writes twice.
-Its A is a matrix per head; the A of a state space model is a number. States and convolutions do not cross the end of a
-document.
+The all-gathers are small: their size does not depend on the sequence length. A is a matrix per head for a delta rule,
+and a number per head for a state space model. The delta rule computes the values that it writes to its state twice.
+States and convolutions do not cross the end of a document.
 """
 
 from __future__ import annotations
@@ -117,12 +117,14 @@ def _joined(x: Tensor) -> Tensor:
 
 
 def _gathered(axis: Axis, x: Tensor) -> Tensor:
-    """Return the ranks' x, without a gradient: [size, ...]."""
+    """All-gather x over the axis, without a gradient: [size, ...]."""
     return all_gather_no_grad(x.contiguous(), axis).view(axis.size, *x.shape)
 
 
 def _in_order(axis: Axis, every: Tensor) -> list[Tensor]:
-    """Reorder the ranks' chunks [size, 2 · batch, ...] by sequence position: 2 · size tensors [batch, ...]."""
+    """Reorder the gathered chunks [size, 2 · batch, ...] by their position in the sequence: 2 · size tensors [batch,
+    ...].
+    """
     early, late = every.chunk(2, dim=1)
     return [*early.unbind(), *late.flip(0).unbind()]
 

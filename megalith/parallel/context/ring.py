@@ -118,7 +118,9 @@ class _Ring(KVExchange):
         return _ops.wait_tensor(self._in_flight)
 
     def _send_to_next(self, x: Tensor) -> Tensor:
-        """Start sending x to the next rank. Return the tensor from the previous rank, to be waited for."""
+        """Start sending x to the next rank. Return the tensor that will hold the data from the previous rank once the
+        transfer is done.
+        """
         sent, received = [0] * self.size, [0] * self.size
         sent[(self.rank + 1) % self.size] = received[self.rank - 1] = x.numel()
         return _ops.all_to_all_single(x.flatten(), received, sent, self.group).view(x.shape)

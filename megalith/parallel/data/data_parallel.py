@@ -13,7 +13,8 @@ stay unsharded too: with all layers of Llama-3-8B on two GPUs and two micro-batc
 
 Gradients are summed, not averaged, because the loss is divided by the global number of valid tokens. FSDP2 gathers
 layers in the compute dtype and accumulates gradients in fp32. Embedding and head are gathered in fp32, because the row
-of a frequent token sums thousands of gradients. So a bf16 run equals a run in one process up to the order of additions.
+of a frequent token sums thousands of gradients. A bf16 run therefore differs from a run in one process only by the
+order of additions.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def prepare_backward(
 def finish_weight_gradients(
     chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool, in_order: bool = False
 ) -> None:
-    """Accumulate wgrads that a zero-bubble schedule computed outside a backward pass. With `is_last`, reduce them.
+    """Accumulate weight gradients that a zero-bubble schedule computed outside a backward pass. With `is_last`, reduce
+    them over ranks.
 
     Gradients in the compute dtype are added to the fp32 sums, and the call with `is_last` reduces the sums. With
     `in_order`, FSDP2 reduces the gradients of every pass, and replicas reduce theirs after all passes of the step.
@@ -184,7 +186,7 @@ def _has_untied_head(chunk: nn.Module) -> bool:
 
 
 def _outside_layers(root: FSDPModule) -> list[FSDPModule]:
-    """Return the FSDP2 modules outside the layers. They stay unsharded for the whole step."""
+    """Return the FSDP2 modules that are not layers. They stay unsharded for the whole step."""
     if not hasattr(root, "layers"):  # the root of experts has none
         return []
     head = getattr(root, "output_layer", None)
@@ -250,7 +252,9 @@ def _experts(chunk: Transformer) -> Iterator[nn.Module]:
 
 
 def _expert_placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
-    """Return a function that selects the sharded dimension of an expert weight: the first one that the ranks divide."""
+    """Return a function that selects the dimension along which an expert weight is sharded: the first that the number
+    of ranks divides.
+    """
     size = mesh.expert_fsdp.size(mesh.expert_fsdp.ndim - 1)
 
     def place(parameter: nn.Parameter) -> Shard:

@@ -29,7 +29,9 @@ class ReduceScatter:
     """
 
     def __init__(self, module: FSDPModule, ranks: int, replicas: bool) -> None:
-        """Reduce the gradients of `module`'s FSDP2 unit over `ranks`, and then over replicas if `replicas`."""
+        """Prepare to reduce the gradients of `module`'s FSDP2 unit over `ranks`. `replicas`: also reduce them over
+        replicas afterwards.
+        """
         self._state, self._ranks, self._replicas = fsdp_state(module), ranks, replicas
         self._input, self._compute_stream = 0, None
 

@@ -1,4 +1,4 @@
-"""Loss denominators, and sums over all elements of the model's gradient or weights across ranks."""
+"""Sums over ranks: loss denominators, and squares or zeros of the model's gradients and weights."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class GradientSquares:
 
 
 class OrderFreeGradientSquares(GradientSquares):
-    """Computes a sum of squares with bits that do not depend on the sharding of parameters (train.batch_invariant).
+    """Computes a sum of squares whose bits do not depend on how parameters are sharded (train.batch_invariant).
 
     Squares are divided by a power of two that bounds the largest, and cut into two integers of DIGITS bits each.
     Integers are added without rounding, in any order. The error of the sum is at most 2^(-2·DIGITS) of the bound per

@@ -1,4 +1,4 @@
-"""Norms of the gradient and of the update per layer over all ranks, in the steps of `log.log_norms_interval`.
+"""Norms of the gradient and of the update per layer, over all ranks, in steps selected by `log.log_norms_interval`.
 
 A layer is a block of the model (`layers.0`), or a module outside of the blocks (`embedding`, `output_layer`). Each
 element counts once, on the owner of its shard.
@@ -68,7 +68,7 @@ class LayerNorms:
         return self._norms(before)
 
     def named(self, norms: Tensor) -> dict[str, float]:
-        """Return norms by layer. Waits for the device."""
+        """Return a dict from layer name to norm. Waits for the device."""
         return dict(zip(self._names, norms.tolist(), strict=True))
 
     def _norms(self, tensors: Mapping[str, list[Tensor]]) -> Tensor:

@@ -30,7 +30,8 @@ def additions(count: int, neighbours: bool = False) -> list[tuple[int, int]]:
         neighbours: split the terms by the highest bit of their index first. Default: by the lowest bit.
 
     Returns:
-        A pair per term, in order: its index, and how many times the two newest sums are added to each other after it.
+        A pair per term, in order: the term's index, and the number of times that the two newest partial sums are then
+            added to each other.
     """
     bits = range((count - 1).bit_length())
     return _additions(range(count), [*reversed(bits)] if neighbours else [*bits])
@@ -48,17 +49,19 @@ def _additions(terms: Sequence[int], bits: Sequence[int]) -> list[tuple[int, int
 
 
 class OrderedGradients:
-    """Accumulates a step's gradients pass by pass. The passes must run in `order`, which comes from `additions()`."""
+    """Accumulates a step's gradients pass by pass. The passes must run in the order of their terms in `additions`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], order: Iterable[tuple[int, int]]):
-        """Prepare for the parameters of one model chunk. Their `.grad` must be None."""
+        """Prepare for the parameters of one model chunk, whose `.grad` must be None. `order` is a result of
+        `additions`.
+        """
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._counts = deque(count for _, count in order)
         self._sums: list[list[Tensor | None]] = []
         self._begun: deque[list[Tensor | None]] = deque()
 
     def begin_pass(self) -> None:
-        """Store the gradients of a backward pass whose wgrads are still to be computed (zero-bubble)."""
+        """Set aside the gradients of a backward pass whose weight gradients are computed later (zero-bubble)."""
         self._begun.append(self._take())
 
     def _take(self) -> list[Tensor | None]:

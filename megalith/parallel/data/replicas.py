@@ -166,7 +166,9 @@ def replicate(chunk: Transformer, mesh: Mesh, bucket_size: int | None = None) ->
 def _merge_buckets(
     chunk: nn.Module, buckets: Sequence[GradientBucket], axis: Axis, size: int
 ) -> list[GradientBucket]:
-    """Merge the buckets over `axis` into buckets of at least `size` bytes, starting at the end of the model."""
+    """Merge the buckets over `axis` into buckets of at least `size` bytes, beginning with the last layers of
+    the model.
+    """
     parameters = dict(chunk.named_parameters())
     merged, missing = [], 0
     for name in reversed([name for bucket in buckets if bucket.axis is axis for name in bucket.names]):

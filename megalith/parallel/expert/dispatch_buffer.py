@@ -79,7 +79,7 @@ def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, local_exper
 
 
 def pack(x: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Permutation]:
-    """Return the `count` dispatch rows of x [tokens, hidden], and their order."""
+    """Return the `count` dispatch rows that this rank sends for x [tokens, hidden], and their order."""
     order = Permutation(plan.token[:count], plan.row, all_kept=False)
     return _Pack.apply(x, plan.weights, plan.choices, order, fused), order
 
@@ -96,7 +96,8 @@ def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple
 
 
 def replicate_rows(x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
-    """Return dispatch rows without row ids, repeated for each rank: [ranks · tokens, hidden + bits of the weights].
+    """Return dispatch rows without row ids, repeated for each rank: [ranks · tokens, hidden + columns that hold the
+    weights].
 
     x is [tokens, hidden], weights are float32 [tokens, topk].
     """
@@ -203,8 +204,8 @@ def _sum_row_gradients(x: Tensor, weights: Tensor, row: Tensor) -> tuple[Tensor,
 def _unpack_rows(
     x: Tensor, weights: Tensor, row_ids: Tensor, first: Tensor, rows: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return len(`rows`) rows, their weights, the index of the dispatch row of each, and the rows of each
-    dispatch row.
+    """Return the (token, expert) rows `rows`: their values, their weights, the dispatch row of each, and the rows of
+    each dispatch row.
     """
     topk, count = row_ids.shape[1], len(rows)
     row = row_ids - first
@@ -228,5 +229,5 @@ def _take_pairs(x: Tensor, weights: Tensor, pair: Tensor) -> tuple[Tensor, Tenso
 
 
 def _sum_over_ranks(x: Tensor, weights: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """Sum consecutive blocks of rows, one per rank, in at least fp32, and round once."""
+    """Sum `ranks` consecutive blocks of rows, in at least fp32, and round the result once."""
     return tuple(part.unflatten(0, (ranks, -1)).sum(0) for part in (x, weights))

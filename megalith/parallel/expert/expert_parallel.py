@@ -4,15 +4,15 @@ The ranks of a pipeline stage are data × context × tensor ranks for everything
 replicas; in each, the experts are distributed over ep, and each expert is sharded over etp (mesh.py). Each rank
 dispatches its own tokens:
 
-    1. Without sequence parallelism the TP ranks have the same tokens: each dispatches a part of them.
+    1. Without sequence parallelism the TP ranks have the same tokens, and each dispatches a share of them.
     2. The etp ranks of an expert need the same tokens, and all-gather them.
     3. alltoall   each token is sent once to each rank with some of its experts, which returns the sum of their
                   outputs: fewer bytes than one row per (token, expert)
        allgather  the ranks all-gather all tokens, and each computes its own experts
-    4. Partial outputs are reduced where tokens were gathered, and the parts of 1 are all-gathered.
+    4. Outputs are reduced over etp, or for allgather over all ranks, and the shares of step 1 are all-gathered.
 
-Every collective is the gradient of another one. So an expert's gradient covers all tokens of its replica, and only has
-to be reduced over edp.
+In the backward pass, each collective becomes its transpose. An expert's gradient therefore covers all tokens of its
+replica, and only has to be reduced over edp.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ class ExpertParallel(Dispatch):
 
     The sizes that alltoall sends, and the number of rows that allgather computes, depend on the tokens, so the host
     reads them once per layer. It reads nothing in static dispatch (moe_static_dispatch): every rank gets every token,
-    so buffers have one size for any routing, and the number of rows of the local experts stays on the device, where
-    grouped matmuls read it. It also reads nothing with experts padded to their capacity, where each pair is a row.
+    so the size of buffers does not depend on the routing, and the local experts' row counts stay on the device, where
+    grouped matmuls read them. It also reads nothing if experts are padded to their capacity, because the sizes are then
+    fixed.
 
     Batch-invariant runs add a token's outputs in the order of its experts. So each (token, expert) pair is dispatched,
     and its output comes back, as if it were a token with one expert; each rank then adds the outputs of its tokens.

@@ -107,7 +107,7 @@ class _CopyStreams:
 
 
 class _SavedStorage:
-    """A storage saved for the backward pass: on the device, on the host, or both."""
+    """The storage of tensors saved for the backward pass. It is on the device, on the host, or on both."""
 
     def __init__(self, streams: _CopyStreams, storage: torch.UntypedStorage):
         self.streams = streams
@@ -140,7 +140,7 @@ class _SavedStorage:
 
 @dataclass(frozen=True)
 class _SavedTensor:
-    """A saved tensor, as a view of its storage."""
+    """A tensor that was saved for the backward pass, as a view of its storage."""
 
     unit: _OffloadUnit  # kept alive as long as a tensor of it is saved
     stored: _SavedStorage
@@ -209,7 +209,7 @@ class _OffloadUnit:
             stored.release()
 
     def fetch(self) -> None:
-        """Start copying everything back to the device, the tensors saved last first."""
+        """Start copying all tensors back to the device, in the reverse of the order in which they were saved."""
         for stored in reversed(self._storages.values()):
             if stored.uses:
                 stored.fetch()

@@ -54,8 +54,8 @@ def apply_recompute(
     Args:
         model: the model or a stage of it.
         parallel: the recompute_* settings.
-        tensor: the axis that saved inputs are distributed over.
-        compiled: layers will be compiled.
+        tensor: tensor-parallel axis, over which saved inputs are distributed.
+        compiled: True if layers will be compiled.
 
     Raises:
         ConfigError: the settings require saving attention's output, which this model or layout does not support.
@@ -94,7 +94,7 @@ def apply_recompute(
 
 
 def _layers_to_recompute(model: Transformer, parallel: ParallelConfig) -> list[TransformerLayer]:
-    """Return the layers that full recomputation recomputes."""
+    """Return the layers that are recomputed with `recompute_granularity: full`."""
     layers = list(layers_of(model).values())
     if parallel.recompute_method == "block":
         return layers[: parallel.recompute_num_layers]
@@ -152,7 +152,7 @@ def _distribute_saved_input(
     x: Tensor,
     context: Context,
 ) -> Tensor:
-    """Call `recompute` and save only this rank's shard of x [batch, seq, hidden].
+    """Call `recompute`, and save only this rank's shard of its input x [batch, seq, hidden].
 
     All ranks of `axis` must have the same x.
     """

@@ -1,10 +1,10 @@
 """Collectives by the GPUs' copy engines, between GPUs of one host that reach each other's memory over NVLink.
 
-NCCL's kernels take SMs from the matmuls that they overlap: on two H200, 20 all-gathers (7.1 ms alone) with matmuls
-(5.8 ms alone) take 10.1 ms, but 6.2 ms by copy engines (benchmarks/RESULTS.md). Here a rank copies its input into
-symmetric memory, which all ranks of the group can read; the ranks signal each other with flags (cuda_driver.py), and
-each copies what it needs. None of that takes an SM. A kernel that synchronizes ranks would wait for the matmul started
-before it, 0.2 ms in GPT-2-large.
+NCCL's kernels take SMs from the matmuls that they overlap: on two H200, 20 all-gathers (7.1 ms alone) and matmuls (5.8
+ms alone) together take 10.1 ms with NCCL and 6.2 ms with copy engines (benchmarks/RESULTS.md). A rank copies its input
+into symmetric memory, which all ranks of the group can read; the ranks signal each other with flags (cuda_driver.py),
+and each copies what it needs. None of that takes an SM. A kernel that synchronizes ranks would wait for the matmul
+started before it, 0.2 ms in GPT-2-large.
 
 Each function starts a collective on a stream of its own and returns a tensor that
 `torch.ops._c10d_functional.wait_tensor` completes, as torch's functional collectives do, so compiled code traces them.
@@ -79,10 +79,10 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 @operator("scatter(Tensor x, int size, str group) -> Tensor", _scattered)
 def scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """Start to send chunk j of the contiguous x, along dimension 0, to rank j.
+    """Start sending chunk j of the contiguous x, along dimension 0, to rank j, for every j.
 
-    Returns the received parts [size - 1, rows / size, ...], from the next rank first. Their sum with the local part is
-    a reduce-scatter (collectives.py).
+    Returns the received chunks [size - 1, rows / size, ...], beginning with the next rank's. Their sum with the local
+    part is a reduce-scatter (collectives.py).
     """
     out, total = _scattered(x, size, group), x.nbytes
     part = total // size
@@ -106,8 +106,8 @@ def scatter(x: Tensor, size: int, group: str) -> Tensor:
 class Slot:
     """Symmetric memory for a rank's input, which other ranks read, with flags for their progress.
 
-    Each use of a slot is a turn. After the memory, every rank has two flags per peer: the last turn for which the peer
-    has filled its own slot, and the last turn in which the peer has read this rank's slot.
+    Uses of a slot are counted. After the memory, every rank has two flags per peer: the number of the last use for
+    which the peer has filled its own slot, and of the last use in which the peer has read this rank's slot.
     """
 
     def __init__(self, size: int, group: str):

@@ -35,7 +35,7 @@ def _tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
 
 @operator("heads_from_tokens(Tensor[] xs, int size, str group) -> Tensor", _heads)
 def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
-    """Start the exchange that turns local tokens of all heads into all tokens, in order, of local heads.
+    """Start the all-to-all that exchanges local tokens of all heads for all tokens, in order, of local heads.
 
     Maps one or three tensors [batch, seq, heads of each, head_dim] to one contiguous tensor [batch, size · seq, all
     heads / size, head_dim] with this rank's heads of the first, second and third tensor.
@@ -75,7 +75,7 @@ def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool)
 
 @cache
 def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[StridedRows]:
-    """Return the copies of `rank` from `peer` for heads_from_tokens.
+    """Return the copies that `rank` makes from `peer`'s slot for heads_from_tokens.
 
     `row` is the number of bytes of a rank's heads of one token, `seq` the number of local tokens of a sequence.
     """
@@ -93,7 +93,7 @@ def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int)
 
 @cache
 def tokens_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[StridedRows]:
-    """Return the copies of `rank` from `peer` for tokens_from_heads."""
+    """Return the copies that `rank` makes from `peer`'s slot for tokens_from_heads."""
     start = _region_index(rank, peer) * batch * seq * row
     return [StridedRows(start, row, peer * row, size * row, row, batch * seq)]
 

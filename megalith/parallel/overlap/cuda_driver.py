@@ -1,4 +1,4 @@
-"""Copies between addresses and flags between GPUs, by CUDA's driver and runtime.
+"""Copies between device addresses, and flags that synchronize GPUs, by CUDA's driver and runtime.
 
 A flag is an int32 in device memory, of this GPU or of one that it reaches over NVLink. A stream sets a flag to a number
 after all work queued before, or waits until the flag has that number or a later one; numbers may wrap around. Neither
@@ -59,9 +59,9 @@ def copy_rows(rows: StridedRows, source: int, target: int, stream: int) -> None:
 
 
 class Flags:
-    """Flags for a stream to set, then flags for it to wait for, at most 255 in one driver call.
+    """Sets some flags, then waits for others, on a stream: at most 255 flags in one driver call.
 
-    The call is prepared once here. It takes the host as long as a call for a single flag.
+    The call is prepared once, when the object is created. It then takes the host as long as a call for a single flag.
 
     Args:
         raised: addresses of the flags to set.
@@ -85,7 +85,9 @@ class Flags:
         return step, value
 
     def __call__(self, number: int, stream: int) -> None:
-        """Set the raised flags to `number` after the queued work, and make the stream wait for the awaited flags."""
+        """Set the flags in `raised` to `number` after the work queued on the stream. Then make the stream wait for the
+        flags in `awaited`.
+        """
         number = self._cuda.cuuint32_t(number % 2**32)
         for value in self._values:
             value.value = number

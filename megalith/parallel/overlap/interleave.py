@@ -166,8 +166,8 @@ class Merge:
         return min((number for number, chain in enumerate(self._chains) if chain), key=key)
 
     def _stall(self, step: Node, margin: float = 0.0) -> float:
-        """Return the seconds that the device would be idle before this step if collectives took longer by the fraction
-        `margin`.
+        """Return the seconds for which the device would be idle before this step if collectives took longer by the
+        fraction `margin`.
         """
         starts = [awaited(node) for node in (*self._missing(step), step) if waits(node)]
         ends = [self._done.get(start, math.inf) + margin * self._seconds[start] for start in starts]

@@ -7,8 +7,8 @@ interleave.py orders so that a collective of either overlaps matmuls of the othe
 the halves run one after the other and nothing is gained.
 
 With context but without tensor parallelism, only attention communicates, so only attention and its linears run as two
-halves, as a part of the layer's graph. Norms and MLP take the whole micro-batch: larger matmuls, and wgrads over more
-tokens, are faster.
+halves, inside the layer's graph. Norms and MLP take the whole micro-batch: larger matmuls, and wgrads over more tokens,
+are faster.
 
 Weights are gathered once for both halves, because a layer is FSDP's unit. The gradients of the two halves are added in
 the layer's backward pass. Everything before and after the layers processes the whole micro-batch. With sequence
@@ -120,7 +120,9 @@ def _split_stream(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _slice_context(context: Context, number: int, count: int, stream: Split) -> Context:
-    """Return the layer context for split `number` of `count` of the sequences. `stream` splits the residual stream."""
+    """Return the layer context of split `number` of `count`, which holds a part of the sequences. `stream` splits the
+    residual stream.
+    """
 
     def part_of(x: Tensor | None, parts: Split = torch.chunk) -> Tensor | None:
         return None if x is None else parts(x, count)[number]

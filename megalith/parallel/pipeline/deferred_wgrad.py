@@ -1,4 +1,4 @@
-"""Deferred weight gradients, with which a zero-bubble schedule runs dgrad and wgrad separately.
+"""Deferred weight gradients: in a zero-bubble schedule, dgrad and wgrad run separately.
 
 A linear's backward pass has two matmuls: dgrad, which the previous stage waits for, and wgrad, which no stage waits
 for. Here every linear gets a Gemm that appends its wgrads to a list, together with the autograd edge of the weight.

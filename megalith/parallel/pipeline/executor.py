@@ -1,9 +1,9 @@
 """Executes a pipeline schedule: each rank runs its list of actions (schedules.py).
 
 A stage sends a micro-batch's streams to the next stage and receives their gradients. A stream is a residual stream,
-[batch, seq, hidden] in the compute dtype: a decoder has one, an encoder-decoder has two, and a stage passes on a
-stream that it does not use. A receive is posted one action ahead, so that the transfer overlaps the action before it;
-sends do not block.
+[batch, seq, hidden] in the compute dtype: a decoder has one, an encoder-decoder has two, and a stage passes on a stream
+that it does not use. A receive is posted one action before the action that needs it, so that the transfer overlaps.
+Sends do not block.
 
 The first pass over micro-batches of a shape posts no receive ahead. On a GPU, a kernel that runs for the first time is
 loaded, compiled or tuned, which waits for all work on the device, including a receive. The sender may wait in the same
@@ -75,7 +75,7 @@ def residual_shape(hidden_size: int, tensor_size: int, sequence_parallel: bool) 
 
 
 class Pipeline:
-    """This rank's chunks of the model, and the steps that run through all stages.
+    """This rank's chunks of the model, and the passes of a step through all stages.
 
     Every rank of `axis` calls the same methods with the same micro-batches.
     """

@@ -195,7 +195,9 @@ def _check_interleaved(stages: int, micro_batches: int, virtual: int, group: int
 
 
 def _1f1b(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
-    """Order forward passes until the first gradient can arrive, then alternate one forward and one backward pass."""
+    """Order one rank's actions: forward passes until the first gradient can arrive, then one forward and one backward
+    pass in turn.
+    """
     order = [Action(Kind.FORWARD, m) for m in range(micro_batches)]
     back = [Action(Kind.BACKWARD, m) for m in range(micro_batches)]
     return _one_forward_one_backward(order, back, warm_up=stages - 1 - rank)

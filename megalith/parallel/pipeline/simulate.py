@@ -45,7 +45,7 @@ def simulate(schedule: Schedule, durations: Durations | Sequence[Durations] = Du
 
     Args:
         schedule: actions of every rank, in order.
-        durations: one for all stages, or one per stage in the order of the model.
+        durations: durations of one stage, if all are equal, or of each stage in the order of the model.
     """
     count = schedule.stages * schedule.virtual
     by_stage = [durations] * count if isinstance(durations, Durations) else list(durations)
@@ -76,7 +76,7 @@ def simulate(schedule: Schedule, durations: Durations | Sequence[Durations] = Du
 
 
 def few_micro_batches_warning(schedule: Schedule) -> str | None:
-    """Return a warning if a step has fewer micro-batches than ranks, with its bubble, otherwise None."""
+    """Return a warning that gives the bubble if a step has fewer micro-batches than ranks, otherwise None."""
     if schedule.micro_batches >= schedule.stages:
         return None
     bubble = simulate(schedule).bubble

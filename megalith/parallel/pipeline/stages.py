@@ -1,8 +1,8 @@
 """Assignment of layers to pipeline stages, and the model chunk of a stage.
 
 Stages are in the model's order: first chunk 0 of every rank, then chunk 1 of every rank, and so on. By default all
-stages hold the same number of layers. The first and last rank can be given other numbers; embedding and head can count
-as a layer each; or a layout gives every stage explicitly (stage_layout.py).
+stages hold the same number of layers. Settings can give the first and last rank other numbers, count embedding and head
+as a layer each, or list the layers of every stage (stage_layout.py).
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ def run_schedule(parallel: ParallelConfig, micro_batches: int) -> Schedule:
 
 
 def padded_micro_batches(parallel: ParallelConfig, micro_batches: int) -> int:
-    """Return the number of micro-batches after padding with empty ones, for steps whose number depends on the data."""
+    """Return the number of micro-batches after padding with empty ones, for steps whose data decides the number."""
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     stages = parallel.pipeline_model_parallel_size
     return fitting_micro_batches(schedule_kind(parallel), stages, micro_batches, group)
 
 
 def shortened_schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:
-    """Return a schedule of at most LONGEST_SIMULATED micro-batches per stage, and the number of omitted
-    micro-batches.
+    """Return the schedule for at most LONGEST_SIMULATED micro-batches per stage, and the number of micro-batches that
+    it leaves out.
     """
     longest = LONGEST_SIMULATED * (parallel.microbatch_group_size_per_virtual_pipeline_stage or 0)
     longest = max(longest, LONGEST_SIMULATED * parallel.pipeline_model_parallel_size)

@@ -1,4 +1,4 @@
-"""Start and end times of a rank's pipeline actions, from CUDA events on a GPU, so that measuring does not block."""
+"""Start and end times of a rank's pipeline actions, measured on a GPU by CUDA events, which do not block the host."""
 
 from __future__ import annotations
 

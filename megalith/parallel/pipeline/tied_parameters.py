@@ -69,7 +69,7 @@ def reduce_shared_gradients(chunks: Sequence[Transformer], mesh: Mesh) -> None:
 
 
 def counted_elsewhere(chunks: Sequence[Transformer], mesh: Mesh) -> set[str]:
-    """Return the names of the parameters that another stage counts in the gradient norm. The first stage with a copy
-    counts it.
+    """Return the names of the parameters whose gradient norm another stage counts. The first stage with a copy counts
+    it.
     """
     return {name for name, axis in shared_parameters(chunks, mesh).items() if axis.rank > 0}

@@ -76,7 +76,7 @@ def _wgrad(gemm: Gemm, grad: Operand, x: Operand, axis: Axis, sharded: bool) -> 
 def begin_gather(operand: Operand, axis: Axis) -> list[Tensor]:
     """Start the all-gather of an operand; `end_gather` returns the result.
 
-    FP8 codes are sent as bytes because gloo lacks FP8.
+    FP8 values are sent as bytes because gloo does not support FP8.
     """
     return [begin_all_gather(_as_bytes(each), axis) if each.dim() else each for each in operand]
 

@@ -70,6 +70,6 @@ def shard_adapters(model: Transformer, tensor: TensorParallel) -> None:
 
 
 def _by_row(adapter: LinearAdapter, part: str) -> list[nn.Module]:
-    """Return the modules of a sub-matrix that have one row per row of the matrix."""
+    """Return the modules of a sub-matrix whose rows correspond to rows of the adapted matrix."""
     by_part = adapter.lora_B, adapter.initial_B, adapter.lora_magnitude
     return [modules[part] for modules in by_part if modules is not None]

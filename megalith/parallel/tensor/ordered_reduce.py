@@ -19,7 +19,8 @@ from megalith.ops.gemm import Gemm, linear
 
 
 class OrderedRow:
-    """Style of a row-parallel linear that computes TensorParallel.row, but sums the ranks' outputs in a fixed order.
+    """Style of a row-parallel linear that computes the same as TensorParallel.row, but sums over ranks in a fixed
+    order.
 
     Its Gemm is a BatchInvariantRowGemm.
     """

@@ -19,7 +19,7 @@ from megalith.parallel.tensor.roles import ALWAYS, UNDER_SP, Role, role_of, shar
 
 
 def module_roles(model: Transformer, ranks: int) -> list[tuple[str, nn.Module, Role]]:
-    """Return name, module and role of every module with parameters, except experts (expert_parallel.py)."""
+    """Return (name, module, role) of every module with parameters, except experts (expert_parallel.py)."""
     shared, roles = shared_modules(model.config, ranks), []
     for name, module in model.named_modules():
         has_parameters = any(True for _ in module.parameters(recurse=False))

@@ -127,7 +127,7 @@ SHARED_B = Role(REPLICATED, REPLICATED, None, ALWAYS)  # keys or values of a sha
 
 
 def shared_modules(config: ModelConfig, ranks: int) -> frozenset[str]:
-    """Return the names of the modules that have fewer groups of heads than there are tensor-parallel `ranks`."""
+    """Return the names of the modules that have fewer KV or Mamba-2 groups than there are tensor-parallel `ranks`."""
     names = {
         ("linear_qkv", "linear_kv"): config.query_groups,
         ("linear_zxbcdt", "conv_xbc"): config.mamba_num_groups,
@@ -138,7 +138,7 @@ def shared_modules(config: ModelConfig, ranks: int) -> frozenset[str]:
 def role_of(
     name: str, module: nn.Module, shared: Collection[str] = (), owner: nn.Module | None = None
 ) -> Role:
-    """Return the role of a module by its name. Experts have none (EXPERT_SHARDING in expert_parallel.py).
+    """Return the role of a module, found by its name. Experts have none (EXPERT_SHARDING in expert_parallel.py).
 
     Args:
         name: qualified name of the module.

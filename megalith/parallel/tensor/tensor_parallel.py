@@ -75,7 +75,7 @@ class TensorParallel:
         return by_rank.reshape(1, -1, *x.shape[2:])
 
     def reduce_sequence(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """Sum the results that the ranks computed from their own tokens. All ranks must use the sum identically."""
+        """Sum results that each rank computed from its own tokens. All ranks must use the sum in the same way."""
         return all_reduce(x, self.axis) if layout.sharded else x
 
     def from_sp_order(self, x: Tensor, layout: PassLayout, batch: int) -> Tensor:
