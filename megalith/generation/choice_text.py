@@ -1,4 +1,4 @@
-"""The text of a choice during sampling: complete characters, up to a stop text or stop id."""
+"""The text of a choice while it is sampled: complete characters, up to a stop text or stop id."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ UNFINISHED = "\ufffd"  # at the end of a text: the bytes of a character are not 
 class ChoiceText:
     """Decodes the ids of a choice as they arrive.
 
-    The text of an id depends on the ids before it, so each new id is decoded together with a window of ids before it.
-    The window begins where the text so far consisted of complete characters.
+    The text of an id depends on the ids before it, so each new id is decoded together with some preceding ids.
+    They begin where the text before them consists of complete characters.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class DecodeSteps:
             rows: decode the rows 0 to rows - 1. With CUDA graphs, all rows are computed.
             longest: length in tokens of the longest sequence in them.
             steps: number of steps, at most the engine's window. Default: the engine's window.
-            used: parts of logits processing that these rows need.
+            used: parts of logits processing that at least one of these rows needs.
 
         Returns:
             Ids, int64 [slots, rows], -1 for a slot without a token.
@@ -72,7 +72,9 @@ class DecodeSteps:
         return ids, logprobs, routes, copied
 
     def _graph(self, sampling: Sampling, used: UsedParts = NO_PARTS) -> torch.cuda.CUDAGraph:
-        """Return the step as a CUDA graph for these settings, captured after warm-up. Rows in use keep their state."""
+        """Return the step as a CUDA graph for these settings, captured after warm-up. The state of rows in use is
+        unchanged.
+        """
         key = (*self._sampling_key(sampling), used)
         if key not in self._graphs:
             if not sampling.by_row and not any(other[:-1] == key[:-1] for other in self._graphs):
@@ -114,7 +116,7 @@ class DecodeSteps:
         routes: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> Tensor:
-        """Compute the logits after each token, [rows * tokens, this rank's entries].
+        """Return the logits for the position after each token, [rows * tokens, this rank's vocabulary entries].
 
         Args:
             tokens: int64 [rows, tokens], newest token and drafts of each of the rows 0 to rows - 1.
@@ -137,7 +139,7 @@ class DecodeSteps:
         return self.head_logits(hidden.flatten(0, 1))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits after tokens with these last hidden states, [tokens, this rank's entries]."""
+        """Return the logits of the next token from last hidden states: [tokens, this rank's vocabulary entries]."""
         head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
         return linear_logits(self.model.head_input(hidden), *head, math=self._head_math)
 
@@ -178,7 +180,7 @@ class DecodeSteps:
         return ids, logprobs
 
     def _decode_step(self, sampling: Sampling, rows: int, longest: int, used: UsedParts = NO_PARTS) -> None:
-        """Generate one token in each active row among the first `rows`, and one more per accepted draft."""
+        """Generate one token, and one more per accepted draft, in each active row among rows 0 to `rows` - 1."""
         token, position, count, limit, noise, alive, stops, adapters = self._state[:, :rows]
         settings = self._row_settings[:, :rows] if sampling.by_row else None
         tokens, width, drafts = token[:, None], len(self._offsets), None
@@ -224,7 +226,7 @@ class DecodeSteps:
 
     @staticmethod
     def _exact_logprobs(logits: Tensor, ids: Tensor, temperature: float | Tensor, **shard) -> Tensor:
-        """Return the log-probabilities as the trainer's loss computes them, float32 [rows].
+        """Return log-probabilities computed as in the trainer's loss, float32 [rows].
 
         For greedy samples they are computed at temperature 1.
         """

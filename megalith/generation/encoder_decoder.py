@@ -66,7 +66,8 @@ def generate_t5(
     num_generations: int = 1,
     on_token: OnToken | None = None,
 ) -> list[Completion]:
-    """Return `num_generations` completions per prompt, ordered by prompt, then generation, as `Engine.generate` does.
+    """Return `num_generations` completions per prompt, ordered by prompt and then by generation, as `Engine.generate`
+    does.
 
     Sampling in a row depends only on the seed, the prompt's key and the generation. The model must be in evaluation
     mode.
@@ -103,7 +104,7 @@ def generate_t5(
 
 
 def shard_t5(model: T5, tp: Axis, device: torch.device) -> T5:
-    """Shard a complete model that every process holds. Returns this tensor-parallel rank's shard on `device`.
+    """Return this tensor-parallel rank's shard, on `device`, of a complete model that every process holds.
 
     The shard is in evaluation mode.
     """

@@ -105,16 +105,17 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             model: run this model, unchanged, instead of building one.
             compile: compile the layers. Default: on a GPU.
             graphs: run steps as CUDA graphs. Default: on a GPU.
-            records_routes: return, with each completion, the experts that the routers chose.
+            records_routes: record the experts that the routers choose, and return them with each completion.
             batch_invariant: use the operators of a trainer with rl.exact or train.batch_invariant, uncompiled, so that
                 log-probabilities are bitwise the trainer's. They are then normalized over all tokens, even under top-k,
                 top-p and min-p.
             prefix_reuse: begin sequences with the keys and values of known prefixes (prefix_reuse.py). With
                 batch_invariant, this changes no bit; otherwise it changes log-probabilities by rounding. Models with
-                recurrent layers, ALiBi or LongRoPE, and engines that record routes, prefill everything.
-            prefix_cache_bytes: maximum bytes of keys and values that are kept, in addition to the rows.
+                recurrent layers, ALiBi or LongRoPE, and engines with `records_routes`, prefill everything.
+            prefix_cache_bytes: memory for keys and values of prefixes that no row holds, in bytes.
             speculation: propose tokens and verify several per step. Changes speed only, not the completions.
-            adapter_slots: room for several adapters (`set_adapter`), of which each sequence uses one or none.
+            adapter_slots: number of adapters that fit (`set_adapter`), and their sizes. Each sequence uses one adapter
+                or none.
 
         Raises:
             ConfigError: the model is not a decoder, it has no experts to record, or there is no room for a sequence.
@@ -318,9 +319,10 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         return {"weights": sum(weights.values()) + drafter[0], "cache": cache + drafter[1]}
 
     def take_prefill_tokens(self) -> tuple[int, int]:
-        """Return (prefilled, reused): the numbers of prompt tokens since the last call, by what happened to them.
+        """Return (prefilled, reused): the number of prompt tokens since the last call that were prefilled, and that
+        were reused.
 
-        Reused tokens found their keys and values in the cache. A prompt that several completions share counts once if
+        Keys and values of reused tokens were in the cache. A prompt that several completions share counts once if
         they begin together.
         """
         counts = self.prefill_tokens, self.reused_tokens

@@ -18,7 +18,7 @@ from megalith.hardware import to_device
 
 
 class EngineRows:
-    """Base class of Engine that manages the sequence of each row and the rows' device state."""
+    """Base class of Engine that assigns sequences to rows and manages the rows' device state."""
 
     @torch.no_grad()
     def reset_state(self, sampling: Sampling) -> None:
@@ -97,7 +97,7 @@ class EngineRows:
         self._logits_state.begin(begun, lambda sequence: sequence.prompt)
 
     def set_masks(self, masks: np.ndarray) -> None:
-        """Set the bit masks, int32 [rows, words], of the tokens that the next step may sample in rows 0 to rows - 1."""
+        """Set the masks of allowed next tokens for rows 0 to rows - 1, int32 [rows, words], one bit per token."""
         self._logits_state.set_masks(masks)
 
     def _first_state(self, sequence: RowSequence) -> list[int]:

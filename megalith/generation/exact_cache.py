@@ -2,7 +2,8 @@
 
 A row keeps the state before the current chunk of CHUNK tokens, counted from the sequence's first one, and the inputs of
 the chunk's tokens. A decode step repeats the matmuls of the chunk (ops/batch_invariant/recurrences.py), so it costs as
-much as the matmuls of up to CHUNK tokens. After the chunk's last token the state moves to the next chunk.
+much as the matmuls of up to CHUNK tokens. After the chunk's last token, the state is replaced by the one before the
+next chunk.
 """
 
 from __future__ import annotations
@@ -87,5 +88,7 @@ class ExactDecode(_ExactRecurrences, Decode):
 
 
 def _flat(inputs: Sequence[Tensor]) -> Tensor:
-    """Concatenate each token's inputs [batch, seq, ...] into one vector, float32 [batch, seq, inputs]."""
+    """Concatenate the inputs of each token, tensors [batch, seq, ...], into one vector: float32 [batch, seq, total
+    size].
+    """
     return torch.cat([x.flatten(2).float() for x in inputs], -1)

@@ -129,7 +129,7 @@ def _llguidance() -> Any:
 
 
 def _tokens_of(tokenizer: Tokenizer) -> Any:
-    """Return the tokenizer as llguidance represents it."""
+    """Return the tokenizer in llguidance's format."""
     llguidance, sizes = _llguidance(), dict(n_vocab=tokenizer.vocab_size, eos_token=tokenizer.eod)
     if isinstance(tokenizer, RustTokenizer):
         return llguidance.LLTokenizer(tokenizer.to_json(), **sizes)

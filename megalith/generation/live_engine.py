@@ -74,7 +74,7 @@ class LiveEngine:
         Args:
             engine: this rank's engine.
             stop: ids that end a completion; they are part of it.
-            vocab_size: sample only smaller ids. Default: all.
+            vocab_size: sample only token ids below this. Default: all.
             group: the ranks that run together, one or more replicas of the engine's tensor-parallel axis.
             grammars: compiles the requests' grammars. Default: requests have none.
             load_weights: loads this rank's weights of a version into the engine, for `update_weights`. Every rank calls
@@ -126,7 +126,7 @@ class LiveEngine:
             self._changed.notify()
 
     def update_weights(self, version: int, kv_cache: KvCache = "recompute") -> None:
-        """Load the weights of a version before the next window (see RunningBatch.update_weights).
+        """Load weights of version `version` before the next window (see RunningBatch.update_weights).
 
         Any thread may call it.
 
@@ -221,7 +221,7 @@ class LiveEngine:
             pass
 
     def _commands(self, batch: RunningBatch) -> dict[str, Any]:
-        """Return the changes since the last window. Waits if there are no open requests."""
+        """Return the commands that have arrived since the last window. Waits for one if there are no open requests."""
         with self._changed:
             is_idle = not self._tickets and not batch.is_busy and not self._inbox.added
             has_change = self._inbox.cancelled or self._inbox.weights or self._inbox.adapters
@@ -243,8 +243,9 @@ class LiveEngine:
     def _assigned(
         self, load: Counter[int], number: int, prompt: int, request: LiveRequest, on_tokens: OnTokens
     ) -> list[Any]:
-        """Assign a request to the replica with the fewest open requests in `load`, and return the request's values as
-        JSON."""
+        """Assign a request to the replica with the fewest open requests according to `load`. Return the request's
+        fields as JSON.
+        """
         replica = min(range(self._replicas), key=lambda one: load[one])
         load[replica] += 1
         self._tickets[number] = _Ticket(on_tokens, replica, request.adapter)
@@ -330,7 +331,9 @@ class LiveEngine:
         self._deliver(self._events(batch.update_weights(load, kv_cache)))
 
     def _events(self, added: list[tuple[RowSequence, list[int]]]) -> list[list[Any]]:
-        """Gather all replicas' events on the first rank: each request's new tokens and, if it has ended, the reason."""
+        """Return on the first rank the events of all replicas: each request's new tokens and, if it has ended, the
+        reason.
+        """
         events = []
         for sequence, ids in added:
             reason = None
@@ -350,7 +353,7 @@ class LiveEngine:
         return [event for share in gather_json(mine, self._group, to_first=True) for event in share]
 
     def _deliver(self, events: list[list[Any]]) -> None:
-        """Call the callbacks of open requests with these events. Only the first rank has open requests."""
+        """Call the callbacks of the requests with these events. Only the first rank has open requests."""
         for number, ids, logprobs, reason, version in events:
             ticket = self._tickets.get(number)
             if ticket is not None:

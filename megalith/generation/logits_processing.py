@@ -2,9 +2,8 @@
 
      logits + bias ─▶ repetition, frequency and presence penalties ─▶ masks of bad words and grammar ─▶ sampling
 
-The order is vLLM's. Penalties and biases stay on the device. Bad words of several tokens and grammars depend on the
-tokens so far through rules on the host, which sends a mask per step and reads each token before the next
-(running_batch.py).
+The order is vLLM's. Penalties and biases stay on the device. Bad words of several tokens and grammars are evaluated on
+the host, which reads each token before the next step and sends a mask (running_batch.py).
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class LogitsProcessing:
         return not (self.has_penalties or self.biases or self.needs_masks)
 
     def masks(self) -> list[TokenMask]:
-        """Return the masks of a new completion."""
+        """Return new masks for one completion."""
         words = [word for word in self.bad_words if len(word) > 1]
         masks: list[TokenMask] = [BadWords(words)] if words else []
         return masks if self.grammar is None else [*masks, self.grammar.matcher()]

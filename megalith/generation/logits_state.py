@@ -1,7 +1,7 @@
 """Device state of logits processing: penalties, token counts, biases and mask per row.
 
-A part is allocated when a sequence first needs it, in static tensors as CUDA graphs require, and covers this rank's
-vocabulary entries. A row without logits processing has values that leave its logits unchanged.
+The state of a feature is allocated when a sequence first needs it, in static tensors as CUDA graphs require. It covers
+this rank's vocabulary entries. A row without logits processing has values that leave its logits unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalith.ops.penalties import allowed_entries, penalize
 
 
 class UsedParts(NamedTuple):
-    """Parts of logits processing that a decode step runs."""
+    """Features of logits processing that a decode step uses."""
 
     penalties: bool = False
     biases: bool = False
@@ -164,7 +164,7 @@ class LogitsState:
         Args:
             logits: [rows * tokens, local entries], of the rows' newest tokens and drafts.
             drafts: int64 [rows, tokens - 1], -1 for no draft. None means no row has drafts.
-            used: parts to run.
+            used: features to apply.
         """
         if drafts is None:
             return self.process(logits, used)
@@ -178,7 +178,9 @@ class LogitsState:
         return torch.stack(results, 1).flatten(0, 1)
 
     def count(self, ids: Tensor, is_counted: Tensor, used: UsedParts, times: int = 1) -> None:
-        """Add `times` to the counts of ids, int64 [rows, tokens], where `is_counted`, bool [rows, tokens], is True."""
+        """Add `times` to the counts of those ids, int64 [rows, tokens], for which `is_counted`, bool [rows, tokens], is
+        True.
+        """
         if used.penalties:
             entries = ids - self._first
             is_counted = is_counted & (entries >= 0) & (entries < self._entries)

@@ -5,9 +5,9 @@ predicts t_{p+1} from h_{p-1} and the embedding of t_p, layer 2 predicts t_{p+2}
 embedding of that draft, and so on. After that, the last layer runs again on its own output, one position further for
 each draft.
 
-MTP layers have keys and values of their own. Verification computes h of the newest token and of the drafts. In the next
-step, the layers first read h of the accepted tokens. Every row has a window with a position for each draft; results at
-positions of rejected drafts are overwritten later.
+MTP layers have their own keys and values. Verification computes h of the newest token and of the drafts. In the next
+step, the layers first process h of the accepted tokens. Every row has a window with a position for each draft; results
+at positions of rejected drafts are overwritten later.
 
 Cached keys and values of layers after the first can come from drafts that were not accepted or, at the end of a prompt,
 from tokens that were not known yet. This changes drafts, but not what the model samples.

@@ -10,7 +10,7 @@ from megalith.ops.dropout import token_keys
 
 
 def noise_keys(seed: int, stream_keys: Sequence[int]) -> list[int]:
-    """Return the keys of the sampling noise of completions with these stream keys."""
+    """Return the keys of the sampling noise of completions, from the run's seed and one stream key per completion."""
     samples = torch.tensor(stream_keys, dtype=torch.int64)  # may be empty on a replica
     return token_keys(seed, samples, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
 

@@ -82,7 +82,7 @@ class PrefillPasses:
         return routes | self._prefill_pass(batch) if batch else routes
 
     def _prefill_rest(self, groups: Sequence[tuple[_Prefix, int]]) -> None:
-        """Write the keys and values of the tokens that follow a prefix which the rows already hold.
+        """Write the keys and values of the tokens after a prefix whose keys and values the rows already hold.
 
         Args:
             groups: for each group, its tokens and rows, and the length of the prefix.
@@ -170,7 +170,7 @@ class PrefillPasses:
             positions: position of each token in its sequence, int64 [batch, seq].
             cache: cache of the earlier tokens.
             length: length of the sequences. None means each ends at its position.
-            routes: memory from `_route_memory` for the experts that the routers choose. None means not recorded.
+            routes: result of `_route_memory`, which receives the experts that the routers choose. None: not recorded.
             adapters: slots of the sequences' adapters, int64 [batch]. None means they have none.
         """
         context = self.context_of(ids, positions, cache, length, adapters)

@@ -80,10 +80,9 @@ class PrefixReuse:
     # Choice of rows
 
     def choose_rows(self, sequences: Sequence[RowSequence], free: Collection[int]) -> list[int]:
-        """Select a free row for each sequence.
+        """Select the free row that holds a sequence's longest known prefix, or the least recently used one.
 
-        This is the row that holds its longest known prefix, if that is more than half of the row's tokens. Otherwise it
-        is the least recently used free row.
+        The first applies if the prefix has more than half of the row's tokens.
         """
         self._refresh()
         rows: list[int | None] = [None] * len(sequences)
@@ -103,7 +102,7 @@ class PrefixReuse:
         """Copy the longest cached prefix of each group's tokens into the group's rows.
 
         Args:
-            groups: tokens to prefill, and the rows that get them.
+            groups: (tokens to prefill, rows that receive them) of each group.
 
         Returns:
             Length of each group's prefix.
@@ -233,7 +232,7 @@ def tokens_of_adapter(tokens: list[int], adapter: int) -> list[int]:
 
 
 def _blocks(tokens: Sequence[int], hashes: list[int]) -> Iterator[int]:
-    """Yield the hash of each block that has no hash in `hashes` yet, and append it to `hashes`."""
+    """Yield the hash of each block of `tokens` that `hashes` lacks, and append it to `hashes`."""
     for begin in range(len(hashes) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
         hashes.append(hash((hashes[-1] if hashes else 0, *tokens[begin : begin + BLOCK])))
         yield hashes[-1]

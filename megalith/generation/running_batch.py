@@ -87,7 +87,9 @@ class RunningBatch:
         return []
 
     def _masked_step(self) -> list[tuple[RowSequence, list[int]]]:
-        """Read all earlier windows, run one step with the masks that follow from them, and return the new tokens."""
+        """Read all windows in flight, run one step with the masks that follow from their tokens, and return the new
+        tokens.
+        """
         added = self._read_all()
         if any(self._owners):
             added += self._read(self._launch(steps=1))
@@ -196,7 +198,7 @@ class RunningBatch:
 
 
 def _merged(added: list[tuple[RowSequence, list[int]]]) -> list[tuple[RowSequence, list[int]]]:
-    """Join the entries of the same sequence."""
+    """Merge the entries that belong to the same sequence."""
     merged: dict[int, tuple[RowSequence, list[int]]] = {}
     for sequence, ids in added:
         merged.setdefault(id(sequence), (sequence, []))[1].extend(ids)

@@ -50,7 +50,7 @@ def generate(
         model: a decoder or an encoder-decoder, on one device or parallel.
         prompts: token ids of each prompt.
         max_new_tokens: maximum length of a completion.
-        temperature: divides the logits; 0 always takes the most likely token.
+        temperature: divisor of the logits. 0 always takes the most likely token.
         top_k: sample from the k most likely tokens. 0 turns it off.
         top_p: sample from the most likely tokens that together have this probability (Holtzman et al. 2020).
         seed: seed of the samples.
@@ -60,7 +60,8 @@ def generate(
         repetition_penalty: divides positive logits of tokens in the prompt or completion, and multiplies negative ones.
             1 turns it off.
         presence_penalty: subtracted from the logits of tokens in the completion.
-        frequency_penalty: subtracted from a token's logit once for each time that it is in the completion.
+        frequency_penalty: multiplied by a token's number of occurrences in the completion, and subtracted from its
+            logit.
         forced_bos_token_id: first token of an encoder-decoder's completions, such as mBART's target language. Default:
             the model chooses it.
 

@@ -6,8 +6,8 @@
 Each x is sampled from the model's own distribution with the noise of its index in the completion, and is valid if all
 drafts before it equal their samples. Completions are thus the same as without drafts, token by token: drafts only
 change the number of passes. An n-gram's draft is accepted with its probability, as by rejection sampling. A draft model
-samples with the noise of the index that it predicts, and so proposes x more often the closer its distribution is (the
-Gumbel coupling of Daliri et al. 2024). So do the model's own MTP layers (mtp_drafter.py).
+samples with the noise of the index that it predicts. The closer its distribution is to the model's, the more often it
+proposes x (the Gumbel coupling of Daliri et al. 2024). So do the model's own MTP layers (mtp_drafter.py).
 
 Every row has K drafts in every step, so that shapes are static and a step can be a CUDA graph.
 """
@@ -116,7 +116,7 @@ class DraftMetrics:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """State of the rows 0 to rows - 1 of an engine before a step. Tensors are int64 [rows]."""
+    """State of rows 0 to `rows` - 1 of an engine before a step. Tensors are int64 [rows]."""
 
     token: Tensor  # newest token
     position: Tensor  # its position
@@ -143,7 +143,7 @@ class Drafter(Protocol):
         """Return drafts, int64 [rows, K], with NO_DRAFT where there is none."""
 
     def add(self, position: Tensor, ids: Tensor) -> None:
-        """Take the samples of a step. Samples after the accepted ones are replaced later.
+        """Record the samples of a step. Samples after the last accepted one are replaced later.
 
         Args:
             position: position of each row's newest token before the step, int64 [rows].
@@ -209,7 +209,7 @@ def ngram_drafts(history: Tensor, last: Tensor, drafts: int, shortest: int, long
     Args:
         history: int64 [rows, room], tokens up to `last`.
         last: int64 [rows], index of the newest token.
-        drafts: tokens to return.
+        drafts: number of tokens to return per row.
         shortest: minimum length of a match.
         longest: maximum length of a match.
 

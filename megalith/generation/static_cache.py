@@ -83,7 +83,8 @@ class RecurrentStates:
     ) -> RecurrentStates | None:
         """Return zero states for this rank's heads. None if no layer needs them.
 
-        by_chunk: a state is the one before the current chunk, stored with the inputs of the chunk's tokens.
+        by_chunk: store the state before the current chunk and the inputs of the chunk's tokens, instead of the current
+        state.
         """
         layers = {}
         for layer in layers_of(model).values():
@@ -227,7 +228,7 @@ class ContinuedPrefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Cache of a forward pass over the newest token of each row and over drafts of the next ones."""
+    """Cache of a forward pass over the newest token of each row and its drafts."""
 
     keys_values: Tensor | None  # like Prefill's, for the rows of the pass
     attention_layers: Sequence[int]

@@ -38,7 +38,7 @@ class StopWatch:
         return self._text.reason == "stop"
 
     def count(self, ids: Sequence[int]) -> int:
-        """Add new ids, and return how many of them are up to the end of the first stop string."""
+        """Add new ids. Return how many of them belong to the completion, which ends with the first stop string."""
         before = len(self._text.ids)
         self._text.add(ids, [0.0] * len(ids), None)
         self._text.take()  # its search for stop strings begins there

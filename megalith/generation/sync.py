@@ -10,7 +10,7 @@ their indices, if these are fewer bytes. In bf16, an update with a small learnin
 that owns a shard finds the changes by comparing it with its own engine.
 
 The base of adapters never changes, so after the first sync only the adapters and the modules of lora.modules_to_save
-are copied. The engine holds the base in its own dtype; a base quantized by lora.quantize_base is decoded once.
+are copied. The engine holds the base in its own dtype; a base quantized by lora.quantize_base is dequantized once.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def engine_for(
         compile: see `Engine`.
         graphs: see `Engine`.
         records_routes: see `Engine`.
-        batch_invariant: see `Engine`. Default: as the model's run is.
+        batch_invariant: see `Engine`. Default: the setting of the model's run.
         prefix_reuse: see `Engine`.
         prefix_cache_bytes: see `Engine`.
         speculation: see `Engine`.
@@ -129,8 +129,9 @@ def engine_for(
 
 
 def sync(engine: Engine, model: Transformer | ParallelModel, version: int | None = None) -> SyncReport:
-    """Copy the model's current weights into the engine and set its version, by default the next. Every rank calls
-    it."""
+    """Copy the model's current weights into the engine and set its version, by default the next one. Collective over
+    all ranks.
+    """
     if engine.source is None or engine.source.model is not model:
         engine.source = _WeightSource(engine, model)
     report = engine.source.copy()
@@ -140,7 +141,7 @@ def sync(engine: Engine, model: Transformer | ParallelModel, version: int | None
 
 @dataclass(frozen=True)
 class _Part:
-    """A shard of a tensor, and the rank that broadcasts it."""
+    """A shard of a tensor, with the rank that broadcasts it."""
 
     name: str
     rank: int
@@ -257,7 +258,7 @@ class _WeightSource:
         """Broadcast the values of a bucket, or only the changed values and their indices if these are fewer bytes.
 
         Args:
-            bucket: parts of one rank.
+            bucket: slices that one rank owns.
             flat: on that rank, the values of the parts; on the others, a buffer that is filled with them.
 
         Returns:
