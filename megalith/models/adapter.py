@@ -36,7 +36,7 @@ class Adapter(nn.Module):
     def pair(self) -> tuple[Tensor, Tensor]:
         """Return one A [rank, in] and B [out, rank] with B · A = `delta()`; the adapter must be unsharded.
 
-        The rank is the sum of the parts' ranks. For experts, A and B have a leading dimension of experts.
+        The rank is the sum of the sub-matrices' ranks. For experts, A and B have a leading dimension of experts.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement pair")
 
@@ -50,9 +50,9 @@ class Adapter(nn.Module):
         return False
 
     def scaled(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs of the sub-matrices.
+        """Return the outputs `parts` of the sub-matrices.
 
-        If one has its own scale, its output is multiplied by that scale / `scaling`.
+        The output of a sub-matrix that has its own scale is multiplied by its scale / `scaling`.
         """
         if not self.factors:
             return parts

@@ -1,4 +1,4 @@
-"""Several adapters of one frozen base in one batch. Each sequence selects its adapter.
+"""Adapter slots: several adapters of one frozen base in one batch. Each sequence selects its adapter.
 
     y = x · Wᵀ + bias + x · Aᵢᵀ · Bᵢᵀ        i: slot of the sequence's adapter, 0 for none
 
@@ -63,7 +63,7 @@ class AdapterSlots(nn.Module):
 
 
 class LinearSlots(AdapterSlots):
-    """The adapters of a Linear, one per slot, of which each row of a batch uses one."""
+    """The adapters of a Linear, one per slot. Each row of a batch uses one of them."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [..., in] -> [..., out]
         rows = x.reshape(context.batch, -1, x.shape[-1])

@@ -3,11 +3,11 @@
     y = x · Wᵀ + bias + (alpha / rank) · dropout(x) · Aᵀ · Bᵀ        A [rank, in], B [out, rank]
 
 A is initialized randomly and B to zero, so an adapter does not change the model at first. linear_qkv and linear_fc1
-fuse matrices that other libraries keep separate, so their adapters have parts: a pair A, B each for queries, keys and
-values, or for gate and up. The rows of each B are ordered as in the separate matrix (heads in order, units in order);
-`join` puts them into the order of the fused rows. A part is therefore bitwise what PEFT trains on q_proj or gate_proj.
-A part `whole` is one pair for all fused rows, for models whose matrices are fused in other libraries too (GPT-2,
-Phi-3).
+fuse matrices that other libraries keep separate, so their adapters consist of several pairs A, B: one each for queries,
+keys and values, or one each for gate and up. The rows of each B are ordered as in the separate matrix (heads in order,
+units in order); `join` puts them into the order of the fused rows. A pair is therefore bitwise what PEFT trains on
+q_proj or gate_proj. The pair `whole` is for all fused rows, for models whose matrices are fused in other libraries too
+(GPT-2, Phi-3).
 
 Each expert has its own pair; the pairs of all experts are stacked in two tensors.
 
@@ -16,8 +16,8 @@ DoRA (Liu et al. 2024) also trains a magnitude m for each row of the adapted mat
     y = (x · Wᵀ + x · ΔWᵀ) · m / ‖W + ΔW‖ + bias        no gradient flows through the norms of the rows
 
 PiSSA and OLoRA begin with factors A₀, B₀ of W and train on W − B₀ · A₀. Here W is not changed: A₀ and B₀ are kept,
-frozen, and ΔW is the scale times B · A − B₀ · A₀. LoftQ with several iterations keeps A₀ and B₀ because the base is W −
-scale · B₀ · A₀, quantized.
+frozen, and ΔW is the scale times B · A − B₀ · A₀. With LoftQ and several iterations, A₀ and B₀ are kept too, because
+the base is then the quantized W − scale · B₀ · A₀.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LinearAdapter(Adapter):
             layer: name of the layer in the model.
             site: path of the linear in the layer, such as self_attention.linear_qkv.
             inputs: number of columns of every A.
-            rows: number of rows of each part's B, by the part's name.
+            rows: number of rows of B by sub-matrix.
         """
         super().__init__(lora, layer, site, rows)
         self.dropout, self.dropout_site = lora.dropout, ADAPTER_INPUTS[site]
@@ -112,7 +112,9 @@ class LinearAdapter(Adapter):
         return self.lora_magnitude is not None and self.scaling != 0
 
     def row_factors(self, weight: Tensor) -> Tensor:
-        """Return the factor of each output of the linear, float32 [out]; `weight` [out, in] holds this rank's rows."""
+        """Return the factor that DoRA applies to each output of the linear, float32 [out]. `weight` [out, in] holds
+        this rank's rows.
+        """
         with torch.no_grad():
             squares = (weight.float() + self.delta().float()).square().sum(1)
             norms = self.sum_columns(squares).sqrt()
@@ -343,7 +345,7 @@ def _product(b: Tensor, a: Tensor) -> Tensor:
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
-    """Yield the adapters in a module, each with the name of its linear."""
+    """Yield (name of the linear, adapter) for the adapters in a module."""
     for name, module in model.named_modules():
         if isinstance(module, Adapter):
             yield name.removesuffix(".adapter"), module

@@ -1,4 +1,4 @@
-"""Interface of the cache of keys and values that generation uses, so that a new token costs the work of one token."""
+"""Interface of the KV cache used in generation, which lets a forward pass process only the new tokens."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class CodedWeight(nn.Module):
     """The shard of a quantized weight. Its tensors are buffers, which neither checkpoints nor FSDP2 handle.
 
     Args:
-        form: int8, fp8, nf4 or mxfp4.
+        form: quantization format: int8, fp8, nf4 or mxfp4.
         shape: shape of the full weight, [out, in] or [experts, out, in].
         local_shape: shape of this rank's shard.
         offset: offset of the shard in the full weight.
@@ -54,7 +54,7 @@ class CodedWeight(nn.Module):
     def decoded(self, after: Tensor | None = None) -> Tensor:
         """Return the dequantized rows that this rank uses, in the dtype of the matmuls.
 
-        For `after`, see `ops.coded_gemm.Coded`.
+        `after` is explained in `ops.coded_gemm.Coded`.
         """
         return self.rows(self.all_rows(after))
 

@@ -44,7 +44,7 @@ def default_positions(
 def positions_without_padding(config: ModelConfig, padding_mask: Tensor) -> Tensor:
     """Return positions int64 [batch, seq] that count only real tokens, as RoBERTa and OPT do.
 
-    Padding has the last row of the table, which in Hugging Face's is the row before the first position.
+    Padding tokens get the last row of the table. In Hugging Face's table, this is the row before the first position.
 
     Args:
         config: a model with `positions_skip_padding`.

@@ -31,16 +31,17 @@ VALUES_PER_DRAW = (
 def initialize(model: nn.Module, config: ModelConfig, seed: int, show_progress: bool = False) -> None:
     """Fill every parameter and buffer, in place.
 
-    Matrices are N(0, init_method_std). If their output is added to the residual stream, the standard deviation is
-    divided by the root of the model's number of branches (2 per layer, or 1 with hybrid_layer_pattern). Norms are 1,
-    or 0 if zero-centered. Biases, buffers and the rows of the padded vocabulary are 0. In adapters B is 0, as are
-    PiSSA's and OLoRA's first factors, and A is normal with PEFT's variance, 1 / (3 · in). The taps of a convolution
-    have this variance too. In a gated delta net e^weight of the decays is uniform between 0 and 16, and their bias is
+    Matrices are N(0, init_method_std). For matrices whose output is added to the residual stream, the standard
+    deviation is divided by the square root of the number of such additions in the model (2 per layer, or 1 with
+    hybrid_layer_pattern). Norms are 1, or 0 if zero-centered. Biases, buffers and the rows of the padded vocabulary are
+    0. In adapters B is 0, as are PiSSA's and OLoRA's first factors, and A is normal with PEFT's variance, 1 / (3 · in).
+    The taps of a convolution have this variance too. In a gated delta net e^weight of the decays is uniform between 0
+    and 16, and their bias is
     1. In Mamba-2 e^weight is uniform between 1 and 16, softplus of the bias is log-uniform between 0.001 and 0.1, and
     the skip connection's weight is 1, as in Megatron-LM. Both slopes of xIELU are 0.8.
 
-    With µP, the standard deviation of the layers' matrices is also divided by the root of the width ratio. If
-    mup_base_num_layers is set, the branches of the base model are counted instead.
+    With µP, the standard deviation of the layers' matrices is also divided by the square root of the width ratio. If
+    mup_base_num_layers is set, the additions in the base model are counted instead.
 
     Args:
         model: on a device with storage. A DTensor's local shard gets its slice of the global tensor.
@@ -73,7 +74,7 @@ def initial_value(
         shape: its global shape.
         config: the model's configuration.
         seed: seed of the values.
-        slice_shape: return only a slice of this shape; None means all.
+        slice_shape: return only a slice of this shape. Default: the whole tensor.
         slice_first: index of the slice's first element in every dimension; None means 0.
     """
     slice_shape = torch.Size(shape if slice_shape is None else slice_shape)

@@ -15,8 +15,7 @@ from megalith.models.mtp import MTPTargets
 class TokenInputs:
     """Properties of the tokens of a forward pass, besides their ids.
 
-    Context parallelism shards position_ids, token_index, padding, all_padding and routes along the sequence, and
-    nothing else.
+    Context parallelism shards only position_ids, token_index, padding, all_padding and routes along the sequence.
     """
 
     position_ids: Tensor | None = None  # int64 [batch, seq]; None: token_index
@@ -46,7 +45,7 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of the loss in training, besides labels and loss_mask."""
+    """Inputs of the training loss, besides labels and loss_mask."""
 
     # of the labels' log-probabilities; None: −their sum weighted by loss_mask
     objective: Objective | None = None

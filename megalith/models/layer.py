@@ -1,8 +1,8 @@
 """Transformer layers: one class per residual topology. Its `forward` is the formula.
 
 A layer has mixers (mixers/), in which tokens see each other, and a feed-forward half, an MLP or experts, which takes
-each token by itself. Their outputs are branches: normalized as `norm_placement` requires, scaled by
-`branch_factor`, dropped out, and added to the residual stream.
+each token by itself. Their outputs are normalized as `norm_placement` requires and multiplied by `branch_factor`. After
+dropout, they are added to the residual stream.
 
     class                     formula                                                     models
     SequentialLayer           x + mixer(norm(x)), then x + mlp(norm(x))                   GPT-2, Llama, OLMo 2, Gemma

@@ -46,7 +46,7 @@ class Linear(nn.Module):
         context: Context | None = None,
         then: Callable[[Tensor, Tensor | None], Tensor] = add_bias_gradient,
     ) -> Tensor:
-        """Return `then`(y, bias), where y [..., out] is the output with the bias added.
+        """Return `then`(y, bias) for y = x · weightᵀ + bias, [..., out].
 
         No gradient flows from y to the bias; `then`, a function of ops/, computes the bias gradient.
         """

@@ -13,10 +13,10 @@ instead.
 
 The gradient of coefficient · loss, averaged over the micro-batches of the global batch, is added to the gradient of the
 tokens' mean loss. The losses are defined per micro-batch: ranks that share one add the terms of their own tokens, with
-counts over all tokens. They therefore depend on micro_batch_size, and on no other part of the layout.
+counts over all tokens. They therefore depend on micro_batch_size, but not on how tokens are distributed over ranks.
 
 An autograd node attaches the losses to the weights of the chosen experts. In the backward pass, the node passes on the
-gradient of the weights and starts the gradient of the losses. It also updates the tally, because each forward pass that
+gradient of the weights and adds the gradient of the losses. It also updates the tally, because each forward pass that
 counts has exactly one backward pass, even with recomputation.
 """
 
@@ -49,7 +49,7 @@ class LocalTokens:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return x [tokens here, …] of all shards, concatenated. Not differentiable."""
+        """Return x [local tokens, …] of all shards, concatenated. Not differentiable."""
         return x
 
     def local_slice(self, x: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class Objective:
     def loss(
         self, logprobs: Tensor, entropy: Tensor | None, loss: Tensor | None, scale: Tensor | None
     ) -> Tensor:
-        """Return the loss, a float32 scalar, from the outputs of `compute_logprobs`."""
+        """Return the loss, a float32 scalar, from log-probabilities and entropies computed by `compute_logprobs`."""
         if loss is None:
             return scale_gradient(self.of(logprobs, entropy), scale)
         self.of(logprobs, entropy)

@@ -207,7 +207,7 @@ class MoE(Runnable):
     def forward(
         self, x: Tensor, plan: NamedTuple, context: Context, residual: Residual | None = None
     ) -> Tensor:
-        """Return the experts' output for x [batch, seq, hidden], added to the residual stream if there is one.
+        """Return the experts' output for x [batch, seq, hidden]. If `residual` is given, the output is added to it.
 
         `plan` is what the method `plan` has returned for the same x.
         """
@@ -249,7 +249,7 @@ class Dispatch:
         self.fusion = config.moe_permute_fusion
 
     def adding_in_order(self) -> Dispatch:
-        """Return a copy of this dispatch with `adds_in_order` set."""
+        """Return a copy of this dispatch that adds a token's outputs in the order of its experts."""
         dispatch = copy.copy(self)
         dispatch.adds_in_order = True
         return dispatch
@@ -305,7 +305,7 @@ class Dispatch:
         Args:
             x: [tokens, hidden].
             plan: rows of the experts.
-            count: number of rows; None means the worst case.
+            count: number of rows. Default: enough for any routing.
             end: int32 [1] on the device: number of rows that hold a token. Only if `plan.bounded`; later rows are
                 uninitialized.
 

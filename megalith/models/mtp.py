@@ -39,7 +39,7 @@ class MTPTargets:
     sums: Tensor | None = None  # float32 [layers]: each layer's sum of losses is added to it, for the log
 
     def at(self, token_index: Tensor) -> MTPTargets:
-        """Return the targets at these indices of every sequence."""
+        """Return the targets of the tokens with these indices, in every sequence."""
         parts = (self.tokens, self.labels, self.loss_mask)
         return MTPTargets(*(part[..., token_index] for part in parts), self.weights, self.sums)
 

@@ -16,8 +16,9 @@ from megalith.ops.dropout import Mask
 
 
 class Norm(Runnable):
-    """LayerNorm or RMSNorm over `width` features, as the configuration's `normalization` says. `function` is a seam of
-    batch invariance."""
+    """LayerNorm or RMSNorm, selected by `normalization`, over `width` features. `function` is a seam of batch
+    invariance.
+    """
 
     def __init__(self, config: ModelConfig, width: int, device: torch.device | None = None):
         super().__init__()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Model(nn.Module):
     """Base class of user-defined models: single-device PyTorch with sharded layers.
 
-    `layers`, an nn.ModuleList or nn.ModuleDict, are the units that data parallelism gathers and reduces. A model must
-    have no buffers, because nothing would fill them.
+    Data parallelism gathers and reduces each module in `layers`, an nn.ModuleList or nn.ModuleDict, as one unit. A
+    model must have no buffers, because nothing would fill them.
     """
 
     compute_dtype = torch.float32

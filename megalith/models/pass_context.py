@@ -22,7 +22,7 @@ from megalith.ops.dropout import DropoutKeys
 
 @dataclass(frozen=True)
 class PassLayout:
-    """The tokens of a forward pass on this rank. On one device these are all tokens, in order."""
+    """Arrangement of a forward pass's tokens on this rank. On one device, the rank has all tokens, in order."""
 
     sharded: bool = False  # sequence parallelism: the residual stream has this rank's shard of the tokens
     micro_batches: int = 1  # parts of the micro-batch that run interleaved, each sharded separately
@@ -34,7 +34,7 @@ class PassLayout:
 def one_device(
     tokens: int, *, trains: bool, has_position_ids: bool, cp_size: int | None = None
 ) -> PassLayout:
-    """Return the layout of a forward pass on one device, which does not depend on the arguments.
+    """Return how tokens are arranged in a forward pass on one device. This does not depend on the arguments.
 
     Parallel axes replace this function.
 
@@ -166,7 +166,7 @@ def set_chunks(context: Context, size: int, length: int) -> None:
 def set_window_mask(context: Context, before: int, after: int, length: int) -> None:
     """Set the mask of attention to `before` earlier and `after` later tokens, for full sequences of `length` tokens.
 
-    The mask also excludes what the pass's own mask or documents exclude.
+    The new mask also excludes the keys that the pass's mask or documents exclude.
     """
     if length <= min(before, after) + 1:
         return

@@ -3,7 +3,8 @@
 Pair j of a head's dimensions, (x_j, x_{j + size/2}), is rotated by position · base^(−2j/size). size is head_dim, or a
 fraction of it with rotary_percent. Attention then depends only on differences of positions. Scaling lowers the
 frequencies of slow pairs, for sequences longer than in training: Llama 3's rule (Grattafiori et al. 2024) and YaRN
-(Peng et al. 2023) leave fast pairs unchanged; LongRoPE (Ding et al. 2024) has a factor per pair, found by a search.
+(Peng et al. 2023) leave fast pairs unchanged; LongRoPE (Ding et al. 2024) has one factor per pair, which its authors
+found by a search.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _frequencies(size: int, base: float, device: torch.device) -> Tensor:
 
 
 def _scaled(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return the frequencies scaled as rope_scaling says, and the factor that multiplies cosines and sines."""
+    """Return the frequencies scaled according to rope_scaling, and the factor that multiplies cosines and sines."""
     size, scaling = config.rotary_size, config.rope_scaling
     frequencies = _frequencies(size, config.rotary_base, device)
     match scaling.type if scaling else None:
@@ -62,8 +63,8 @@ def _scaled(config: ModelConfig, length: int, device: torch.device) -> tuple[Ten
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies of Llama 3: those of slow pairs divided by the factor, those of fast pairs unchanged, and
-    a blend for the pairs in between. Llama 4 has no pairs in between.
+    """Scale by Llama 3's rule: divide the frequencies of slow pairs by the factor, keep those of fast pairs, and blend
+    in between. Llama 4 has no pairs in between.
     """
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

@@ -17,12 +17,12 @@ chosen, and their scores are the weights of their outputs. Variants:
     forced balance     token n takes experts 11 · n · topk, 11 · (n · topk + 1), …, modulo their number: equal load, and
                        a token's experts are on about as many ranks as with random choices
 
-Experts that were chosen before can be replayed, as in reinforcement learning: their weights are computed from the
-router's present scores, which keep their gradient.
+The router can replay experts that were recorded earlier, as in reinforcement learning. Their weights are then computed
+from the router's current scores, so the router still has a gradient.
 
 With a capacity, an expert takes at most ⌈T · topk / E · factor⌉ of the T tokens of a micro-batch, over all ranks, so
-what is dropped depends on micro_batch_size and on no other part of the layout. Padding is dropped first. Evaluation and
-generation drop nothing.
+the dropped pairs depend on micro_batch_size, but not on how tokens are distributed over ranks. Padding is dropped
+first. Evaluation and generation drop nothing.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Router(nn.Module):
         real: Tensor | None = None,
         routes: LayerRoutes | None = None,
     ) -> Routing:
-        """Choose the experts of tokens.
+        """Choose the experts of tokens, and compute their weights.
 
         Args:
             x: [tokens, hidden].
@@ -107,7 +107,7 @@ class Router(nn.Module):
             scale: float32 scalar that multiplies the gradient of the balancing losses; None without a backward pass:
                 there are then no losses and no capacity.
             real: bool [tokens], False for padding; None means all are real.
-            routes: experts to replay, and memory for the chosen ones.
+            routes: experts to replay, and memory that records the chosen ones.
         """
         logits = self.logits(x, local(self.weight).to(x.dtype))  # [tokens, experts]
         if self.bias is not None:
@@ -178,7 +178,8 @@ class Router(nn.Module):
     def _keep(
         self, experts: Tensor, weights: Tensor, token_ids: Tensor, real: Tensor | None
     ) -> tuple[Tensor | None, int | None]:
-        """Return a mask [tokens, topk] of the (token, expert) pairs within the capacity, and the capacity.
+        """Return a mask [tokens, topk] of the (token, expert) pairs that are within the capacity, and the capacity in
+        pairs per expert.
 
         Both are None without a capacity.
         """

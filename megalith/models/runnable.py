@@ -1,4 +1,5 @@
-"""Layers whose methods a runner may call, for example to recompute them or to run them on two half micro-batches.
+"""Layers whose methods can be called through a runner, for example to recompute them or to run them on two half
+micro-batches.
 
 A method runs directly unless a runner is plugged in. A runner is a function, the same for all layers, so that layers
 share compiled code.

@@ -45,7 +45,7 @@ def saved_names(model: nn.Module, modules: Iterable[str], may_lack: bool = False
     Args:
         model: the model, before adapters are added.
         modules: `lora.modules_to_save`.
-        may_lack: the model has only some of its layers, so that modules may be missing.
+        may_lack: True if the model has only some of its layers, so that modules may be missing.
 
     Raises:
         ConfigError: a module is missing, or cannot be trained in full.

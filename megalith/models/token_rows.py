@@ -1,6 +1,6 @@
 """Rows of an embedding or output matrix that are trained with adapters: PEFT's `trainable_token_indices`.
 
-The rows of some tokens are parameters of their own, which replace the rows of the frozen matrix wherever it is used.
+The rows of some tokens are separate parameters. They replace the rows of the frozen matrix wherever it is used.
 They are initialized with the matrix's values. A tied embedding and output matrix have the same trained rows. Under
 tensor parallelism every rank holds all trained rows and uses the rows in its shard of the vocabulary, so each rank's
 gradient of the trained rows is partial.

@@ -124,7 +124,7 @@ class Stack(nn.Module):
         Args:
             input_ids: int64 [batch, seq]; only the shape matters.
             token_inputs: positions, documents and padding of these tokens.
-            trains: True if a loss follows, False for generation.
+            trains: True if the pass computes a loss, False for logits.
 
         Raises:
             ConfigError: there are more tokens than learned positions.
@@ -372,14 +372,14 @@ class Transformer(Stack):
         return self._call_head(self.loss, x, labels, loss_mask, *sizes, context, scale)
 
     def head_input(self, x: Tensor) -> Tensor:
-        """Return the output matrix's input for the last norm's output x […, hidden]."""
+        """Return the input of the output matrix, [..., hidden], for the last norm's output x of the same shape."""
         if self.config.add_decoder_lm_head:
             x = self.lm_head(x)
         divisor = self.config.logits_divisor
         return x if divisor == 1 else x / divisor
 
     def _call_head(self, function: Callable, x: Tensor, *args):
-        """Call function(x, output matrix, *args), with the output bias if there is one."""
+        """Call function(x, output matrix, *args), with the output bias as another argument if there is one."""
         if self.output_bias is not None:
             function = partial(function, bias=self.output_bias)
         if self.output_layer is None:
@@ -414,7 +414,7 @@ class Transformer(Stack):
         return self.stream_of(self.embedding(input_ids, position_ids, context, tokentype_ids), context)
 
     def stream_of(self, embedded: Tensor, context: Context) -> Tensor:
-        """Return the residual stream [batch, seq, hidden] for an embedding's output of this shape."""
+        """Return the residual stream for `embedded`, the embedding's output [batch, seq, hidden]."""
         x = embedded.to(self.compute_dtype)
         if self.config.scale_embeddings and not self.config.adds_positions:
             # rounded to the compute dtype, as in Gemma's code

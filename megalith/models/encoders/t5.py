@@ -59,7 +59,8 @@ class T5(Transformer):
             input_ids: int64 [batch, seq], the decoder's tokens.
             encoder_input_ids: int64 [batch, encoder seq], the encoder's tokens; None means the same as the decoder's.
             encoder_padding_mask: bool [batch, encoder seq] of full sequences, False for padding.
-            encoder_document_ends: int32 [batch, 2], instead of the mask: the end of the real tokens, and of all.
+            encoder_document_ends: int32 [batch, 2], replaces the mask: the number of real tokens, and the number of all
+                tokens, of each sequence.
             encoder_token_index: int64 [encoder seq], `TokenInputs.token_index` of the encoder's tokens.
             token_inputs, labels, streams, rest: see Transformer.forward; they describe the decoder's tokens.
 

@@ -7,7 +7,7 @@ multiplied by SiLU of z and normalized per group (RMSNorm), in this or the rever
 
 Rows of linear_zxbcdt are ordered by group: z and x of its heads, its B and C, and dt of its heads; the units of
 conv_xbc are in the same order, without z and dt. A slice of rows is therefore a slice of groups. With fewer groups than
-tensor-parallel ranks each rank uses the rows of its own heads and of their group (`rows` of both modules).
+tensor-parallel ranks, `rows` of both modules selects the rows of the rank's own heads and of their group.
 """
 
 from __future__ import annotations

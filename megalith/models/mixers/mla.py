@@ -5,10 +5,10 @@
     x ──linear_q_down_proj──norm──linear_q_up_proj──▶ queries: a part without positions, and a rotary part
         or, without q_lora_rank, x ──linear_q_proj──▶
 
-There are no norms without latent_layernorm. A head's query and key are the part without positions, then the rotary
-part. A value may be narrower than a key: it is padded with zeros for the attention kernels, and the output is cut.
-Tensor parallelism replicates the small low-rank matmuls and shards the heads. Generation caches the heads' keys and
-values, not the latent.
+Without latent_layernorm, there are no norms. A head's query and key consist of the part without positions and then the
+rotary part. A value may be narrower than a key: it is padded with zeros for the attention kernels, and the output is
+cut. Tensor parallelism replicates the small low-rank matmuls and shards the heads. Generation caches the heads' keys
+and values, not the latent.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Recurrent(Runnable):
         return convolution(x, taps, documents, bias)
 
     def recurrence_of(self, context: Context) -> Callable[..., Tensor]:
-        """Return the recurrence function for a forward pass without a cache."""
+        """Return the recurrence to use in a forward pass without a cache."""
         if context.layout.full_sequence:
             return partial(self.recurrence, full_sequence=True)
         return self.recurrence
