@@ -1,8 +1,8 @@
 """Distillation (`megalith distill`): trains on the predictions of one or several larger models.
 
 The data are the same as for `megalith train` or `megalith sft`. In a fraction of the samples, answers sampled from the
-student replace the answers in the data (on_policy.py). Before each step, the teacher runs over the step's micro-batches
-(teachers/); the student's pass then computes the divergence chunk by chunk (ops/distillation_loss.py).
+student replace the answers in the data (on_policy.py). Before each step, the teacher processes the step's micro-batches
+(teachers/). The student's pass then computes the divergence chunk by chunk (ops/distillation_loss.py).
 
 `megalith teacher-logits` stores the predictions of a teacher for every sample (data/stored_logits.py). The student then
 reads them in any layout, without a second model.
@@ -169,7 +169,7 @@ class DistillationTask(Task):
 
 
 def open_teacher(run: Run) -> Teacher:
-    """Return the run's teacher, or its teachers. Raise ConfigError if one is unusable."""
+    """Return the run's teacher, or an object that combines several. Raise ConfigError if one is unusable."""
     distill = run.config.distill
     if distill.logits_dir is not None:
         return StoredTeacher(run)
@@ -187,7 +187,7 @@ def _open_one(run: Run, name: str) -> Teacher:
 
 
 class DistillationLoss(SummedLoss):
-    """(1 − α) · cross-entropy + α · T² · divergence per token, with the weights of the pre-training loss."""
+    """(1 − α) · cross-entropy + α · T² · divergence per token. Tokens have the same weights as in pre-training."""
 
     METRICS = ("tokens", "lm_loss", "divergence")
 

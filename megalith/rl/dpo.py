@@ -108,7 +108,7 @@ class PreferenceData(StepData):
         return self._with_partners(batches) if self._run.config.dpo.sorts_pairs else batches
 
     def _with_partners(self, batches: Sequence[PreferenceBatch]) -> list[PreferenceBatch]:
-        """Return the micro-batches with the values that have the same ranks in the step (`match_ranks`). This takes a
+        """Return the micro-batches with the values of equal rank in the step that `match_ranks` returns. Takes a
         forward pass of the policy.
         """
         if any(batch.values is not None for batch in batches):

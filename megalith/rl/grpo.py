@@ -133,8 +133,8 @@ def open_agent(
     environment: Callable[..., Any] | None = None,
     agent: Callable[..., Any] | None = None,
 ) -> PolicyAgent | EndpointAgent | None:
-    """Return the run's agent: its own, or the policy with its tools and environment; None if the run has none of these.
-    Raise ConfigError if they are unusable.
+    """Return the run's agent: `rl.agent`, or the policy with its tools and environment, or None if the run has
+    neither.
     """
     if rl.agent:
         return EndpointAgent(rl, tokenizer, agent)
@@ -332,8 +332,8 @@ class PolicyTask(ReferenceTask):
     def _with_reward_metrics(
         self, run: Run, metrics: dict[str, Any], logged: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Return a step's metrics and the metrics logged by rewards. A reward's metric is renamed if the run has one of
-        that name.
+        """Return a step's metrics together with those that rewards logged. A reward's metric is renamed if a metric of
+        that name exists.
         """
         self._metric_names |= metrics.keys()
         names = {name: prefixed(name, self._metric_names) for name in logged}

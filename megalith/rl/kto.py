@@ -173,7 +173,7 @@ class KtoData(StepData):
         ]
 
     def _divergence(self, batches: Sequence[KtoBatch]) -> Tensor:
-        """Return the mean log-ratio of the step's mismatched answers, at least 0: a float32 scalar."""
+        """Return the mean log-ratio of the step's mismatched answers, or 0 if it is negative: a float32 scalar."""
         policy, reference = self._run.model.all_logprobs(batches), self._reference(batches)
         total, count = self._log_ratios(batches, policy, reference)
         return (total / count.clamp(min=1)).clamp(min=0).float()

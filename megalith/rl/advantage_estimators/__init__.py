@@ -1,1 +1,1 @@
-"""Values of `rl.advantage_estimator`, one file each, listed in config/extensions.py."""
+"""The built-in estimators of `rl.advantage_estimator`, one file each, listed in config/extensions.py."""

@@ -1,4 +1,5 @@
-"""PPO with a critic (Schulman et al. 2017): this estimator returns the rewards, which the critic turns into advantages.
+"""The advantage estimator of PPO with a critic (Schulman et al. 2017). It returns the rewards; advantages are computed
+later from the critic's values.
 
 advantage  by generalized advantage estimation over the tokens (rl/advantages/gae.py)
 """

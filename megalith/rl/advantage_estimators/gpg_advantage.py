@@ -2,8 +2,8 @@
 
 advantage  A_i = α · (r_i − mean of the group)      α = completions of the batch / completions whose reward is not 0
 
-The paper corrects for groups without a gradient. This is verl's estimator, which counts completions with reward 0
-instead.
+The paper's factor counts groups without a gradient. This is verl's estimator, whose factor counts completions with
+reward 0.
 """
 
 from __future__ import annotations

@@ -153,10 +153,10 @@ def whitened(rl: RlConfig, advantages: np.ndarray, present: np.ndarray) -> np.nd
 def load_estimator(name: str) -> Callable[..., np.ndarray]:
     """Load the advantage estimator that `rl.advantage_estimator` names. Raise ConfigError if it does not exist.
 
-    An estimator takes section `rl` and the weighted rewards, float64 [groups, completions] with NaN where absent, and
-    returns the advantages in the same shape. If it has parameters of these names, it also gets `lengths`, the tokens of
-    each completion, int [groups, completions], and `reward_kinds`, the rewards without their weights, float64 [groups,
-    completions, kinds].
+    An estimator is called with section `rl` and the weighted rewards, float64 [groups, completions] with NaN where
+    absent, and must return the advantages in the same shape. If it has parameters of these names, it also gets
+    `lengths`, the tokens of each completion, int [groups, completions], and `reward_kinds`, the rewards without their
+    weights, float64 [groups, completions, kinds].
     """
     return load_extension(name, ADVANTAGE_ESTIMATORS, "rl.advantage_estimator")
 

@@ -48,7 +48,8 @@ def with_gae(
     Collective over all ranks.
 
     Args:
-        batches: this data-parallel rank's micro-batches; `advantages` are the rewards of their sequences.
+        batches: this data-parallel rank's micro-batches. Their field `advantages` must hold the rewards of their
+            sequences.
         values: the critic's scores, float32 [batch, seq] each.
         gamma, lam: discount γ and λ, as in `gae`.
         dp: the data-parallel axis, over which advantages are whitened.

@@ -42,7 +42,8 @@ def with_reward_kl(
         run: the run.
         batches: this data-parallel rank's micro-batches, with the log-probabilities of the old policy, or of the
             engine, and of the reference.
-        owners_by_batch: the completion of each sequence of each micro-batch, counted over the rollout batch.
+        owners_by_batch: index of the completion that each sequence of a micro-batch belongs to, counted over the
+            rollout batch.
         rewards: rewards of the rollout batch.
 
     Returns:

@@ -42,7 +42,7 @@ def turn_returns(rl: RlConfig, completion: RatedCompletion, total: float) -> np.
 def turn_advantages(
     rl: RlConfig, groups: Sequence[PromptGroup], totals: np.ndarray, lengths: np.ndarray
 ) -> list[list[np.ndarray | None]]:
-    """Return per-turn advantages, float64 [turns] for each group and completion.
+    """Return the advantages of each turn, a float64 array [turns] per group and completion.
 
     Entries are None for completions without turn rewards. Their tokens get the completion's advantage.
 

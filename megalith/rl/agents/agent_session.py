@@ -125,7 +125,9 @@ class AgentSession:
         )  # fmt: skip
 
     def end_choice(self, prompt: SessionPrompt, choice: ChoiceText, turn: ParsedTurn | None) -> None:
-        """Append a finished choice to the conversation that its prompt continues, or start a new conversation."""
+        """Append a finished choice to the conversation that its prompt continues. If the prompt continues none, start a
+        new conversation.
+        """
         with self._lock:
             if self.is_closed:
                 return
@@ -265,7 +267,7 @@ class AgentSession:
 
 
 def _comparable(message: Message) -> tuple[Any, ...]:
-    """Return the message fields that identify a conversation when a request continues it."""
+    """Return the fields of a message that are compared to decide whether a request continues a conversation."""
     calls = [
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls") or ()

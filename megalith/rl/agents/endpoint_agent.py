@@ -80,7 +80,7 @@ class EndpointAgent:
         return None if self._rl.rewards else self.name
 
     def notes(self) -> list[str]:
-        """Return notes for the run's log."""
+        """Return notes to be printed in the run's log."""
         return [f"agent: {self.name}"]
 
     def take_problems(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sampling of turns while the tools of other trajectories run.
+"""Sampling of turns while the tools of other trajectories run (`rl.overlap_tools`).
 
      live engine ─▶ ended turns ─▶ tools of all turns that have ended meanwhile ─▶ next turns ─▶ live engine
 
@@ -34,10 +34,11 @@ def sample_overlapped(
     Args:
         live: a LiveEngine, or the requests of servers.
         trajectories: trajectories with their prompts.
-        sampling: sampling parameters; `max_new_tokens` limits all turns and answers of a trajectory together.
+        sampling: sampling parameters. `max_new_tokens` limits all turns and tool results of a trajectory together.
         version: version of the weights.
-        key: returns the key of a trajectory's next turn.
-        advance: runs the tools of trajectories whose turn has ended, and appends the answers or ends the trajectories.
+        key: function that returns the sampling key of a trajectory's next turn.
+        advance: function that runs the tools of trajectories whose turn has ended, and appends the results or ends the
+            trajectories.
     """
     ended: SimpleQueue[Ended] = SimpleQueue()
     errors: list[BaseException] = []

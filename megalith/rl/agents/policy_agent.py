@@ -4,10 +4,10 @@
                                         ▲                                                          │
                                         └────────── append the tokens that the template adds ◀─────┘
 
-A turn depends only on the weights and on (seed, position of the prompt, number in the group, tokens so far), and
-answers are appended in the order of the calls. Neither the batch nor the order in which tools answer changes a
-trajectory. Ranks that generate together sample the same tokens; the first one runs the tools and sends the added tokens
-to the others.
+A turn depends only on the weights and on (seed, position of the prompt, number in the group, tokens so far), and tool
+results are appended in the order of the calls. A trajectory therefore depends neither on the other trajectories of the
+batch nor on the order in which tools return. Ranks that generate together sample the same tokens; the first one runs
+the tools and sends the added tokens to the others.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class PolicyAgent(TurnSteps):
         return self.environment.name if has_reward else None
 
     def notes(self) -> list[str]:
-        """Return notes for the run's log."""
+        """Return notes to be printed in the run's log."""
         names = [schema["function"]["name"] for schema in self.schemas]
         notes = [f"tools: {', '.join(names)}"] if names else []
         if self.environment is not None:
@@ -154,12 +154,12 @@ class PolicyAgent(TurnSteps):
         Args:
             engine: the sampler.
             requests: position and prompt index of each group.
-            sampling: sampling parameters. `max_new_tokens` limits all turns and answers of a trajectory together.
+            sampling: sampling parameters. `max_new_tokens` limits all turns and tool results of a trajectory together.
             num_generations: trajectories per prompt.
             max_prompt_tokens: maximum tokens of a prompt that an environment has extended.
-            is_first: run tools on this rank; the other ranks of its replica only sample.
-            share: function that sends the first rank's values to the others.
-            request_key: sampling keys.
+            is_first: True on the rank that runs the tools. The other ranks of its replica only sample.
+            share: function that sends a value of the first rank to the others.
+            request_key: function that returns sampling keys.
             timed: context manager that times a phase.
 
         Returns:
@@ -319,7 +319,9 @@ class PolicyAgent(TurnSteps):
     # Between two turns
 
     def _on_first(self, act: Callable[[], Any], is_first: bool, share: Share) -> Any:
-        """Call `act` on the first rank and return its result on every rank, or raise its error on every rank."""
+        """Call `act` on the first rank and return its result on every rank. If it raises, raise its error on every
+        rank.
+        """
         value: Any = None
         if is_first:
             try:

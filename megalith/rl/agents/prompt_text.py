@@ -9,8 +9,8 @@ Message = dict[str, Any]
 
 
 def with_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return the messages with `text` appended, after an empty line, to the last message if it is the user's,
-    otherwise as a new message.
+    """Append `text`, after an empty line, to the last message if it is the user's. Otherwise add a user message with
+    the text.
     """
     if not messages or messages[-1]["role"] != "user":
         return [*messages, {"role": "user", "content": text}]

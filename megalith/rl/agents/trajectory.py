@@ -1,6 +1,6 @@
 """A trajectory: a multi-turn completion in progress.
 
-    prompt ids │ turn (sampled) │ answers of tools (added) │ turn (sampled) │ …
+    prompt ids │ turn (sampled) │ tool results (added) │ turn (sampled) │ …
 
 Sampled ids are kept as sampled. `ids` holds the tokens after the prompt; the next request sends prompt and `ids` to the
 engine.

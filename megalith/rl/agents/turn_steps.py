@@ -1,6 +1,6 @@
 """Steps between two turns: parse and run the turn's tool calls, and append their results to the trajectory as tokens.
 
-Answers are appended in the order of the calls, so the order in which tools answer does not change a trajectory.
+Results are appended in the order of the calls, so the order in which tools return does not change a trajectory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class TurnSteps:
         return one.has_ended or one.is_lost or one.turns == self._rl.max_turns
 
     def _step(self, waiting: Sequence[Trajectory]) -> dict[int, list[Message] | None]:
-        """Call `step` of each environment. Returns the observations by slot, None where the trajectory ends."""
+        """Call `step` of each environment. Return the observations, in the order of `waiting`; None where the
+        trajectory ends.
+        """
         present = [one for one in waiting if not one.is_lost]
         jobs = {one.slot: ["step", self.turn_text(one.last_turn)] for one in present}
         results, added = self._pool.run_environments(jobs), {}
@@ -63,7 +65,9 @@ class TurnSteps:
     def _answer(
         self, waiting: Sequence[Trajectory], turns: Sequence[ParsedTurn], logged: LoggedMetrics
     ) -> dict[int, list[Message] | None]:
-        """Run the tool calls of each turn. Returns the results by slot, None where the trajectory ends."""
+        """Run the tool calls of each turn. Return the results, in the order of `waiting`; None where the trajectory
+        ends.
+        """
         calls = {one.slot: [] if self._is_last_turn(one) else turn.calls for one, turn in zip(waiting, turns)}
         trajectories = {one.slot: one for one in waiting}
         answers: dict[tuple[int, int], Answer] = {}

@@ -8,10 +8,10 @@ difference of two renderings:
 
 `after` must start with `before` up to its last <eos>; the rest is tokenized by itself and added. Sampled tokens are
 never rendered and tokenized again, so they cannot change. A template fails this check if it renders an earlier turn
-differently once others follow it, for example without its reasoning. Then the added messages are rendered after a short
-conversation, of one question and one turn, and the text after the end of that turn is taken. The end is found by
-counting <eos>, or is the token after the turn's text (gpt-oss ends an earlier turn with <|end|>). The policy keeps its
-turns as sampled, and a metric counts such trajectories.
+differently once others follow it, for example without its reasoning. In that case, the added messages are rendered
+after a short conversation of one question and one turn, and the text after the end of that turn is used. The end is
+found by counting <eos>, or is the token after the turn's text (gpt-oss ends an earlier turn with <|end|>). The policy's
+own turns stay as sampled, and a metric counts such trajectories.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class Critic:
         return [[next(batches) for _ in step] for step in steps]
 
     def train_step(self, micro_batches: Sequence[RolloutBatch]) -> Callable[[], dict[str, Any]]:
-        """Update the critic on a step's micro-batches. Returns a function that returns the step's metrics."""
+        """Train the critic for one step on these micro-batches. Return a function that returns the metrics of the
+        update.
+        """
         run, updates = self._run, self._updates
         loss = self.model.backward(
             without_routes(micro_batches), self._loss, loss_scale=updates.loss_scale.scale
@@ -103,5 +105,5 @@ class CriticRolloutData(RolloutData):
         return self._critic.with_advantages(super()._with_logprobs(number, steps))
 
     def ready_batches(self, step: int) -> list[RolloutBatch]:
-        """Return this rank's micro-batches of the step in progress."""
+        """Return this rank's micro-batches of the current step."""
         return self._ready[step % self._rl.steps_per_batch % self._rl.mini_batches]

@@ -26,7 +26,7 @@ def frozen_config(config: RunConfig, path: str, setting: str, is_critic: bool = 
         config: the run.
         path: a run, a Hugging Face folder or a Megatron-LM checkpoint.
         setting: the setting that names `path`, for errors.
-        is_critic: the model gets an output layer that scores tokens, and it is trained.
+        is_critic: True if the model is a critic: it gets an output layer that scores tokens, and it is trained.
 
     Raises:
         ConfigError: the model cannot be built.
@@ -55,7 +55,7 @@ def frozen_config(config: RunConfig, path: str, setting: str, is_critic: bool = 
 
 
 def load_frozen(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
-    """Build the model of `frozen_config` and load its weights, if the configuration names any.
+    """Build the model of `frozen_config`, and load its weights if the configuration contains a path to some.
 
     Collective over all ranks.
     """

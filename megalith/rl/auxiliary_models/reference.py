@@ -1,7 +1,7 @@
 """The reference policy: a frozen copy of the run's initial weights, used for the KL term.
 
-With LoRA it is the model without its adapters, and with the base's values in the modules of `lora.modules_to_save`.
-Otherwise it is a second model in the run's layout, sharded like the policy, whose weights are loaded at the first use.
+With LoRA, the reference is the policy without its adapters, in which the modules of `lora.modules_to_save` have the
+base model's values. Otherwise it is a second model, sharded like the policy, whose weights are loaded at the first use.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def load_initial_model(run: Run) -> ParallelModel:
 def without_adapters(run: Run) -> Iterator[ParallelModel]:
     """Return a context manager that switches the adapters of the run's model off. Every rank enters it.
 
-    Meanwhile the modules in `lora.modules_to_save` have the base model's values. Each rank reads its shards of these
-    values at the first use and keeps a copy.
+    Meanwhile the modules in `lora.modules_to_save` have the base model's values. Each rank loads its shards of these
+    values at the first use, and keeps them for later uses.
     """
     model = run.model
     lora_adapters = [adapter for chunk in model.chunks for _, adapter in adapters(chunk)]

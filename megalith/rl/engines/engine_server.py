@@ -17,7 +17,9 @@ from megalith.rl.engines.weight_stream import WeightBucket
 
 
 class EngineServer(ABC):
-    """Client of one generation server, for its protocol. All methods raise TrainingError on failure."""
+    """Client of one generation server. A subclass implements the server's protocol. All methods raise TrainingError on
+    failure.
+    """
 
     name: str
     health_path = "/health"

@@ -1,7 +1,7 @@
 """JSON requests to an engine's server, with time limits and readable errors.
 
-The servers use plain HTTP without a password, so run them on this machine or in the job's private network. Responses
-have a size limit. Redirects are not followed, because another host would receive the prompts.
+The servers use plain HTTP without authentication, so run them on this machine or in the job's private network.
+Responses have a size limit. Redirects are not followed, because another host would receive the prompts.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class JsonServer:
     def _response(
         self, method: str, path: str, body: bytes | None, request: str, deadline: Deadline, max_bytes: int
     ) -> bytes:
-        """Return the response's bytes. The socket time-out does not bound a slow response; the caller's thread does."""
+        """Return the bytes of the response. A socket's time-out does not limit the duration of a slow response; the
+        deadline of the calling thread does.
+        """
         http_request = urllib.request.Request(self.url + path, body, method=method)
         http_request.add_header("Content-Type", "application/json")
         try:

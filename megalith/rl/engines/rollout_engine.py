@@ -1,6 +1,6 @@
 """The interface of rollout engines, and Megalith's own engine.
 
-update(version)   take the policy's current weights, on every rank; later tokens carry `version`
+update(version)   load the policy's current weights, on every rank; later tokens carry `version`
 generate(…)       completions as token ids, with log-probabilities under softmax(logits / temperature)
 release, close    free memory for the trainer; shut down
 """
@@ -172,7 +172,7 @@ def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) ->
 
 
 def run_sampling(run: Run, max_new_tokens: int) -> Sampling:
-    """Return the run's sampling parameters with this maximum number of new tokens."""
+    """Return the run's sampling parameters. `max_new_tokens` is the maximum number of new tokens."""
     tokenizer = run.tokenizer
     return Sampling(
         max_new_tokens=max_new_tokens,
@@ -185,7 +185,7 @@ def run_sampling(run: Run, max_new_tokens: int) -> Sampling:
 
 
 class OwnEngine:
-    """Megalith's engine (generation/engine.py) on the trainer's devices.
+    """Megalith's engine (generation/engine.py), which samples on the trainer's devices.
 
     The ranks of a tensor-parallel group generate together.
     """

@@ -1,8 +1,8 @@
 """A copy of the servers' weights, so that only changed ones are sent (rl.weight_sync_delta).
 
-Rank 0 keeps a copy of all sent tensors in the host's memory and compares bits. Weights are sent in units. A unit is a
-part of a layer, such as layers.3.mlp, because servers fuse the matrices of a part and need all of them. If one of its
-tensors has changed, the whole unit is sent. If nothing has changed, the smallest unit is sent, because the version
+Rank 0 keeps a copy of all sent tensors in the host's memory and compares bits. Weights are sent in units. A unit is one
+module of a layer, such as layers.3.mlp, because servers fuse the matrices of a module and need all of them. If one of
+its tensors has changed, the whole unit is sent. If nothing has changed, the smallest unit is sent, because the version
 travels with the weights.
 """
 
@@ -52,7 +52,7 @@ class SentWeights:
         return WeightBucket(groups, bucket.dtype, kept)
 
     def _take_note(self, name: str, tensor: Tensor) -> bool:
-        """Store a copy of a tensor that is sent. Returns True if it differs bitwise from the previous copy."""
+        """Store a copy of a tensor before it is sent. Return True if it differs bitwise from the previous copy."""
         copy, current = self._copies.get(name), tensor.cpu()
         if copy is not None and copy.shape == current.shape and torch.equal(_bytes(copy), _bytes(current)):
             return False

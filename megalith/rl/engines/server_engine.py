@@ -295,7 +295,7 @@ class ServerEngine:
     def _on_rank_0(
         self, act: Callable[[], Any], can_retry: Callable[[Exception], bool] = lambda error: False
     ) -> Any:
-        """Call `act` on rank 0 and return its result on every rank. The result must be a JSON value.
+        """Call `act` on rank 0, and return its result, a JSON value, on every rank.
 
         An error is raised on every rank: as ServerLost if `can_retry`, else as TrainingError.
         """

@@ -36,7 +36,9 @@ class BroadcastGroup(Protocol):
 
 
 class Background:
-    """A collective in a thread of its own, so that the caller does not hang if other processes never join it."""
+    """A collective that runs in a separate thread, so that the caller does not hang if other processes never
+    join it.
+    """
 
     def __init__(self, act: Callable[[], Any], description: str, device: torch.device):
         """Start `act` in a thread. Its collectives run on `device`, on a separate stream."""

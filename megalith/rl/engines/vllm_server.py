@@ -61,9 +61,9 @@ class VllmServer(EngineServer):
         return True
 
     def _server_info(self, deadline: Deadline) -> Any:
-        """Return the server's settings, or None if the request fails.
+        """Return the server's settings, or None if it does not report them.
 
-        The canary then shows whether log-probabilities are processed.
+        In that case, only the canary shows whether log-probabilities are computed after temperature scaling.
         """
         try:
             return self._request_dev_mode("GET", "/server_info?config_format=json", None, deadline)

@@ -81,7 +81,7 @@ class WeightStream:
         return global_tensors(local | {name: shards[name] for name in local if name in shards}, self.world)
 
     def _bucket_groups(self) -> Iterator[list[Group]]:
-        """Yield the groups of each bucket, the same on every rank."""
+        """Yield the tensor groups of each bucket. All ranks yield the same."""
         bucket: list[Group] = []
         size = 0
         by_unit = (

@@ -1,1 +1,1 @@
-"""Built-in values of `rl.environment`, one file each, listed in config/extensions.py."""
+"""The built-in environments of `rl.environment`, one file each, listed in config/extensions.py."""

@@ -6,7 +6,8 @@
 | SkyRL | `init(messages) -> (messages, info)`, `step(text) -> {observations, reward, done, …}` |
 
 With TRL's protocol the policy calls methods as tools, and the text that `reset` returns is appended to the prompt. With
-SkyRL's, each turn is an action, the observations are messages that follow it, and the reward is the sum over the steps.
+SkyRL's protocol, each turn is an action, the observations are appended after it as messages, and the reward is the sum
+over the steps.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class EnvironmentKind:
             self._inspect()
 
     def _inspect(self) -> None:
-        """Determine the protocol from the class, without creating an instance, or by calling any other factory once."""
+        """Determine the protocol from the class without creating an instance. For any other factory, call it once."""
         example = None if inspect.isclass(self.factory) else self.factory()
         kind = self.factory if example is None else type(example)
         self.name = kind.__name__

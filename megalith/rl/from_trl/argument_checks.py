@@ -51,8 +51,9 @@ def reject_unsupported(
     Args:
         trainer: name of TRL's class.
         arguments: TRL's arguments, as `read_arguments` returns them.
-        supported: names of arguments that set something or have no effect.
-        only_values: the only accepted value of other arguments, by name: their default, which a dict may spell out.
+        supported: names of arguments that are translated to settings or have no effect.
+        only_values: for other arguments, by name, the only accepted value: the default, which a dict may contain
+            explicitly.
         remedies: advice for the error message, by name of the argument.
     """
     defaults = {**only_values, **arguments.defaults}

@@ -1,4 +1,4 @@
-"""Arguments of another system's configuration object or dict, compared with the defaults of its class."""
+"""Reads another system's configuration object or dict, and compares its arguments with the defaults of its class."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain(value: Any) -> Any:
 
 
 def _class_defaults(args: Any) -> dict[str, Any]:
-    """Return the defaults of the object's class by name, after its __post_init__ has set them."""
+    """Return the defaults of the object's class by name, as they are after its __post_init__."""
     fields = dataclasses.fields(args)
     copied = {field.name: getattr(args, field.name) for field in fields if field.name in COPIED_FIELDS}
     instance: Any = None

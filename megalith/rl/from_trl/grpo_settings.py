@@ -55,7 +55,7 @@ def settings_of(
 
     Args:
         args: a dict of TRL's names and of settings of `rl`, a GRPOConfig, or an object with such attributes.
-        prompts: number of training prompts, which determines the length of an epoch.
+        prompts: number of training prompts, from which the length of an epoch is computed.
         world_size: number of processes, by which TRL multiplies its batch.
         trainer: GRPOTrainer or RLOOTrainer.
 
@@ -190,8 +190,8 @@ def _aggregation(values: dict[str, Any]) -> Settings:
 
 
 def _mismatch(values: dict[str, Any]) -> Settings:
-    """Return Megalith's unbounded mode if TRL's clip_max is None, which removes the upper bound in all of TRL's
-    modes.
+    """Return Megalith's mode without bounds if TRL's clip_max is None, because None removes the upper bound in all of
+    TRL's modes.
     """
     mode, clip_min = (values.get(f"vllm_importance_sampling_{name}") for name in ("mode", "clip_min"))
     if "vllm_importance_sampling_clip_max" in values:

@@ -86,8 +86,8 @@ class GRPOTrainer:
         """Build the run configuration.
 
         Args:
-            model: folder of the weights.
-            reward_funcs: a reward or several, by name or as functions; optional if the environment rewards.
+            model: folder of the initial weights.
+            reward_funcs: one or more rewards, by name or as functions. Optional if the environment gives rewards.
             args: TRL's GRPOConfig or a dict of its fields.
             train_dataset: records with a `prompt`, such as a Hugging Face dataset.
             eval_dataset: records for evaluation, at the end and by `eval_strategy`.
@@ -161,7 +161,7 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def limit_to_positions(config: RunConfig) -> RunConfig:
-    """Return `config` with rows no longer than the model's maximum number of positions.
+    """Return `config` with data.seq_length reduced, if necessary, to the model's maximum number of positions.
 
     Prompts that leave no room for a completion are then rejected individually.
     """
@@ -184,7 +184,9 @@ def check_weight_tying(peft_config: Mapping[str, Any] | object | None, config: R
 
 
 def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, Any]:
-    """Translate PEFT's LoraConfig, with its defaults, to settings. Raise ConfigError if it is more than plain LoRA."""
+    """Translate PEFT's LoraConfig, with its defaults, to settings. Raise ConfigError if it uses more than plain
+    LoRA.
+    """
     if peft_config is None:
         return {}
     arguments = read_arguments(peft_config)

@@ -101,7 +101,7 @@ def _min_lr(values: dict[str, Any], schedule: str) -> Settings:
 
 
 def precision_settings(values: dict[str, Any], arguments: Arguments) -> Settings:
-    """Translate the precision. Returns no settings if a dict does not name a precision."""
+    """Translate the precision. Returns no settings if `values` is a dict without a precision."""
     if values.get("bf16"):
         return {"train.precision": "bf16"}
     if values.get("fp16"):

@@ -56,7 +56,7 @@ class _TuningTrainer:
         """Build the run configuration.
 
         Args:
-            model: folder of the weights.
+            model: folder of the initial weights.
             args: TRL's config object or a dict of its fields.
             train_dataset: records, such as a Hugging Face dataset.
             eval_dataset: records for evaluation, at the end and by `eval_strategy`.
@@ -203,7 +203,9 @@ class GKDTrainer(_TuningTrainer):
 
 
 def _write_records(records: Iterable[Mapping[str, Any]], output: Path) -> Path:
-    """Write records to a file named after the hash of its content, and return its path. Every process may call it."""
+    """Write records to a file whose name is the hash of its content, and return its path. Several processes may call it
+    at the same time.
+    """
     text = "".join(json.dumps(dict(record), ensure_ascii=False, default=_plain) + "\n" for record in records)
     folder = output / "records"
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,7 +219,8 @@ def _write_records(records: Iterable[Mapping[str, Any]], output: Path) -> Path:
 def _plain(value: Any) -> Any:
     """Return a dataset value as JSON: NumPy values as lists or numbers, times as text.
 
-    Other values become an object, which no form of record accepts as text. They are harmless in unused columns.
+    Any other value becomes a JSON object. It raises an error in columns that are read as text, and is ignored in unused
+    columns.
     """
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -225,7 +228,9 @@ def _plain(value: Any) -> Any:
 
 
 def _run_config(model: str | Path, settings: Mapping[str, Any], limits_length: bool) -> RunConfig:
-    """Return the configuration of a run on the weights in `model`. With `limits_length`, rows fit the model."""
+    """Return the configuration of a run that starts from the weights in `model`. With `limits_length`, sequences fit
+    the model's positions.
+    """
     tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
     for path, value in settings.items():
         section, _, key = path.partition(".")
@@ -235,7 +240,7 @@ def _run_config(model: str | Path, settings: Mapping[str, Any], limits_length: b
 
 
 def _limit_to_positions(config: RunConfig) -> RunConfig:
-    """Return `config` with rows no longer than the model's maximum number of positions."""
+    """Return `config` with data.seq_length reduced, if necessary, to the model's maximum number of positions."""
     positions = with_init_from(config).model.max_position_embeddings
     if positions is None or config.data.seq_length <= positions:
         return config

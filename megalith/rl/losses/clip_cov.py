@@ -1,5 +1,5 @@
-"""Clip-Cov (Cui et al. 2025): PPO's clip, averaged over tokens. Some tokens whose covariance of advantage and
-log-probability is high have the loss 0.
+"""Clip-Cov (Cui et al. 2025): PPO's clip, averaged over tokens, with a loss of 0 for some tokens. Their covariance of
+advantage and log-probability is high.
 """
 
 from __future__ import annotations

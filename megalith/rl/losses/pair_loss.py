@@ -2,8 +2,8 @@
 
 u is the sum of log π − log π_ref over a completion's tokens, and h is u of the completion with the larger reward minus
 u of the other one. The loss of a pair is a function of h, as with `dpo.loss_type` sigmoid or ipo. A micro-batch may
-have only one completion of a pair. Each completion therefore has its own term with its own gradient, in which the u of
-the other completion, computed before the step, is a constant (online_pairs.py). The formulas are from TRL's
+contain only one completion of a pair. Each completion therefore has its own term and gradient. In this term, u of the
+other completion is a constant that was computed before the step (online_pairs.py). The formulas are from TRL's
 OnlineDPOTrainer.
 """
 
@@ -39,7 +39,7 @@ class PairLoss(GrpoLoss):
         """Return each sequence's share of its pair's loss, divided equally among its tokens in the loss, [batch,
         seq].
 
-        The preferred completion's part has the value of the pair's loss. The other completion's part has the value 0,
+        The preferred completion's term has the value of the pair's loss. The other completion's term has the value 0,
         but its own gradient.
 
         Args:

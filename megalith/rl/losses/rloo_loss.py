@@ -15,7 +15,7 @@ class RlooLoss(SequenceLoss, Grpo):
     """Sequence loss −min(R·A, clip(R, 1 − rl.epsilon, 1 + rl.epsilon_high)·A) per sequence, with R the product of its
     tokens' ratios.
 
-    Each token's part of the loss is multiplied by the token's mismatch weight.
+    Each token's share of the loss is multiplied by the token's mismatch weight.
     """
 
     def sequence_losses(

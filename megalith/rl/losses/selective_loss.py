@@ -23,7 +23,7 @@ class StepTokens:
 
     @property
     def covariances(self) -> Tensor:
-        """Return each token's (A − mean of A) · (log π − mean of log π), the means over the step."""
+        """Return (A − mean of A) · (log π − mean of log π) of each token. The means are over the step."""
         return (self.advantages - self.advantages.mean()) * (self.logprobs - self.logprobs.mean())
 
 

@@ -2,7 +2,7 @@
 
 After each step, rl.entropy_coef_delta is added to the coefficient if the mean entropy over the step's tokens is at most
 rl.entropy_target, and subtracted otherwise. The coefficient stays between rl.entropy_coef_min and rl.entropy_coef_max.
-The next step has the bonus only if the entropy was at most the target. The first step has no bonus.
+A step has the bonus only if the entropy of the step before it was at most the target. The first step has no bonus.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def answer_fields(rows: np.ndarray, sample_numbers: np.ndarray) -> dict[str, Ten
         sample_numbers: int64 [samples], positions in the sample stream.
 
     Returns:
-        Fields with one entry per sequence. Every row has as many entries as the row with the most sequences, padded
-        with empty sequences.
+        Fields per sequence have the same number of entries for every row: rows with fewer sequences are padded with
+            empty ones.
     """
     rows = rows[:, None] if rows.ndim == 3 else rows
     batch, answers, lines, seq = rows.shape

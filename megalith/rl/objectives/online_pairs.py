@@ -33,7 +33,7 @@ def completion_sums(
     Args:
         run: the run.
         batches: this data-parallel rank's micro-batches.
-        owners_by_batch: the completion of each sequence of each micro-batch.
+        owners_by_batch: index of the completion that each sequence of a micro-batch belongs to.
         values_by_batch: float [batch, seq] per micro-batch; NaN counts as 0.
         completions: number of completions, over all ranks.
     """
@@ -47,7 +47,7 @@ def completion_sums(
 
 
 def preferred(rewards: np.ndarray) -> np.ndarray:
-    """Return 1 for the completion with the larger reward of each pair and −1 for the other, float64 [groups, 2].
+    """Return, for each pair, 1 for the completion with the larger reward and −1 for the other, float64 [groups, 2].
 
     If both rewards are equal, the first completion is preferred. An absent reward counts as smaller than any other.
     """

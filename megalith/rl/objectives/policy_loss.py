@@ -102,7 +102,7 @@ def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequ
     It corrects for numerical differences between engine and trainer. At level `sequence` the differences of
     log-probabilities are summed over the sequence before the exponential. At level `geometric` each token has its own
     weight, or 0 if the geometric mean over its sequence is out of bounds. If one of a token's two log-probabilities is
-    NaN, they count as equal.
+    NaN, its weight is 1.
     """
     level, _, beyond = rl.mismatch_mode.partition("_")
     gap = (old - rollout).detach().nan_to_num(nan=0.0)
@@ -142,7 +142,7 @@ def accepted_tokens(criteria: Sequence[Criterion], gap: Tensor, sequences: Seque
 def off_policy_mask(
     rl: RlConfig, logprobs: Tensor, sampling: Tensor, advantages: Tensor, sequences: Sequences
 ) -> Tensor:
-    """Return 0 for tokens of sequences that rl.off_policy_mask_threshold excludes, otherwise 1, [batch, seq].
+    """Return a mask, [batch, seq]: 0 for tokens of sequences that rl.off_policy_mask_threshold excludes, otherwise 1.
 
     A sequence is excluded if A < 0 and its mean of log π_sampling − log π is above the threshold (DeepSeek-V3.2).
     `sampling` has the engine's log-probabilities. Where one is NaN, the difference counts as 0.
@@ -165,8 +165,8 @@ def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
 def entropy_weight(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
     """Return the weight of a token's entropy in the numerator of a step's loss, a float64 scalar.
 
-    With this weight, the sum of the entropies divided by the step's divisor is their mean over the tokens. A divisor of
-    0 counts as 1.
+    With this weight, the entropies' sum divided by the step's divisor is their mean over the tokens. A divisor of 0
+    counts as 1.
     """
     total = divisor(rl, sequence_tokens)
     return torch.where(total > 0, total, 1.0) / sequence_tokens.sum(dtype=torch.float64).clamp(min=1)
@@ -286,7 +286,7 @@ class PolicyLoss(SummedLoss):
         return {"mask": sequences.mask, "weights": weights, "advantages": batch.advantages, **terms}
 
     def _check_selection(self, batch: RolloutBatch) -> None:
-        """Raise ConfigError if the batch lacks the masks of selected tokens that the settings need."""
+        """Raise ConfigError if the batch lacks a mask of selected tokens that the settings require."""
         needs = {
             "high_entropy": self.rl.top_entropy_quantile < 1,
             "selected": isinstance(self._loss, SelectiveLoss),

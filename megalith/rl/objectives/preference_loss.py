@@ -1,4 +1,4 @@
-"""The loss of a step of preference training: the mean over its pairs of the losses that `dpo.loss_type` names.
+"""The loss of a step of preference training: the mean over its pairs of the weighted losses in `dpo.loss_type`.
 
 The losses of a pair are in preference_losses/, and their formulas in docs/preference.md.
 """
@@ -125,7 +125,7 @@ def rank_values(pairs: AnswerPairs) -> Tensor:
 def pair_weights(batch: PreferenceBatch) -> Tensor | None:
     """Return the weight of each pair, float32 [pairs], 0 for padding, or None if all have weight 1.
 
-    A caller's own batch may have no field of weights.
+    Batches created by callers may lack the field with the weights.
     """
     values = getattr(batch, "values", None)
     return None if values is None else Sequences.from_batch(batch).means(values)[::2]

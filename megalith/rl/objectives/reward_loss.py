@@ -75,5 +75,5 @@ class LabelledRewardLoss(SummedLoss):
 
 
 def reward_loss(reward: RewardConfig) -> SummedLoss:
-    """Return the loss that section `reward` names."""
+    """Return the loss that section `reward` selects."""
     return PairwiseRewardLoss(reward) if reward.compares_pairs else LabelledRewardLoss(reward)

@@ -98,7 +98,9 @@ def _normalized_weights(
 def _with_entropy_weights(
     rl: RlConfig, batches: list[RolloutBatch], dp: Axis, device: torch.device
 ) -> list[RolloutBatch]:
-    """Return a step's micro-batches with entropy weights that average over the tokens that have not been rejected."""
+    """Return a step's micro-batches with entropy weights. With them, the entropy bonus is a mean over the tokens that
+    are not rejected.
+    """
     if all(batch.entropy_weights is None for batch in batches):
         return batches
     counts = [

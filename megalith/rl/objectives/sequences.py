@@ -32,7 +32,7 @@ class Sequences:
         return cls(batch.loss_mask > 0, batch.sequence_ids, tokens if len(tokens) else tokens.new_zeros(1))
 
     def masked(self, x: Tensor | None) -> Tensor | None:
-        """Return x with 0 at prompt and padding tokens, even where x is NaN. Returns None if x is None."""
+        """Return x with 0 at prompt and padding tokens, even where x is NaN. None stays None."""
         return None if x is None else torch.where(self.mask, x, 0.0)
 
     def sums(self, x: Tensor) -> Tensor:

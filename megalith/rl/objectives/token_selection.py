@@ -1,4 +1,4 @@
-"""Selects tokens over a whole step that the loss treats differently.
+"""Selects, over a whole step, the tokens that the loss treats differently.
 
 Before a step, a forward pass computes the policy's log-probabilities and entropies of all its tokens. The choice is
 made on all of them at once, so it is the same in every layout:

@@ -1,1 +1,1 @@
-"""Values of `dpo.loss_type`, by family, listed in config/extensions.py."""
+"""The built-in losses of `dpo.loss_type`, grouped by family and listed in config/extensions.py."""

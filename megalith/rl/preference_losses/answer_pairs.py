@@ -31,18 +31,19 @@ class AnswerPairs:
 
     @property
     def margin(self) -> Tensor:
-        """h: the score of the chosen answer's log ratio minus the score of the rejected answer's."""
+        """Margin h: the score of the chosen answer's log ratio minus the score of the rejected answer's."""
         chosen, rejected = self.scores or (self.chosen_ratios, self.rejected_ratios)
         return chosen - rejected
 
     @property
     def mean_margin(self) -> Tensor:
-        """The margin of the scores after each is divided by the number of tokens of its answer."""
+        """Margin between the scores after each is divided by its answer's number of tokens."""
         chosen, rejected = self.scores or (self.chosen_ratios, self.rejected_ratios)
         return chosen / self.chosen_tokens - rejected / self.rejected_tokens
 
     @property
     def nll(self) -> Tensor:
-        """Negative log-likelihood of the chosen answers, scaled so that its mean over the pairs is the mean over their
-        tokens."""
+        """Negative log-likelihood of the chosen answers. It is scaled so that its mean over pairs equals the mean over
+        their tokens.
+        """
         return -self.chosen_logps * self.pairs_per_token

@@ -27,15 +27,16 @@ def aot(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
 def aot_unpaired(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
     """Return the function of `aot` with d = chosen log ratio minus the rejected log ratio of the same rank, [pairs].
 
-    The value of a rank's term counts in the pair of its chosen answer. The pair of its rejected answer has a term of
-    value 0 that carries the rejected answer's gradient.
+    The term of a rank is counted in the pair of its chosen answer. The pair of its rejected answer gets a term with the
+    value 0, which carries the gradient of the rejected answer.
     """
     rejected = smoothed(dpo, pairs.partners[2] - pairs.rejected_ratios)
     return smoothed(dpo, pairs.chosen_ratios - pairs.partners[1]) + rejected - rejected.detach()
 
 
 def match_ranks(chosen: Tensor, rejected: Tensor, reference_margins: Tensor, margins: Tensor) -> Tensor:
-    """Return `AnswerPairs.partners` of all pairs of a step, [3, pairs]. Equal values keep their order.
+    """Return `AnswerPairs.partners` of all pairs of a step, [3, pairs]. Equal values are ranked in the order of the
+    pairs.
 
     Args:
         chosen: log ratios of the chosen answers, [pairs].
@@ -48,6 +49,6 @@ def match_ranks(chosen: Tensor, rejected: Tensor, reference_margins: Tensor, mar
 
 
 def _values_at_ranks_of(keys: Tensor, values: Tensor) -> Tensor:
-    """Return for each key the element of `values` with the key's rank."""
+    """Return, for each key, the element of `values` whose rank equals the key's rank."""
     order = torch.sort(keys, stable=True).indices
     return torch.empty_like(values).index_copy(0, order, torch.sort(values, stable=True).values)

@@ -25,7 +25,7 @@ def column(prompt: Prompt, name: str) -> Any:
 
 
 def answer_of(prompt: Prompt) -> str:
-    """Return `true_answer` without commas, and only the text after "####" if it has this mark."""
+    """Return `true_answer` without commas. If it contains "####", return only the text after that mark."""
     return str(true_answer(prompt)).rpartition("####")[2].strip().replace(",", "")
 
 

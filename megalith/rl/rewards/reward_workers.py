@@ -28,7 +28,7 @@ class RewardWorker:
 
     Args:
         work: called with each job.
-        is_replaced: start another process when the process has ended. If False, `has_ended` becomes True instead.
+        is_replaced: start a new process if the process has ended. If False, `has_ended` becomes True instead.
     """
 
     def __init__(self, work: Callable[[Job], dict[str, Any]], is_replaced: bool = True):
@@ -134,8 +134,8 @@ _masks = threading.local()  # the thread's mask before it forks
 
 
 def _block_signals() -> None:
-    """Block signals during a fork: the child would only record a signal that arrives before `_reset_signals`, and lose
-    it.
+    """Block signals during a fork. A signal that arrives before `_reset_signals` would otherwise be recorded by the
+    trainer's handler in the child, and lost.
     """
     _masks.previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 

@@ -1,4 +1,4 @@
-"""Reward functions of completions: built-in ones by name, and the user's own.
+"""Reward functions of completions: built-in ones by name, and user-defined ones.
 
 A function is called with a complete group, the completions of one prompt, so that its result does not depend on the
 layout. It has one of two signatures, distinguished by the parameter names. The first may be `async def`:
@@ -145,7 +145,7 @@ def reward_function(reward: str | Callable) -> RewardFunction:
 
 
 class _InvalidResult(Exception):
-    """Raised if a reward function returned an unusable value."""
+    """Raised if a reward function returns an unusable value."""
 
 
 def _reward_values(result: Any, count: int) -> list[float]:
@@ -221,7 +221,7 @@ class Rewards:
             max_tokens: maximum tokens of a completion.
             workers: number of processes; 0: compute in this process, without a time limit.
             timeout: seconds per call with a group.
-            environment: name of the environment that rewards its own completions, as one more reward.
+            environment: name of the environment whose own reward is added to the list of rewards.
             models: names of reward models, whose rewards are absent until `ModelRewards` adds them.
             max_steps: training steps of the run, passed to the functions.
 

@@ -1,9 +1,9 @@
 """Prompts of a GRPO run from JSONL, Parquet, a saved dataset or records in memory.
 
 The column `rl.prompt_column` holds the prompt: a text, or messages, which the tokenizer's chat template renders with a
-generation prompt. The other columns are passed to the rewards. Prompts are drawn in the same order as samples in
-pre-training: with shuffling, each epoch is a permutation derived from the seed. The next prompt therefore depends only
-on the seed and the number of consumed prompts.
+generation prompt. The other columns are passed to the rewards. Prompts are ordered like samples in pre-training: with
+shuffling, each epoch is a permutation derived from the seed. The next prompt therefore depends only on the seed and the
+number of consumed prompts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Prompts:
     order: SampleOrder
 
     def notes(self) -> list[str]:
-        """Return notes for the run's log."""
+        """Return notes to be printed in the run's log."""
         notes = []
         if self.dropped:
             notes.append(f"{self.dropped:,} prompts were too long and were dropped (rl.overlong_prompts)")
@@ -91,7 +91,8 @@ def max_sequence_tokens(config: RunConfig) -> int:
 
 
 def policy_vocab_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
-    """Return the number of vocabulary entries that a policy samples from, in the engine and in the trainer.
+    """Return the number of vocabulary entries over which engine and trainer normalize, and from which the policy
+    samples.
 
     Megalith's own engine leaves out rows of the embedding beyond the tokenizer's vocabulary; a server samples from all
     rows.

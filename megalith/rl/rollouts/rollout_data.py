@@ -65,7 +65,9 @@ class RolloutStep:
 
 
 class RolloutData:
-    """The data of a GRPO run: rollouts, and micro-batches made from them. It replaces pre-training's `Data`."""
+    """The data of a GRPO run: rollouts, and the micro-batches made from them. It takes the place of pre-training's
+    `Data`.
+    """
 
     train = valid = test = None
 
@@ -102,13 +104,17 @@ class RolloutData:
         return closing(self._micro_batches_from(step))
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches per data-parallel rank in the step after `consumed_samples`."""
+        """Return the number of micro-batches per data-parallel rank in the next step, which begins after
+        `consumed_samples` samples.
+        """
         rows = len(self.step(consumed_samples // self._size).rows)
         rows_per_micro_batch = self._run.config.train.micro_batch_size * self._run.mesh.dp.size
         return padded_micro_batches(self._run.config.parallel, -(-rows // rows_per_micro_batch))
 
     def work(self, consumed_samples: int, batch_size: int) -> TokenCounts:
-        """Return the number of tokens and of attended pairs in the step after `consumed_samples`."""
+        """Return the number of tokens and of attended (query, key) pairs in the next step, which begins after
+        `consumed_samples` samples.
+        """
         lengths = [one.tokens for row in self.step(consumed_samples // self._size).rows for one in row]
         return TokenCounts(sum(lengths), sum(length * length for length in lengths))
 
@@ -117,7 +123,7 @@ class RolloutData:
         return True
 
     def step(self, step: int) -> RolloutStep:
-        """Return the mini-batch that is trained on after `step` completed steps."""
+        """Return the mini-batch for the step that follows `step` completed steps."""
         batch, within = divmod(step, self._rl.steps_per_batch)
         if (steps := self._steps.get(batch)) is None:  # checked without the lock, which a prefetch may hold
             with self._lock:
@@ -224,7 +230,7 @@ class RolloutData:
         return [replace(one, entropy_weights=weight.expand(one.labels.shape)) for one in batches]
 
     def local_rows(self, step: int) -> list[tuple[int, list[list[Sample]]]]:
-        """Return this rank's micro-batches of a step: the index of the first row within the step, and the rows."""
+        """Return the index, within the step, of the first of this rank's rows, and the rows themselves."""
         dp, rows, size = self._run.mesh.dp, self.step(step).rows, self._run.config.train.micro_batch_size
         rows_per_micro_batch = size * dp.size
         count = self.micro_batches(step * self._size)
@@ -308,7 +314,8 @@ class RolloutData:
     # Checkpoints inside a rollout batch
 
     def state_files(self) -> dict[str, bytes]:
-        """Return the old policy's log-probabilities, which later weights cannot recompute.
+        """Return the old policy's log-probabilities as checkpoint files. They cannot be recomputed later, when the
+        weights have changed.
 
         Collective over all ranks.
         """

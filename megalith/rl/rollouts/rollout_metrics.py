@@ -40,7 +40,9 @@ def batch_token_advantages(
 
 
 def prefill_metrics(prefilled: int, reused: int) -> dict[str, list[float]]:
-    """Return the numbers of prompt tokens whose keys and values were computed and reused, as metrics by replica."""
+    """Return as metrics, per replica, how many prompt tokens had their keys and values computed, and how many
+    reused.
+    """
     fraction = reused / max(prefilled + reused, 1)
     return {"prefill_tokens_reused": [float(reused)], "prefill_reused": [fraction]}
 

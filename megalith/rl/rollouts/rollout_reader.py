@@ -45,7 +45,7 @@ def load_rollouts(
         num_generations: required number of completions per group.
         tokenizer: fingerprint of the required tokenizer.
         version: step whose weights must have sampled every token.
-        routed_model: model whose routes every sample must have; None means not checked.
+        routed_model: model for which every sample must contain the experts of its tokens. Default: not checked.
 
     Raises:
         DataError: with file, line and sample number, if the content is malformed or violates one of these limits.
@@ -69,8 +69,8 @@ def _require_groups(groups: Sequence[Any], paths: Sequence[str | Path]) -> None:
 class RolloutFiles:
     """Rollout files whose tokens are read on demand.
 
-    Each rank of `world` parses its share of the lines at the start and shares lengths and rewards, which suffice to
-    plan a step. Later a rank holds the lines of a rollout batch and parses only the groups in its own rows.
+    At the start, each rank of `world` parses its share of the lines and sends lengths and rewards to the others, which
+    suffice to plan a step. Later, a rank reads the lines of a rollout batch and parses only the groups in its own rows.
     """
 
     def __init__(

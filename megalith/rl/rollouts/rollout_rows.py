@@ -73,7 +73,7 @@ def packing_metrics(rows: Sequence[Sequence[Sample]], row_length: int) -> dict[s
 
 
 def proximal_weights(rows: Sequence[Sequence[Sample]], first: int, step: int, like: Tensor) -> Tensor:
-    """Return α = (first − v) / (step − v) per token, where v is the version of the weights that sampled it.
+    """Return α = (first − v) / (step − v) per token; v is the version of the weights that sampled the token.
 
     `first` is the first step of the rollout batch, and `step` the current one. α is the position of the weights before
     step `first` on a line from version v (0) to the current weights (1). It is 1 outside completions. The result is
@@ -144,7 +144,9 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
 
 
 def _empty_routes(config: RunConfig, shape: tuple[int, int]) -> np.ndarray | None:
-    """Return routes of rows [batch, seq] in which the router chooses everywhere; None if the run replays no routes."""
+    """Return expert ids for rows [batch, seq] that let the router choose everywhere. None if the run has no router
+    replay.
+    """
     if not config.rl.replays_routes:
         return None
     return np.full((*shape, len(config.model.routed_layers), config.model.moe_router_topk), -1, np.int16)

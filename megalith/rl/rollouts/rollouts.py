@@ -16,7 +16,7 @@ A sample of several turns also has `segments` (segments.py), `messages`, its tra
 its prompt differs from the group's. Log-probabilities of tokens that the model did not sample are null. A session of an
 agent may have `branches`: other samples, without rewards of their own, which get the sample's advantage. `turn_rewards`
 are the environment's rewards for each step; their discounted sum is the last of the `rewards`. `routes` are the experts
-of each token (routes.py).
+chosen for each token (routes.py).
 """
 
 from __future__ import annotations

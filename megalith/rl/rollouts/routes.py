@@ -1,4 +1,5 @@
-"""Routes of rollouts: the experts of each token in each layer while it was sampled, which training replays.
+"""Expert ids of rollouts (`routes`): the experts that the engine chose for each token in each layer, for training to
+replay.
 
 Engine and trainer use different kernels, so a router with nearly equal scores may choose different experts in the two.
 The token's log-probabilities then differ by much more than rounding (Ma et al. 2025, Rollout Routing Replay). With
@@ -31,14 +32,14 @@ DTYPES = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
 
 
 def encode_routes(routes: np.ndarray) -> EncodedRoutes:
-    """Return routes, integers [tokens, layers with experts, topk], as a JSON value."""
+    """Return expert ids [tokens, layers with experts, topk] as a JSON value."""
     name = "uint16" if routes.size and routes.max() > 255 else "uint8"
     data = base64.b64encode(np.ascontiguousarray(routes, DTYPES[name]).tobytes()).decode()
     return {"shape": list(routes.shape), "dtype": name, "data": data}
 
 
 def decode_routes(where: str, value: Any) -> np.ndarray | None:
-    """Return the routes of a JSON value, int16 [tokens, layers with experts, topk]; None for null.
+    """Return the expert ids in a JSON value, int16 [tokens, layers with experts, topk]; None for null.
 
     Args:
         where: file, line and sample, for errors.
@@ -73,15 +74,17 @@ def decode_routes(where: str, value: Any) -> np.ndarray | None:
 
 
 def route_bytes(model: ModelConfig) -> int:
-    """Return the maximum bytes of one token's routes in a server's response as a JSON list of numbers."""
+    """Return the maximum number of bytes that one token's expert ids take in a server's response, as a JSON list of
+    numbers.
+    """
     return model.num_layers * model.moe_router_topk * len(f"{model.num_experts}, ")
 
 
 def server_routes(where: str, pieces: Sequence[Any], tokens: int, model: ModelConfig) -> np.ndarray:
-    """Return the routes of a server's response, int16 [tokens, layers with experts, topk].
+    """Return the expert ids in a server's response, int16 [tokens, layers with experts, topk].
 
     SGLang returns int32 values of all layers in base64. vLLM returns lists for prompt and completion (0.21) or a .npy
-    file in base64, of the layers with experts. The last token may have a route, which is left out.
+    file in base64, of the layers with experts. Expert ids of the last token are dropped if the response has them.
 
     Args:
         where: server and completion, for errors.
@@ -131,20 +134,20 @@ def _server_array(where: str, piece: Any) -> np.ndarray:
 
 
 def join_routes(pieces: Sequence[EncodedRoutes]) -> np.ndarray | None:
-    """Decode and join the routes of consecutive tokens, or None if there are no pieces."""
+    """Decode and concatenate the expert ids of consecutive tokens. None if there are no pieces."""
     decoded = [decode_routes("a rollout", piece) for piece in pieces]
     return np.concatenate(decoded) if decoded else None
 
 
 def new_routes(routes: np.ndarray | None, earlier: int) -> list[EncodedRoutes]:
-    """Encode the routes of all tokens after the first `earlier` tokens, whose routes were recorded before; empty if
-    routes are None.
+    """Encode the expert ids of all tokens after the first `earlier` ones, which were recorded before. Empty if `routes`
+    is None.
     """
     return [] if routes is None else [encode_routes(routes[earlier:])]
 
 
 def check_routes(where: str, routes: np.ndarray, tokens: int, model: ModelConfig) -> None:
-    """Raise DataError unless routes [tokens, layers with experts, topk] match this model and `tokens` tokens."""
+    """Raise DataError unless expert ids [tokens, layers with experts, topk] match this model and `tokens` tokens."""
     expected = tokens, len(model.routed_layers), model.moe_router_topk
     if routes.shape != expected:
         raise DataError(

@@ -55,7 +55,9 @@ def mean_ratio(trainer: np.ndarray, engine: np.ndarray) -> float:
 
 
 def no_comparable_token(scope: str) -> TrainingError:
-    """Return the error for a run whose drift cannot be measured. `scope` says which tokens, such as "of the canary"."""
+    """Return the error for a run whose drift cannot be measured. `scope` describes the tokens in question, such as "of
+    the canary".
+    """
     return TrainingError(
         f"the engine and the trainer cannot be compared: no token {scope} has a log-probability from both, so "
         "different weights would go unnoticed. NaN weights of the trainer and a server that omits log-probabilities "

@@ -3,8 +3,8 @@
     weight sync ─▶ canary ─▶ prompts ─▶ completions ─▶ rewards ─▶ RolloutData: advantages, log-probabilities of the old
     policy and of the reference, packed mini-batches over the ranks ─▶ training steps ─▶ the next rollout batch
 
-Parts: weights to the engine (weight_sync.py), sampling and rewards (rollout_sampler.py), batches sampled ahead
-(rollout_queue.py). This file calls them in order, and logs and saves the batches.
+weight_sync.py sends weights to the engine, rollout_sampler.py samples and computes rewards, and rollout_queue.py holds
+batches sampled ahead. This file calls them in order, and logs and saves the batches.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class LiveRollouts:
         return self._timer(phase)
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
-        """Return the seconds by phase since the last call, the batch's metrics, and the metrics logged by rewards."""
+        """Return what has accumulated since the last call: seconds by phase, the batch's metrics, and the metrics
+        logged by rewards.
+        """
         metrics = {name: value for name, value in self._metrics.items() if name != LOGGED}
         return self._timer.take(), metrics, self._metrics.get(LOGGED, {})
 

@@ -3,8 +3,8 @@
 In a fraction of a step's rows, the last answer is replaced by one that the student samples with its current weights.
 The rows are chosen by their position in the run, and a completion depends only on the weights, the seed and that
 position, so every layout and a resumed run sample the same completions. The rows of all data-parallel ranks are divided
-over the generation replicas, which are the groups of tensor-parallel ranks. Servers (`distill.engine`) sample by their
-own random numbers.
+over the generation replicas, which are the groups of tensor-parallel ranks. Servers (`distill.engine`) use their own
+random numbers instead.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def replace_rows(batch: Batch, answers: dict[int, tuple[int, list[int]]]) -> Bat
 
     Args:
         batch: rows of one sample each.
-        answers: the number of prompt tokens and the token ids that follow the prompt, by row.
+        answers: by row, the number of prompt tokens and the ids of the new answer, which follow the prompt.
     """
     if not answers:
         return batch

@@ -190,7 +190,9 @@ class RolloutSampler:
         return [[astuple(piece) for piece in pieces], logged]
 
     def _share(self, value: Any) -> Any:
-        """Return the value of the first tensor-parallel rank. With a shared engine, return `value` itself."""
+        """Return the first tensor-parallel rank's value. With an engine shared by all ranks, return `value`
+        unchanged.
+        """
         tp = self._run.mesh.tp
         return value if tp.size == 1 or self._weights.engine.shared else gather_json(value, tp)[0]
 
@@ -202,8 +204,8 @@ class RolloutSampler:
         Sampling keys differ from training's and no counter moves, so that training is not affected.
 
         Args:
-            before: called before each part with the number of finished parts and the number of all parts.
-            stops: called after each part; ends the evaluation if it returns a reason.
+            before: called before each chunk of prompts, with the number of finished chunks and the total number.
+            stops: called after each chunk; ends the evaluation if it returns a reason.
 
         Returns:
             The metrics, or None if there are no held-out prompts or `stops` ended the evaluation.

@@ -1,8 +1,8 @@
 """Groups of completions during sampling and scoring, and their transfer between ranks.
 
-A completion is sampled at once, or in pieces by successive weight versions. A later request has the prompt followed by
-the tokens sampled so far, and each token keeps the version of the weights that sampled it. The engine therefore
-computes every log-probability with a single version, starting at the first prompt token, as the trainer does.
+A completion is sampled at once, or in pieces by successive weight versions. A later request contains the prompt and the
+tokens sampled so far. Each token keeps the version number of the weights that sampled it. The engine therefore computes
+every log-probability with a single version, starting at the first prompt token, as the trainer does.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def decode_queue(content: bytes) -> tuple[dict[int, QueuedBatch], dict[str, Any]
 
 
 class Sampler(Protocol):
-    """Interface through which an engine samples."""
+    """Interface of an engine that samples completions."""
 
     generate: Callable[..., list[Completion]]
 
@@ -287,10 +287,10 @@ def sample_groups(
         sampling: sampling parameters; `max_new_tokens` of this call.
         num_generations: completions per group.
         step: training step, passed to the rewards.
-        timed: context manager that times a phase.
+        timed: function that returns a context manager, which times a phase.
         max_tokens: maximum tokens of a completion over all calls; None means this call samples all of them.
         agent: samples completions of several turns, all of their tokens in this call.
-        share: sends a value of the first rank of a replica to its other ranks, for the agent.
+        share: function that sends a value of a replica's first rank to its other ranks. Used by the agent.
         max_prompt_tokens: maximum tokens of a prompt that the agent's environment extends.
 
     Returns:
@@ -370,14 +370,14 @@ def _sampled_tokens(records: Sequence[GroupRecord]) -> int:
 
 
 def _piece(one: Completion, continues_at: int, earlier: int) -> Sampled:
-    """Convert a completion of the engine to a continuation of a sample.
+    """Convert a completion of the engine to a piece of a sample.
 
     Args:
         one: the completion.
         continues_at: a completion truncated at this number of tokens stays open, to be continued. 0: every completion
             ends.
-        earlier: largest number of tokens that earlier calls sampled for a completion; 0 in the first call. The routes
-            of earlier tokens are already recorded.
+        earlier: largest number of tokens that earlier calls sampled for a completion; 0 in the first call. The expert
+            ids of earlier tokens are already recorded.
     """
     ids, versions = list(one.ids), list(map(int, one.versions))
     versions = versions if len(versions) == len(ids) else versions * len(ids)

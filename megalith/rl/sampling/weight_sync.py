@@ -1,7 +1,7 @@
 """Weight sync of a GRPO run: sends the policy's weights to the engine and verifies them with a canary.
 
-It also recovers from lost servers. A request that fails because its server died waits for the server, sends the current
-weights again, and is repeated.
+It also recovers from lost servers. If a request fails because its server died, this waits for the server, sends the
+current weights again, and repeats the request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Teachers in the run's layout: a frozen model in memory, or the run's own model without its adapters.
 
-The micro-batches of a step go through it first, without its output matrix. The student's pass then computes the logits
-of both models chunk by chunk (ops/distillation_loss.py), so that neither's full logits exist. With distill.top_k the
-teacher's most likely entries are computed at once instead.
+The teacher processes the micro-batches of a step first, without its output matrix. The student's pass then computes the
+logits of both models chunk by chunk (ops/distillation_loss.py), so that neither's full logits exist. With distill.top_k
+the teacher's most likely entries are computed at once instead.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ModelTeacher:
         return [Prediction(hidden) for hidden in self._recorder.take() or [None] * len(batches)]
 
     def top_entries(self, batches: Sequence[Batch], k: int) -> list[tuple[Tensor, Tensor]]:
-        """Return for each micro-batch the k most likely entries, int64 [batch, seq, k], and log-probabilities, float32
-        [batch, seq, k + 1]. Empty except on the last pipeline stage.
+        """Return, for each micro-batch, the k most likely entries, int64 [batch, seq, k], and log-probabilities,
+        float32 [batch, seq, k + 1]. Empty except on the last pipeline stage.
         """
         recorder = _TopKRecorder(k, self._distill.temperature)
         with self._active() as model:

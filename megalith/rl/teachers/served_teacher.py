@@ -1,8 +1,8 @@
 """A teacher that a vLLM or SGLang server runs.
 
 The first tensor- and context-parallel rank of each replica's last pipeline stage sends its rows, and shares the answers
-with the other ranks of the stage. A server returns the log-probabilities of the k most likely entries. All other
-entries together have the remaining probability.
+with the other ranks of the stage. A server returns the log-probabilities of the k most likely entries. The remaining
+probability is assigned to all other entries together.
 """
 
 from __future__ import annotations

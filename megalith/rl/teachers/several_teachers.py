@@ -66,7 +66,7 @@ def data_source(dataset: SampleDataset, index: int) -> str:
 
 
 def owner_of(source: str, names: Sequence[str]) -> int:
-    """Return the index of the first name with which `source`, or the last component of its path, starts.
+    """Return the index of the first of `names` that `source`, or the last component of its path, starts with.
 
     Raises:
         ConfigError: if there is none.

@@ -64,7 +64,7 @@ def tool_schema(function: Callable, setting: str = "rl.tools") -> Schema:
 
 
 class InvalidAnswer(Exception):
-    """Raised if a tool returned a value that cannot be converted to text."""
+    """Raised if a tool returns a value that cannot be converted to text."""
 
 
 def answer_text(value: Any) -> str:
@@ -99,7 +99,7 @@ def call_function(function: Callable, *args: Any, **arguments: Any) -> Any:
 
 
 def run_tool(functions: Mapping[str, Callable], name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Call a tool and return its answer as JSON values: text, is_error and seconds.
+    """Call a tool and return its result as JSON values: text, is_error and seconds.
 
     An exception or an unusable result becomes an error message that the policy can read.
     """

@@ -63,7 +63,7 @@ class ToolPool:
             self._hosts.append(RewardWorker(host) if self._size else host)
 
     def call_tools(self, calls: Sequence[ToolCall]) -> list[Answer]:
-        """Return the answers to calls of tools, in order."""
+        """Return the results of tool calls, in order."""
         jobs = [(call.name, call.arguments) for call in calls]
         if not self._size:
             return [run_tool(self._functions, *job) for job in jobs]
@@ -74,7 +74,7 @@ class ToolPool:
         return answers
 
     def _checked(self, answer: Answer | None, name: str) -> Answer:
-        """Return the answer, or an error message if the process did not return one."""
+        """Return the result of a call, or an error message if the process returned none."""
         if answer is not None and "error" not in answer:
             return answer
         reason = (
@@ -84,7 +84,7 @@ class ToolPool:
         return {"text": f"error: {name} {reason}", "is_error": True, "seconds": seconds, "lost": True}
 
     def run_environments(self, jobs: Mapping[int, Sequence[Any]]) -> dict[int, dict[str, Any]]:
-        """Run one job per environment, by slot; EnvironmentHost lists the jobs.
+        """Run one job per environment and return the results, both keyed by slot. EnvironmentHost lists the jobs.
 
         Returns:
             The results by slot. If an environment hung or crashed, its result has `lost`, and the reason in `text`.
