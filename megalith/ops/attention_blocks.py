@@ -49,14 +49,16 @@ def block_backward(
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge a block into the running float32 `out` and `lse`, in place. Every query must already have seen a key."""
+    """Merge the results of another block into the running float32 `out` and `lse`, in place. Every query must have seen
+    a key already.
+    """
     out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse)[..., None])
     torch.logaddexp(lse, block_lse, out=lse)
 
 
 def _chosen(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[_Kernel, Block]:
-    """Return the fastest suitable kernel, and the block with a mask in place of the documents and windows that the
-    kernel does not support.
+    """Return the fastest kernel that supports the block. Also return the block, in which a mask replaces documents and
+    windows that the kernel does not support.
     """
     if not block.changes_scores:
         for name in ("cudnn", "flash"):

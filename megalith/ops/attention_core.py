@@ -8,7 +8,7 @@ Attention dropout on a GPU uses the fused kernel's random numbers and so depends
 dropout; on a CPU it uses the plain path with masks keyed by position.
 
 Soft-capped scores and ALiBi use the plain path or, in compiled code on a GPU, flex_attention, which skips masked
-blocks. A trained bias goes with the mask to the memory-efficient kernel.
+blocks. A trained bias is added to the mask and passed to the memory-efficient kernel.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Visibility(NamedTuple):
 def _in_window(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
-    """Return the keys and values that some query can see in its window, their mask, and the window.
+    """Return the keys and values that at least one query can see in its window, their mask, and the window.
 
     The returned window is None if the mask suffices.
     """

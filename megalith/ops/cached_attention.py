@@ -103,8 +103,8 @@ def continued_attention(
 
 
 def visible_positions(positions: Tensor, longest: int) -> Tensor | None:
-    """Return a mask of the positions that each row sees, bool [rows, longest], for the positions int64 [rows] of new
-    tokens.
+    """Return a mask of the cache positions that each row sees, bool [rows, longest]. `positions`, int64 [rows], are
+    those of the new tokens.
 
     Returns None if the kernel determines visibility itself.
     """

@@ -38,7 +38,7 @@ class CodedGemm(Gemm):
 
 
 class CodedGroupedGemm(GroupedGemm):
-    """The matmuls of experts with a quantized weight."""
+    """The matmuls of experts with quantized weights."""
 
     def __init__(self, weight: Coded, kernel: bool):
         super().__init__(kernel)

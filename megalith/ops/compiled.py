@@ -41,9 +41,9 @@ def mark_dynamic(x: Tensor, dim: int) -> None:
 def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary: bool = False):
     """Run function(*args) compiled on a GPU. Within code that is being compiled, inline it.
 
-    The first argument is a tensor. By default every new size is compiled. With `sizes_vary`, torch compiles a size as
-    dynamic when it changes, and runs the function eagerly after a few variants. `rows_vary` does the same, and
-    dimension 0 of each tensor is dynamic from the start.
+    The first argument must be a tensor. By default, the function is compiled for every new size. With `sizes_vary`, a
+    dimension becomes dynamic when its size changes, and after a few variants the function runs eagerly. `rows_vary`
+    does the same, but dimension 0 of each tensor is dynamic from the start.
     """
     if not _on_gpu(args[0]) or torch.compiler.is_compiling():
         return function(*args)
@@ -57,7 +57,7 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
 
 
 def run_with_breaks(method: partial, *args, dynamic: bool | None = None):
-    """Compile and run a Runnable's method outside of its module, because its graph has breaks.
+    """Compile and run a Runnable's method outside of its module. For methods whose graph has breaks.
 
     If the method were compiled as part of its module, the graph would break in the code that all Runnables share. The
     compiler would then skip that code for all other layers too.
@@ -93,7 +93,7 @@ def _saves(context: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:
 
 
 def depend_on(x: Tensor, grad: Tensor) -> Tensor:
-    """Return x as if it were computed from `grad`, so that torch compiles the uses of x into the backward pass."""
+    """Return x as if it depended on `grad`. torch then compiles the uses of x into the backward pass."""
     zero = grad.flatten()[0].view(INT_DTYPES[grad.itemsize]) & 0
     return (x.view(INT_DTYPES[x.itemsize]) + zero.to(INT_DTYPES[x.itemsize])).view(x.dtype)
 

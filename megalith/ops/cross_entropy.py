@@ -47,11 +47,11 @@ def linear_cross_entropy(
     """Return Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label], a float32 scalar.
 
     Softmax and sums are in fp32. Rows of `weight` at or after vocab_size are padding and ignored. With `softcap` c,
-    logits become c · tanh(logits / c) (Gemma 2). Over an `axis`, `weight` is this rank's shard of rows, starting at
-    `first`; a rank with a full shard has `rows` rows. The result is the same on every rank, and the gradient of hidden
-    must be summed over ranks. The gradient is multiplied by `scale` before it is first rounded, so that an fp16 loss
-    scale preserves small probabilities; the result is not multiplied. If `max_label_tokens` is small, logits of the
-    other tokens are not computed.
+    logits become c · tanh(logits / c) (Gemma 2). With an `axis`, `weight` is this rank's shard of rows, starting at row
+    `first`. All shards have `rows` rows, except that the last ones may have fewer. The result is the same on every
+    rank, and the gradient of hidden must be summed over ranks. The gradient is multiplied by `scale` before it is first
+    rounded, so that an fp16 loss scale preserves small probabilities; the result is not multiplied. If
+    `max_label_tokens` is small, logits of the other tokens are not computed.
 
     The gradient includes the z-loss z_loss_coeff · Σ loss_mask · (log Σ exp logits)² (Chowdhery et al. 2022, section
     5); the returned loss does not. With a coefficient, Σ loss_mask · (log Σ exp logits)² is added to `z_loss_sum`.
@@ -114,8 +114,8 @@ def linear_token_losses(
     bias: Tensor | None = None,  # float32, one entry per row of weight
     math: HeadMath = ORDINARY,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the sum of the token losses that `of` returns, a float32 scalar, and the log-probabilities and entropies
-    of the targets.
+    """Return the sum of the token losses computed by `of`, a float32 scalar, and the log-probabilities and entropies of
+    the targets.
 
     Log-probabilities and entropies equal the results of `linear_logprobs`, and have no gradient. Without `entropy`,
     `of` gets None for the entropies, and None is returned.

@@ -43,7 +43,8 @@ def gated_delta_rule(
 ) -> Tensor:
     """Return the outputs [batch, seq, value heads, value size] in value's dtype, computed in fp32.
 
-    Queries are normalized to length 1 / √size, keys to 1. The backward pass recomputes everything but the arguments.
+    Queries are normalized to length 1 / √size, keys to length 1. Only the arguments are saved; the backward pass
+    recomputes everything else.
     """
     args = query, key, value, decay, share, documents
     if not torch.is_grad_enabled():
@@ -294,7 +295,8 @@ scan_chunks.register_autograd(_gradients, setup_context=_keep)
 def next_token(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token from `state`. query and key: [batch, 1, heads, key size]; value: [batch, 1, heads, value size].
+    """Compute one token from `state`. query and key are [batch, 1, heads, key size], value is [batch, 1, heads, value
+    size].
 
     Returns the result and the new state (see `with_last_state`).
     """

@@ -2,9 +2,9 @@
 
 As in ops/cross_entropy.py, a chunk's gradient is computed together with its loss.
 
-A teacher's predictions come from its own forward pass, or were stored: per token the k largest log-probabilities
-(entries K), and the log-probability of all other entries together (the tail). With stored predictions, distributions
-over k + 1 entries are compared,
+A teacher's predictions come from its own forward pass or from files. Files contain, per token, the k largest
+log-probabilities (entries K) and the log-probability of all other entries together (the tail). With stored predictions,
+distributions over k + 1 entries are compared,
 
      D = Σ_K p · log(p / q) + p_tail · log(p_tail / q_tail)        q_tail = 1 − Σ_K q
 

@@ -1,8 +1,9 @@
 """Documents packed in a sequence: attention masks and lengths within documents, and ALiBi biases.
 
 Documents are described by their ends: int32 [batch, documents], ascending; `ends[b, d]` is the exclusive end of
-document d in sequence b, the last one the sequence length. Rows are padded by repeating the sequence length, which adds
-empty documents. Otherwise code would be compiled again whenever the number of documents changes.
+document d in sequence b, the last one the sequence length. Rows are padded to the same number of documents by repeating
+the sequence length, which adds empty documents. Otherwise code would be recompiled whenever the number of documents
+changes.
 
 Attention derives what a kernel needs from the ends on their device, without waiting: cumulative lengths for
 variable-length kernels, or document numbers and a mask for others. `ends_in_spans` returns the ends within the tokens
@@ -149,7 +150,9 @@ def visible_blocks(
 
 
 def ends_in_spans(ends: Tensor, spans: Sequence[range]) -> Tensor:
-    """Return the documents' ends relative to the concatenation of these spans of tokens, int32 [batch, documents]."""
+    """Return the ends of documents within these spans of tokens, as indices into the concatenated spans: int32 [batch,
+    documents].
+    """
     return sum((ends - span.start).clamp(0, len(span)) for span in spans)
 
 

@@ -114,7 +114,7 @@ def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:
 def column_keys(width: int, device: torch.device | str, first: int = 0) -> Tensor:
     """Return the keys of columns, starting at column `first`: int32 [width].
 
-    Call it outside of compiled code if performance matters: a compiler recomputes them for each element.
+    Call it outside of compiled code if speed matters: a compiler would recompute the keys for each element.
     """
     return _mixed_indices(torch.arange(first, first + width, device=device))
 

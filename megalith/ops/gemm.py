@@ -8,10 +8,10 @@ Linear layers are composed around it: plain ones here, column- and row-parallel 
 deferred wgrads for zero-bubble schedules in parallel/pipeline/deferred_wgrad.py. Subclasses of Gemm use other
 arithmetic, such as FP8.
 
-Split-K: wgrad sums over all tokens. A GPU computes it in tiles, one per SM at a time; with one and a half times as many
-tiles as SMs, the second wave leaves half of them idle. On an H200 the two wgrads of GPT-2-large's MLP (1280 × 5120,
-32,768 tokens) reach 573 TFLOP/s, and 755 to 790 if the tokens are split into four matmuls that run as one batch and are
-added in fp32. Their tensor-parallel shards, whose tiles fill three quarters of the SMs, reach 602 and, in a step, 689.
+Split-K: wgrad sums over all tokens. A GPU computes it in tiles, one per SM at a time. With 1.5 times as many tiles as
+SMs, half of the SMs are idle in the second wave. On an H200 the two wgrads of GPT-2-large's MLP (1280 × 5120, 32,768
+tokens) reach 573 TFLOP/s, and 755 to 790 if the tokens are split into four matmuls that run as one batch and are added
+in fp32. Their tensor-parallel shards, whose tiles fill three quarters of the SMs, reach 602 and, in a step, 689.
 """
 
 from __future__ import annotations

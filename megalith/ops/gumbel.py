@@ -4,10 +4,10 @@ The noise of a vocabulary entry is a function of the row's key and the entry's n
 of a random state. Samples thus do not depend on the other rows or on the sharding of the vocabulary: each rank finds
 the best of its entries, and five numbers per row are exchanged.
 
-Top-k, top-p and min-p keep the entries above a minimum logit. It is found without sorting the vocabulary: the total
-probability of the entries above a logit falls as the logit rises, so bisection over the 2^32 floats finds the smallest
-logit for which it is below top_p. Entries with equal logits are kept or dropped together. On a CPU, ranks that share
-the vocabulary exchange their logits first, because a collective per bisection takes longer.
+Top-k, top-p and min-p keep the entries above a minimum logit. That logit is found without sorting the vocabulary: the
+total probability of the entries above a logit falls as the logit rises, so bisection over the 2^32 floats finds the
+smallest logit at which the total is below top_p. Entries with equal logits are kept or dropped together. On a CPU,
+ranks that share the vocabulary exchange their logits first, because a collective per bisection takes longer.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def least_logit(
 
 
 def least_logit_by_row(z: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, axis: Axis = ALONE) -> Tensor:
-    """Return `least_logit` with separate settings per row. The logits z are already divided by the temperature."""
+    """Return `least_logit` with separate settings per row. The logits z must already be divided by the temperature."""
     z = z if z.shape[1] else z.new_full((len(z), 1), LOWEST)
     top = all_reduce_no_grad(z.amax(-1), axis, "max")
     most = torch.where(top_k > 0, top_k, math.inf)

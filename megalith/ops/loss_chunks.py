@@ -15,7 +15,7 @@ CHUNK_MULTIPLE = 256  # tokens; faster for matmuls
 
 
 def loss_chunk_tokens(rows: int, device_type: str = "cuda") -> int:
-    """Return the number of tokens per chunk for logits of `rows` entries."""
+    """Return the number of tokens per chunk if each token has `rows` logits."""
     large = device_type == "cuda" and rows > LARGE_VOCABULARY
     tokens = (LARGE_CHUNK if large else CHUNK_ELEMENTS[device_type]) // rows
     return max(1, tokens - tokens % CHUNK_MULTIPLE if tokens > CHUNK_MULTIPLE else tokens)

@@ -124,8 +124,8 @@ def replicate_tokens(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor
 
 
 def inverse(row: Tensor, rows: int) -> Tensor:
-    """Return the inverse of a placement: the element at each of `rows` positions, int64 [rows], given positions int64
-    [n].
+    """Return the inverse of a placement: for each of `rows` positions, int64 [rows], the index of the element there.
+    `row` has the elements' positions, int64 [n].
     """
     elements = torch.empty(rows, dtype=torch.int32, device=row.device)
     return elements.scatter(0, row, torch.arange(len(row), dtype=torch.int32, device=row.device)).long()

@@ -13,7 +13,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 
     Args:
         x: [batch, seq, heads, head_dim].
-        cos, sin: float32 [batch or 1, seq, 1, pairs], without a gradient. Dimensions after the pairs stay as they are.
+        cos, sin: float32 [batch or 1, seq, 1, pairs], without a gradient. Dimensions after the last pair are unchanged.
         interleaved: pair j is (x_2j, x_2j+1); otherwise it is (x_j, x_{j + pairs}).
     """
     if kernels.runs_alone(x):

@@ -1,4 +1,4 @@
-"""Quantized frozen weights (codes) in 4 or 8 bits, and their conversion to dtypes for matmuls.
+"""Frozen weights quantized to 4 or 8 bits (codes), and their dequantization for matmuls.
 
 nf4    4-bit NormalFloat (QLoRA, Dettmers et al. 2023) with double quantization, in bitsandbytes' tables and blocks: 64
        values share an absmax. Absmaxes are stored as 8-bit codes of their differences from the matrix's mean; 256 of
@@ -8,9 +8,10 @@ fp8    e4m3, one scale per block of 128 × 128
 int8   one scale per row
 
 All dequantize with elementwise PyTorch operations on any device, so a compiled layer dequantizes in one kernel. A
-weight may be several matrices of a Hugging Face model (queries, keys and values), each coded by itself, with its rows
-in any order. Each row has its own codes and, in some forms, its own scales. Scales that rows share are in a table, and
-`block_index` holds each row's index into it. So any rows, and any complete blocks of columns, can be taken separately.
+weight may combine several matrices of a Hugging Face model (queries, keys and values), each quantized separately, with
+its rows in any order. Each row has its own quantized values and, in some formats, its own scales. Scales shared by rows
+are in a table, and `block_index` holds each row's index into it. Any rows, and any complete blocks of columns, can
+therefore be sliced.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MXFP4 = (*E2M1, *(-value for value in E2M1))
 
 
 def dynamic_map() -> Tensor:
-    """Return the 256 numbers of bitsandbytes' signed dynamic 8-bit type, float32, ascending (Dettmers 2015).
+    """Return the 256 values of bitsandbytes' signed dynamic 8-bit type, float32, ascending (Dettmers 2015).
 
     The position of the first bit that is set is a decimal exponent from -6 to 0; the bits after it divide a decade.
     """
@@ -82,8 +83,8 @@ class CodedMatrix:
 
 
 def coded_bytes(form: str, shape: Sequence[int]) -> int:
-    """Return the size in bytes of a quantized weight [..., rows, columns]: its codes and scales, not the fixed
-    tables.
+    """Return the size in bytes of a quantized weight [..., rows, columns]: quantized values and scales, without the
+    fixed tables.
     """
     *_, columns = shape
     rows = math.prod(shape[:-1])
@@ -115,7 +116,7 @@ def encode(form: str, matrix: Tensor, rows: Tensor) -> CodedMatrix:
 
 
 def nf4_matrix(rows: Tensor, codes: Tensor, absmax: Tensor) -> CodedMatrix:
-    """Return an NF4 matrix from codes [rows, columns / 2] and float32 absmaxes [rows, columns / 64]."""
+    """Return an NF4 matrix from 4-bit codes, uint8 [rows, columns / 2], and float32 absmaxes [rows, columns / 64]."""
     mean = absmax.mean()
     flat = (absmax - mean).flatten()
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % ABSMAX_BLOCK)).view(-1, ABSMAX_BLOCK)
@@ -167,7 +168,7 @@ def assemble(form: str, shape: Sequence[int], matrices: Iterable[CodedMatrix]) -
 
 
 def stack(form: str, weights: Sequence[WeightCodes]) -> WeightCodes:
-    """Return the weights of several experts as one, with a first dimension of experts."""
+    """Return one weight, with experts as its first dimension, from the weights of several experts."""
     before, indices = 0, []
     for each in weights:
         indices.append(each.block_index + before)
@@ -179,7 +180,7 @@ def stack(form: str, weights: Sequence[WeightCodes]) -> WeightCodes:
 
 
 def take(form: str, weight: WeightCodes, rows: slice, columns: slice) -> WeightCodes:
-    """Return some rows and columns of a weight, as contiguous copies. `columns` starts and stops at block
+    """Return the selected rows and columns of a weight, as contiguous copies. `columns` must start and stop at block
     boundaries.
     """
     codes, scales, block_index, table, levels = weight

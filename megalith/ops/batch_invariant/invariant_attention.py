@@ -2,7 +2,8 @@
 
 A query takes the keys of its document in blocks of KEYS, counted from the document's first key, with an online softmax
 (Milakov and Gimelshein 2018; Dao et al. 2022). A block that the query does not see multiplies the running sums by 1 and
-adds 0, so it changes no bit: how far a row is padded, and how much of a cache is filled, does not matter.
+adds 0, so it changes no bit. The result therefore depends neither on a row's padding nor on how much of a cache is
+filled.
 
 The backward pass is the one in ops/block_attention.py, from the output and its log-sum-exp.
 """
@@ -42,8 +43,8 @@ def attention(
 ) -> Tensor:
     """Return causal attention as ops.attention_core.attention does, [batch, seq, heads, head_dim].
 
-    A mask must be a mask of documents or of padding: each query sees the keys from some first key up to its own. The
-    configuration's rules exclude every other argument of that function.
+    A mask must be a mask of documents or of padding: each query sees the keys from some first key up to its own. Other
+    arguments of that function are rejected by the configuration's rules.
     """
     refused = [name for name, value in unsupported.items() if name not in _IGNORED and value]
     if refused:

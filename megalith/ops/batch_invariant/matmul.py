@@ -6,8 +6,8 @@ zeros. Within a tile the position of a row does not matter (tests/ops/test_batch
 matter with fewer than 12 columns, so few columns are padded too. Lower precisions are multiplied in fp32 and rounded
 once. On a GPU a Triton kernel adds along the inner dimension in one order (ops/kernels/invariant_matmul.py).
 
-Row-parallel linears, and the second linears of experts, add parts of the inner dimension by a binary tree, so that
-tensor parallelism does not change the result.
+Row-parallel linears, and the second linears of experts, split the inner dimension into chunks and add their products by
+a binary tree, so that tensor parallelism does not change the result.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ PARTS = 8  # of the inner dimension of a row-parallel linear
 def local_parts(size: int, ranks: int, parts: int = PARTS) -> int:
     """Return the number of equal chunks into which a rank's shard of `size` elements is split.
 
-    All ranks together have `parts` parts, or fewer if the global size is not a multiple of `parts`. If there are more
-    ranks than parts, each rank has one.
+    All ranks together have `parts` chunks, or fewer if the global size is not a multiple of `parts`. With more ranks
+    than `parts`, each rank has one chunk.
     """
     count = gcd(size * ranks, parts)
     return count // ranks if count % ranks == 0 else 1
@@ -108,7 +108,7 @@ def local_parts(size: int, ranks: int, parts: int = PARTS) -> int:
 def sum_of_parts(x: Tensor, weight: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
     """Compute x · weightᵀ, [tokens, out], as a sum over equal chunks of the inner dimension.
 
-    The parts' products are added in fp32 by a binary tree of neighbours, and rounded once.
+    The chunks' products are added in fp32 by a binary tree of neighbours, and rounded once.
     """
     if x.is_cuda:
         return matmul_in_parts(x, weight, dtype, parts)
@@ -116,10 +116,10 @@ def sum_of_parts(x: Tensor, weight: Tensor, parts: int, dtype: torch.dtype) -> T
 
 
 class BatchInvariantRowGemm(Gemm):
-    """The matmuls of a linear whose inner dimension may be sharded by tensor parallelism.
+    """The matmuls of a linear whose inner dimension tensor parallelism may shard.
 
-    A rank adds some of PARTS products, which is a subtree of the sum that one device computes
-    (parallel/tensor/ordered_reduce.py adds the rest).
+    A rank adds its share of the PARTS products. This is a subtree of the sum on one device;
+    parallel/tensor/ordered_reduce.py adds the ranks' sums.
 
     Args:
         inner: this rank's inner size.

@@ -34,8 +34,8 @@ def normalized(x: Tensor, epsilon: float, centred: bool) -> Tensor:
 def sum_squares(x: Tensor, ranks: int = 1) -> Tensor:
     """Return the sum of squares over the last dimension, [..., 1], computed as a sum over equal chunks.
 
-    The parts' sums are added by a binary tree of neighbours. If `ranks` ranks share the dimension, this rank's sum is a
-    subtree of the sum of one device (parallel/tensor/ordered_reduce.py adds the rest).
+    The chunks' sums are added by a binary tree of neighbours. If `ranks` ranks share the dimension, this rank's sum is
+    a subtree of the sum on one device; parallel/tensor/ordered_reduce.py adds the ranks' sums.
     """
     parts = x.square().unflatten(-1, (local_parts(x.shape[-1], ranks), -1))
     return sum_by_pairs(sum_by_halves(parts).movedim(-1, 0))[..., None]

@@ -4,8 +4,8 @@ how many tokens follow.
 A recurrence is always computed in chunks of CHUNK tokens that are counted from the document's first token, with the
 formulas of delta_rule.py and state_space.py and the functions of INVARIANT. In a chunk, row i of each product depends
 on the tokens up to i: later tokens have a factor of 0, whether they are present or not. Decoding therefore repeats the
-products of the current chunk for every token, from the state before the chunk. Packed documents are first moved so that
-each of them begins a chunk.
+products of the current chunk for every token, from the state before the chunk. In packed rows, padding is first
+inserted so that each document begins a chunk.
 
 Products have one shape for every batch. On a CPU, PyTorch's matmul of this shape computes them; on a GPU, a Triton
 kernel. Only the forward pass is batch invariant. The backward pass is the same as the ordinary operator's.
@@ -132,7 +132,7 @@ def _of_documents(compute: Callable[..., Tensor], tokens: list[Tensor], document
 
 
 def chunk_slots(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Move documents apart so that each begins at a multiple of CHUNK.
+    """Insert padding between documents, so that each begins at a multiple of CHUNK.
 
     Args:
         documents: int [batch, seq], document number of each token, in ascending order.

@@ -28,8 +28,9 @@ def statistics(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return log Σ exp, the targets' logits and the entropy as ops.vocab_softmax.vocabulary_statistics does.
 
-    The vocabulary has up to PARTS parts of equal size, whose sums are added by a binary tree. If the axis has 2, 4 or 8
-    ranks that divide the vocabulary, each has some of the parts, and the bits equal those of a single rank.
+    The vocabulary is split into up to PARTS equal chunks, whose sums are added by a binary tree. If the axis has 2, 4
+    or 8 ranks and that number divides the vocabulary, each rank has some of the chunks, and the result is bitwise that
+    of a single rank.
 
     A temperature may be float32 [tokens, 1].
     """

@@ -1,4 +1,5 @@
-"""FP8 arithmetic: scales, casts per tensor, row or block, and matmuls. recipes.py selects what is cast and how.
+"""FP8 arithmetic: scales, casts per tensor, row or block, and matmuls. recipes.py decides which tensors are cast, and
+how.
 
 CPUs have no useful FP8 matmul. There, FP8 data is multiplied in fp64. Sums of products of two e4m3 numbers are exact in
 fp64 in any order up to 2¹⁷ terms, so this is the reference for GPUs.
@@ -210,7 +211,7 @@ def block_matmul_on_gpu(
 
 
 def _block_codes(blocks: Tensor, dims: tuple[int, ...]) -> Operand:
-    """Return the FP8 data of blocks along `dims`, and their inverse scales."""
+    """Return the FP8 values of blocks along `dims`, and their inverse scales."""
     scale = scale_from_amax(blocks.abs().amax(dims, keepdim=True).float(), E4M3)
     scale = power_of_two(scale)
     return quantize(blocks, scale, E4M3), reciprocal(scale).squeeze(dims)

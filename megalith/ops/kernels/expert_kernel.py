@@ -1,5 +1,5 @@
-"""Fused operations of experts and MLPs other than matmuls: gathering rows, and the gated activation, times the row
-weights if there are any, with gradients.
+"""Fused operations of experts and MLPs, with gradients: gathering rows, and the gated activation, multiplied by row
+weights if there are any.
 
 Each program handles one row, so that it can sum the gradient of the row's weight. In an oversized buffer, programs of
 rows after the last one read its position and exit without moving data.

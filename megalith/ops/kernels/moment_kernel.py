@@ -1,9 +1,9 @@
 """Adam step with moments in bf16 or 8 bits (optim/moments.py), in one pass over memory.
 
-A program handles complete blocks, so that their largest elements are known before anything is written. A number's code
-is first computed by a formula for the table `dynamic_code` without its rounding, then corrected by at most one using
-the table. The result is the code that a search in the table would find. It takes two reads of the table, and two more
-at decade boundaries.
+A program handles complete blocks, so that their largest elements are known before anything is written. The 8-bit code
+of a number is first computed by a formula that ignores rounding of the table `dynamic_code`, then corrected by at most
+one using the table. The result is the code that a search in the table would find. It takes two reads of the table, and
+two more at decade boundaries.
 """
 
 from __future__ import annotations
