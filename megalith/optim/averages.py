@@ -21,7 +21,7 @@ EMA, EMA_STEP, Z = "ema", "ema_step", "z"
 
 
 def add_ema(optimizer: torch.optim.Optimizer) -> None:
-    """Add the state of an exponential moving average to every parameter. It is fp32 on the parameter's device."""
+    """Add an exponential moving average to every parameter's state: fp32 on the parameter's device."""
     for parameter in _parameters(optimizer):
         optimizer.state[parameter] |= {
             EMA: torch.zeros_like(parameter),
@@ -34,7 +34,7 @@ def update_ema(optimizer: torch.optim.Optimizer, decay: float, skipped: Tensor) 
     """Update the moving averages after a step. A skipped step changes nothing.
 
     Args:
-        optimizer: has the state of `add_ema`.
+        optimizer: optimizer to which `add_ema` has added averages.
         decay: weight of the average so far.
         skipped: 1 if the step was skipped, otherwise 0; a scalar on the device.
     """
@@ -52,10 +52,11 @@ def average_from_z(weights: Tensor, z: Tensor, beta1: float) -> Tensor:
 
 @contextmanager
 def averaged_weights(optimizer: torch.optim.Optimizer, config: OptimConfig) -> Iterator[None]:
-    """Replace the weights by their average within the context, and restore them bitwise after it.
+    """Replace the weights by their average within the context. Afterwards, restore them bitwise.
 
-    Parameters without an average, or before the first step, keep their weights. Meanwhile the tensor `ema` holds the
-    weights. For schedule-free AdamW the weights are copied, which takes 4 bytes per parameter of this rank's shard.
+    Parameters without an average, and all parameters before the first step, keep their weights. Meanwhile the tensor
+    `ema` holds the weights. For schedule-free AdamW the weights are copied, which takes 4 bytes per parameter of this
+    rank's shard.
     """
     restore = []
     with torch.no_grad():

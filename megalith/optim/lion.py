@@ -4,8 +4,8 @@
      w        = w - lr · (update + weight_decay · w)
      m        = beta2 · m + (1 - beta2) · g
 
-Every element changes by lr in each step, so use a rate 3 to 10 times smaller than AdamW's, and a weight decay larger by
-the same factor.
+Every element changes by lr in each step, so use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay
+3 to 10 times larger.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ A step of Adam converts a parameter's moments to fp32, updates moments and weigh
 on a GPU this is one kernel (ops/kernels/moment_kernel.py). Rounding is stochastic: with beta2 0.999 a moment changes by
 a thousandth per step, less than half the resolution of bf16 or 8 bits, so rounding to nearest would never change it.
 
-`fp8` is a dynamic float: a sign bit for the first moment, a run of zero bits, each of which divides the value by 10,
-and the remaining bits, which divide a decade evenly. A value is a table entry in [-1, 1] times the largest magnitude in
-its block. A block has at most 256 elements of a row. Second moments are never rounded to 0, because updates are divided
-by them.
+`fp8` is a dynamic float. The first moment has a sign bit. Then comes a run of zero bits, each of which divides the
+value by 10. The remaining bits divide a decade evenly. A value is a table entry in [-1, 1] times the largest magnitude
+in its block. A block has at most 256 elements of a row. Second moments are never rounded to 0, because updates are
+divided by them.
 
 All layouts round identically: blocks are parts of rows of the global parameter, small enough that sharding a row over
 up to 8 ranks never splits a block, and the random bits are a hash of seed, name, step and global index. Checkpoints
@@ -179,10 +179,10 @@ class ReducedMoment:
         """Round fp32 `values` into `moment`, unless `skip` is true.
 
         Args:
-            moment: made by `zeros`.
+            moment: moment to change, created by `zeros`.
             values: new values, of the shard's shape.
             step: fp32 scalar, this step's number.
-            number: 0 or 1, different for moments of the same parameter.
+            number: index of the moment, 0 or 1, so that the moments of a parameter get different random bits.
             skip: bool scalar.
         """
         if not values.numel():

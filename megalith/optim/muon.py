@@ -12,10 +12,10 @@ each expert, and with `muon_split_heads` the matrix of each attention head.
 `muon_scale_mode` scales updates by the shape of the matrix. By default their RMS is about the same as for AdamW's
 updates, so that both optimizers use the same learning rate and weight decay (Liu et al. 2025).
 
-With `muon_moment2_method: normuon` (Li et al. 2025), each row of an orthogonalized matrix is divided by the root of a
-running mean of its squares, and the matrix is scaled back to the Frobenius norm of an orthogonal one. With `adamuon`,
-each element is divided by the root of a running mean of its square, as in NVIDIA's AdaptiveMuon (a variant of Si et al.
-2025).
+With `muon_moment2_method: normuon` (Li et al. 2025), each row of an orthogonalized matrix is divided by the square root
+of a running mean of its squares, and the matrix is scaled back to the Frobenius norm of an orthogonal one. With
+`adamuon`, each element is divided by the square root of a running mean of its square, as in NVIDIA's AdaptiveMuon (a
+variant of Si et al. 2025).
 
 `muon_state_dtype` stores state that is shaped like its matrix in bf16 or 8 bits (moments.py).
 """
@@ -58,7 +58,7 @@ ADAMUON_EPS = 1e-8
 
 @dataclass(frozen=True)
 class _Round:
-    """Matrices on their way to their owners."""
+    """A round: matrices that are being sent to their owners."""
 
     pairs: Sequence[tuple[dict[str, Any], torch.nn.Parameter]]
     """Parameters with their groups."""
@@ -198,8 +198,8 @@ class Muon(FunctionalOptimizer):
         changes: dict[str, Tensor],
         mean: Tensor | None,
     ) -> None:
-        """Update a parameter with `update`, its shard of a scaled orthogonal matrix, and its state with `changes` and
-        `mean`.
+        """Update a parameter with `update`, its shard of a scaled orthogonal matrix. Update its state with `changes`
+        and `mean`.
         """
         skip = self.found_inf > 0
         if mean is not None:
@@ -294,7 +294,9 @@ class Muon(FunctionalOptimizer):
         return outputs
 
     def _split(self, whole: _Whole) -> list[_Part]:
-        """Return the matrices that a parameter fuses. Its rows alternate between them, in blocks of `_parts`' sizes."""
+        """Return the matrices that are fused in a parameter. Its rows consist of blocks of the matrices in turn, with
+        the block sizes of `_parts`.
+        """
         sizes, heads = self._parts(whole.item)
         blocks = whole.value.unflatten(-2, (-1, sum(sizes))).split(list(sizes), dim=-2)
         squares: Sequence[Tensor | None] = [None] * len(sizes)

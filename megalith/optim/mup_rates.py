@@ -1,4 +1,5 @@
-"""Rates of the maximal update parametrization (µP) and of CompleteP, by kind of parameter and optimizer.
+"""Learning-rate and epsilon factors of the maximal update parametrization (µP) and of CompleteP, by kind of parameter
+and optimizer.
 
 For a model m times wider and d times deeper than its base model (config/mup.py), with α = mup_depth_alpha:
 
@@ -36,7 +37,7 @@ class RateFactors:
 
 
 def rate_factors(name: str, ndim: int, optimizer: str, ratios: MupRatios | None) -> RateFactors:
-    """Return the factors on a parameter's rate, epsilon and decay.
+    """Return the factors on a parameter's learning rate, epsilon and weight decay.
 
     Args:
         name: the parameter's name.

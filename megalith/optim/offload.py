@@ -55,7 +55,7 @@ def select_for_offload(
 
 @dataclass(frozen=True)
 class _SlicePart:
-    """Elements of one parameter within a slice."""
+    """The elements of one parameter that belong to a slice."""
 
     parameter: nn.Parameter
     elements: slice  # of the flattened parameter
@@ -64,7 +64,7 @@ class _SlicePart:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Parts of parameters with the same settings, updated together."""
+    """Pieces of parameters with the same settings, which are updated together."""
 
     group: dict[str, Any]  # of the optimizer
     pieces: Sequence[_SlicePart]
@@ -92,7 +92,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, on_host: Collection[nn.Parameter], overlap: bool = True
     ):
-        """Wrap `optimizer`. The state of the parameters `on_host`, all of one device, is on the CPU.
+        """Wrap `optimizer`. The state of the parameters in `on_host`, all on one device, is kept in host memory.
 
         Without `overlap`, copies and updates alternate, which takes a third of the pinned memory.
         """

@@ -237,8 +237,8 @@ def build_optimizer(
     Args:
         named_parameters: fp32 parameters, possibly local shards, by name.
         config: optimizer settings.
-        shared_names: parameters that other ranks hold too. They are offloaded only if all parameters are. Otherwise
-            ranks might choose differently, and copies updated on a CPU and on a GPU would drift apart.
+        shared_names: names of parameters that other ranks hold too. They are offloaded only if all parameters are.
+            Otherwise ranks might choose differently, and copies updated on a CPU and on a GPU would diverge.
         placements: position of each shard in its global parameter, by name.
         precision: fp32, bf16 or fp16.
         all_names: names of the trained parameters of all ranks. Default: the names on this rank.
@@ -287,7 +287,7 @@ def build_optimizer(
 def build_named(
     name: str, items: Sequence[TrainedParameter], config: OptimConfig, precision: str
 ) -> torch.optim.Optimizer:
-    """Build the registered optimizer `name` for `items`, with the rates of µP that belong to it."""
+    """Build the registered optimizer `name` for `items`, with the factors that µP prescribes for it."""
     items = [
         replace(item, factors=rate_factors(item.name, item.parameter.ndim, name, item.ratios))
         for item in items
@@ -298,7 +298,7 @@ def build_named(
 def build_parts(
     items: Sequence[TrainedParameter], config: OptimConfig, precision: str
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `items`: one, or several combined, per name in `param_groups` and for the rest."""
+    """Build the optimizer of `items`, which combines several if `param_groups` assigns different ones."""
     parts: dict[str, list[TrainedParameter]] = {config.optimizer: []}
     for item in items:
         name = (item.group and item.group.optimizer) or config.optimizer
@@ -348,7 +348,7 @@ def decay_groups(parameters: Sequence[TrainedParameter], config: OptimConfig) ->
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
 ) -> None:
-    """Set the learning rate of each parameter group for this step, and the weight decay of the groups that have one.
+    """Set the learning rate of each parameter group for this step, and the weight decay of groups with decay.
 
     Args:
         optimizer: optimizer whose parameter groups are changed in place.

@@ -6,9 +6,9 @@ projections are multiplied after the step, in the weights and in their biases:
     grouped-query attention    queries η^alpha, key η^(1 - alpha), with the smallest η of the group that shares the key
     latent attention           query without positions η^alpha, its rotary part η, key without positions η^(1 - alpha)
 
-The rotary part of latent attention's key is shared by all heads and stays. On the same tokens, the largest logit of a
-clipped head is then at most the threshold, apart from the change by the step itself. The optimizer's state is not
-changed.
+The rotary part of latent attention's key is shared by all heads and is not rescaled. On the same tokens, the largest
+logit of a clipped head is then at most the threshold, apart from the change by the step itself. The optimizer's state
+is not changed.
 """
 
 from __future__ import annotations

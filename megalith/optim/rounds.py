@@ -1,4 +1,4 @@
-"""Rounds: groups of parameters whose matrices are updated together, and gathered on their owners if sharded."""
+"""Rounds: groups of parameters that are updated together. Sharded matrices of a round are collected on their owners."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def is_shared(item: TrainedParameter) -> bool:
 
 
 def rounds_of(items: Iterable[TrainedParameter]) -> list[list[nn.Parameter]]:
-    """Divide parameters, all of them shared, into rounds: lists of parameters whose matrices are collected together."""
+    """Divide parameters whose matrices are shared by ranks into rounds: lists of parameters whose matrices are
+    collected together.
+    """
     rounds, latest = [], {}
     for item in items:
         placement = item.placement
@@ -33,7 +35,7 @@ def rounds_of(items: Iterable[TrainedParameter]) -> list[list[nn.Parameter]]:
 
 
 def local_rounds(items: Iterable[TrainedParameter]) -> Iterator[list[nn.Parameter]]:
-    """Divide parameters, none of them shared, into rounds: lists with at most about ROUND_ELEMENTS elements."""
+    """Divide parameters whose matrices are not shared into rounds: lists with at most about ROUND_ELEMENTS elements."""
     current, size = [], 0
     for item in items:
         if current and size + item.parameter.numel() > ROUND_ELEMENTS:

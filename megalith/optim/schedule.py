@@ -4,7 +4,7 @@ The learning rate rises linearly from `lr_warmup_init` to `lr`, then decays to `
 `lr_rewarm_start`, where a run continues from a checkpoint with another schedule, it rises a second time. Weight decay
 is constant or grows over the run. Formulas and units are from Megatron's OptimizerParamScheduler: positions are in
 samples. An iteration counts as `global_batch_size` samples or, with `schedule_unit: samples`, as the number of samples
-that it had. The position of an update is the amount of training before it, so the first update of a warm-up from 0 has
+that it had. The position of an update is the number of samples before it, so the first update of a warm-up from 0 has
 learning rate 0.
 
 In fp16 a step that is skipped for an overflow does not count, as in Megatron, Accelerate and transformers. Checkpoints

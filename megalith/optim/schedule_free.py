@@ -1,7 +1,7 @@
 """Schedule-free AdamW (Defazio et al. 2024): AdamW without a decay of the learning rate, by averaging its iterates.
 
-The model holds y during training, and gradients are computed at y. z is the iterate that AdamW's steps move, and x the
-average of the z, which is evaluated and exported (averages.py):
+During training, the weights of the model are y, at which gradients are computed. AdamW's steps update z. x is the
+average of all z, which is evaluated and exported (averages.py):
 
      lr_t   = lr · √(1 - beta2^t),  c = lr_max² / Σ lr_max²,  where lr_max is the highest lr_t so far
      u      = g / (√v + eps) + weight_decay · y

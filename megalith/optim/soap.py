@@ -8,9 +8,9 @@ For a matrix W [rows, columns] with gradient G:
      W       = W - lr · U · (m / (√v + eps)) · Vᵀ, with Adam's bias correction
 
 The first step only sets the bases. Every `soap_precondition_frequency` steps, a power iteration and a QR decomposition
-update the bases to follow L and R. This is what the authors' code does. With `soap_use_kl_shampoo`, it is Megatron-LM's
-SOAP (emerging-optimizers 0.4): L and R are the averages of KL-Shampoo (Lin et al. 2025), and every step, including the
-first, updates the bases and then the weights.
+update the bases to follow L and R. This is the algorithm of the authors' code. `soap_use_kl_shampoo` selects that of
+Megatron-LM (emerging-optimizers 0.4): L and R are the averages of KL-Shampoo (Lin et al. 2025), and every step,
+including the first, updates the bases and then the weights.
 
 The update depends on the whole matrix. One of the ranks that shard a matrix owns it and keeps its state. The other
 ranks send their shards of the gradient to the owner and receive their shards of the update. AdamW updates the other
@@ -122,7 +122,7 @@ class SOAP(torch.optim.Optimizer):
                 state[f"{key}_values"] = torch.zeros(square[:-1], device=device)
 
     def _apply(self, parameter: torch.nn.Parameter, update: Tensor, group: Mapping[str, Any]) -> None:
-        """Change the parameter by its shard of the update, and count the step."""
+        """Subtract this rank's shard of the update from the parameter, and count the step."""
         decayed, step = 1 - group["lr"] * group["weight_decay"], self.state[parameter]["step"]
         step += 1
         if self.config.soap_use_kl_shampoo:
