@@ -83,8 +83,8 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
 
 
 def _with_tokenizer_of_weights(config: RunConfig) -> RunConfig:
-    """Set `data.tokenizer_model` from `model.init_from` (a Hugging Face folder or a run) if a post-training run names
-    no tokenizer.
+    """Set `data.tokenizer_model` from `model.init_from` (a Hugging Face folder or a run) if a post-training run sets no
+    tokenizer.
     """
     weights = config.model.init_from
     needs_text = config.chat is not None or config.rl.prompts
@@ -149,7 +149,7 @@ def boundary_rules(config: RunConfig, tokenizer: Tokenizer | None) -> BoundaryRu
 
 
 def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Build the tokenizer named in section `data`. Returns None if it names none."""
+    """Build the tokenizer configured in section `data`. Returns None if none is configured."""
     data = config.data
     if data.tokenizer_type is None:
         return None
@@ -230,8 +230,8 @@ def vocabulary_rows(config: RunConfig) -> dict[str, int]:
 def tokenize_text(
     config: RunConfig, tokenizer: Tokenizer | None, show_progress: bool = False
 ) -> tuple[DataConfig, list[str]]:
-    """Tokenize the text among the run's data paths into the cache. Return the data settings with the prefixes of the
-    tokenized datasets in place of the text, and notes.
+    """Tokenize the text files among the run's data paths into the cache. Return notes, and the data settings with the
+    tokenized datasets in place of the text files.
     """
     cache = Path(config.train.output_dir) / "cache"
     splits_sentences, may_write = config.model.model_type != "gpt", not config.train.skip_train
@@ -258,7 +258,7 @@ def open_datasets(
         samples: number of train, valid and test samples.
         tokenizer: the run's tokenizer, if any.
         show_progress: show a progress bar while indices are built.
-        notes: receives notes about tokenized text.
+        notes: list to which notes about tokenized text are appended.
 
     Returns:
         Three datasets; valid and test are None if their split is empty or no samples are requested.

@@ -74,7 +74,7 @@ class ContextSchedules:
         return self._kept[key]
 
     def describe(self, schedules: Sequence[StepSchedule]) -> str:
-        """Return a note on several steps: the number of forward passes, the group sizes and the load balance."""
+        """Return a note on the schedules of several steps: number of forward passes, group sizes and load balance."""
         groups = [group for each in schedules for groups in each.passes for group in groups]
         ranks, degrees = self.limits.ranks, sorted({group.degree for group in groups if group.sequences})
         busy = sum(group.degree for group in groups if group.sequences)

@@ -2,7 +2,8 @@
 
 The squared norm of a gradient over b samples is |G|² + S / b on average, with the true gradient G and the trace S of
 the covariance of a sample's gradient. Norms at two batch sizes give both, and S / |G|² is the noise scale in samples.
-The smaller batch is the first micro-batches of the step, whose gradient takes an extra pass.
+The smaller batch consists of the first micro-batches of the step. Its gradient takes an additional forward and backward
+pass.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Machines that join a running job. After a snapshot, the job's ranks stay in their processes and continue together
-with the ranks of the new machines.
+"""Growth of a running job: after a snapshot, the ranks of new machines join, and the job's ranks continue in their
+processes.
 
 Rank 0 learns from the launcher how many ranks the job would have. If the layout allows that number, all ranks complete
 their snapshot and let the launchers resize the job (launch/restart_store.py), so no step is repeated.
@@ -62,8 +62,8 @@ class GrowingJob:
         self._heartbeat.end_long("training")
 
     def _allowed_size(self) -> int:
-        """Return the number of ranks after the waiting machines have joined. 0 if none wait or the layout forbids the
-        number.
+        """Return the number of ranks after the waiting machines have joined. 0 if no machine waits or the layout does
+        not allow the number.
         """
         size = self._restart.invited()
         if size <= self._world.size or size == self._rejected:

@@ -16,10 +16,10 @@ def open_speculation(
     draft_model: str | None,
     tokenizer: Tokenizer | None,
 ) -> Speculation | None:
-    """Return an engine's speculative decoding, with its draft model loaded. None if `method` is none.
+    """Return the settings of an engine's speculative decoding, with the draft model loaded. None if `method` is none.
 
     Args:
-        method: method of Speculation, or none.
+        method: a method of Speculation, or "none".
         num_speculative_tokens: drafts per step.
         prompt_lookup_max: see Speculation.
         prompt_lookup_min: see Speculation.

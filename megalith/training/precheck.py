@@ -1,8 +1,8 @@
 """Checks of a job before its processes start, and dry runs.
 
 `check_job` applies the ranks' rules in one process, without a device and within seconds, so that mistakes appear before
-all ranks have started. On several machines, rank 0 checks the output folder later: a launcher that joins a running
-job would find the job's own files there.
+all ranks have started. With several machines, the output folder is not checked here but later by rank 0, because a
+launcher that joins a running job would find the job's own files in it.
 
 `megalith train run.yaml --dry-run --world-size N` opens settings, tokenizer, data and checkpoint like a run. It then
 builds the model as rank 0, the last rank and one rank per pipeline stage, on the meta device and with a fake process
@@ -78,7 +78,7 @@ def check_job(
         world_sizes: possible numbers of processes in ascending order; one must be valid.
         nproc: number of processes on this machine.
         one_machine: all processes run on this machine, so that the output folder can be checked.
-        check_data: check for data that is not pre-training data.
+        check_data: function that checks data of other formats than pre-training's.
 
     Raises:
         MegalithError: the error that every rank would raise.
@@ -140,7 +140,7 @@ def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[Prepare
 
 
 def _forbidden_machines(config: RunConfig, world_sizes: Sequence[int], nproc: int) -> str:
-    """Return a note on the numbers of machines within --nnodes that the layout forbids, or an empty string."""
+    """Return a note on the numbers of machines allowed by --nnodes but not by the layout, or an empty string."""
     forbidden: dict[int, ConfigError] = {}
     for world_size in world_sizes:
         try:
@@ -280,9 +280,7 @@ def _build(layout: Layout, rank: int) -> BuiltRank:
 
 
 def _even_share(parameter: torch.nn.Parameter) -> float:
-    """Return the size of a parameter in bytes divided by the number of its shards, as if all shards had the same
-    size.
-    """
+    """Return a parameter's size in bytes divided by its number of shards, as if all shards were equally large."""
     ranks = 1
     if isinstance(parameter, DTensor):
         sharded = (axis for axis, each in enumerate(parameter.placements) if hasattr(each, "dim"))

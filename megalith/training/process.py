@@ -133,7 +133,7 @@ OBSTACLES = (
 
 
 def _obstacle_of_nvlink(device: torch.device) -> int:
-    """Return the index in OBSTACLES of the reason why the copy engines cannot access other GPUs, or 0."""
+    """Return 0, or the index in OBSTACLES of the reason why the copy engines cannot access other GPUs."""
     if device.type != "cuda":
         return 1
     try:

@@ -28,7 +28,7 @@ MAX_RETURNS = 3  # to the same checkpoint
 
 
 class FaultHandler:
-    """Handles faults of `run`: `rerun_if_suspect` during a step, `after_step` after it."""
+    """Handles faults of `run`. The training loop calls `rerun_if_suspect` during a step and `after_step` after it."""
 
     def __init__(self, run: Run, report: Report):
         self._run, self._report = run, report
@@ -57,7 +57,7 @@ class FaultHandler:
         return status.spike is not None and self._roll_back(status)
 
     def rerun_if_suspect(self, loss: Tensor, micro_batches: Sequence[Batch]) -> None:
-        """Recompute the gradients if they or the step's `loss` look wrong and `rerun_bad_steps` is on."""
+        """Recompute the step's gradients if they or its `loss` look wrong and `rerun_bad_steps` is set."""
         run = self._run
         if not self._rerun:
             return

@@ -98,7 +98,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _copies(parameter: Tensor) -> list[Axis]:
-    """Return the axes over which a parameter's placements replicate it."""
+    """Return the axes over which a parameter is replicated, from its placements."""
     parameter = dtensor_of(parameter)
     if not isinstance(parameter, DTensor):
         return []

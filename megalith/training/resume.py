@@ -104,7 +104,7 @@ def _load_trained(
 
 
 def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
-    """Describe how the run differs from a continuation of the checkpoint's run."""
+    """Return notes on how the run differs from a continuation of the checkpoint's run."""
     if not run.consumed_samples:
         return []
     before = config_of(checkpoint)
@@ -118,7 +118,7 @@ def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
 
 
 def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
-    """Return the changed settings in the category `what`, with previous and current values.
+    """Return the changed settings of category `what`, with the values before and now.
 
     Settings without effect in the run are omitted.
     """
@@ -177,7 +177,9 @@ def _notes_on_length(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Ite
 
 
 def _remember_base(run: Run, checkpoint: Checkpoint | None) -> None:
-    """Store the fingerprint of the adapters' base weights. Raises CheckpointError if `checkpoint` has another base."""
+    """Store the fingerprint of the adapters' base weights. Raises CheckpointError if it differs from the one in
+    `checkpoint`.
+    """
     run.base = base_fingerprint(run.model.chunks, vocabulary_rows(run.config), run.mesh.world)
 
     def check() -> None:
@@ -231,7 +233,7 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
 
 
 def _abandoned(run: Run, checkpoint: Checkpoint) -> list[list[int]]:
-    """Return the ranges [first, end) of save numbers that do not belong to the history of `checkpoint`.
+    """Return ranges [first, end) of save numbers that a continuation of `checkpoint` must ignore.
 
     These are the saves in the run's folder that the checkpoint's run had abandoned, and the saves made after the
     checkpoint.
@@ -290,9 +292,10 @@ def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Non
 
 
 def check_same_model(folder: Path, trained: RunConfig, config: RunConfig) -> None:
-    """Raise CheckpointError if `config` changes the function that the weights in `folder` compute.
+    """Raise CheckpointError if a model with `config` computes another function than the one whose weights are in
+    `folder`.
 
-    `trained` is the configuration they were trained with. Shapes may fit even if the function changes.
+    `trained` is the configuration that the weights were trained with. The function can differ even if all shapes match.
     """
     for name in LoraConfig.fields_deciding(Decides.FUNCTION):
         before, now = getattr(trained.lora, name), getattr(config.lora, name)

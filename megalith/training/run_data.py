@@ -171,7 +171,7 @@ class RunData:
 
 
 def document_statistics(lengths: np.ndarray, seq_length: int | None) -> dict[str, Any]:
-    """Return the number and the lengths of documents and, with `seq_length`, how many of them samples cut.
+    """Return the number of documents and their lengths. With `seq_length`, also return the fraction that samples cut.
 
     Args:
         lengths: tokens per document, int [documents].
@@ -227,7 +227,7 @@ def _statistics(dataset: SampleDataset, samples: int) -> dict[str, Any]:
 
 
 def _parts(dataset: SampleDataset) -> Iterator[tuple[SampleDataset, float]]:
-    """Yield each dataset of a blend with its fraction of the samples."""
+    """Yield each dataset of a blend, with the fraction of the samples that come from it."""
     if not isinstance(dataset, BlendedDataset):
         yield dataset, 1.0
         return

@@ -169,7 +169,8 @@ class Data:
         return TokenCounts(*(int(each) for each in self.train.work[rows].sum(0)))
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches per data-parallel rank in the step after `consumed_samples`.
+        """Return the number of micro-batches per data-parallel rank in the step that begins after `consumed_samples`
+        samples.
 
         The step is one of the latest train loader's.
         """
@@ -200,7 +201,9 @@ class Data:
         return {} if self._stream_state is None else {STREAM_FILE: json.dumps(self._stream_state).encode()}
 
     def stream_notes(self) -> list[str]:
-        """Return new notes on documents that the train stream omitted before the last call of `state_files`."""
+        """Return notes on documents that the train stream has skipped, once they are known: those before the last call
+        of `state_files`.
+        """
         notes = [] if self._stream_state is None else self.train.notes(self._stream_state)
         before, self._stream_notes = self._stream_notes, notes
         return [note for note in notes if note not in before]

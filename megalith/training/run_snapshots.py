@@ -50,7 +50,7 @@ class RunSnapshots:
         self.restored_step: int | None = None
 
     def take(self) -> None:
-        """Take a snapshot of the current state, and log failed ones."""
+        """Take a snapshot of the current state. Log snapshots that have failed."""
         run = self._run
         record = run.record().model_copy(update={"config": {}})
         files = {

@@ -70,7 +70,7 @@ class Task:
         return None
 
     def build_data(self, run: Run) -> Data:
-        """Build the run's data. Called first, when `run` has only its configuration, tokenizer, mesh and device."""
+        """Build the run's data. This is called first: `run` has only its configuration, tokenizer, mesh and device."""
         chat = run.config.chat
         if chat is not None and not run.config.sft.enabled:
             raise ConfigError(
@@ -130,8 +130,8 @@ class Task:
 
         Args:
             run: the run.
-            before: called before each part with the number of finished parts and the total.
-            stops: called after each part; a true result ends the evaluation without metrics.
+            before: called before each chunk of the evaluation, with the number of finished chunks and the total number.
+            stops: called after each chunk; a true result ends the evaluation without metrics.
 
         Returns:
             Metrics by name. None means the task has no such evaluation, or it was stopped.
@@ -321,11 +321,11 @@ class Run:
 
     @property
     def schedule_position(self) -> tuple[int, int]:
-        """Numbers of steps and samples that advanced the schedules of learning rate and weight decay."""
+        """Number of steps and of samples by which the schedules of learning rate and weight decay have advanced."""
         return self.step - self.skipped.steps, self.consumed_samples - self.skipped.samples
 
     def gradients(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """Compute the step's gradients, scaled by the loss scale, into `.grad`. Returns the loss."""
+        """Compute the step's gradients, multiplied by the loss scale, into `.grad`. Returns the loss."""
         self._seed_fused_dropout()
         return self.model.backward(micro_batches, self.task.loss, loss_scale=self.loss_scale.scale)
 

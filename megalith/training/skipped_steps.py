@@ -1,4 +1,4 @@
-"""Count of steps skipped for an fp16 overflow, which learning-rate schedules exclude."""
+"""Count of steps that were skipped because of fp16 overflow. Learning-rate schedules exclude them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class SkippedSteps:
         self._pending: tuple[Tensor, torch.cuda.Event | None, int] | None = None
 
     def add(self, skipped: Tensor, samples: int) -> None:
-        """Count a step of `samples` samples if its flag, a 0-d tensor on the device, is not zero."""
+        """Count a step of `samples` samples as skipped if the flag `skipped`, a 0-d tensor on the device, is
+        not zero.
+        """
         self._read()
         if skipped.device.type == "cuda":
             flag = torch.empty((), dtype=skipped.dtype, pin_memory=True)

@@ -48,7 +48,7 @@ NEW_TOKENS = 256  # maximum completion length for tasks that set none
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """Options of an evaluation, named as in the harness."""
+    """Options of an evaluation, with the harness's names."""
 
     tasks: list[str]
     """Task names, or paths of tasks' YAML files."""
@@ -219,7 +219,7 @@ class HarnessModel(TemplateLM):
         """Return (log-probability, is greedy) of the continuation of each (context, continuation), both token ids.
 
         The log-probability is summed over the continuation's tokens. It is greedy if each of its tokens is the most
-        likely one. A pair longer than data.seq_length + 1 tokens loses the beginning of its context.
+        likely one. If a pair has more than data.seq_length + 1 tokens, the beginning of its context is cut off.
         """
         sequences = [self._cut(context, continuation) for context, continuation in pairs]
         logprobs = self._logprobs(sequences, temperature=1.0)
@@ -231,7 +231,7 @@ class HarnessModel(TemplateLM):
         return [(float(x.sum()), greedy) for x, greedy in zip(logprobs, is_greedy)]
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], int]:
-        """Return the last `longest` + 1 tokens of `context` followed by `continuation`, and the number of tokens of the
+        """Return the last `longest` + 1 tokens of `context` + `continuation`, and the number of tokens of the
         continuation.
 
         Raises:

@@ -50,7 +50,9 @@ class TrainingResult:
 
 
 def _is_saved(run: Run) -> bool:
-    """Return True if the run's current step is complete in its folder, False also if the folder cannot be read."""
+    """Return True if the run's current step is complete in its folder. False if it is not, or if the folder cannot be
+    read.
+    """
     with suppress(OSError):
         return run.saves.is_dir() and run.step in list_steps(run.saves)
     return False
@@ -194,8 +196,8 @@ class Trainer:
     def _between_steps(self) -> None:
         """Check replicas, evaluate and save if due. Not called if the run must stop immediately.
 
-        Evaluation comes before the save, also at the end of the run. A run that is killed during the evaluation repeats
-        it, after the steps since the last save.
+        Evaluation comes before the save, also at the end of the run. After a kill during the evaluation, the resumed
+        run repeats the steps since the last save, and then the evaluation.
         """
         if self._is_due(self.config.runtime.check_weight_hash_across_dp_replicas_interval):
             self._check_replicas()

@@ -128,7 +128,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
 
 @dataclass
 class _Job:
-    """State that survives when the run's process groups, model and data loaders are rebuilt."""
+    """State that is kept when the run's process groups, model and data loaders are rebuilt."""
 
     settings: RunConfig
     """The configuration before it was prepared for a number of ranks."""
@@ -175,7 +175,9 @@ class _Job:
         return store
 
     def _ranks_that_fail_together(self, machine: Machine, world: Axis) -> int:
-        """Return the number of ranks per host, or per launcher if all ranks are on one host. Collective."""
+        """Return the number of ranks that a failure affects together: those of a host or, if all ranks are on one host,
+        of a launcher. Collective.
+        """
         if machine.ranks_per_host < world.size:
             return machine.ranks_per_host
         return max(gather_json(self.process.local_world_size, world))
