@@ -210,8 +210,9 @@ class Agent(HookedAgent):
         return True
 
     def _stop_requested_ranks(self, worker_group: WorkerGroup, replacement: RankReplacement) -> None:
-        """Kill this machine's ranks whose replacement is requested: those that hang and, while restarts are left, those
-        with unhealthy hardware."""
+        """Kill ranks of this machine whose replacement is requested: hanging ones and, while restarts are left, those
+        with unhealthy hardware.
+        """
         ranks = {worker.global_rank: local for local, worker in enumerate(worker_group.workers)}
         unhealthy = ranks.keys() & (replacement.planned() if self.remaining_restarts else [])
         hanging = ranks.keys() & replacement.requested()
@@ -222,7 +223,7 @@ class Agent(HookedAgent):
         _wait_for([self.worker_processes[local] for local in victims], KILL_TIMEOUT)
 
     def _record_stops(self, ranks: Collection[int], reason: str, exit_code: int) -> None:
-        """Record why ranks are stopped: the message of the failure, which is otherwise that of a kill."""
+        """Record why ranks are stopped. This reason is printed instead of the message that a process was killed."""
         self._stopped_ranks |= {rank: stopped_rank(rank, reason, exit_code) for rank in ranks}
 
     def _resize(self, worker_group: WorkerGroup) -> bool:
@@ -303,7 +304,9 @@ class Agent(HookedAgent):
         return self.start_process(local_rank, variables)
 
     def _start_spares(self) -> None:
-        """Start processes until there are as many spares as requested. The job runs on if the system allows no more."""
+        """Start processes until there are as many spares as configured. If the system does not allow more, the job
+        continues with fewer.
+        """
         local_rank = len(self.worker_processes) - 1  # not that of rank 0, which prints while it starts
         while len(self._spares) < self._num_spares:
             path = Path(os.environ[CRASH_FILE]).with_name(f"spare_{uuid.uuid4().hex}")

@@ -117,7 +117,7 @@ class CallOrder:
 
 
 def differing_calls(calls: list[Calls]) -> str | None:
-    """Return the error message if the ranks' calls differ, else None."""
+    """Return an error message if the ranks' calls differ, otherwise None."""
     for number in sorted({int(number) for rank_calls in calls for number in rank_calls}):
         names: dict[str, list[int]] = {}
         for rank, rank_calls in enumerate(calls):

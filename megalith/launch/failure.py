@@ -35,7 +35,7 @@ SECONDS_AFTER = 5
 
 
 class RankLost(TrainingError):
-    """Another rank has died or cannot be reached."""
+    """Raised if another rank has died or cannot be reached."""
 
 
 def report(error: BaseException) -> int:
@@ -175,7 +175,7 @@ class Failure:
 
 
 def stopped_rank(rank: int, reason: str, exit_code: int) -> Failure:
-    """Return the Failure of a rank whose process the launcher has ended for `reason`, a main clause."""
+    """Return the Failure of a rank whose process the launcher has ended. `reason` is a main clause."""
     error = {
         "exit_code": exit_code,
         "expected": True,

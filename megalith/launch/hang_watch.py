@@ -164,7 +164,7 @@ class HangWatch:
         return [self._read(rank) for rank in range(self._world_size)]
 
     def _end_job(self, check_count: int, interval: float) -> None:
-        """Report the hang and exit. If several ranks detect it, one of them decides on the verdict for all."""
+        """Report the hang and exit. If several ranks detect it, one of them decides for all."""
         self._dump()
         text = self._verdict(check_count, interval)
         if self._restart is not None and self._stopped.wait(REPLACEMENT_TIMEOUT):
@@ -204,7 +204,7 @@ class HangWatch:
         return verdict
 
     def _replace(self, ranks: set[int], text: str) -> None:
-        """Request the replacement of the ranks that hang. Ends the job if no rank differs from the others."""
+        """Request that the launchers replace the ranks that hang. If no rank differs from the others, end the job."""
         if not ranks:
             report(HangError(f"{text}; {WAY_OUT}"))
             os._exit(HangError.exit_code)

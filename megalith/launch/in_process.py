@@ -47,7 +47,7 @@ LIMIT = 300.0  # seconds from an announcement until all ranks train again
 
 
 class MeetingError(TrainingError):
-    """The ranks of a restart did not all arrive in time. The launcher then restarts all processes."""
+    """Raised if not all ranks of a restart arrive in time. The launcher then restarts all processes."""
 
 
 class InProcessRestart:

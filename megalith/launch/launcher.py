@@ -97,7 +97,7 @@ def init_distributed(
         device: this process's device. CUDA gets NCCL and gloo, the CPU only gloo.
         timeout: timeout of collectives.
         mute_other_ranks: discard the standard output of all ranks but 0.
-        store: store of the process group. None opens the job's, with keys of this start of the job.
+        store: store of the process group. Default: the job's store, with a key prefix for this start of the job.
 
     Returns:
         This process's ranks.
@@ -207,9 +207,9 @@ def _send_prefix(store: dist.Store, prefix: str, other_ranks: Collection[int], d
 
 
 def end_distributed() -> None:
-    """Destroy the process group after a successful run.
+    """Destroy the process groups. Call it only after a successful run.
 
-    Do not call it after an error: the launcher then stops the other ranks.
+    After an error, the launcher stops the other ranks instead.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -113,7 +113,7 @@ def limited_silence(seconds: float) -> Iterator[None]:
     """Return a context manager in which new TCP connections fail if the peer does not answer for `seconds`.
 
     Most operations of torch's TCPStore wait without a timeout. After a link has been cut, they would wait until the
-    kernel stops retransmitting, which takes a quarter of an hour, or forever if there is nothing to send.
+    kernel stops retransmitting (a quarter of an hour), or forever if they have nothing to send.
     """
     before = open_connections()
     yield
@@ -124,7 +124,7 @@ def limited_silence(seconds: float) -> Iterator[None]:
 
 
 def _limit_silence(connection: socket.socket, seconds: float) -> None:
-    """Limit the time of unanswered packets, and send some while the connection is idle."""
+    """Limit how long packets may stay unanswered, and send keep-alive packets while the connection is idle."""
     interval = max(1, round(seconds / 4))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

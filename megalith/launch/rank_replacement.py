@@ -58,7 +58,7 @@ class RankReplacement:
         return self._has_trained
 
     def invite(self, world_size: int) -> None:
-        """Offer the ranks to continue together with the machines that wait, as `world_size` ranks in all."""
+        """Record that the job could continue with the waiting machines, as `world_size` ranks in all."""
         if world_size != self._store.invited():
             self._store.invite(world_size)
 
@@ -74,9 +74,9 @@ class RankReplacement:
         return ""
 
     def _hang_persists(self, generation: int) -> bool:
-        """Return True if a requested replacement of a hanging rank has not been made for HANG_DELAY seconds.
+        """Return True if the requested replacement of a hanging rank is still missing after HANG_DELAY seconds.
 
-        The rank's launcher, which would replace it, is then lost with its machine.
+        In that case, the machine of the rank's launcher is lost.
         """
         if not self._store.requested(generation):
             return False
@@ -123,7 +123,7 @@ class RankReplacement:
 
 
 def _is_local(failure: Failure) -> bool:
-    """Return True if a failure (a kill, a crash or a bug) affects one rank, so that the others can continue."""
+    """Return True if a failure (a kill, a crash or a bug) concerns a single rank, so that the others can continue."""
     if failure.error is None and failure.exit_status < 0:
         return -failure.exit_status not in (signal.SIGTERM, signal.SIGINT)
     return failure.exit_code == UNEXPECTED

@@ -299,7 +299,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(info.store, rank, info.world_size, address)
 
     def waiting(self) -> int:
-        """Return the number of machines that wait to join. The store is queried at most once per second."""
+        """Return the number of machines that wait to join. Asks the store at most once per second."""
         now = time.monotonic()
         if self.is_elastic and now >= self._waiting_read_at + ANNOUNCE_INTERVAL:
             self._waiting, self._waiting_read_at = self._store.add(WAITING, 0), now

@@ -61,7 +61,8 @@ def pause(attempt: Attempt) -> float:
 
 @contextmanager
 def locked_output_dir(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
-    """Lock the output folder. Yields True if an earlier attempt of the same job has saved there. Rank 0 calls this.
+    """Lock the output folder within the context. Yields True if an earlier attempt of the same job has saved there.
+    Rank 0 calls this.
 
     Raises:
         ConfigError: another job uses the folder, or has left a run in it.
@@ -115,7 +116,7 @@ def _is_same_job(output: Path, attempt: Attempt) -> bool:
 
 
 def _read_job_file(output: Path) -> list[str]:
-    """Return the launcher's name, then the checkpoints that existed before its first attempt."""
+    """Return the launcher's name, and the names of the checkpoints that existed before its first attempt."""
     return read_small_file(output / JOB_FILE, output).decode().split("\n")
 
 

@@ -83,7 +83,7 @@ class Stops:
         return self.after_work() or ("exit_interval" if interval and step % interval == 0 else None)
 
     def _local_reason(self) -> int:
-        """Return this rank's index into STOP_REASONS."""
+        """Return the index in STOP_REASONS of this rank's own reason to stop."""
         if self._signals is not None and self._signals.received is not None:
             return STOP_REASONS.index(self._signals.received.name)
         minutes = self._limits.exit_duration_in_mins

@@ -90,7 +90,7 @@ def connect_store(
 
 
 def _await_listener(host: str, port: int, deadline: float) -> None:
-    """Wait until a server listens at host:port that, like a TCP store, does not send first."""
+    """Wait until a server listens at host:port and, like a TCP store, sends nothing before the client does."""
     notice_at: float | None = time.monotonic() + NOTICE_AFTER
     while True:
         try:

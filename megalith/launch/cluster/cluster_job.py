@@ -139,12 +139,14 @@ def parse_volumes(words: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def grace_seconds(parameters: int, nodes: int) -> int:
-    """Return the seconds allowed for a last step and a save: a minute, plus twice the write time at DISK_RATE."""
+    """Return the seconds allowed for the last step and a save: 60, plus twice the time to write a checkpoint at
+    DISK_RATE.
+    """
     return max(MIN_GRACE, round(60 + 2 * STATE_BYTES * parameters / (nodes * DISK_RATE)))
 
 
 def check_resumes(config: RunConfig) -> list[str]:
-    """Return the arguments that make a restarted job resume.
+    """Return the command-line arguments with which a restarted job resumes.
 
     Raises:
         ConfigError: the run saves no checkpoints, or would start from another run's checkpoint each time.
