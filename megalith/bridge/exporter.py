@@ -233,7 +233,7 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def _origin(checkpoint: Checkpoint, model: ModelConfig) -> Origin:
     """Return the small files of the checkpoint, else of the Hugging Face folder that training started from.
 
-    If the run's vocabulary differs from that folder's, the tokenizer's files are the checkpoint's.
+    If the run's vocabulary differs from that folder's, the tokenizer files are taken from the checkpoint.
     """
     saved, init_from = read_origin(checkpoint.tokenizer_folder), model.init_from
     if saved.config is not None or not init_from or not is_model_folder(init_from):
@@ -249,8 +249,7 @@ def _origin(checkpoint: Checkpoint, model: ModelConfig) -> Origin:
 def export_family(
     model: ModelConfig, origin: Origin, requested: str | None = None
 ) -> tuple[Family, list[str]]:
-    """Return the family that a model is written as, and notes. It is the requested family, else the origin's, else the
-    first that can express the model.
+    """Return the family to write a model as, and notes.
 
     Raises ConfigError if there is none.
     """
@@ -317,7 +316,7 @@ def _config_json(
 
 
 def _describes(family: Family, tree: Tree, model: ModelConfig) -> bool:
-    """Return True if a config.json, in any spelling, has this family and describes this model."""
+    """Return True if a config.json belongs to this family and describes this model. Aliases of keys are accepted."""
     try:
         return family_of(tree, "") is family and not differences(
             family.read_config(tree), family.described_model(model)

@@ -329,18 +329,21 @@ class Family:
         }
 
     def stored_model(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
-        """Return the model of files with tensors of these `names`, which may lack a parameter of `model`.
+        """Return the configuration of the model that files with tensors of these `names` contain. They may lack a
+        parameter of `model`.
 
         Families with such files override it.
         """
         return model
 
     def described_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the model that the config.json of `model` describes: with the parameters that files may lack."""
+        """Return the configuration that the config.json of `model` describes, including parameters that files
+        may lack.
+        """
         return model
 
     def stored_tables(self, model: ModelConfig) -> dict[str, Tensor]:
-        """Return the tables that files may contain and that are computed here, by name, float32.
+        """Return the tables that files may contain although Megalith computes them, by name, float32.
 
         An import checks them. Families with such files override it.
         """
@@ -394,8 +397,9 @@ class Group:
         return self.shape[0] if "{expert}" in self.rule.names[0] else None
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield offset and shape of each box that is stored as complete Hugging Face tensors: the whole tensor, or one
-        expert."""
+        """Yield offset and shape of each box of the tensor that is stored separately: the whole tensor, or one
+        expert.
+        """
         rows = self.shape[0] if self.experts is None else 1
         for first in range(0, self.shape[0], rows):
             yield (first, *(0,) * (len(self.shape) - 1)), (rows, *self.shape[1:])

@@ -87,8 +87,9 @@ class SourceFolder:
         return DTYPE_NAMES.get(name.removeprefix("torch."))
 
     def normalize_names(self, family: Family) -> None:
-        """Rename tensors of older files, of a bare model (as GPT-2 was published), and of a model with a head if the
-        family is the bare model, to their current full names."""
+        """Rename tensors to their current full names. Affects older files, files of a bare model (as GPT-2 was
+        published), and files of a model with a head if the family is the bare model.
+        """
         for old, new in (OLD_NORMS | family.renamed).items():
             ends = {name: name.removesuffix(old) + new for name in self.tensors if name.endswith(old)}
             self.tensors = {ends.get(name, name): stored for name, stored in self.tensors.items()}
@@ -222,7 +223,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def _instead_of(folder: Path) -> str:
-    """Return a suggestion for a model folder in which a required file is missing."""
+    """Return advice for a model folder in which a required file is missing."""
     if any(folder.glob("*.distcp")):
         return (
             "this is a checkpoint of torch.distributed.checkpoint: convert it to Hugging Face's format with the "

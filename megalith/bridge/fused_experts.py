@@ -1,4 +1,4 @@
-"""Split of tensors with the matrices of all experts of a layer into one matrix per expert.
+"""Splits tensors that contain the matrices of all experts of a layer into one matrix per expert.
 
 Qwen3.5-MoE is published with `experts.gate_up_proj` [experts, 2 · ffn, hidden] and `experts.down_proj` [experts,
 hidden, ffn], as transformers keeps them in memory. The families' tables instead have the names that transformers

@@ -55,7 +55,7 @@ def import_hf(
         out: folder or URL of the run; must not exist.
         allow: initialize missing tensors, ignore extra ones and accept dtypes that differ from config.json's.
         show_progress: draw a progress bar.
-        change: returns the values to write for a tensor's name and slice.
+        change: function of a tensor's name and slice that returns the values to write.
 
     Returns:
         The folder of the step.
@@ -159,5 +159,5 @@ def open_hf_folder(source: str | Path, allow: bool = False) -> Match:
 
 
 def common_dtype(matched: Match) -> torch.dtype:
-    """Return the dtype in config.json, else that of most tensors."""
+    """Return the dtype in config.json or, if it has none, the most frequent dtype of the tensors."""
     return matched.source.dtype or Counter(matched.dtypes.values()).most_common(1)[0][0]

@@ -72,10 +72,11 @@ def load_initial_weights(
     without_linears: bool = False,
     names: Collection[str] | None = None,
 ) -> None:
-    """Load the weights that `model.init_from` names, in any format, into this rank's chunks. Collective over `world`.
+    """Load the weights in `model.init_from`, which may have any format, into this rank's chunks. Collective over
+    `world`.
 
-    `rows` is `build.vocabulary_rows`' result. With `without_linears` the model's linears are quantized
-    (quantize_base.py), which are not loaded here. With `names`, only these parameters and buffers are loaded.
+    `rows` is `build.vocabulary_rows`' result. With `without_linears`, the model's linears are not loaded, because
+    quantize_base.py loads them. With `names`, only these parameters and buffers are loaded.
     """
     if is_foreign_weights(path):
         load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed, world.rank == 0, names)
@@ -94,8 +95,9 @@ def load_initial_weights(
 
 
 def _without_new_head(shards: Mapping[str, LocalShard], stored: Collection[str]) -> dict[str, LocalShard]:
-    """Return the shards without the score head's if the weights are a language model's. The head keeps its initial
-    values."""
+    """Return the shards without the score head if `stored` is a language model. The head then keeps its initial
+    values.
+    """
     return {name: shard for name, shard in shards.items() if name != SCORE or name in stored}
 
 

@@ -19,7 +19,9 @@ def _sizes(model: ModelConfig) -> tuple[int, int, int]:
 
 
 def _by_group(model: ModelConfig, parts: list[int]) -> list[RowRun]:
-    """Order consecutive sub-matrices with these row counts by group: each group has its rows of all of them."""
+    """Order rows by group. The rows are those of consecutive sub-matrices with the row counts `parts`; each group gets
+    its rows of all of them.
+    """
     groups = model.mamba_num_groups
     starts = [sum(parts[:n]) for n in range(len(parts))]
     runs, ours = [], 0
@@ -59,7 +61,9 @@ def mamba_tensors(theirs: str, ours: str = "layers.{layer}.self_attention.") -> 
 
 
 def _number(value: Any) -> float | None:
-    """Return a number from config.json, where an infinite number is an object. None if the value is not a number."""
+    """Return a number from config.json, in which infinity is written as an object. None if the value is not a
+    number.
+    """
     if isinstance(value, dict):
         return math.inf if value.get("__float__") == "Infinity" else None
     return value if type(value) in (int, float) else None

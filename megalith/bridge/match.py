@@ -262,7 +262,7 @@ def _untied_if_stored(source: SourceFolder, family: Family, model: ModelConfig) 
 
 
 def _with_stored_mtp(source: SourceFolder, family: Family, model: ModelConfig) -> ModelConfig:
-    """Return a model without multi-token prediction if config.json has it and the files do not.
+    """Return `model` without multi-token prediction if config.json has it but the files do not.
 
     transformers saves no such layers.
     """

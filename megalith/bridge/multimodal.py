@@ -185,22 +185,22 @@ def with_text_config(config: dict[str, Any], text: dict[str, Any], **top: Any) -
     Args:
         config: the multimodal model's config.json.
         text: the language model's configuration.
-        top: keys beside text_config.
+        top: other keys to change at the top level.
     """
     changed = {**thinker_of(config), "text_config": text, **top}
     return {**config, THINKER: changed} if THINKER in config else changed
 
 
 def thinker_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the object of a config.json that contains text_config: the thinker's, if the model also generates
-    speech.
+    """Return the object of config.json that contains text_config. In models that also generate speech, this is the
+    thinker's.
     """
     thinker = config.get(THINKER)
     return thinker if isinstance(thinker, dict) else config
 
 
 def _on_text(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a text family that computes the same on text as this language model."""
+    """Return the config.json of a text-only family that computes the same for text as this language model."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key)
         if isinstance(rope, dict) and any(name in rope for name in MROPE):

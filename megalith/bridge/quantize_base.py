@@ -1,8 +1,9 @@
-"""The quantized base of adapters (`lora.quantize_base`): filled from `model.init_from`, or dequantized again.
+"""The quantized base of adapters (`lora.quantize_base`): quantizes the weights in `model.init_from`, and dequantizes
+them again.
 
 Each matrix of the Hugging Face model is quantized separately, in every layout and for every format of the weights. All
-layouts therefore have the same quantized weights. If a folder already has a matrix in the run's form, its quantized
-values are used unchanged.
+layouts therefore have the same quantized weights. If a folder already contains a matrix in the configured format, its
+quantized values are used unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megalith.progress import Progress
 
 
 class CodedBase:
-    """The weights that `model.init_from` names, quantized as `lora.quantize_base` says."""
+    """The weights in `model.init_from`, quantized to the format in `lora.quantize_base`."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class CodedBase:
     ):
         """Open the weights. They are quantized on `device`.
 
-        `taken` takes a parameter's name and returns the matrix that LoftQ subtracts from it before quantizing, in its
-        shape.
+        `taken` is a function from a parameter's name to the matrix, of the parameter's shape, that LoftQ subtracts
+        before quantizing.
         """
         self._taken = taken
         path, model = config.model.init_from, config.model
@@ -69,7 +70,7 @@ class CodedBase:
         return {f"{name}.weight" for name, _ in base_matrices(build_on_meta(self._model))}
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Return rows, or experts, of a parameter with the source's values, in float32 on the CPU."""
+        """Return rows, or experts, of a parameter with the source's values: float32 on the CPU."""
         group = self._groups[name]
         offset, shape = (first, *(0,) * (len(group.shape) - 1)), (count, *group.shape[1:])
         if self._match is not None:
@@ -94,8 +95,7 @@ class CodedBase:
         )
 
     def codes_without(self, name: str, dense: Tensor, taken: Tensor) -> WeightCodes:
-        """Subtract `taken` from a matrix and return the difference, quantized. Quantized values in the folder are not
-        used."""
+        """Subtract `taken` from a matrix, and quantize the difference. Quantized values in the folder are not used."""
         group, rest = self._groups[name], dense - taken.to(dense)
         matrices = (
             encode(self.form, rest[rows.to(rest.device)], rows) for rows in rows_of_sources(group).values()
@@ -103,7 +103,7 @@ class CodedBase:
         return assemble(self.form, rest.shape, matrices)
 
     def codes_rows_alone(self, name: str) -> bool:
-        """Return True if this quantization can quantize some rows of a matrix independently of the others.
+        """Return True if rows of this matrix can be quantized independently of the other rows.
 
         It is False if the folder already has quantized values of the matrix, or if LoftQ subtracts something from it.
         """
@@ -113,7 +113,7 @@ class CodedBase:
         return self.form in ("int8", "mxfp4") and len(group.shape) == 2 and not has_codes and is_whole
 
     def codes_of_rows(self, dense: Tensor) -> WeightCodes:
-        """Quantize rows of a matrix for which `codes_rows_alone` is True."""
+        """Quantize some rows of a matrix for which `codes_rows_alone` is True."""
         rows = torch.arange(len(dense), device=self._device)
         return assemble(self.form, dense.shape, [encode(self.form, dense.to(self._device), rows)])
 

@@ -110,7 +110,7 @@ def notes_on_blocks(tensors: Layout, names: set[str], form: Form) -> list[str]:
 
 
 def quantize(matrix: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Quantize a float32 matrix [out, in]. Returns quantized values [out, in] and float32 scales."""
+    """Quantize a float32 matrix [out, in]. Return values in the quantized dtype [out, in], and float32 scales."""
     return int8_codes(matrix) if form == "int8" else fp8_codes(matrix)
 
 
@@ -187,13 +187,13 @@ class QuantizedMatrix:
 
     @property
     def form(self) -> str | None:
-        """Class of ops/weight_codes.py with the same values and scales, or None if there is none."""
+        """Quantization format in ops/weight_codes.py with the same values and scales, or None if there is none."""
         if self.codes.dtype == DTYPE_CODES[torch.int8]:
             return "int8" if self.block[0] == 1 else None
         return "fp8" if self.block == (BLOCK, BLOCK) else None
 
     def coded(self, rows: Tensor, device: torch.device | str) -> CodedMatrix:
-        """Return the quantized values as they are; `rows` are the matrix's rows in the weight."""
+        """Return the stored quantized values without change. `rows` are the matrix's row indices in the weight."""
         codes, scales = self.codes.read().to(device), self.scales.read().float().to(device)
         return CodedMatrix(rows, codes, scales) if self.form == "int8" else fp8_matrix(rows, codes, scales)
 
@@ -220,7 +220,7 @@ class NF4Matrix:
     form: ClassVar[str] = "nf4"
 
     def coded(self, rows: Tensor, device: torch.device | str) -> CodedMatrix:
-        """Return the quantized values as they are; `rows` are the matrix's rows in the weight."""
+        """Return the stored quantized values without change. `rows` are the matrix's row indices in the weight."""
         out, columns = self.shape
         codes = self.tensors[""].read().to(device).view(out, columns // 2)
         absmax = self.tensors["absmax"].read().to(device).view(out, -1)

@@ -217,7 +217,7 @@ def _scaling(kind: str, rope: Mapping[str, Any], hf_config: Mapping[str, Any]) -
 
 
 def _derived_factor(kind: str, rope: Mapping[str, Any], length: Any, original: Any) -> float:
-    """Return the ratio of the two lengths, which is LongRoPE's factor, and YaRN's if that is null, in transformers."""
+    """Return the ratio of the two lengths. In transformers it is LongRoPE's factor, and also YaRN's if that is null."""
     if not (kind == "longrope" or (kind == "yarn" and "factor" in rope)):
         raise ConfigError(f"config.json has rotary scaling {kind} without factor; add the model's factor")
     if not length or not original:

@@ -46,7 +46,7 @@ class RowRun:
 class Rule:
     """Assembles one Megalith tensor from Hugging Face tensors.
 
-    With one name, the sources of `order`'s runs are consecutive parts of that tensor: queries, then keys, then values.
+    With one name, the sources of `order`'s runs are consecutive blocks of that tensor: queries, then keys, then values.
     """
 
     names: tuple[str, ...]
@@ -100,7 +100,9 @@ def with_ones(name: str, before: int, after: int) -> Rule:
 
 
 def stacked(rule: Rule, transposed: bool = False, flat: bool = False) -> Rule:
-    """Apply a rule to each expert of one tensor with all experts; `flat`: the experts' matrices below each other."""
+    """Return the mapping rule of a tensor that contains the matrices of all experts. `rule` applies to each expert;
+    with `flat`, the matrices are concatenated by rows.
+    """
     return replace(rule, stacked=True, transposed=transposed, flat=flat)
 
 
@@ -125,8 +127,9 @@ def interleaved_qkv(*names: str) -> Rule:
 
 
 def swapped_halves_qkv(*names: str) -> Rule:
-    """Return the mapping rule of `qkv` with the halves of each query and key swapped, for RoPE in the opposite
-    direction."""
+    """Return the mapping rule of `qkv` in which the two halves of each query and key are swapped, for RoPE in the
+    opposite direction.
+    """
     return Rule(names, _by_group_swapped)
 
 
@@ -230,7 +233,7 @@ def deinterleave(source: int, theirs: int, ours: int, size: int) -> list[RowRun]
 
 
 def _from_one_tensor(runs: list[RowRun]) -> list[RowRun]:
-    """Return the runs for sources that are consecutive parts of one tensor."""
+    """Return the runs for sources that are consecutive blocks of one tensor."""
     starts, total = {}, 0
     for source in sorted({run.source for run in runs}):
         starts[source] = total

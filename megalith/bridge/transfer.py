@@ -14,7 +14,7 @@ Read = Callable[[str], Tensor]  # returns a Hugging Face tensor by name, memory-
 
 
 class Scratch:
-    """A reusable buffer. Filling freshly allocated memory costs three times as much."""
+    """A reusable buffer. Freshly allocated memory takes three times as long to fill."""
 
     def __init__(self):
         self._bytes = torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Certificate of a conversion: compares all tensors bitwise, and the logits of a probe batch.
+"""Certificate of a conversion: compares all tensors bitwise, and logits on a small batch of probe tokens.
 
 Tensors: the checkpoint's, converted to Hugging Face's format, must equal the folder's bitwise; the folder's, converted
 to Megalith's format, must equal the checkpoint's, rounded to the folder's dtypes. Logits: Megalith's from the

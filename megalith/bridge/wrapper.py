@@ -1,6 +1,6 @@
 """The multimodal model that an exported language model is written back into.
 
-The vision tower, the projector and the processor's files come unchanged from the folder of the original.
+The vision tower, the projector and the processor's files are copied unchanged from the folder of the original model.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def export_adapters(
 def load_adapter_pairs(
     source: str | Path, base: str | Path, model: ModelConfig, fingerprint: str | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return full A and B of each matrix with an adapter, to apply several adapters to one base.
+    """Return full A and B of each adapted matrix, so that several adapters can share one base.
 
     Args:
         source: a run with adapters, a step of one, or a folder in PEFT's format.
@@ -178,6 +178,6 @@ def load_adapter_pairs(
 
 
 def slot_ranks(model: ModelConfig, rank: int) -> dict[str, int]:
-    """Return matrix name → sum of its adapters' ranks, if each sub-matrix has an adapter of rank `rank`."""
+    """Return, by matrix name, the sum of the ranks of its adapters if each sub-matrix has an adapter of rank `rank`."""
     lora = LoraConfig(rank=rank, targets=[*model_sites(model)])
     return {name: sum(adapter.ranks.values()) for name, adapter in adapters(build_on_meta(model, lora))}

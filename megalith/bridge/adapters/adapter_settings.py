@@ -29,7 +29,7 @@ STORED_SETTINGS = (
 
 
 def with_saved_modules(config: RunConfig) -> RunConfig:
-    """Return `config` with Megalith's names of the modules in `lora.modules_to_save` and of the matrices in
+    """Return `config` with Megalith's names for the modules in `lora.modules_to_save` and for the matrices in
     `lora.trainable_token_indices`.
 
     Raises ConfigError for a module that the model lacks or that cannot be trained, and for a module in both settings.
@@ -56,7 +56,7 @@ def with_saved_modules(config: RunConfig) -> RunConfig:
 
 
 def trains_tied_embedding(config: RunConfig) -> bool:
-    """Return True if `lora.modules_to_save` names an embedding that the output matrix is tied to.
+    """Return True if `lora.modules_to_save` contains an embedding that is tied to the output matrix.
 
     The base's configuration is read from `model.init_from`.
     """
@@ -67,7 +67,7 @@ def trains_tied_embedding(config: RunConfig) -> bool:
 
 
 def with_lora_load(config: RunConfig) -> RunConfig:
-    """Return `config` with the settings of the adapters that `lora.load` names.
+    """Return `config` with the settings of the adapters in `lora.load`.
 
     Raises ConfigError if one of them is set to another value.
     """

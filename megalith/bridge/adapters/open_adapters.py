@@ -1,4 +1,4 @@
-"""Adapters in a run or in a folder in PEFT's format, opened with the base that they name."""
+"""Opens adapters of a run or of a folder in PEFT's format, together with the base that they were trained on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from megalith.parallel.gather import ALONE
 
 
 def base_reader(path: str, trust: bool, model: ModelConfig, seed: int = SEED) -> Callable[[str], Tensor]:
-    """Return a function that reads a tensor, by name, of the base model in `path`."""
+    """Return a function that reads a tensor of the base model in `path` by name."""
     if not is_foreign_weights(path):
         return tensor_reader(open_existing(path, show_progress=False))
     matched = open_weights(path, trust, model.vocab_size)

@@ -1,7 +1,7 @@
 """A.X K1: DeepSeek-V3 with a norm of the experts' output.
 
-transformers names the norm `mlp.post_mlp_layernorm`. The published files, and those that transformers writes, have it
-beside the MLP.
+transformers names the norm `mlp.post_mlp_layernorm`. In the published files, and in those that transformers writes, it
+is not inside the MLP module.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ They differ in three places:
     PEGASUS, M2M100       pre-LN, sinusoidal positions
     Marian                post-LN, sinusoidal positions
 
-Megalith numbers the layers consecutively, as in T5. In post-LN models, the norm after a layer is here the norm at the
-start of the next layer of its stack. `final_logits_bias` is a constant, which files may lack.
+Megalith numbers the layers consecutively, as in T5. In post-LN models, the norm after a layer is stored as the norm at
+the start of the next layer of its stack. `final_logits_bias` is a constant that files may lack.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ class FirstToken:
 
 
 class OmittedDropout:
-    """Warns if a key enables dropout that Megalith does not have: of activations, or of whole layers."""
+    """Warns if a key enables a kind of dropout that Megalith does not support: dropout of activations or of whole
+    layers.
+    """
 
     KEYS = ("activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
 
@@ -268,7 +270,9 @@ def family(
     *rows: ConfigRow,
     **how: Any,
 ) -> BartFamily:
-    """Return a family with the shared tables, further rows of tensors and settings, and the values of missing keys."""
+    """Return a family that has the shared tables, additional rows of tensors and settings, and defaults for missing
+    keys.
+    """
     return BartFamily(
         architecture=architecture,
         model_type=model_type,

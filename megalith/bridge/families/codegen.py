@@ -1,7 +1,7 @@
 """CodeGen of Salesforce: GPT-J with one QKV matrix, stored as four blocks, one per tensor-parallel rank of its
 training.
 
-Each part has its queries, then its values, then its keys.
+Each block has its queries, then its values, then its keys.
 """
 
 from __future__ import annotations

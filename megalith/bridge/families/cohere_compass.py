@@ -1,6 +1,6 @@
 """Cohere Compass's language model: Cohere 2 with RoPE in halves. Each kind of layer has its own RoPE or none.
 
-The vision model around it gives a token three positions. For text, all three are equal. That is plain RoPE.
+In the multimodal model, a token has three positions. For text, all three are equal, which is the same as ordinary RoPE.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DBRX: experts in every layer, clamped queries, keys and values, LayerNorm without biases.
 
-The keys of attention and experts are in two objects, `attn_config` and `ffn_config`. A tensor has the matrices of all
-experts below each other. The published models have the base of RoPE in `attn_config`; transformers 5.24 reads it only
-from `rope_parameters`, so that files with two different bases are rejected.
+The keys of attention and experts are in two objects, `attn_config` and `ffn_config`. A tensor contains the matrices of
+all experts, concatenated by rows. The published models have the base of RoPE in `attn_config`; transformers 5.24 reads
+it only from `rope_parameters`, so that files with two different bases are rejected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decoders with sinusoidal positions: XGLM and CTRL.
 
-XGLM: OPT's layers; position 0 has the sinusoids of position 2. transformers sets those of position `pad_token_id` to 0,
-which only padding tokens 0 and 1 leave without effect.
+XGLM: OPT's layers; position 0 has the sinusoids of position 2. transformers sets the sinusoids of position
+`pad_token_id` to 0. This has no effect only if `pad_token_id` is 0 or 1.
 
 CTRL: ReLU, a bias of the output matrix, which is tied, and no dropout in attention. The epsilon of its layers' norms is
 1e-6 whatever config.json says.
@@ -22,7 +22,7 @@ from megalith.errors import ConfigError
 
 
 class PaddingBeforePositions:
-    """Refuses a `pad_token_id` whose row of sinusoids is a position's."""
+    """Rejects a `pad_token_id` whose row of sinusoids belongs to a position in use."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         token = hf_config.get("pad_token_id", 1)

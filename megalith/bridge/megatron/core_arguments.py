@@ -43,10 +43,10 @@ BALANCING = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")
 
 
 def vocabulary_size(args: Mapping[str, Any]) -> int | None:
-    """Return the vocabulary size without padding, or with it where the arguments do not tell.
+    """Return the vocabulary size without padding; with padding if the arguments do not determine the unpadded size.
 
-    Megatron reads vocab_size for few tokenizers. A value that would leave more rows to padding than Megatron adds is
-    not the tokenizer's size. Before core 0.18, a NullTokenizer has one more entry, its end of document.
+    Megatron reads vocab_size for few tokenizers. A value is not the tokenizer's size if it implies more padding rows
+    than Megatron adds. Before core 0.18, a NullTokenizer has an additional entry for the end of a document.
     """
     size, padded = args.get("vocab_size"), args.get("padded_vocab_size")
     if size and args.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in args:

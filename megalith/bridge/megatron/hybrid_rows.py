@@ -1,8 +1,9 @@
 """Mapping rules and arguments of Megatron core's other mixers: gated delta nets and Mamba-2.
 
-Megatron has one input projection per mixer, in parts: the queries of all heads, then all keys, and so on. Distributed
-checkpoints store each part as a tensor of its own, `in_proj.weight.query`; rank files have each rank's rows of all
-parts in one. The rows here have the parts (`split_parts`, `join_parts`).
+Megatron has one input projection per mixer, which consists of sub-matrices: the queries of all heads, then all keys,
+and so on. Distributed checkpoints store each sub-matrix as a separate tensor, such as `in_proj.weight.query`. Files of
+the legacy format have one tensor with a rank's rows of all sub-matrices. The mapping rules use separate sub-matrices
+(`split_parts`, `join_parts`).
 
 A gated delta net is the attention of a GPT layer. Mamba-2 is a layer of the hybrid model, whose pattern gives each
 layer a single branch.

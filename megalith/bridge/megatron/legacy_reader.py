@@ -1,7 +1,7 @@
 """Reading of Megatron-LM's legacy checkpoints.
 
-The format is `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file per tensor and pipeline rank. Each tensor rank has a part
-of each matrix, by rows or columns; each pipeline rank numbers its layers from 0. With interleaving, a file contains
+The format is `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file per tensor and pipeline rank. Each tensor rank has some
+rows or columns of each matrix. Each pipeline rank numbers its layers from 0. With interleaving, a file contains
 `model0`, `model1`, …: chunk v of stage p follows chunk v of all earlier stages.
 """
 

@@ -58,7 +58,7 @@ class MegatronSource:
         """Do nothing: the names are complete."""
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor by name. The last tensor is cached because a caller reads a tensor in blocks."""
+        """Return a tensor by name. The last one is cached, because callers read a tensor in several blocks."""
         if self._last is None or self._last[0] != name:
             self._last = (name, self.tensors[name].read())
         return self._last[1]

@@ -1,9 +1,9 @@
 """Writers of Megatron's two checkpoint formats.
 
 `torch_dist` is a torch.distributed.checkpoint directory, readable in any layout. Identical layers are stacked in one
-tensor with the layers as first dimension, and so are a layer's experts. Each layer or expert is a shard, created when
-it is written. The fp32 weights have two names for the same bytes, because Megatron's two optimizers name them
-differently.
+tensor whose first dimension is the layer, and the experts of a layer likewise. Each layer or expert is a shard, which
+is created when it is written. The fp32 weights have two names for the same bytes, because Megatron's two optimizers
+name them differently.
 
 The legacy format has one file per tensor and pipeline rank, which is in memory when it is written.
 """
@@ -232,7 +232,7 @@ def _item(index: MetadataIndex, shard: _Shard) -> WriteItem:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writer of one file in one thread: errors in other threads would be lost."""
+    """Writes one file in a single thread. With more threads, their errors would be lost."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, per_thread_copy_ahead=0)
@@ -291,7 +291,7 @@ def write_ranks(
 
 
 def _stage(tensors: CoreTensors, stage: int, stages: int) -> Iterator[tuple[str, str]]:
-    """Yield the tensors of a pipeline stage and their sources. The last stage has a copy of a tied embedding."""
+    """Yield each tensor of a pipeline stage with its source. The last stage has a copy of a tied embedding."""
     model, (embedding, head, *_) = tensors.model, VOCABULARY
     per_stage = model.num_layers // stages
     for name in tensors.names:

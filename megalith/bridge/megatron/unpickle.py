@@ -148,7 +148,7 @@ def load_torch(path: Path, folder: Path, trust: bool, stored: bytes | None = Non
 
 
 def _names(source: Path | BinaryIO, zipped: bool) -> Iterable[str]:
-    """Return the names in the file's pickles that torch does not allow by default. Nothing is unpickled."""
+    """Return the names in the file's pickles that torch does not allow by default. Does not unpickle anything."""
     if zipped:
         return get_unsafe_globals_in_checkpoint(source)
     names = set()

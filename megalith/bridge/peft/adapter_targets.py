@@ -41,7 +41,7 @@ class AdapterTarget:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Parts of the matrix → names of the Hugging Face modules, or of the experts' parameter."""
+        """Names of the Hugging Face modules, or of the experts' parameter, by sub-matrix."""
         if self.of_experts:
             return {WHOLE: self._parameter()}
         names = [name.removesuffix(".weight") for name in self.group.names()]
@@ -63,7 +63,7 @@ class AdapterTarget:
 
     @property
     def columns(self) -> int:
-        """Number of columns."""
+        """Number of columns of the matrix, or of one expert's."""
         return self.group.shape[-1]
 
     def rows_of_modules(self) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class AdapterTarget:
         return {name.removesuffix(".weight"): order.squeeze(1).long() for name, order in theirs}
 
     def rows_of_part(self, part: str) -> Tensor:
-        """Return the row indices of this sub-matrix in Megalith's matrix, in the row order of its B, int64."""
+        """Return the row in Megalith's matrix of each row of this sub-matrix's B, int64."""
         rows, model, parts = torch.arange(self.rows), self.group.model, SITES[self.site]
         if part == WHOLE:
             return rows

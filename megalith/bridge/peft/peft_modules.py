@@ -35,10 +35,10 @@ EMBEDDING = WORD_EMBEDDINGS
 
 
 def resolve_saved_modules(names: Iterable[str], family: Family, model: ModelConfig) -> list[str] | None:
-    """Return the paths, as in models/saved_modules.py, of the modules that `lora.modules_to_save` names.
+    """Return the module paths (as in models/saved_modules.py) that the entries of `lora.modules_to_save` refer to.
 
-    A name is first compared with transformers' modules, then with Megalith's. Returns None if the names mean no module
-    other than the score of a reward model, which is trained anyway.
+    A name is first compared with transformers' modules, then with Megalith's. Returns None if the only module among
+    them is the score of a reward model, which is trained in any case.
 
     Raises:
         ConfigError: a module is missing, or cannot be trained in full.
@@ -70,8 +70,9 @@ def resolve_saved_modules(names: Iterable[str], family: Family, model: ModelConf
 
 
 def _modules_by_path(family: Family, groups: Iterable[Group]) -> dict[str, set[str]]:
-    """Return, by path, the Hugging Face modules that hold the parameters of that path's module, and all modules that
-    contain these."""
+    """Return, for each module path, the Hugging Face modules with that module's parameters, and all modules that
+    contain these.
+    """
     by_path: dict[str, set[str]] = {}
     for group in groups:
         modules = by_path.setdefault(path_of(group.name), set())
@@ -84,8 +85,9 @@ def _modules_by_path(family: Family, groups: Iterable[Group]) -> dict[str, set[s
 
 
 def transformers_names(family: Family, group: Group) -> list[str]:
-    """Return the names that transformers' model has for the tensors of a group, including the name of a tied output
-    matrix."""
+    """Return the names under which transformers has the tensors of a group, including the name of a tied output
+    matrix.
+    """
     names = group.names(0 if group.experts is not None else None)
     if path_of(group.name) == EMBEDDING and is_tied(group.model):
         names = [*names, family.tied]

@@ -127,14 +127,15 @@ class PeftFolder:
 
     @cached_property
     def _resolved(self) -> list[str]:
-        """The paths of the modules that the folder's `modules_to_save` names."""
+        """The paths of the modules in the folder's `modules_to_save`."""
         names = self._config.get("modules_to_save") or []
         if self._model.score_head:
             names = [name for name in names if name not in SCORE_MODULES]
         return resolve_saved_modules(names, self._family, self._model) or []
 
     def _find_saved(self, family: Family) -> dict[str, Group]:
-        """Return the groups of the modules that the folder has in full, by name. Sets their tensors' names.
+        """Return the groups of the modules that the folder contains in full, by name. Also sets the names of their
+        tensors.
 
         PEFT writes the trained modules. It also writes embedding and output matrix if it is configured to, or if the
         vocabulary was resized.
@@ -290,7 +291,7 @@ class PeftFolder:
         them.
 
         The rank of such a module is a multiple of `r`, and each block of `r` columns of its B is zero outside the rows
-        of one part.
+        of one sub-matrix.
         """
         rank, kinds_by_site = self._config["r"], {}
         for stored in self._adapters.values():
@@ -305,7 +306,9 @@ class PeftFolder:
         }
 
     def _parts_of_blocks(self, stored: _Stored, rank: int) -> tuple[str, ...]:
-        """Return the part of each block of `rank` columns of a fused module's B; empty if the blocks are not parts."""
+        """Return the sub-matrix of each block of `rank` columns of a fused module's B. Empty if the blocks do not
+        correspond to sub-matrices.
+        """
         target, b = stored.target, self._tensors[f"{stored.prefix}.lora_B.weight"].read()
         all_parts, module = SITES[target.site], target.modules[WHOLE]
         if rank < 1 or b.shape[1] % rank or b.shape[1] > rank * len(all_parts):
@@ -379,7 +382,7 @@ class PeftFolder:
         return value if value in ("pissa", "olora") else "default"
 
     def _layers(self, by_site: Mapping[str, Mapping[str, set[str]]]) -> list[int] | None:
-        """The layers with adapters; None means all. Each must have adapters on the same modules."""
+        """The layers with adapters; None means all. All of them must have adapters on the same modules."""
         with_site: dict[str, set[str]] = {}
         for target in self._targets.values():
             with_site.setdefault(target.site, set()).add(target.layer)

@@ -52,7 +52,7 @@ def resolve_tokens(
 
 
 def _paths(name: str, family: Family, model: ModelConfig) -> list[str]:
-    """Return the paths that a name in transformers means, without the path of an output bias."""
+    """Return the paths of the modules that a transformers name refers to, without the path of an output bias."""
     paths = resolve_saved_modules([name], family, model) or []
     return [path for path in paths if path != "vocabulary"]
 

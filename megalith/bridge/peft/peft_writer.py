@@ -287,9 +287,9 @@ def _their_tokens(
 def pattern_values(names: Mapping[str, str], values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     """Return a PEFT pattern: module name → value, for values that differ from the default.
 
-    A name is a shared one, the end of several modules' names, if all modules that end with it have the same value;
-    otherwise it is the full name of a module. So no two names give a module different values, and their order does not
-    matter: PEFT sorts them when it saves.
+    A name in the pattern is a suffix if all modules whose names end with it have the same value, and otherwise the full
+    name of a module. No two names then give a module different values, so their order does not matter, although PEFT
+    sorts them when it saves.
     """
     shared: dict[str, set] = {
         name: {values[module] for module in names if f".{module}".endswith(f".{name}")}
@@ -302,7 +302,7 @@ def pattern_values(names: Mapping[str, str], values: Mapping[str, Any], default:
 def _target_suffixes(
     adapted_modules: Iterable[str], family: Family, model: ModelConfig, layers: set[str]
 ) -> dict[str, str]:
-    """Return for each module the shortest suffix that matches adapted modules only. PEFT matches by suffix.
+    """Return, for each module, its shortest suffix that matches only adapted modules. PEFT matches by suffix.
 
     `layers` are the names of the layers with adapters: modules of others are not matched.
     """
