@@ -34,7 +34,7 @@ def collectively(world: Axis, work: Callable[[], Any]) -> list[Any]:
 
 
 class CollectiveError(CheckpointError):
-    """Failure of some ranks, raised on all."""
+    """Raised on all ranks if some ranks failed."""
 
     def __init__(self, reasons: Mapping[int, str], world_size: int):
         by_reason: dict[str, list[int]] = {}

@@ -57,7 +57,9 @@ def with_average(checkpoint: Checkpoint) -> tuple[Checkpoint, bool]:
 
 @dataclass(frozen=True)
 class MeanValues:
-    """A box of the mean of one tensor over several checkpoints, computed as it is written. Implements TensorSource."""
+    """A box of the mean of one tensor over several checkpoints. It is computed when it is written. Implements
+    TensorSource.
+    """
 
     checkpoints: Sequence[Checkpoint]
     name: str

@@ -197,8 +197,9 @@ class SafetensorsEntry:
 
 
 def list_safetensors(file: Path, way_out: str) -> dict[str, SafetensorsEntry]:
-    """Return the tensors of a file by name. Raises CheckpointError, ending in `way_out`, if it is not a safetensors
-    file."""
+    """Return the tensors of a file by name. Raises CheckpointError, whose message ends with `way_out`, if it is not a
+    safetensors file.
+    """
     try:
         with safe_open(file, framework="pt") as checked:
             names = list(checked.keys())
@@ -217,7 +218,7 @@ def list_safetensors(file: Path, way_out: str) -> dict[str, SafetensorsEntry]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject duplicate names, because the library may have validated the other entry."""
+    """Reject duplicate names in a header: the library validates only one of the entries."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError("its header contains a name twice")

@@ -1,9 +1,9 @@
 """Fingerprints and comparisons of checkpoints by their global tensors, the same in every layout.
 
 Adapters belong to the base weights they were trained on, which their checkpoints do not contain. `fingerprint`
-identifies the base weights by a few values of each tensor: training changes nearly every weight, so a sample
-suffices, and reading all would take as long as loading. Values are taken from the weights in memory, each from a rank
-that holds it.
+identifies the base weights by a few values of each tensor: training changes nearly every weight, so a sample suffices,
+and reading all would take as long as loading. The values are read from the weights in memory, each on a rank that holds
+it.
 
 `tensor_digests` hashes the complete tensors of a step, and `differences` compares two steps.
 """
@@ -33,7 +33,7 @@ Sample = dict[str, dict[int, str]]  # hexadecimal bytes of a value, by tensor an
 def fingerprint(
     shards: Mapping[str, LocalShard], world: Axis, sampled: Mapping[str, Mapping[int, str]] | None = None
 ) -> str | None:
-    """Return a digest of sampled tensor values on rank 0, None on other ranks. Collective over `world`.
+    """Return a digest of sampled tensor values on rank 0, and None on other ranks. Collective over `world`.
 
     The shards must exclude vocabulary padding. `sampled` are samples of tensors that are no longer in memory.
     """

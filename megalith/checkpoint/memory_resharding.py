@@ -2,9 +2,9 @@
 
 Each rank assembles its new shards from old ones.
 
-Shards are boxes in global tensors (extent.py). Ranks tell each other which boxes they hold and which they need, so that
-each rank knows which values to send. A rank uses the values that it holds itself, and receives each other value from
-one rank that holds it.
+Shards are boxes in global tensors (extent.py). Ranks exchange lists of the boxes that they hold and need, so that each
+rank knows which values to send. A rank uses the values that it holds itself, and receives every other value from one
+rank that holds it.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _transfer(
     sender: int,
     world: Axis,
 ) -> list[Tensor]:
-    """Send pieces to one rank, and return the pieces that another rank sends."""
+    """Send pieces to one rank, and return the pieces that another rank sends to this one."""
     received = [torch.empty(piece.part.shape, dtype=values[piece.needed].dtype) for piece in pieces]
     works = []
     for tensors, exchange, peer in ((sent, dist.isend, receiver), (received, dist.irecv, sender)):

@@ -2,8 +2,8 @@
 
 Each rank copies its state into host memory and sends the copy to a partner rank, on another host if there are several.
 A thread sends it while training continues. If a rank dies, its replacement receives the partner's copy, and the others
-use their own. One snapshot per rank is complete at any time while the next one is made, so a rank has buffers for four
-states: two of its own and two of the rank whose partner it is.
+use their own. While a snapshot is made, the previous one stays complete. A rank therefore has buffers for four states:
+two of its own, and two of the rank whose partner it is.
 
 A snapshot can be restored only if each rank's state is complete in that rank's memory or in its partner's. Copies
 have a SHA-256 per buffer, which is verified before a restore. If the number of ranks has changed since, each rank
@@ -39,7 +39,7 @@ HASH_THREADS = 4
 
 @dataclass
 class Snapshot:
-    """State of one rank after one step."""
+    """The state of one rank after a step."""
 
     serial: int
     """Position of this snapshot in the order of all snapshots; the same on every rank. Steps may repeat after a loss
@@ -256,7 +256,7 @@ class MemorySnapshots:
         return [torch.empty(count, dtype=torch.uint8) for count in counts]
 
     def find(self, world: Axis) -> int | None:
-        """Return the serial of the newest snapshot that the ranks can restore, or None. Collective.
+        """Return the number of the newest snapshot that the ranks can restore, or None. Collective.
 
         If there is none, all ranks continue the numbering of snapshots from the same serial.
         """
@@ -359,8 +359,9 @@ Worlds = Mapping[str, Sequence[int]]  # serial -> number of ranks, and the rank 
 
 
 def _worlds(snapshots: Mapping[int, Snapshot]) -> Worlds:
-    """Return the origin of each complete snapshot by its serial, as JSON: the number of ranks, and the rank whose state
-    it is."""
+    """Return, for each complete snapshot by its number, its origin as JSON: the number of ranks, and the rank whose
+    state it is.
+    """
     return {str(serial): snapshots[serial].description["world"] for serial in _complete(snapshots)}
 
 

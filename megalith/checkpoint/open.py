@@ -125,7 +125,7 @@ def open_existing(
 
 
 def check_files(checkpoint: Checkpoint, names: Collection[str], show_progress: bool = False) -> list[str]:
-    """Return a sentence for each of the named files that is damaged."""
+    """Return one sentence for each of the files `names` that is damaged."""
 
     def problem(name: str) -> str | None:
         try:
@@ -147,7 +147,7 @@ def check_files(checkpoint: Checkpoint, names: Collection[str], show_progress: b
 
 
 def step_problems(folder: Path | StorePath, show_progress: bool = False) -> list[str]:
-    """Return the problems of a step with its manifest, files and their tensors. Empty if it is intact."""
+    """Return the problems in the manifest, files and tensors of a step. Empty if it is intact."""
     try:
         checkpoint = _with_files(folder, _manifest_of(folder), [{"host": ""}], ALONE)
         if problems := check_files(checkpoint, checkpoint.manifest.files, show_progress):
@@ -273,8 +273,9 @@ def _needed_files(
 
 
 def _share_of_hashing(answers: Sequence[Mapping[str, Any]], manifest: Manifest, rank: int) -> list[str]:
-    """Return the files that this rank verifies: its share of the files that its machine's ranks read, balanced by
-    size, largest first."""
+    """Return the files that this rank verifies: its share of the files that the ranks of its machine read. Shares are
+    balanced by size.
+    """
     load = {peer: 0 for peer, answer in enumerate(answers) if answer["host"] == answers[rank]["host"]}
     files = sorted({name for peer in load for name in answers[peer]["needed"]})
     mine = []

@@ -1,6 +1,6 @@
 """Plans a save so that each shard is written once and the bytes are balanced over the ranks.
 
-Every rank sends rank 0 the list of its shards. Rank 0 makes the plan and sends each rank its part. A shard held by
+Every rank sends rank 0 the list of its shards. Rank 0 makes the plan and sends each rank its share. A shard held by
 several ranks (data parallelism without sharding, norms under tensor parallelism) goes to the rank with the fewest
 bytes so far, beginning with the largest shards.
 
@@ -43,7 +43,7 @@ class Plan:
 def make_plan(shards: StateShards, world: Axis) -> Plan:
     """Decide which rank writes which shard.
 
-    Collective: each rank passes its own shards and gets its part of the plan. Rank 0 also gets the table of all
+    Collective. Each rank passes its own shards and gets its share of the plan. Rank 0 also gets the table of all
     tensors.
     """
     table, shares = divide(gather_json(entries(shards), world, to_first=True))

@@ -220,7 +220,9 @@ def _reject_special_file(path: Path, name: str) -> None:
 
 
 def _fetch_copy(path: StorePath, target: Path) -> Path:
-    """Fetch into a uniquely named file next to `target`, because another rank may fetch the same file."""
+    """Fetch into a uniquely named file next to `target`, because other ranks may fetch the same file at the
+    same time.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     copy = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     path.fetch(copy)

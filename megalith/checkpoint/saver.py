@@ -165,8 +165,9 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Wait for the save in progress. After an error, for at most AFTER_AN_ERROR seconds: a rank it needs may be
-        lost."""
+        """Wait for the save in progress. After an error, wait at most AFTER_AN_ERROR seconds, because a rank that the
+        save needs may be lost.
+        """
         if kind is None:
             self._join()
         elif self._thread is not None:
@@ -298,7 +299,9 @@ def _share(plan: Plan, shards: StateShards) -> list[WriteItem]:
 
 
 def _staged(share: list[WriteItem], staging: Staging) -> Share:
-    """Copy the values now, and return a function that returns the copies, or raises if memory did not suffice."""
+    """Copy the values now. Return a function that returns the copies, or raises an error if there was not enough
+    memory.
+    """
     try:
         copies = staging.copy(
             item.values.float() if isinstance(item.values, Moment) else item.values for item in share

@@ -3,7 +3,7 @@ pipeline) rank.
 
 Their content depends on neither ZeRO nor expert parallelism: `pytorch_model_tp_T_pp_P.bin` contains what tensor rank T
 of pipeline stage P would hold with both turned off. Experts that tensor parallelism does not shard are divided among
-the stage's files: file T has the T-th part of them. Within a stage, all ranks send their pieces to the first rank with
+the stage's files: file T has the T-th block of them. Within a stage, all ranks send their pieces to the first rank with
 tensor rank T, one tensor at a time. It assembles them in a memory-mapped scratch file and writes the result from there,
 so that it needs memory for only one assembled tensor in addition to its own shards.
 
@@ -207,7 +207,7 @@ def _write(file: Path, tensors: Mapping[str, Tensor]) -> list:
 
 @contextmanager
 def _mapped(file: Path, kinds: Mapping[str, tuple], world: Axis) -> Iterator[dict[str, Tensor]]:
-    """Yield uninitialized tensors of these shapes and dtypes in a mapped scratch file, which is deleted at the end.
+    """Yield uninitialized tensors of these shapes and dtypes, mapped to a scratch file that is deleted at the end.
 
     Raises CheckpointError, identically on every rank, if there is no space.
     """

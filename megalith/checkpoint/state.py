@@ -105,7 +105,7 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model | None) -> d
 
 
 def _reduced_shard(parameter: LocalShard, values: Tensor, dim: int) -> LocalShard:
-    """Return the shard of a state with one element along `dim`.
+    """Return the shard of a state that has one element along `dim`.
 
     Ranks with different slices of `dim` hold the same values.
     """
@@ -311,7 +311,7 @@ def _fill_shards(
     stored: Mapping[str, LocalShard],
     progress: Progress,
 ) -> None:
-    """Fill `stored`, the rows of `shards` that are in the checkpoint, and set the other rows to zero."""
+    """Fill `stored`, which are the rows of `shards` that exist in the checkpoint, and set the other rows to zero."""
     moments = {name: shard for name, shard in stored.items() if isinstance(shard.values, Moment)}
     checkpoint.fill(part, {name: shard for name, shard in stored.items() if name not in moments}, progress)
     for name, shard in moments.items():

@@ -48,8 +48,9 @@ def list_steps(checkpoints: Path | StorePath) -> dict[int, Path | StorePath]:
 
 @cache
 def _save_number(folder: Path | StorePath, version: Any) -> int:
-    """Return the save number in a manifest, read once per version of it: manifests of large jobs take megabytes, and
-    every save needs all numbers."""
+    """Return the save number in a manifest. The result is cached per version of the manifest, because manifests of
+    large jobs take megabytes and every save needs all numbers.
+    """
     number = json.loads(manifest_bytes(folder))["save_number"]
     if type(number) is not int:
         raise ValueError(f"the manifest's save_number is {number}, not a whole number")
@@ -87,7 +88,7 @@ def save_order(folder: Path | StorePath, unreadable: int) -> tuple[int, int, str
 def next_save_number(checkpoints: Path | StorePath) -> int:
     """Return the next save number. It exceeds all others, including those of steps that are currently unreadable.
 
-    Steps that cannot be read are assumed to be the most recent saves, numbered consecutively.
+    Steps that cannot be read at present are assumed to be the most recent saves, with consecutive numbers.
     """
     orders = [save_order(step, unreadable=1) for step in list_steps(checkpoints).values()]
     return 1 + max((number for _, number, _ in orders), default=0) + sum(order[0] for order in orders)

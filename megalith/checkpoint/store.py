@@ -1,9 +1,9 @@
 """Atomic creation of step folders.
 
 A save writes into `step_00000100.tmp`, syncs every file, writes the manifest last, renames the folder, and only then
-updates `latest` and deletes old steps. Whenever a save is killed, earlier steps are intact; the next save removes its
-remains. A step that is saved again is renamed to `step_00000100.replaced` until the new one has its name, and counts as
-the step if the new one never gets it.
+updates `latest` and deletes old steps. If a save is killed at any point, earlier steps stay intact, and the next save
+removes its remains. A step that is saved again is renamed to `step_00000100.replaced` until the new one has its name,
+and counts as the step if the new one never gets it.
 
 An object store cannot rename. There, a save writes under a unique name in `step_00000100/`, then the manifest, which
 completes the step (or replaces it), then `latest`. A step's manifest is deleted before its files; a folder without a
