@@ -108,7 +108,7 @@ class _Bench:
         return [tuple(max(size // CPU_SHRINK, 8) for size in shape) for shape in shapes[:4]]
 
     def time(self, run: Bench) -> float:
-        """Return the median time of one run, in seconds."""
+        """Return the median time of one call of `run`, in seconds."""
         run()
         self._wait()
         first = self._seconds_per_run(run, 1)

@@ -155,7 +155,7 @@ class MetaModel:
         return (self._model.output_layer or self._model.embedding.word_embeddings).weight
 
     def idle_adapters(self) -> int:
-        """Return the number of adapter parameters in experts to which a token is not routed."""
+        """Return the number of adapter parameters of the experts that a token does not use."""
         model, total = self.config, 0
         for number, times in self.kinds(self.layer_numbers).items():
             for name, module in self.layer(number).named_modules():
@@ -164,14 +164,14 @@ class MetaModel:
         return total - active_experts(model, total)
 
     def kinds(self, layer_numbers: Iterable[int]) -> Counter[int]:
-        """Count these layers by kind. The index of its first layer identifies a kind."""
+        """Count these layers by kind. A kind is identified by the index of the first layer that has it."""
         key = tuple(layer_numbers)
         if key not in self._kinds:
             self._kinds[key] = Counter(map(self._first.__getitem__, key))
         return self._kinds[key]
 
     def outside(self, chunks: Sequence[Stage] | None = None) -> Counter[str]:
-        """Return the number of parameters outside the layers, by module.
+        """Return the number of parameters outside of layers, by module.
 
         Args:
             chunks: count only the parameters of a pipeline rank with these chunks; None means all.
@@ -394,5 +394,5 @@ def count_parameters(
 
 
 def active_experts(model: ModelConfig, experts: int) -> int:
-    """Return how many of a layer's `experts` parameters a token uses."""
+    """Return how many of the `experts` parameters in a layer's experts a token uses."""
     return experts * model.moe_router_topk // model.num_experts if experts else 0

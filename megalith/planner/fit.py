@@ -22,7 +22,7 @@ MAX_GPU_MEMORY = int(310 * GB)  # the largest GPUs have 288 GiB
 
 
 def fit_sentence(gpus: int, device: str, expected: float, usable: float) -> str:
-    """Return a sentence that compares the expected bytes on the fullest device with the usable bytes."""
+    """Return a sentence that compares the expected with the usable bytes on the fullest device."""
     fits = "fits" if expected <= usable else "does NOT fit"
     return f"{gpus} {device}: {fits}, {expected / GB:.1f} GB of {usable / GB:.1f} on the fullest GPU"
 

@@ -1,10 +1,10 @@
 """FLOPs per token, and the throughput and utilization that follow from them.
 
-A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward and twice as many backward (dgrad and
-wgrad): 6 FLOPs per weight and token. A token uses only the experts that it is routed to. Attention scores and values
-cost 2·2·S·(heads·head_dim) forward for S keys, three times that with the backward pass; a sliding window counts its
-visible keys only. A delta rule costs 2·3·(heads·key_dim·value_dim) forward, a state space model
-2·2·(heads·state_dim·head_dim). There are two conventions:
+Multiplying a token by an `[out, in]` weight takes 2·out·in FLOPs forward and twice as many backward (dgrad and wgrad):
+6 FLOPs per parameter and token. A token uses only the experts that it is routed to. Attention scores and values cost
+2·2·S·(heads·head_dim) forward for S keys, three times that with the backward pass; a sliding window counts its visible
+keys only. A delta rule costs 2·3·(heads·key_dim·value_dim) forward, a state space model 2·2·(heads·state_dim·head_dim).
+There are two conventions:
 
 - **causal** (Megatron-LM): half of the attention matrix, because the mask hides the other half;
 - **full** (PaLM, torchtitan): the full matrix. For Llama-3-8B at 8,192 tokens they differ by 12 %.

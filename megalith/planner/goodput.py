@@ -32,7 +32,7 @@ TENSORS_PER_LAYER = 8  # and the same number for each moment
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of saves and failures, in seconds.
+    """Costs of saves and failures: durations in seconds, and bandwidths.
 
     Defaults are measured values (docs/checkpoints.md, docs/reliability.md).
     """
@@ -135,13 +135,13 @@ def goodput(
 
 
 def share_with_memory(costs: Costs, save: float, restart: float, between: float) -> float:
-    """Return the fraction of time that the job trains with in-memory snapshots and the best intervals.
+    """Return the fraction of time that the job trains if it uses snapshots in memory and the best intervals.
 
     Args:
         costs: stalls and the restart from memory.
         save: shortest interval between checkpoints, in seconds.
         restart: seconds of a restart from storage.
-        between: mean seconds between failures of both kinds.
+        between: mean seconds between failures, of both kinds together.
     """
     share = 1.0
     if costs.memory_share > 0:

@@ -219,7 +219,7 @@ class LayerTimes:
         return 4 + scan, 3 + scan
 
     def _cast_once(self) -> float:
-        """Return the fraction of the dense FP8 weights that are cast once per step."""
+        """Return the fraction of the dense FP8 weights that are cast only once per step."""
         return 1 - self.freed if casts_weights_once(self.config) else 0.0
 
     def _attention(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
@@ -320,7 +320,7 @@ class LayerTimes:
         return moved
 
     def _within_budget(self, number: int) -> float:
-        """Return the elements per token read and written by recomputation under an activation memory budget."""
+        """Return the elements per token that recomputation reads and writes under an activation memory budget."""
         budget = self.config.runtime.activation_share
         if (
             budget == 1
@@ -369,9 +369,9 @@ class LayerTimes:
             self._sharded(local_weights, forward, backward)
 
     def _decode(self, number: int, here: Counter[str], passes: Iterable[Counter[str]]) -> None:
-        """Add the time to dequantize a layer's quantized weights to each forward and backward pass.
+        """Add the time to dequantize a layer's quantized weights, in each forward and backward pass.
 
-        Subtracts these weights from `here`, the number of the layer's weights by part.
+        Subtracts these weights from `here`, the number of the layer's weights by module.
         """
         shapes = self.meta.base_matrices(number)
         for work in passes:

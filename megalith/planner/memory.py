@@ -331,7 +331,7 @@ class StageMemory:
         """Return the bytes of cast or gathered weights.
 
         Args:
-            here: parameters on this rank.
+            here: number of parameters on this rank.
             fsdp: FSDP2 gathers them.
             codes: fraction of the layers that save FP8 data instead of cast weights.
             cast_once: fraction of the layers that save neither, because weights are cast once per step.
@@ -357,5 +357,5 @@ class StageMemory:
         return GRADIENT_BYTES * here / shards + (self.width + GRADIENT_BYTES) * self._mean(in_layers)
 
     def _mean(self, in_layers: int) -> float:
-        """Return `in_layers`, a sum over this rank's layers, divided by their number."""
+        """Return the mean of a quantity over this rank's layers. `in_layers` is the sum over these layers."""
         return in_layers / max(self.layers, 1)

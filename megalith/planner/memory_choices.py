@@ -118,10 +118,10 @@ def with_recomputation(
 ) -> tuple[RunConfig, list[str]]:
     """Resolve `auto` of activation_memory_budget. Arguments and result are the same as in `with_unsharded_layers`.
 
-    If a run without recomputation is not expected to fit, choose the first way in RECOMPUTED that fits. If none fits,
-    choose the one that needs the least memory, unless the device has less. The ways in CHEAP cost less time than
-    gathering layers again with FSDP. They are therefore also chosen if they leave room to keep clearly more layers
-    gathered.
+    If a run without recomputation is not expected to fit, choose the first method in RECOMPUTED that fits. If none
+    fits, choose the one that needs the least memory, unless the device has less. The methods in CHEAP take less time
+    than gathering layers again with FSDP. They are therefore also chosen if the memory that they free keeps clearly
+    more layers gathered.
     """
     if config.runtime.activation_memory_budget != "auto":
         return config, []
@@ -181,7 +181,7 @@ def _recomputed_by(configured: ParallelConfig, parallel: ParallelConfig) -> str:
 def _recomputing(
     config: RunConfig, world_size: int, ways: Sequence[Mapping[str, Any]]
 ) -> Iterator[RunConfig]:
-    """Yield `config` with the settings of each way to recompute in `ways` that is valid for it."""
+    """Yield `config` with each recomputation method in `ways` that is valid for it."""
     for way in ways:
         if SHARDS.keys() & way.keys() and not config.parallel.sequence_parallel:
             continue
@@ -198,8 +198,8 @@ def with_static_dispatch(
 ) -> tuple[RunConfig, list[str]]:
     """Choose moe_static_dispatch if it is `auto`. The result has the form of `with_unsharded_layers`.
 
-    It becomes true with expert parallelism if a grouped GEMM kernel reads the number of rows on the device, if it sends
-    only few more tokens, and if the layout is expected to fit.
+    It becomes true with expert parallelism if three conditions hold: a grouped GEMM kernel reads the number of rows on
+    the device, static dispatch sends only few more tokens, and the layout is expected to fit.
     """
     model, parallel = config.model, config.parallel
     size = parallel.expert_model_parallel_size

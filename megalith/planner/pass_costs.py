@@ -3,10 +3,10 @@ values.
 
     cost = overhead + Σ (per_token · n + per_pair · n² + per_exchanged_token · n if degree > 1) / degree
 
-`per_token` and `per_pair` are the FLOPs that the planner counts, per token and per pair of tokens of a sequence. A
-token of a sequence that is sharded sends and receives its heads in the forward and backward pass; bytes are converted
-into FLOPs at the rate of a GPU whose matmuls take 400 TFLOP/s and whose links take 200 GB/s, an H100 with NVLink. A
-pass costs at least as much as `OVERHEAD_TOKENS` tokens, for launches and the parameters that it gathers.
+`per_token` and `per_pair` are the FLOPs that the planner counts, per token and per pair of tokens of a sequence. In a
+sharded sequence, a token's queries, outputs, keys and values are exchanged in the forward and backward pass. Bytes are
+converted into FLOPs at the rate of a GPU whose matmuls take 400 TFLOP/s and whose links take 200 GB/s, an H100 with
+NVLink. A pass costs at least as much as `OVERHEAD_TOKENS` tokens, for launches and the parameters that it gathers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A table has the rates of GEMMs and attention by shape, of collectives by kind, link, ranks and bytes, of memory, and of
 kernel launches. GEMMs and attention of other sizes are interpolated by the logarithms of their sizes. A collective of
-another size gets the rate of the measured size that is nearest by ratio.
+another size has the rate of the measured size whose ratio to it is closest to 1.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Rates:
 
     @property
     def key(self) -> str:
-        """Key of this table in the module's caches. A table that is measured again has another key."""
+        """Key of this table in the module's caches. If a table is measured again, it gets another key."""
         _TABLES[self.device + self.source] = self
         return self.device + self.source
 

@@ -244,7 +244,7 @@ class _Search:
         self.without_state = every
 
     def _candidate(self, settings: dict[str, Any]) -> _Candidate | None:
-        """Return the candidate with these settings, or None if the trainer rejects it."""
+        """Return the candidate with these settings. None if the trainer rejects it."""
         try:
             chosen, _ = resolve_auto(self.clean.with_unvalidated(settings), self.machine)
             assignment = assign_layers(chosen.model, chosen.parallel)
@@ -256,11 +256,11 @@ class _Search:
         return _Candidate(chosen, assignment, settings, ways)
 
     def _recompute(self, candidate: _Candidate) -> None:
-        """Try the ways to recompute, in order of cost, until one fits without FSDP2 gathering layers again.
+        """Try the recomputation methods, in order of cost, until one fits without FSDP2 gathering layers again.
 
-        If a way fits only with layers gathered again, cheap ways are tried too, which may be faster. With many layers
-        per stage, full recomputation needs the least memory: if it does not fit, no other way is tried. Full
-        recomputation is tried first if no variant of the previous candidate fit.
+        If a method fits only with layers gathered again, the cheap methods are tried too, because they may be faster.
+        With many layers per stage, full recomputation needs the least memory. If it does not fit, no other method is
+        tried. It is tried first if no method fit for the previous candidate.
         """
         *ways, full = candidate.ways
         slower = [{}, *CHEAP[:-1]]  # with layers gathered again slower than the next way without

@@ -117,7 +117,7 @@ def step_time(
 
 
 def caution(config: RunConfig) -> str:
-    """Return a sentence about the terms of the estimate that are not measured, or an empty string if all are."""
+    """Return a sentence about the terms of the estimate that are not based on measurements, or an empty string."""
     model, seq = config.model, config.data.seq_length
     if model.linear_attention_layers:
         return "the delta rule of linear attention was not measured: its time is estimated from the bytes that it moves"

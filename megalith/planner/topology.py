@@ -24,7 +24,7 @@ NVLINK, PCIE = "NVLink", "PCIe"
 
 @dataclass(frozen=True)
 class RankLocation:
-    """The machine and GPU of a rank."""
+    """The machine and the GPU on which a rank runs."""
 
     host: str
     gpu: str | None = None
@@ -54,7 +54,9 @@ def gather_rank_locations(mesh: Mesh, device: torch.device) -> list[RankLocation
 
 
 def read_links(gpu: str, peers: dict[int, str]) -> dict[int, str]:
-    """Return rank → link from `gpu` to each of `peers` (rank → UUID). Empty if the driver does not report links."""
+    """Return the link from `gpu` to each of `peers` (rank → UUID), by rank. Empty if the driver does not report
+    links.
+    """
     try:
         return _links_by_nvml(gpu, peers)
     except Exception:  # no package, or no answer from the driver (container, MIG)

@@ -81,7 +81,7 @@ def transfers(
 
 
 def expert_bytes(config: RunConfig) -> int:
-    """Return the bytes per rank, MoE layer and micro-batch, forward and backward, with balanced experts.
+    """Return the bytes that a rank sends per MoE layer and micro-batch, forward and backward, if experts are balanced.
 
     With alltoall this is an upper bound: it counts a row for each expert of a token, but experts of a token on one rank
     share a row.
@@ -101,7 +101,7 @@ def _layers_with_experts(config: RunConfig, chunks: Sequence[Stage]) -> int:
 
 
 def tensor_bytes(config: RunConfig, chunks: Sequence[Stage]) -> int:
-    """Return the bytes per rank and micro-batch of tensor parallelism."""
+    """Return the bytes that a rank sends per micro-batch for tensor parallelism."""
     size = config.parallel.tensor_model_parallel_size
     hidden = _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision]
     part = hidden * (size - 1) / size
@@ -121,7 +121,8 @@ def _exchanges(config: RunConfig, number: int) -> float:
 
 
 def context_bytes(config: RunConfig, number: int) -> int:
-    """Return the bytes per rank and micro-batch of context parallelism in layer `number`, forward and backward.
+    """Return the bytes that a rank sends per micro-batch for context parallelism in layer `number`, forward and
+    backward.
 
     In cross-attention, queries come from the decoder's tokens, and keys and values from the encoder's tokens.
     """
@@ -162,7 +163,7 @@ def _attention_bytes(config: RunConfig, number: int) -> int:
 
 
 def hidden_bytes(config: RunConfig) -> int:
-    """Return the bytes of a micro-batch's hidden states that a rank sends to the next stage."""
+    """Return the bytes of hidden states that a rank sends to the next stage per micro-batch."""
     cut = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     hidden = _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision] // cut
     if config.model.encoder_layers:  # both streams
