@@ -17,7 +17,7 @@ BatchCosts = Callable[[range], np.ndarray]
 
 
 def assign(costs: np.ndarray, micro_batch_size: int, ranks: int) -> np.ndarray:
-    """Assign samples to micro-batches: int64 indices [micro_batches, ranks, micro_batch_size].
+    """Assign the samples of a global batch: int64 sample indices [micro_batches, ranks, micro_batch_size].
 
     Args:
         costs: cost of each sample of the global batch, float [samples]; their number is a multiple of
@@ -56,7 +56,7 @@ def balanced_positions(
 
     Args:
         batches: stream positions of each global batch.
-        costs: costs of samples by position.
+        costs: function that returns the costs of samples by stream position.
         micro_batch_size: samples per micro-batch.
         rank: the data-parallel rank.
         ranks: number of data-parallel ranks.

@@ -84,8 +84,8 @@ class Batch:
         return self._each(lambda tensor: to_device(tensor, device))
 
     def rows(self) -> list[Batch]:
-        """Return one batch per row, without anything that depends on the other rows. An instance of a subclass is
-        returned whole.
+        """Return one batch per row that contains nothing of the other rows. An instance of a subclass is returned
+        undivided.
 
         For a row with one document, `document_ends` is None; for a row without padding, the padding masks are None.
         """
@@ -124,7 +124,8 @@ def make_batch(
             to it.
         sample_numbers: int64 [batch], positions in the sample stream.
         rules: treatment of document boundaries.
-        pads: set `all_padding` even if none of these samples has PADDING, because other samples of the dataset may.
+        pads: set `all_padding` even if none of these samples has PADDING. For datasets in which other samples may have
+            it.
     """
     all_padding = None
     input_ids = samples[:, :-1]  # [batch, seq]

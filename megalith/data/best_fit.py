@@ -1,5 +1,5 @@
-"""Best-fit decreasing bin packing: takes pieces by decreasing length and puts each into the fullest row with room for
-it.
+"""Best-fit decreasing bin packing: pieces are placed in order of decreasing length, each into the fullest row with room
+for it.
 """
 
 from __future__ import annotations

@@ -113,13 +113,14 @@ def build_datasets(
         seq_length: tokens per sample.
         num_samples: numbers of samples of train, validation and test.
         seed: seed of the shuffles.
-        train_data_path: dataset or blend for training, used whole instead of a part of `data_path`.
-        valid_data_path: the same for validation.
-        test_data_path: the same for test.
+        train_data_path: dataset or blend of which all documents are used for training, instead of a split of
+            `data_path`.
+        valid_data_path: the same for validation data.
+        test_data_path: the same for test data.
         make: function that builds the samples of one split's part of an indexed dataset. Default: GPT samples.
         mixture: schedule, temperature and caps of the training blend. Evaluation data uses the weights in its own data
             path.
-        open_stream: function that opens the entries that are streams. Default: entries are indexed datasets.
+        open_stream: function that opens those entries that are streams. Default: all entries are indexed datasets.
         show_progress: show a progress bar.
 
     Returns:

@@ -38,7 +38,7 @@ class SampleDataset(Protocol):
         """Return the number of epochs over the documents, by dataset prefix."""
 
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
-        """Return True if the dataset would keep its samples at their positions if it were built for `num_samples`.
+        """Return True if a dataset built for `num_samples` samples would have the same samples at the same positions.
 
         If the run permutes all samples (`permuted`), the length must stay the same too.
         """
@@ -192,7 +192,8 @@ def parse_split(split: str) -> tuple[float, float, float, float]:
 
 
 def split_ranges(split: str, num_sequences: int) -> list[tuple[int, int]]:
-    """Return the sequences `[first, last)` of train, validation and test: each bound is round(fraction *
-    num_sequences)."""
+    """Return the sequences `[first, last)` of train, validation and test. Each bound is round(fraction *
+    num_sequences).
+    """
     bounds = [round(share * num_sequences) for share in parse_split(split)]
     return [(bounds[0], bounds[1]), (bounds[1], bounds[2]), (bounds[2], bounds[3])]

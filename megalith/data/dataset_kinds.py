@@ -1,4 +1,4 @@
-"""Dataset kinds: the type of samples that a model trains on.
+"""Dataset kinds: the types of samples that models train on.
 
 A kind is a file in `kinds/` with a subclass of `DatasetKind`, and a row in `DATASET_KINDS`.
 """

@@ -5,16 +5,16 @@ ranks; the size of a group, its degree, is a power of two. A group computes a ro
 the group's ranks. Short sequences are packed on single ranks, without any exchange of keys and values, and long ones
 take as many ranks as they need (FlexSP, Wang et al. 2024; Megatron core's dynamic context parallelism).
 
-A rank waits for the others in every pass, because layers gather parameters from all of them. The schedule therefore
-gives all ranks of a pass nearly the same time:
+In every pass, a rank waits for the others, because layers gather parameters from all ranks. The schedule therefore
+gives the ranks of a pass nearly the same amount of work:
 
 1. A sequence starts with the smallest degree whose ranks have room for it.
 2. From the longest to the shortest, each sequence goes where it raises the time of its pass least. A pass is added
    only if no group has room.
 3. While it shortens a pass by 5 %, its slowest group is joined with its neighbours to a larger one.
 
-Schedules with lower limits on a rank's time per sequence are tried too, and the shortest one is chosen. All costs are
-integers, so that every rank computes the same schedule from the lengths of the step.
+Schedules in which a sequence may take less time per rank are tried too, and the fastest schedule is chosen. All costs
+are integers, so that every rank computes the same schedule from the lengths of the step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIMITS = (4, 2, 1)
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Cost of a rank's forward and backward pass: overhead + Σ (per_token · n + per_pair · n²) / degree, summed over
+    """Cost of a forward and backward pass on a rank: overhead + Σ (per_token · n + per_pair · n²) / degree, summed over
     its sequences of n tokens.
 
     Above degree 1, the exchange of keys and values adds `per_exchanged_token` · n / degree. The unit is arbitrary.
@@ -127,7 +127,7 @@ def schedule_step(lengths: Sequence[int], limits: RankLimits, costs: PassCosts) 
     """Return the schedule of a step.
 
     Args:
-        lengths: tokens of each sequence; the ranks of the largest degree have room for the longest.
+        lengths: number of tokens of each sequence. The longest must fit into the largest group.
         limits: the ranks and their memory.
         costs: cost of passes.
     """

@@ -97,7 +97,7 @@ class FillInMiddle:
 
 
 class FimDataset(GPTDataset):
-    """GPTDataset's samples, rearranged. Takes a FillInMiddle, followed by the arguments of GPTDataset."""
+    """GPTDataset's samples, rearranged. The first argument is a FillInMiddle, followed by GPTDataset's arguments."""
 
     def __init__(self, fill_in_middle: FillInMiddle, *arguments, **settings) -> None:
         super().__init__(*arguments, **settings)

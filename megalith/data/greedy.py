@@ -2,17 +2,17 @@
 
 Sample n comes from the dataset that is furthest behind its share: the argmax over i of `w[i] * max(n, 1) - count[i]`,
 the lowest i on a tie. Each choice needs the counts after all previous choices, so a plain loop takes at least 0.4
-microseconds per sample. But the rule forgets: from any reasonable guess of the counts, it soon makes the same choices
-as the exact run. So the samples are cut into blocks, every block starts slightly early from a guess, and all blocks
-advance together, with one numpy step for all.
+microseconds per sample. But starting from any reasonable guess of the counts, the rule soon makes the same choices as
+from the exact counts. The samples are therefore cut into blocks. Each block starts a little before its first sample,
+from guessed counts, and all blocks advance together, one numpy operation for all.
 
 Then each block's initial counts are compared with the previous block's final counts. Blocks with a wrong guess run
 again from the right counts until all agree. By induction from the first block, agreement proves that the order is
 exact.
 
-If the weights change during the run (mixture.py), each segment between two points of the schedule is ordered by itself,
-from sample 0. Where weights change linearly, `w[i] * n` is replaced by the samples that are due from dataset i before
-sample n of the segment.
+If the weights change during the run (mixture.py), each segment between two points of the schedule is ordered
+separately, counting samples from 0. Where weights change linearly, `w[i] * n` is replaced by the samples that are due
+from dataset i before sample n of the segment.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ class IndexedWriter:
 
 
 class _PrefixLock:
-    """Lock file `PREFIX.lock`, which prevents that two writers leave the .bin of one and the .idx of the other.
+    """Lock file `PREFIX.lock`. It prevents two writers from leaving the .bin of one and the .idx of the other.
 
     The kernel releases the lock when its holder ends.
     """
@@ -403,5 +403,7 @@ def _packed_offsets(lengths: np.ndarray, dtype: np.dtype, start: int) -> tuple[n
 
 
 def _sizes(lengths: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the sizes of sequences in bytes, int64. numpy 1 would multiply int32 by a scalar in int32 and overflow."""
+    """Return the sizes of sequences in bytes, int64. Computed in int64, because numpy 1 would multiply int32 by a
+    scalar in int32 and overflow.
+    """
     return np.multiply(lengths, dtype.itemsize, dtype=np.int64)

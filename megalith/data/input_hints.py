@@ -1,4 +1,4 @@
-"""Hints for error messages: infers from the keys of a data file's records which command can read it."""
+"""Hints for error messages: infers from the keys of a record which command can read its file."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ KEYS: tuple[tuple[set[str], str], ...] = (
 
 
 def record_kind(keys: Iterable[object]) -> str:
-    """Return the kind of records with these keys and the command that reads them, "" if unknown."""
+    """Return the kind of records that have these keys, and the command that reads them; "" if unknown."""
     present = set(keys)
     return next((kind for names, kind in KEYS if names <= present), "")
 
 
 def record_hint(keys: Iterable[object]) -> str:
-    """Return a clause, to end a sentence, that names the kind of records with these keys. "" if unknown."""
+    """Return a clause about the kind of records that have these keys, to be appended to a sentence; "" if unknown."""
     kind = record_kind(keys)
     return f"; such records are {kind}" if kind else ""
 

@@ -1,8 +1,8 @@
 """Sequence lengths that change during a run (`data.seq_length_schedule`).
 
-A sample has data.seq_length tokens throughout. While the schedule's length L is shorter, it is divided into sequences
-of L tokens: positions restart at 0, and attention does not cross. So every step has the same number of tokens and the
-same shapes, and no token is dropped.
+Every sample has data.seq_length tokens. While the schedule's length L is shorter, samples are divided into sequences of
+L tokens: positions restart at 0, and attention stays within a sequence. Every step therefore has the same number of
+tokens and the same shapes, and no token is dropped.
 """
 
 from __future__ import annotations

@@ -52,9 +52,10 @@ class Loader:
         rules: treatment of document boundaries.
         collate: makes and checks a Batch if samples are more than token ids; with an attribute `takes_list`, it gets a
             list of samples, otherwise they are stacked.
-        interleaved: see `micro_batch_positions`.
+        interleaved: distribution of samples to ranks, see `micro_batch_positions`.
         costs: costs of samples by position, by which the samples of each step are assigned to ranks; None: in order.
-        passes: rows of each step under dynamic context parallelism, which regroups the sequences of samples.
+        passes: rows of each step under dynamic context parallelism, in which sequences of different samples are
+            regrouped.
 
     Raises:
         DataError: from `next`, at the micro-batch with an invalid token or after the end of the data.
@@ -165,8 +166,8 @@ def micro_batch_positions(
 ) -> Iterator[range]:
     """Yield the stream positions of each micro-batch of data-parallel `rank` of `size`.
 
-    `interleaved`: the samples of a batch are dealt to the ranks one by one, so that a rank's samples do not depend on
-    micro_batch_size. Otherwise consecutive samples make a micro-batch.
+    `interleaved`: consecutive samples go to consecutive ranks, so that a rank's samples do not depend on
+    micro_batch_size. Otherwise a micro-batch consists of consecutive samples.
     """
     for batch in batches:
         if interleaved:

@@ -252,7 +252,7 @@ def _truncate(segments: list[list[int]], target: int, rng: np.random.RandomState
 
 
 def replacement(token: int, words: WordPieces, rng: np.random.RandomState) -> int:
-    """Return [MASK], or in a fifth of the cases the token itself or a random one."""
+    """Return [MASK] (80 %), a random token (10 %) or the token itself (10 %)."""
     if rng.random_sample() < 0.8:
         return words.mask
     return token if rng.random_sample() < 0.5 else rng.randint(0, words.vocab_size)
@@ -320,8 +320,8 @@ def _cumulative_span_probabilities(max_words: int) -> list[float]:
 
 
 def _longest_fit(bounds: list[int], room: float) -> slice:
-    """Return the positions of the longest sequence of whole words that starts at the first bound and has at most
-    `room` tokens.
+    """Return the positions of the longest run of whole words that starts at the first bound and has at most `room`
+    tokens.
     """
     return slice(bounds[0], next(end for end in reversed(bounds) if end - bounds[0] <= room))
 

@@ -110,7 +110,7 @@ class BlendWeights:
                 yield weights, end - first_sample
 
     def select(self, sources: np.ndarray) -> BlendWeights:
-        """Return the weights of only `sources`. All other sources must have the weight 0."""
+        """Return the weights of only these sources. All others must have the weight 0."""
         return BlendWeights(self.starts, self.first[:, sources], self.last[:, sources], is_normalized=True)
 
     def scaled(self, factors: np.ndarray) -> BlendWeights:

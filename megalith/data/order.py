@@ -80,7 +80,7 @@ def sample_order(
     """Return the order for dataloader_type `single` or `cyclic` over `num_samples` samples, without the `skipped`
     positions.
 
-    With skipped positions, a single pass ends by reading its first samples again.
+    With `single`, as many samples as were skipped are read again from the beginning, at the end of the pass.
     """
     order = _base_order(dataloader_type, num_samples, seed, wrap=bool(skipped))
     return (lambda consumed: order(stream_position(consumed, skipped))) if skipped else order

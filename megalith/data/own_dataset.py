@@ -1,7 +1,8 @@
 """User-defined datasets: registration, the datasets that a run builds from them, and a check of their batches.
 
-`data.dataset` names a function, by a name that `register_dataset` gave it or as `path.py:function`. It returns a
-`torch.utils.data.Dataset`, which the run reads by index like any other, or an `IterableDataset`, which is one stream.
+`data.dataset` is the name under which a function was registered (`register_dataset`), or `path.py:function`. The
+function returns a `torch.utils.data.Dataset`, which the run reads by index, or an `IterableDataset`, which it reads as
+one stream.
 
 Every data-parallel rank iterates over the whole stream and uses its own positions, so that samples do not depend on
 the number of ranks. The state of a stream at the end of a step is stored in checkpoints if the dataset has
@@ -30,7 +31,7 @@ from megalith.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """The request for one split of a run's data, the argument of a dataset function."""
+    """A request for one split of a run's data. Dataset functions receive it as argument."""
 
     split: str
     """`train`, `valid` or `test`."""

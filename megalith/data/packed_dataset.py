@@ -4,8 +4,8 @@ A row has seq_length + 1 tokens. A longer document is divided into pieces of tha
 last token of the piece before it, so every token is a label once. The pieces are put into rows from the longest to the
 shortest, each into the fullest row that has room for it. Free space at the end of a row is padding.
 
-The number of pieces of each length, and so the division of a row into lengths, is the same in every epoch. Which of the
-pieces of equal length a row gets, their order in it, and the order of rows follow from the seed and the epoch.
+The number of pieces of each length, and so the division of a row into lengths, is the same in every epoch. The seed and
+the epoch determine which of the pieces of equal length a row gets, their order in the row, and the order of rows.
 """
 
 from __future__ import annotations

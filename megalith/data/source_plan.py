@@ -51,7 +51,9 @@ def source_plan(train: SampleDataset, num_samples: int, seq_length: int) -> dict
 
 
 def source_notes(plan: dict[str, Any]) -> list[str]:
-    """Return notes on sources that the run repeats, or uses less than their blend weights imply."""
+    """Return notes on sources that the run reads several times, or from which it reads less than their blend weights
+    imply.
+    """
     notes, sources = [], plan["sources"]
     if len(sources) < 2:
         return notes

@@ -163,7 +163,7 @@ def content_identity(prefix: str) -> dict[str, str]:
 
 
 def _about(prefix: str, name: str) -> str | None:
-    """Return the cache's notes on a dataset, or None for datasets that are not in the cache."""
+    """Return the cache's description of a dataset. None if the dataset is not in the cache."""
     if cached_name(prefix) == prefix:
         return None
     about = Path(prefix).with_name(f"{Path(prefix).name.split('_')[0]}.json")
@@ -191,7 +191,9 @@ class _TextCache:
         )
 
     def open(self, entry: str) -> tuple[str, list[str]]:
-        """Return the prefix of the tokenized entry and notes about it. Tokenize the entry if it is not in the cache."""
+        """Return the prefix of the tokenized entry, and notes on it. Tokenizes the entry first if it is not in the
+        cache.
+        """
         unread: list[str] = []
         sources = expand_inputs([entry], unread)
         try:
@@ -283,7 +285,7 @@ class _TextCache:
 
 
 def _read_about(path: Path, versions: Sequence[Version], prefix: str) -> list[str] | None:
-    """Return the notes of a cached dataset, or None if the dataset is missing, damaged or made from other text."""
+    """Return the description of a cached dataset. None if the dataset is missing, damaged or made from other text."""
     try:
         about = json.loads(read_small_file(path, path.parent))
         is_same = [tuple(version) for version in about["versions"]] == list(versions)

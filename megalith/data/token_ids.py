@@ -1,7 +1,7 @@
 """Checks for token ids outside a model's vocabulary.
 
-With a sharded vocabulary, an id that no rank has would silently get a zero embedding, and padding rows of the
-embedding would act as entries. So ids are compared with the vocabulary before a pass.
+With a sharded vocabulary, an id that is on no rank would silently get an embedding of zeros, and ids of padding rows
+would be accepted. Ids are therefore compared with the vocabulary before a pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class TokenIds:
     """
 
     def __init__(self, vocab_size: int | None, remedy: str):
-        """Set the vocabulary size. With None, each `check` passes a size. `remedy` ends the error messages."""
+        """Set the vocabulary size. If it is None, each call of `check` must pass a size. Error messages end with
+        `remedy`.
+        """
         self.vocab_size, self.remedy = vocab_size, remedy
         self._pending: deque[tuple[Tensor, Any, Callable[[int, int], DataError]]] = deque()
 

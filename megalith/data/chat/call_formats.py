@@ -9,7 +9,7 @@
 | response_template | as defined by the tokenizer's response template, parsed by transformers |
 
 A format is a function (text, context) → ParsedTurn; `rl.tool_call_format` takes a user's own as `path.py:function`. A
-malformed call becomes an error message that the policy gets as the call's answer.
+malformed call becomes an error message, which the policy receives as the result of the call.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _json_call(text: str, keys: Sequence[str]) -> ToolCall:
 
 
 def _object_call(value: Any, keys: Sequence[str]) -> ToolCall:
-    """Return the call that a JSON object describes. Its arguments are under one of `keys`."""
+    """Return the tool call described by a JSON object, whose arguments are under one of `keys`."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _malformed("it has no name", keys[0])
     arguments = next((value[key] for key in keys if key in value), {})
@@ -174,7 +174,7 @@ def tokenizer_response_template(tokenizer: Tokenizer) -> Any:
 
 
 def call_format(name: str, template: str, response: Any, setting: str = "rl.tool_call_format") -> CallFormat:
-    """Return the format of `rl.tool_call_format`.
+    """Return the parser for a value of `rl.tool_call_format`.
 
     Args:
         name: the setting's value.

@@ -1,11 +1,11 @@
 """Renders conversations with chat templates. Returns the text and its spans in the loss.
 
 The template is Jinja, run in a sandbox (template_renderer.py) with the names that transformers provides, so templates
-for transformers render the same text. Learned spans are determined in one of three ways. A template may mark the
-assistant's text with `{% generation %}` and `{% endgeneration %}`. Otherwise prefixes of the conversation are rendered:
-the turn of message k is what messages 0…k add to messages 0…k−1 with a generation prompt. Templates that drop the
-reasoning of earlier turns render texts that are not prefixes of the full text; then the turns are located in the full
-text (turns.py). A template that drops part of an answer, or whose turns cannot be located, is rejected.
+for transformers render the same text. The spans in the loss are determined in one of three ways. A template may mark
+the assistant's text with `{% generation %}` and `{% endgeneration %}`. Otherwise prefixes of the conversation are
+rendered: the turn of message k is what messages 0…k add to messages 0…k−1 with a generation prompt. Templates that drop
+the reasoning of earlier turns render texts that are not prefixes of the full text; then the turns are located in the
+full text (turns.py). A template that drops part of an answer, or whose turns cannot be located, is rejected.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ChatTemplate:
         return text, [span for span in spans if any(_is_in(span, turns.get(k)) for k in learned)]
 
     def _turns_of(self, chat: Chat, learned: list[int], text: str) -> list[Span]:
-        """Return the turns of these assistant messages, each from the end of its header."""
+        """Return the turn of each assistant message in the loss, without its header."""
         try:
             return [
                 (self._prefix(chat, k, text, add_generation_prompt=True), self._prefix(chat, k + 1, text))
@@ -185,7 +185,9 @@ class ChatTemplate:
         return begin
 
     def _contents(self, chat: Chat, text: str, turn: Span) -> list[int]:
-        """Return the possible starts of the content within an assistant turn, found with markers in the content."""
+        """Return the positions at which the content of an assistant turn may start. They are found by rendering content
+        with markers.
+        """
         messages = [mark_content(one) if one["role"] == "assistant" else one for one in chat.messages]
         marked = _plain(self._render(messages, False, chat.arguments))
         if without_markers(marked) != text:
@@ -235,7 +237,7 @@ def _is_in(span: Span, turn: Span | None) -> bool:
 
 
 def _end_of(content: str, text: str, turn: Span) -> int:
-    """Return the end of the last `content` in a turn, or the turn's start if it is not there."""
+    """Return the end of the last occurrence of `content` in a turn, or the turn's start if there is none."""
     at = text.rfind(content, *turn) if content else -1
     return turn[0] if at < 0 else at + len(content)
 

@@ -307,9 +307,9 @@ def _chat(turns: Any, role_key: str, content_key: str, record: Record, first: in
 
 
 def _check_messages(turns: Any, role_key: str, content_key: str, needs_answer: bool = True) -> list[Message]:
-    """Return the turns as {role, content, …}. Raise ValueError for an impossible order of roles or an empty message.
+    """Return the turns as {role, content, …}. Raise ValueError if the order of roles is invalid or a message is empty.
 
-    A message of tool calls has no content if the record has none.
+    A message with tool calls may lack content.
     """
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ValueError("the conversation must be a list of at least one message")

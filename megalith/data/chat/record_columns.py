@@ -1,6 +1,6 @@
-"""Columns of chat records that would change what is learned and that the record's form does not read.
+"""Rejects chat records with columns that would change the training targets but that the record's format does not use.
 
-Such a record is refused. Other columns, such as ids and scores, are ignored.
+All other columns, such as ids and scores, are ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def reject_media(record: Record) -> None:
 
 
 def reject_unread_columns(record: Record, keys: tuple[str, ...]) -> None:
-    """Raise ValueError if a column that the form with these `keys` does not read would change what is learned."""
+    """Raise ValueError if a column that is not in `keys`, the keys of the record's format, would change the training
+    targets.
+    """
     for key in SAMPLE_WEIGHTS:
         if record.get(key) not in (None, 1):
             raise ValueError(
@@ -68,7 +70,9 @@ def reject_unread_columns(record: Record, keys: tuple[str, ...]) -> None:
 
 
 def _reject_system(record: Record, keys: tuple[str, ...], first: Any) -> None:
-    """Raise ValueError for a system message in a column, unless `first`, the first part, begins with one."""
+    """Raise ValueError if a column contains a system message, unless `first`, the first message or text, is the same
+    system message.
+    """
     reads_system, is_text = keys[0] in ("conversations", "instruction"), isinstance(first, str)
     message = first[0] if isinstance(first, Sequence) and first else None
     if isinstance(message, Mapping) and message.get("role") in ("system", "developer"):

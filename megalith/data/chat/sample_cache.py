@@ -109,7 +109,7 @@ def _write_cache(samples: Samples, path: Path) -> None:
 
 
 def _load_cached(path: Path, vocab_size: int) -> Samples | None:
-    """Memory-map the samples that `_write_cache` wrote. Returns None if there are none or they are damaged."""
+    """Memory-map samples written by `_write_cache`. Returns None if they are missing or damaged."""
     try:
         info = json.loads(read_small_file(path / "about.json", path))
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in ARRAYS}

@@ -196,7 +196,7 @@ SAMPLE_FORMS: dict[str, SampleForm] = {  # by ChatConfig.record_form
 
 
 def token_values(value: float | list[float] | None, learned: np.ndarray, default: float) -> np.ndarray:
-    """Return the sample's value at each of its tokens, float32 [tokens], or `default` if it has no value.
+    """Return the sample's value for each of its tokens, float32 [tokens], or `default` if the sample has no value.
 
     A list has one value per stretch of tokens in the loss. Raise ValueError if the tokens have fewer stretches, which
     happens if the tokenizer merges two.

@@ -148,8 +148,8 @@ class _Reader:
             progress.add(len(batch))
 
     def _text_or_tokens(self, sequence: ParsedSequence | MarkedText) -> Tokens | tuple[str, list[Span], bool]:
-        """Return the sequence's tokens. For text, return instead the text, its spans in the loss, and True unless a
-        template rendered it.
+        """Return the sequence's tokens. For text, return the text, its spans in the loss, and False if a template has
+        rendered it, otherwise True.
         """
         if isinstance(sequence, Tokens):
             return sequence
@@ -206,9 +206,10 @@ class _Reader:
     def _with_special_tokens(
         self, encoding: tuple[list[int], list[bool]] | str, is_plain: bool
     ) -> Tokens | str:
-        """Return the tokens of a text. Add special tokens, and an end of document that is in the loss, to plain text.
+        """Return the tokens of a text. For plain text, add special tokens and an end-of-document token that is in the
+        loss.
 
-        Text from a template stays as it is, because templates write their own special tokens.
+        Nothing is added to text from a template, because templates write their own special tokens.
         """
         if isinstance(encoding, str) or not is_plain:
             return encoding if isinstance(encoding, str) else Tokens(*encoding)
@@ -260,7 +261,7 @@ class _Reader:
         self.sources += [source] * bool(sequences)
 
     def _kept(self, values: np.ndarray) -> np.ndarray:
-        """Return the values of the tokens that `_truncated` keeps, from the values of all tokens."""
+        """Return the elements of `values`, one per token, for the tokens that `_truncated` keeps."""
         return (
             values[-self.max_tokens :]
             if self.chat.truncation_mode == "keep_end"

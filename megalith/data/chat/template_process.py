@@ -1,5 +1,5 @@
-"""A separate process for rendering a chat template, so that a template that loops forever or exhausts the memory causes
-only an error.
+"""A separate process that renders a chat template. A template that loops forever or exhausts the memory then only
+causes an error.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Close the pipes of a process that has ended or is about to, and return its exit code."""
+    """Close the pipes of a process that has ended or is about to end. Return its exit code."""
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):
             pipe.close()

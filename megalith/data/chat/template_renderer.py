@@ -1,9 +1,9 @@
 """The process that renders chat templates, in sandboxed Jinja with limits on memory and CPU time.
 
-It reads JSON lines from standard input and answers each with a line: first the template's source, then the variables
-of one text after another. Anyone may publish a model with a template, and Jinja's sandbox limits neither loops nor
-the length of a text. The kernel does: it ends the process (processor time) or refuses memory. The file has no heavy
-imports, because each process pays for them.
+It reads JSON lines from standard input and answers each with a line: first the template's source, then the variables of
+one text after another. Anyone may publish a model with a template, and Jinja's sandbox limits neither loops nor the
+length of a text. The kernel does: it kills the process when its CPU time is used up, and refuses memory above the
+limit. This file has no slow imports, because each process would repeat them.
 """
 
 from __future__ import annotations

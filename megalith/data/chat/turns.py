@@ -50,8 +50,8 @@ def without_markers(text: str) -> str:
 
 
 def find_turns(marked: str) -> dict[int, Span]:
-    """Return the span of each message in the unmarked text. If a template writes a message twice, it is the longer
-    span.
+    """Return the span of each message in the text without markers. If a template writes a message twice, the longer
+    span is returned.
     """
     turns: dict[int, Span] = {}
     begins: dict[str, int] = {}
@@ -96,7 +96,7 @@ def common_prefix(one: str, other: str) -> int:
 
 
 def _markers(marked: str) -> list[tuple[int, str]]:
-    """Return each marker with its position in the unmarked text."""
+    """Return each marker with its position in the text without markers."""
     markers, removed = [], 0
     for match in MARKER.finditer(marked):
         markers.append((match.start() - removed, match.group()))

@@ -51,7 +51,7 @@ NO_KEY = "it has no key "
 
 
 def no_key(key: str, keys: Iterable[str]) -> str:
-    """Return an error's reason that a record lacks `key`. `keys` are the record's keys."""
+    """Return the reason for an error about a record that lacks `key`. `keys` are the record's keys."""
     return f"{NO_KEY}{key!r} (its keys: {', '.join(map(repr, keys)) or 'none'})"
 
 
@@ -131,7 +131,9 @@ def utf16_hint(content: bytes) -> str:
 
 
 def reason_of(error: ValueError | RecursionError, of: str = "line") -> str:
-    """Return the reason for a parsing error, worded to end a sentence. `of` is the unit that positions refer to."""
+    """Return the reason for a parsing error, to be appended to a sentence. Positions are counted within the unit `of`,
+    such as a line.
+    """
     if isinstance(error, UnicodeDecodeError):
         reason = (
             f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start} of the {of} ({error.reason})"

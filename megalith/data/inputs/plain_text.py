@@ -1,4 +1,4 @@
-"""Reading of `.txt` files, plain or compressed: a document per file, or per block of lines between blank lines."""
+"""Reads `.txt` files, plain or compressed. A document is a file, or a block of lines between blank lines."""
 
 from __future__ import annotations
 

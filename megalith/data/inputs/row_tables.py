@@ -163,8 +163,8 @@ def read_rows(path: Source, suffix: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _undecodable_row(path: Source, table: Any, rows: int) -> DataError:
-    """Return an error that names the first row of `table` whose text is not UTF-8. `rows` rows of the file precede the
-    table.
+    """Return an error that gives the first row of `table` whose text is not UTF-8. `rows` is the number of rows before
+    the table.
     """
     for number in range(table.num_rows):
         try:

@@ -42,7 +42,9 @@ def versions_by_source(sources: Sequence[Source]) -> dict[Source, list[Version]]
 
 
 def steady(source: Source, items: Iterator[Item]) -> Iterator[Item]:
-    """Yield a source's items. After the last one, raise DataError if its files have changed or are gone."""
+    """Yield the items of a source. After the last one, raise DataError if the source's files have changed or been
+    deleted.
+    """
     before = current_versions([source])
     yield from items
     check_unchanged(source, before[source], current_versions([source])[source])

@@ -7,8 +7,8 @@
 | `.parquet`, `.arrow`, a folder saved by `datasets` | one per row, in a column |
 | `hf://NAME` | one per row of a dataset of the hub, also as a stream |
 
-Files may end in `.gz` or `.zst` (not tables), and be in an object store. A folder stands for all files below it with
-one of these endings, and a glob for its matches, sorted by name.
+Files other than tables may also end in `.gz` or `.zst`. Files may be in an object store. A folder means all files below
+it with one of these endings, and a glob all its matches, sorted by name.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def _suffix(source: Source) -> str:
 
 
 def _matches(pattern: str) -> dict[Source, bool]:
-    """Return the sources that match an input's name, mapped to False for folders of several files, else True."""
+    """Return the sources that match an input's name. The value is False for a folder of several files,
+    otherwise True.
+    """
     if pattern.startswith(SCHEME):
         return {HubDataset(pattern): True}
     path = open_location(pattern)

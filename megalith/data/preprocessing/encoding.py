@@ -19,7 +19,7 @@ from megalith.errors import DataError
 
 @dataclass(frozen=True)
 class Column:
-    """The encoded documents of one JSON key. Empty documents and empty sentences are omitted.
+    """The encoded documents under one JSON key. Empty documents and empty sentences are omitted.
 
     `tokens` [n] in the dataset's dtype; `sequence_lengths` int64 [sequences]; `sequences` int64 [documents], the
     number of sequences per document (1 unless sentences are split).

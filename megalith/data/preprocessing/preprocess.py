@@ -4,8 +4,8 @@ The main process reads blocks of documents and writes tokens. Workers parse and 
 (encoding.py) in any order. Results are written in input order, so the output does not depend on the number of
 workers.
 
-If a tokenizer encodes without holding Python's lock, workers are threads, which share its word cache: two cores take a
-third less processor time than with two processes. Each thread encodes its block without the library's own threads,
+If a tokenizer encodes without holding Python's lock, workers are threads, which share its word cache: on two cores,
+this takes a third less CPU time than two processes. Each thread encodes its block without the library's own threads,
 which would free memory that other threads allocated. Parsing and passing ids to Python hold the lock for about 3 % of a
 worker's time. On many cores, and for all other tokenizers, workers are therefore processes.
 """
@@ -52,8 +52,8 @@ BAD_LINES_KEPT = 20
 
 @dataclass
 class PreprocessSummary:
-    """Totals of a run. `prefixes` maps each JSON key to the path of its dataset, and `documents` maps it to the number
-    of documents.
+    """Totals of a preprocessing run. `prefixes` and `documents` map each JSON key to the path of its dataset and to its
+    number of documents.
     """
 
     prefixes: list[str]
@@ -94,7 +94,7 @@ class PreprocessSummary:
 
 
 class UnusableLineError(DataError):
-    """A line that cannot be encoded, in preprocessing that stops at such lines."""
+    """Raised if preprocessing that stops at unusable lines finds a line that cannot be encoded."""
 
     def __init__(self, line: BadLine):
         super().__init__(
@@ -105,7 +105,7 @@ class UnusableLineError(DataError):
 
 
 class NoTokensError(DataError):
-    """No document of the inputs has a token under a key."""
+    """Raised if no document of the inputs has a token under a key."""
 
     def __init__(self, key: str, summary: PreprocessSummary, paths: Sequence[Source]):
         self.counts = f"{summary.empty:,} empty documents, {summary.skipped:,} skipped lines"
@@ -145,7 +145,8 @@ def preprocess(
         tokenizer: encodes the texts.
         json_keys: keys of the texts, each of which becomes a dataset.
         append_eod: end each document with the end-of-document token.
-        add_special_tokens: surround each sequence by the special tokens of the tokenizer's files, such as BOS.
+        add_special_tokens: add the special tokens of the tokenizer's files, such as BOS, before and after each
+            sequence.
         split_sentences: make each sentence a sequence; the files are named `_sentence`.
         workers: number of processes. None means one per core; 0 encodes in this thread.
         on_error: stop at an unusable line, or skip and count it.

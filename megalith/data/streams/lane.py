@@ -3,9 +3,9 @@
 A stream is divided into lanes. Their number does not depend on the number of ranks. In each pass the shards are
 permuted, and lane l of n reads shards l, l + n, l + 2n, … of that order. Its documents are shuffled in windows: whole
 blocks are read until there are `shuffle_buffer` documents, which are permuted and used up before the next window is
-read. So a position is a few numbers, and a resumed run reads one window again. The documents are concatenated and cut
-into samples of seq_length + 1 tokens, each of which begins with the last token of the previous sample. Sample p of the
-stream is sample p // n of lane p % n.
+read. A position therefore consists of a few numbers, and a resumed run reads one window again. The documents are
+concatenated and cut into samples of seq_length + 1 tokens, each of which begins with the last token of the previous
+sample. Sample p of the stream is sample p // n of lane p % n.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Worker processes that make the samples of lanes, and their counterpart in the training process.
+"""Worker processes that make the samples of lanes, and the training process's handle for them.
 
 A worker is a new Python process that imports neither torch nor the main script. It makes samples of all its lanes in
 turn until each lane has `ahead` unread samples. It ends when the training process closes the connection or dies.
@@ -49,7 +49,7 @@ class LaneWorker:
 
     Args:
         settings: settings of the stream.
-        ahead: number of samples that are made ahead per lane.
+        ahead: maximum number of samples per lane that are made before they are needed.
     """
 
     def __init__(self, settings: StreamSettings, ahead: int):

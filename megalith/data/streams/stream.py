@@ -23,8 +23,8 @@ class SampleStream(ABC):
 
         Args:
             position: the next sample to be read.
-            stride: number of samples between the positions whose states are needed, counted from `position`.
-            kept_states: number of latest states to keep.
+            stride: number of samples between positions whose states are needed. The first such position is `position`.
+            kept_states: number of most recent states to keep.
         """
 
     @abstractmethod

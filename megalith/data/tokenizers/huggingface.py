@@ -37,7 +37,7 @@ PIECES, UNKNOWN = "vocab.txt", "[UNK]"
 
 @contextmanager
 def _no_panic() -> Iterator[None]:
-    """Convert a panic of the tokenizers library, which is no Exception, into a DataError.
+    """Convert a panic of the tokenizers library into a DataError. A panic is not an Exception.
 
     A panic happens, for example, if the regular expression in a tokenizer.json reaches its limits on a text.
     """
@@ -188,7 +188,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         return tokenizer
 
     def _check_added_tokens(self, folder: Path) -> None:
-        """Raise DataError if transformers would add tokens that tokenizer.json lacks, or split the special ones."""
+        """Raise DataError if transformers would add tokens that tokenizer.json lacks, or would split special tokens."""
         config = side_table(self.files, CONFIG)
         named = [*_texts(config.get("added_tokens_decoder")), *_texts(config.get("extra_special_tokens"))]
         named += _texts(config.get("additional_special_tokens"))

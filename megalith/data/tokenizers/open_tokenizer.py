@@ -1,7 +1,7 @@
 """Builds tokenizers by kind, or from a folder written by `Tokenizer.save` (as in checkpoints).
 
-The names of the kinds are Megatron's. When encoding, only Llama2Tokenizer and Llama3Tokenizer add a special token, at
-the beginning of a text. Preprocessing adds the end of document between documents.
+The names of the kinds are Megatron's. Only Llama2Tokenizer and Llama3Tokenizer add a special token when they encode, at
+the beginning of a text. The end-of-document token is added by preprocessing.
 """
 
 from __future__ import annotations

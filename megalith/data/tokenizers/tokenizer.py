@@ -76,8 +76,8 @@ class Tokenizer(ABC):
         return []
 
     def special_tokens(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the tokens of `prefix` and `suffix` that are not already around `ids`. transformers adds both to a
-        text.
+        """Return the tokens of `prefix` and `suffix` that `ids` does not begin and end with already. transformers adds
+        both to a text.
         """
         prefix, suffix, ids = self.prefix, self.suffix, list(ids)
         return (
@@ -143,7 +143,7 @@ class Tokenizer(ABC):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of special tokens, such as the ends of texts and turns, as far as this kind knows them."""
+        """Ids of special tokens, such as end of text and end of turn, as far as this kind can determine them."""
         return frozenset() if self.eod is None else frozenset({self.eod})
 
     @property
