@@ -110,7 +110,7 @@ COMPARISONS = (
         "LoRA of Llama-3-8B, 1 GPU",
         "tokens/s",
         Bar("Megalith", TUNED, "8B, LoRA of rank 16 on every linear, nothing", "tokens/s"),
-        (Bar("PEFT, liger-kernel", TUNED, "8B, the same by PEFT with liger", "tokens/s"),),
+        (Bar("PEFT, liger-kernel", TUNED, "8B by PEFT with liger", "tokens/s"),),
         "one call",
         "megalith bench finetune llama3-8b --runs lora --batch 1 --micro 1 --steps 7 --warmup 3 --peer peft-liger",
     ),
