@@ -181,7 +181,7 @@ def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def data_errors(path: object) -> Iterator[None]:
-    """Turn an OSError while `path` is written into a DataError."""
+    """Raise a DataError in place of an OSError that occurs while `path` is written."""
     try:
         yield
     except OSError as error:

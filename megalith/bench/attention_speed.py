@@ -3,8 +3,8 @@
 The input is one sequence in bf16; forward and backward pass are timed. "ours" is the model's attention, compiled for
 soft caps and ALiBi; "dense" is the same with a [seq, seq] mask, for which torch uses its memory-efficient kernel;
 "torch" is scaled_dot_product_attention with enable_gqa and that mask, free to choose its kernel. Times are medians of
-ten runs, as multiples of the causal kernel's time. Memory is the peak above the inputs. The printed bars, upper limits
-of time and memory, apply to "ours".
+ten runs, as multiples of the causal kernel's time. Memory is the peak above the inputs. The printed limits of time and
+memory apply to "ours".
 """
 
 from __future__ import annotations

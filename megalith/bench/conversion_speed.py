@@ -5,7 +5,7 @@
 
 Writes a Llama-like folder of the given size, in shards of 500 MB; `--set` changes the shape of its layers. Then copies,
 imports and exports it, each in a process of its own, and prints the speed in GB/s (10⁹ bytes) and the peak memory. The
-copy is synced to disk as well. `--turns` repeats the sequence.
+copy is synced to disk as well. `--turns` is the number of times that all three are measured.
 
 Each measurement starts after a pause: a virtual machine returns freed memory to its host, and the first use of a
 returned page takes five times as long as the copy into it. After the pause, memory is equally cold for copy, import and

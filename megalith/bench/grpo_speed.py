@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def run(part: str, run_file: str, longest: str, spread: str) -> None:
-    """Run `part`, which is grpo or train, in one process of its job."""
+    """Run this process's rank of `part`, which is grpo or train."""
     config = RunConfig.load(run_file)
     if part == "train":
         megalith.train(config)

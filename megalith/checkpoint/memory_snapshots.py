@@ -387,8 +387,8 @@ def _is_complete(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int)
 
 
 def _has_same_ranks(serial: int, everyone: Sequence[Sequence[Worlds]], stride: int) -> bool:
-    """Return True if the number of ranks has not changed since the snapshot, and each holder has the same number and
-    partner.
+    """Return True if the job has the number of ranks that it had at the snapshot, and each rank that holds a copy has
+    the same rank and partner as then.
     """
     size, key = len(everyone), str(serial)
     return all(

@@ -121,7 +121,7 @@ class Saver:
     ) -> None:
         """Save the run's current state as `step_NNNNNNNN`. `completed_saves` reports the result.
 
-        Returns once the step is complete or has failed; in the background, once the state is copied.
+        Returns when the step is complete or has failed. A background save returns when the state is copied.
 
         Args:
             record: the run's state besides tensors.

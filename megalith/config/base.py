@@ -29,7 +29,7 @@ Annotation = TypeVar("Annotation")
 
 
 class Decides(enum.Enum):
-    """Effect of a setting besides memory and speed. Annotates a field, or sets the default of a section.
+    """The effect of a setting besides memory and speed. Annotates a field, or sets the default of a section.
 
     A run cannot resume if a FUNCTION setting has changed. If a SAMPLES or UPDATES setting has, it prints a note.
     """
@@ -66,10 +66,10 @@ class RequiresSetting:
 
         Args:
             path: the other setting, a field of the same section or `section.field`.
-            values: it must have one of these values, or contain one if it is a list; without any argument it must
-                be set.
-            greater_than: it must be greater.
-            unless: it must differ from this value, or from each of a tuple.
+            values: accepted values of the other setting. A list is accepted if it contains one of them. Without this
+                argument, the other setting must be set.
+            greater_than: the other setting must be greater than this.
+            unless: the other setting must differ from this value, or from each value of a tuple.
             strict: raise an error if the requirement is not met.
         """
         self.path, self._values, self.strict = path, values, strict
@@ -179,7 +179,9 @@ class Section(BaseModel):
         return annotated if requires is None else [requires, *annotated]
 
     def unread(self, config: Section | None = None) -> dict[str, RequiresSetting]:
-        """Return the fields that are not read, each with its unmet requirement. `config`: see RequiresSetting."""
+        """Return the fields that have no effect in this run, each with its unmet requirement. `config`: see
+        RequiresSetting.
+        """
         unmet = (
             (name, next((r for r in requirements if not r.is_met(self, config)), None))
             for name, _, requirements in _requirements(type(self))

@@ -114,7 +114,7 @@ class DistillConfig(Section):
 
     @property
     def replays_routes(self) -> bool:
-        """False: distillation does not take over the experts that an engine chose."""
+        """False: distillation does not replay the experts that an engine chose."""
         return False
 
     @property

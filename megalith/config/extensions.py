@@ -1,7 +1,7 @@
 """Extension points of GRPO and DPO: losses, advantage estimators, rewards, environments and tool call formats.
 
-A built-in one is a file and a row here, name → "module:object". Instead of a name, a setting takes a user's own one as
-`path.py:object`. `megalith.config.load_extension` loads both.
+The tables map the name of each built-in extension to "module:object". A setting takes such a name, or the user's own
+extension as `path.py:object`. `megalith.config.load_extension` loads both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Low-rank adapters: the adapted matrices, and the adapters' sizes.
 
-A site is a matrix of a layer, named by its path in the layer, such as `mlp.linear_fc1`. Some fuse matrices that other
-libraries keep separate; their rows have parts, each with an adapter of its own, or one adapter for all (WHOLE).
+A site is a matrix of a layer, named by its path in the layer, such as `mlp.linear_fc1`. Some sites fuse several
+matrices that other libraries keep separate. Each of these sub-matrices has an adapter of its own, or the whole site has
+one (WHOLE).
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ class LoraConfig(Section):
         Args:
             layer: name of the layer in the model, such as layers.0.
             site: path of the matrix in the layer.
-            part: part of its rows.
+            part: sub-matrix of the site, or WHOLE.
         """
         return _first_match(self.rank_pattern, adapter_names(layer, site, part), self.rank)
 

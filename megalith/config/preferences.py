@@ -44,7 +44,7 @@ class RewardConfig(ChatConfig):
 
     @property
     def record_form(self) -> str:
-        """Form of the records: SAMPLE_FORMS of data/chat/sample_forms.py."""
+        """Format of the records, one of SAMPLE_FORMS in data/chat/sample_forms.py."""
         forms = {"bradley_terry": "pairs with a margin", "ordinal": "pairs with a preference"}
         return forms.get(self.loss_type, "scored answers")
 
@@ -83,7 +83,7 @@ class KtoConfig(ChatConfig, ReferenceSync):
 
     @property
     def record_form(self) -> str:
-        """Form of the records: SAMPLE_FORMS of data/chat/sample_forms.py."""
+        """Format of the records, one of SAMPLE_FORMS in data/chat/sample_forms.py."""
         return "marked answers with another" if self.needs_kl else "marked answers"
 
     @property

@@ -64,8 +64,8 @@ class TokenIds:
         def error(at: int, token: int) -> DataError:
             row, position = divmod(at, ids.shape[-1])
             return DataError(
-                f"sample {row} of {where} has token id {token} at position {position} of {name}, but the vocabulary "
-                f"has {size:,} entries; {self.remedy}"
+                f"sample {row} of {where} has token id {token} at position {position} of {name}, but the "
+                f"vocabulary has {size:,} entries; {self.remedy}"
             )
 
         first_outside = _first_outside(ids, size, mask)

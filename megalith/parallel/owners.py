@@ -108,7 +108,9 @@ def owned_matrices(matrices: Sequence[SharedMatrix], costs: Sequence[float]) -> 
 
 
 class CollectedMatrices:
-    """Shards on their way to the owners of their matrices and back. Every rank of the axes makes the same calls."""
+    """Collects full matrices on the ranks that own them (`wait`), and sends results back as shards (`scatter`). Every
+    rank of the axes makes the same calls.
+    """
 
     def __init__(self, matrices: Sequence[SharedMatrix], shards: Sequence[Tensor], costs: Sequence[float]):
         """Start the first all-to-all. All `matrices` have the same `key`; `costs` decide the owners."""

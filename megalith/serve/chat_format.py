@@ -26,13 +26,13 @@ class ChatFormat:
     """The chat template of a tokenizer, and the format of the model's tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, calls: str = "auto"):
-        """Choose the format of calls.
+        """Choose the format of tool calls.
 
         Args:
             tokenizer: the model's tokenizer.
             template: the model's chat template.
-            calls: name of the format, or path.py:function. auto: detect the format from the template, and parse no tool
-                calls if the template has none of the known formats.
+            calls: name of the format of tool calls, or path.py:function. auto: detect it from the template, and parse
+                no tool calls if the template has none of the known formats.
 
         Raises:
             ConfigError: if a format is named that cannot be used.

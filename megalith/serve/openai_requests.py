@@ -1,8 +1,8 @@
 """Requests of OpenAI's API: chat completions and completions.
 
 Fields of vLLM's server are accepted too: top_k, min_p, repetition_penalty, bad_words, structured_outputs, ignore_eos,
-stop_token_ids, return_token_ids, chat_template_kwargs. A field that the server cannot honour is refused with an error
-that names it, unless its value changes nothing.
+stop_token_ids, return_token_ids, chat_template_kwargs. An unsupported field is rejected with an error that names it,
+unless its value changes nothing.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ WITHOUT_EFFECT = ("user", "metadata", "service_tier", "safety_identifier", "prom
 
 
 def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
-    """Return the request of a body.
+    """Parse the JSON body of a request.
 
     Raises:
         HttpError: naming the field that is absent, malformed or not supported.

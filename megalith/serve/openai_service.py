@@ -144,7 +144,7 @@ class OpenAiService:
         Args:
             live: the engine that samples completions.
             tokenizer: the model's tokenizer.
-            chat: the chat template; None means chat completions are refused.
+            chat: the chat template; None rejects chat completions.
             name: name of the served model.
             access: clients that are admitted.
             conversation: function that maps the first part of a path, `/PART/v1/…`, to its conversation, or to None if
@@ -166,7 +166,7 @@ class OpenAiService:
         self._relay = EventRelay()
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
-        """Return the response. Raise HttpError if the request is refused."""
+        """Return the response. Raise HttpError if the request is invalid or not allowed."""
         self._check_access(request)
         path, conversation = request.path, self._plain
         if self._conversation is not None and "/v1/" in path:
@@ -299,7 +299,7 @@ class OpenAiService:
     async def _stream(
         self, sampler: _Choices, writer: ResponseWriter, request: CompletionRequest
     ) -> AsyncIterator[bytes]:
-        """Yield chunks of the choices during sampling. The text of a turn that may call tools comes whole."""
+        """Yield chunks of the choices during sampling. A turn that may call tools is one chunk."""
         count, sent = len(sampler), [0] * len(sampler)
         if request.is_chat:
             for index in range(count):

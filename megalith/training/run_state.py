@@ -121,7 +121,7 @@ class Task:
         """Restore the shards that `parts` returned when the checkpoint was saved."""
 
     def end_step(self, run: Run) -> None:
-        """Run after a step's update. `run.step` already counts the step."""
+        """Do the task's work at the end of a step, after its update. `run.step` already counts the step."""
 
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]

@@ -168,8 +168,9 @@ def write_torch_dist(
 def _stack_position(
     name: str, model: ModelConfig, transformer_engine: bool
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return the stored tensor that contains a tensor of Megatron: its name, the size of its stack, and the index in
-    the stack."""
+    """Return where a tensor of Megatron is stored: the name of the stored tensor, the size of its leading dimensions
+    (layers, experts), and the index in them.
+    """
     key = stored_name(name, model, transformer_engine, distributed=True)
     stack, at = (), ()
     layer, expert = layer_of(name), EXPERT.search(name)

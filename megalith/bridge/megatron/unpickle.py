@@ -170,8 +170,9 @@ def _is_inert(name: str) -> bool:
 def _check_trust(path: Path, untrusted: Iterable[str]) -> None:
     if untrusted:
         raise CheckpointError(
-            f"{path} is a pickle that refers to the Python classes {shorten(sorted(untrusted))}, which Megalith "
-            "ignores; if you trust the file's origin, pass --trust, or set checkpoint.trust to true in the run file"
+            f"{path} is a pickle that refers to the Python classes {shorten(sorted(untrusted))}, which "
+            "Megalith ignores; if you trust the file's origin, pass --trust, or set checkpoint.trust to true "
+            "in the run file"
         )
 
 

@@ -180,7 +180,7 @@ def call_format(name: str, template: str, response: Any, setting: str = "rl.tool
         name: the setting's value.
         template: source of the chat template, which decides for "auto".
         response: the tokenizer's response template, if it has one.
-        setting: the setting or option that names it, for errors.
+        setting: the setting or option that has the value, for errors.
 
     Raises:
         ConfigError: if "auto" finds no format, or the response template is missing.

@@ -161,7 +161,7 @@ def count(answer: str) -> int:
 
 
 def below(bound: int) -> Callable[[str], int]:
-    """Return a reader of a whole number from 0 to bound - 1."""
+    """Return a function that parses a whole number from 0 to bound - 1."""
 
     def read(answer: str) -> int:
         if not answer.isdecimal() or int(answer) >= bound:

@@ -156,8 +156,9 @@ class Merge:
         return waits(node) or (self._seconds[node] > 0 and not starts_collective(node))
 
     def _next(self, current: int) -> int:
-        """Return the chain to continue: the one with the shortest wait, then the one that starts its next collective
-        first."""
+        """Return the chain to continue: the one with the shortest wait and, among equal waits, the one that starts its
+        next collective first.
+        """
 
         def key(number: int) -> tuple[float, float, bool, bool]:
             chain = self._chains[number]

@@ -144,7 +144,9 @@ def _legend(curves: Sequence[Curve]) -> str:
 
 
 def stacked_bars(title: str, rows: Sequence[tuple[str, dict[str, float], str]]) -> str:
-    """Return horizontal bars. Rows are (label, part → value, text after the bar). The longest bar fills the width."""
+    """Return horizontal bars. Rows are (label, values by segment, text after the bar). The longest bar fills
+    the width.
+    """
     longest = max((sum(parts.values()) for _, parts, _ in rows), default=0.0)
     if longest <= 0:
         return ""

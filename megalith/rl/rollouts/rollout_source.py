@@ -90,7 +90,7 @@ def _require_logprobs(groups: Iterable[PromptGroup], setting: str) -> None:
 
 
 def _identity(path: str) -> dict[str, int | str]:
-    """Return size and SHA-256 of a file in the form of a DataRecord, with an index of 0 bytes."""
+    """Return a file's size and SHA-256 under the names of a DataRecord's fields."""
     digest, size = hashlib.sha256(), 0
     with open_location(path).open("rb") as file:
         while piece := file.read(1 << 20):

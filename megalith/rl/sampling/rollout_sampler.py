@@ -173,7 +173,7 @@ class RolloutSampler:
         """Sample this rank's share of the groups, at most `sampling.max_new_tokens` per completion.
 
         Returns:
-            New pieces of the groups and logged values by name, as JSON values.
+            The fields of the new GroupRecords, and logged values by name, as JSON values.
         """
         run, rl, local = self._run, self._rl, self._local(records)
         rewards, engine = self._rewards if run.mesh.tp.rank == 0 else None, self._weights.engine
