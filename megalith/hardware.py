@@ -211,7 +211,7 @@ def pick_device(request: str = "auto", local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     kind, _, number = request.partition(":")
     if request != "auto" and (kind != "cuda" or (":" in request and not number.isdigit())):
-        raise ConfigError(f"device {request!r} is not known; give auto, cpu, cuda or cuda:N")
+        raise ConfigError(f"device {request!r} is not known; use auto, cpu, cuda or cuda:N")
     if available == 0:
         raise ConfigError(
             f"device {request!r} was requested, but PyTorch {torch.__version__} finds no CUDA device here; "

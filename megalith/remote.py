@@ -48,7 +48,7 @@ def open_location(path: str | Path | StorePath) -> Path | StorePath:
         return Path(unquote(url.path))
     if url.scheme not in STORES or not url.netloc:
         schemes = ", ".join(f"{scheme}://" for scheme in ("file", *STORES))
-        raise ConfigError(f"{path} is not a supported URL; give one of {schemes} with a bucket")
+        raise ConfigError(f"{path} is not a supported URL; use one of {schemes} with a bucket")
     if find_spec(STORES[url.scheme]) is None:
         raise ConfigError(
             f"{path} needs {STORES[url.scheme]}, which is not installed: {install_line('remote')}"

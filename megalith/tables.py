@@ -61,6 +61,11 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
         print(name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:])), sep="  ")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return the number with the noun in singular or plural: `1 rank`, `2 ranks`, `4,096 samples`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def format_si(value: float, digits: int = 3) -> str:
     """Return `value` with `digits` significant digits and an SI suffix: 81200 → `81.2k`, 124439808 → `124M`."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

@@ -197,7 +197,7 @@ def test_a_peer_of_one_process_trains(name, monkeypatch, capsys):
 def test_a_peer_that_there_is_not_is_refused(name, capsys):
     with pytest.raises(SystemExit):
         run_command(["tiny", "--peer", name])
-    assert f"unknown peer {name!r}; use best or one of" in capsys.readouterr().err
+    assert f"unknown peer {name!r}; use best, or one of" in capsys.readouterr().err
 
 
 def test_a_peer_out_of_memory_is_tried_with_half_the_micro_batch(bench, monkeypatch):

@@ -101,7 +101,7 @@ CONFIGURATIONS = [
     (["run.yaml", "--optim.adam_beta1", "1.0"], "adam_beta1 is 1.0"),
     (["run.yaml", "--parallel.tensor_model_parallel_size", "2"], "world size 1", "tensor (2)"),
     (["run.yaml", "--parallel.recompute_method", "block"], "recompute_granularity full, which is not set"),
-    (["run.yaml", "--runtime.device", "tpu"], "device 'tpu' is not known; give auto, cpu, cuda"),
+    (["run.yaml", "--runtime.device", "tpu"], "device 'tpu' is not known; use auto, cpu, cuda"),
     (["run.yaml", "--runtime.device", "cuda:99"], "cuda:99"),
     (["run.yaml", "--data.tokenizer_type", "BertTokenizer"], "data.tokenizer_type is 'BertTokenizer'"),
     (["run.yaml", "--data.tokenizer_type", "null", "--data.tokenizer_model", "x"], "tokenizer_type, which is not set"),
@@ -275,7 +275,7 @@ def test_requests_to_generate_that_cannot_be(refused, place):
     assert main(["train", "run.yaml"]) == 0
     refused(["generate", "nowhere", "--prompt", "a"], CHECKPOINT, "there is no checkpoint in nowhere")
     refused(["generate", "data.bin", "--prompt", "a"], CHECKPOINT, "data.bin is a file")
-    refused(["generate", "run"], CONFIG, "there is no prompt; give --prompt")
+    refused(["generate", "run"], CONFIG, "there is no prompt; pass --prompt")
     refused(["generate", "run", "--prompt", ""], CONFIG, "prompt 0 has no tokens")
     refused(["generate", "run", "--prompt", "abc"], CONFIG, "3 tokens and up to 128 follow", "16 positions")
     refused(["generate", "run", "--prompt", "a", "--top-p", "2"], CONFIG, "top_p is 2.0")
@@ -328,7 +328,7 @@ def test_requests_to_show_data_that_cannot_be(refused):
     show = ["data", "show", "data", "--seq-length", 16, "--num-samples", 5]
     refused([*show, "--index", 10**6], DATA, "sample 1000000 is not one of the", "train samples; choose 0 to")
     refused([*show, "--index", "-1"], DATA, "sample -1")
-    refused([*show, "--position", "-1"], DATA, "position -1 is before the first one; give")
+    refused([*show, "--position", "-1"], DATA, "position -1 is before the first one; positions")
     refused([*show, "--position", "x"], CONFIG, "--position is 'x'")
     refused([*show, "--index", "x"], CONFIG, "--index is 'x'")
     refused([*show, "--split", "1,1,1,1"], CONFIG, "split '1,1,1,1'")

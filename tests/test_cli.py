@@ -144,9 +144,9 @@ def test_generate_takes_penalties_bad_words_and_stops(call, trained, tmp_path):
     assert code != 0 and "repetition_penalty is 0.0; it must be above 0" in err
     (tmp_path / "schema.json").write_text("[]")
     code, _, err = call(*words, "--json-schema", tmp_path / "schema.json")
-    assert code != 0 and "has a list; give a JSON object" in err
+    assert code != 0 and "contains a list, but a JSON Schema is an object" in err
     code, _, err = call(*words[:4], "--stream", "--stop", "x")
-    assert code != 0 and "--stream prints text before it is known" in err
+    assert code != 0 and "--stream prints text at once" in err
 
 
 def test_the_processes_of_generate_get_its_words_without_nproc():

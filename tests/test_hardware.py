@@ -115,7 +115,7 @@ def test_gpu_number_beyond_the_last_is_refused_with_the_count(monkeypatch):
 @pytest.mark.parametrize("request_", ["gpu", "cuda:", "cuda:x", "tpu:0"])
 def test_unknown_device_request_is_refused(monkeypatch, request_):
     _gpus(monkeypatch, 1)
-    with pytest.raises(ConfigError, match="give auto, cpu, cuda or cuda:N"):
+    with pytest.raises(ConfigError, match="use auto, cpu, cuda or cuda:N"):
         pick_device(request_)
 
 

@@ -67,7 +67,7 @@ def test_recipes_are_listed_shown_and_copied(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "Data: data/chat.jsonl: " in printed and "Start: megalith sft mine.yaml --nproc 1" in printed
     assert main(["recipes", "copy", "qwen3-0.6b-sft-1gpu", "mine.yaml"]) == 2
-    assert "mine.yaml exists" in capsys.readouterr().err
+    assert "mine.yaml already exists" in capsys.readouterr().err
     assert main(["recipes", "show", "qwen3-0.6b-sft-2gpu"]) == 2
     assert "did you mean 'qwen3-0.6b-sft-1gpu'" in capsys.readouterr().err
     assert main(["recipes", "list", "--task", "stf"]) == 2
@@ -120,9 +120,9 @@ def test_init_asks_again_after_an_answer_that_it_cannot_use(tmp_path, monkeypatc
     for sentence in (
         "--task is 'dpoo'; did you mean 'dpo'",
         "--model is 'llama3.2-1', which is not a preset; did you mean 'llama3.2-1b'",
-        "--gpus is 'none'; give a whole number",
-        "--gpus is 0; give 1 or more",
-        "taken.yaml exists; give another file",
+        "--gpus is 'none', but must be a whole number",
+        "--gpus is 0, but must be at least 1",
+        "taken.yaml already exists; choose another file",
     ):
         assert sentence in printed.err
     assert "start it with: megalith dpo run.yaml --nproc 2" in printed.out
@@ -137,7 +137,7 @@ def test_init_asks_again_after_an_answer_that_it_cannot_use(tmp_path, monkeypatc
         (["--task", "sfft"], "did you mean 'sft'"),
         (["--task", "sft", "--model", "qwen3-06b"], "did you mean 'qwen3-0.6b'"),
         (["--task", "sft", "--model", "gpt3-13b"], "preset gpt3-13b has no hub name"),
-        (["--task", "sft", "--model", "qwen3-0.6b", "--gpus", "0"], "--gpus is 0; give 1 or more"),
+        (["--task", "sft", "--model", "qwen3-0.6b", "--gpus", "0"], "--gpus is 0, but must be at least 1"),
         (["--task", "sft"], "--model is missing, and there is no terminal to ask"),
     ],
 )

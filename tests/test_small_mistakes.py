@@ -33,7 +33,7 @@ def test_a_function_of_a_configuration_refuses_a_files_name_and_a_dict(function)
     ):
         call("run.yaml")
     with pytest.raises(
-        ConfigError, match=r"takes a RunConfig, not a dict; give it megalith.RunConfig.from_tree"
+        ConfigError, match=r"takes a RunConfig, not a dict; pass megalith.RunConfig.from_tree"
     ):
         call(TREE)
 

@@ -15,7 +15,7 @@ def main(folder: str) -> None:
     lines = metrics.read_text().splitlines() if metrics.is_file() else []
     if not lines:
         sys.exit(
-            f"error: {metrics} is missing or empty; give the output folder of a GRPO run that has finished a step"
+            f"error: {metrics} is missing or empty; pass the output folder of a GRPO run that has finished a step"
         )
     steps = [json.loads(line) for line in lines]
     figure, axes = plt.subplots(figsize=(7, 4))

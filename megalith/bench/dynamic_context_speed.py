@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     processes = {layout_of(layout)["processes"] for layout in args.layout}
     if len(processes) > 1:
-        parser.error(f"the layouts have {sorted(processes)} processes; give layouts with the same number")
+        parser.error(f"the layouts have {sorted(processes)} processes; use layouts with the same number")
     lengths = sample_lengths(args)
     costs, expected = pass_costs(RunConfig.from_tree(_tree(args, args.layout[-1], "", ""))), {}
     for layout in args.layout:

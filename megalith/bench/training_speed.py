@@ -306,8 +306,8 @@ def peer_name(text: str) -> str:
     ]
     if name not in (*PEERS, "best") or unknown or (switches and name not in SHARDED_PEERS):
         raise argparse.ArgumentTypeError(
-            f"unknown peer {text!r}; use best or one of {', '.join(PEERS)}; options of {', '.join(SHARDED_PEERS)}, as "
-            f"in liger:never,micro=1: {', '.join(SWITCHES)}, micro=N"
+            f"unknown peer {text!r}; use best, or one of {', '.join(PEERS)}; options of "
+            f"{', '.join(SHARDED_PEERS)}, as in liger:never,micro=1: {', '.join(SWITCHES)}, micro=N"
         )
     return text
 

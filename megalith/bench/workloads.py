@@ -113,8 +113,8 @@ def layout_of(name: str) -> dict[str, Any]:
         return LAYOUTS[name]
     if "=" not in name:
         raise ConfigError(
-            f"unknown layout {name!r}{did_you_mean(name, list(LAYOUTS))}; `megalith bench` lists all layouts; or give "
-            "degrees, such as tp=2,pp=2,dp=2"
+            f"unknown layout {name!r}{did_you_mean(name, list(LAYOUTS))}; `megalith bench` lists all layouts; "
+            "or write degrees, such as tp=2,pp=2,dp=2"
         )
     options = {
         key.strip(): yaml.safe_load(value) for key, _, value in (x.partition("=") for x in name.split(","))

@@ -158,7 +158,7 @@ def resolve_folder(path: str | Path) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise CheckpointError(f"{folder} is a file; give the folder that holds {CONFIG} and the weights")
+        raise CheckpointError(f"{folder} is a file; pass the folder that contains {CONFIG} and the weights")
     return local_folder(
         str(path),
         (
@@ -175,7 +175,7 @@ def resolve_folder(path: str | Path) -> Path:
 @cache
 def _fetched(folder: StorePath) -> Path:
     if not is_model_folder(folder):
-        raise CheckpointError(f"{folder} has no {CONFIG}; give the URL of a folder of a Hugging Face model")
+        raise CheckpointError(f"{folder} has no {CONFIG}; pass the URL of a Hugging Face model's folder")
     made = TemporaryFolder("megalith_model_")
     atexit.register(made.remove)
     temporary = made.path
@@ -242,8 +242,8 @@ def list_weights(folder: Path) -> dict[str, SafetensorsEntry | Pickled]:
         raise CheckpointError(f"{folder} has no weights; it needs one of {', '.join(WEIGHTS)}")
     if (folder / ADAPTER).exists():
         raise CheckpointError(
-            f"{folder} has a model and an adapter ({ADAPTER}), which transformers would add to the model; move the "
-            "adapter's files to a folder of their own, and give it as lora.load"
+            f"{folder} has a model and an adapter ({ADAPTER}), which transformers would add to the model; "
+            "move the adapter's files to a separate folder, and set lora.load to that folder"
         )
     whole = file.with_name(file.name.removesuffix(INDEX_SUFFIX))
     if whole != file and whole.exists() and whole.name not in _weight_map(file).values():

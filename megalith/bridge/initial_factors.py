@@ -102,8 +102,8 @@ def loftq(
         if not lost.any():
             raise ConfigError(
                 f"lora.init_lora_weights is loftq, but {name} is stored as lora.quantize_base {lora.quantize_base} "
-                "already, so quantizing loses nothing; give the weights before they were quantized, or leave "
-                "lora.init_lora_weights out"
+                "already, so quantizing loses nothing; set model.init_from to the unquantized weights, or "
+                "leave lora.init_lora_weights out"
             )
         iterations.append(factors_of(lora, name, adapter, lost, seed=0))
         for part, (a, b) in iterations[-1].items():

@@ -153,10 +153,10 @@ def check_base(checkpoint: Checkpoint, fingerprint: str, path: str) -> None:
     """
     if checkpoint.manifest.base not in (None, fingerprint):
         raise CheckpointError(
-            f"the adapters in {checkpoint.folder} were not trained on the weights that are in {path} now: these have "
-            "since been trained further or replaced; give the original weights, such as "
-            "RUN/checkpoints/step_NNNNNNNN (in model.init_from to train, --base to merge: megalith lora merge), or "
-            "train new adapters"
+            f"the adapters in {checkpoint.folder} were not trained on the weights that are now in {path}, "
+            "which have since been trained further or replaced; use the original weights, such as "
+            "RUN/checkpoints/step_NNNNNNNN (in model.init_from to train, --base to merge: megalith lora "
+            "merge), or train new adapters"
         )
 
 

@@ -113,14 +113,14 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     for copy, original in copies.items():
         if _differs(source, copy, original):
             raise CheckpointError(
-                f"{source.path}: {copy} differs from {original}, but the MTP layers share it "
-                "here; models where they differ are not supported"
+                f"{source.path}: {copy} differs from {original}, but Megalith's MTP layers share it with the "
+                "model; models in which they differ are not supported"
             )
     for copy in family.embedding_copies:
         if _differs(source, copy, embedding := _embedding(groups)):
             raise CheckpointError(
-                f"{source.path}: {copy} differs from {embedding}, but encoder and decoder share the embedding here; "
-                "models where they differ are not supported"
+                f"{source.path}: {copy} differs from {embedding}, but in Megalith encoder and decoder share "
+                "the embedding; models in which they differ are not supported"
             )
     if not model.untie_embeddings_and_output_weights and present.pop(family.tied, None):
         _check_tied(source, family, groups)

@@ -89,8 +89,8 @@ class QwenMTPLayer:
             )
         if count and hf_config.get("mtp_use_dedicated_embeddings"):
             raise ConfigError(
-                "config.json has mtp_use_dedicated_embeddings true, but MTP layers share the model's embedding here; "
-                f"set {self._key} to 0 to leave the layer out"
+                "config.json has mtp_use_dedicated_embeddings true, but in Megalith MTP layers share the "
+                "model's embedding; set {self._key} to 0 to leave the layer out"
             )
         return {"mtp_num_layers": 1} if count else {}
 

@@ -38,13 +38,13 @@ class PartialFolder:
         """Create the folder. Raises CheckpointError if another process is writing it or the user owns it."""
         make_folder(self.out.parent)
         if self.out.is_symlink():
-            raise CheckpointError(f"{self.out} is a symbolic link; give the folder that it points to")
+            raise CheckpointError(f"{self.out} is a symbolic link; pass the folder that it points to")
         self._clear_remains()
         try:
             self.path.mkdir()
         except FileExistsError:
             raise CheckpointError(
-                f"{self.path} is being made by another process; wait for it to end"
+                f"{self.path} is being written by another process; wait for it to end"
             ) from None
         self._hold(self.path / MARK, os.O_CREAT | os.O_EXCL)
 
@@ -94,7 +94,7 @@ class PartialFolder:
         except BlockingIOError:
             self._release()
             raise CheckpointError(
-                f"{self.path} is being made by another process; wait for it to end"
+                f"{self.path} is being written by another process; wait for it to end"
             ) from None
         except OSError:  # the file system has no locks
             pass

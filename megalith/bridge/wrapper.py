@@ -53,8 +53,8 @@ class WrapperFolder:
         self.config = read_json(self.path / CONFIG)
         if wrapper_of(self.config) is None:
             raise ConfigError(
-                f"{self.path} holds {self.config.get('architectures')}, which has no language model to replace; give "
-                f"the folder of one of {', '.join(WRAPPERS)}"
+                f"{self.path} holds {self.config.get('architectures')}, which has no language model to "
+                f"replace; pass the folder of one of {', '.join(WRAPPERS)}"
             )
         self._tensors = list_weights(self.path)
         self._list_names()
@@ -94,8 +94,8 @@ class WrapperFolder:
         ]
         if unequal := [*missing, *extra, *others]:
             raise CheckpointError(
-                f"{self.path} does not have the checkpoint's language model: {shorten(unequal)} differ; give the "
-                "folder that the model was imported from"
+                f"{self.path} does not have the checkpoint's language model: {shorten(unequal)} differ; pass "
+                "the folder that the model was imported from"
             )
         renamed = {self._names[name]: entry for name, entry in tensors.items()}
         return renamed | {

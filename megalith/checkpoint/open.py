@@ -119,7 +119,7 @@ def open_existing(
     checkpoint = open_checkpoint(path, parts, show_progress=show_progress)
     if checkpoint is None:
         raise CheckpointError(
-            f"there is no checkpoint in {path}; give a run folder, its checkpoints folder, or one step folder"
+            f"there is no checkpoint in {path}; pass a run folder, its checkpoints folder, or one step folder"
         )
     return checkpoint
 
@@ -167,7 +167,7 @@ def _candidates(path: Path | StorePath) -> list[str] | None:
     if not path.exists():
         return None
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; give a run's folder or one of its step folders")
+        raise CheckpointError(f"{path} is a file; pass a run's folder or one of its step folders")
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = list_steps(folder)
     if not steps:
@@ -309,6 +309,6 @@ def _refuse_other_weights(folder: Path | StorePath) -> None:
     weights = next((name for name in names if name.endswith((".safetensors", ".distcp", ".pt"))), None)
     if weights:
         raise CheckpointError(
-            f"{folder} contains {weights} but no step_NNNNNNNN folder, so it is not a Megalith run; give a run's "
-            "folder or one of its step folders"
+            f"{folder} contains {weights} but no step_NNNNNNNN folder, so it is not a Megalith run; pass a "
+            "run's folder or one of its step folders"
         )

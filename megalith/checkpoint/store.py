@@ -171,8 +171,8 @@ class StepFolder:
         for name, record in files.items():
             if sizes.get(name) != record["bytes"]:
                 raise CheckpointError(
-                    f"{self.final / name} was written by another process, but is not visible "
-                    f"here; {self.shared}"
+                    f"{self.final / name} was written by another process, but this process does not see it; "
+                    f"{self.shared}"
                 )
 
     def _sizes(self, names: Iterable[str]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megalith.cli.parser import Arguments
 from megalith.errors import TrainingError, printable, shorten
+from megalith.tables import counted
 
 if TYPE_CHECKING:
     from megalith.parity.audit.audit import AuditReport
@@ -67,7 +68,7 @@ def as_json(report: AuditReport) -> str:
 
 def as_text(report: AuditReport) -> str:
     """Return the report as lines: for each step its verdict, its findings and the worst gradients."""
-    lines, ranks = [], "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
+    lines, ranks = [], counted(report.ranks, "rank")
     for step in report.steps:
         verdict = (
             "equal" if not step.departing else (f"{step.departing} of {step.gradients} gradients differ")

@@ -273,7 +273,7 @@ def _steps(path: str) -> list[Path | StorePath]:
     except OSError as error:
         raise fetch_error(folder, error) from error
     if not steps:
-        raise CheckpointError(f"there is no step in {folder}; give a {PATH_HELP}")
+        raise CheckpointError(f"there is no step in {folder}; pass a {PATH_HELP}")
     return steps
 
 

@@ -240,11 +240,11 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
 def _check_numbers(args: Arguments) -> None:
     if args.nodes < 1 or args.gpus_per_node < 1:
         raise ConfigError(
-            f"--nodes is {args.nodes} and --gpus-per-node {args.gpus_per_node}; give 1 or more of each"
+            f"--nodes is {args.nodes} and --gpus-per-node {args.gpus_per_node}, but both must be at least 1"
         )
     for name, minimum in (("grace", 1), ("max_restarts", 0), ("cpus", 1), ("efa", 0)):
         if (value := getattr(args, name)) is not None and value < minimum:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {minimum} or more")
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, but must be at least {minimum}")
 
 
 def _step(option: str, text: str) -> tuple[str, ...]:
@@ -259,7 +259,7 @@ def _step(option: str, text: str) -> tuple[str, ...]:
             parsed.parser.refuse(more)
     except SystemExit:
         raise ConfigError(
-            f"{option} is {text!r}, which only prints a help text; give a command that does something"
+            f"{option} is {text!r}, which only prints a help text; use a command that runs something"
         ) from None
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"{option} is {text!r}, which is not a command of megalith: {error}") from None
@@ -271,7 +271,7 @@ def _array(text: str | None) -> tuple[str, list[str]] | None:
         return None
     setting, _, values = text.partition("=")
     if not re.fullmatch(r"\w+\.\w+", setting) or not values:
-        raise ConfigError(f"--array is {text!r}; give a setting and its values, as optim.lr=1e-4,3e-4")
+        raise ConfigError(f"--array is {text!r}; write a setting and its values, such as optim.lr=1e-4,3e-4")
     if setting in ("train.output_dir", "checkpoint.load"):
         raise ConfigError(
             f"--array sets {setting}, which is set automatically for each of its runs; choose another setting"

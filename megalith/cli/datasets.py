@@ -10,6 +10,7 @@ from dataclasses import asdict
 from megalith.cli.json_output import add_json_option, print_json
 from megalith.cli.parser import Arguments
 from megalith.errors import LINES, ConfigError, printable
+from megalith.tables import counted
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,8 @@ def run_corpus(args: argparse.Namespace) -> int:
         print_json(asdict(summary))
         return 0
     print(
-        f"wrote {summary.documents:,} documents, {summary.bytes / 1e6:.1f} MB of text, to {printable(summary.path)}"
+        f"wrote {counted(summary.documents, 'document')}, {summary.bytes / 1e6:.1f} MB of text, to "
+        f"{printable(summary.path)}"
     )
     return 0
 
@@ -75,8 +77,8 @@ def run_tokenizer_train(args: argparse.Namespace) -> int:
         print_json(asdict(summary) | {"seconds": time.monotonic() - start})
         return 0
     print(
-        f"trained {summary.vocab_size:,} entries on {summary.documents:,} documents ({summary.bytes / 1e6:.1f} MB) "
-        f"in {time.monotonic() - start:.1f} s; wrote {printable(summary.path)}"
+        f"trained {summary.vocab_size:,} entries on {counted(summary.documents, 'document')} ("
+        f"{summary.bytes / 1e6:.1f} MB) in {time.monotonic() - start:.1f} s; wrote {printable(summary.path)}"
     )
     for note in summary.notes:
         print(f"note: {printable(note)}")
@@ -281,7 +283,7 @@ def run_data_show(args: Arguments) -> int:
     positions = _whole_numbers("--position", args.position)
     indices = _whole_numbers("--index", args.index or (None if positions else "0"))
     if not 0 <= args.seed < 2**32:
-        raise ConfigError(f"--seed is {args.seed}; give a seed from 0 to 2^32 - 1")
+        raise ConfigError(f"--seed is {args.seed}, but must be from 0 to 2^32 - 1")
     tokenizer = None
     if args.tokenizer_type:
         from megalith.data.dataset_tokenizer import check_tokenizer
@@ -330,7 +332,7 @@ def _show_run(args: Arguments) -> int:
     if args.json:
         print(json.dumps({"step": run.step + 1, "samples": samples}))
         return 0
-    print(f"step {run.step + 1}, {len(samples):,} samples\n")
+    print(f"step {run.step + 1}, {counted(len(samples), 'sample')}\n")
     print(render_samples(samples, run.tokenizer and run.tokenizer.decode))
     return 0
 
@@ -351,7 +353,7 @@ def run_data_stats(args: Arguments) -> int:
     if (args.config is None) == (not args.data_path):
         raise ConfigError("data stats needs either dataset prefixes or --config RUN.yaml")
     if args.seq_length is not None and args.seq_length < 1:
-        raise ConfigError(f"--seq-length is {args.seq_length}; give at least 1")
+        raise ConfigError(f"--seq-length is {args.seq_length}, but must be at least 1")
     if args.config is not None:
         from megalith.config import RunConfig
         from megalith.training.run_data import RunData
@@ -394,4 +396,4 @@ def _whole_numbers(flag: str, text: str | None) -> list[int]:
     try:
         return [int(i) for i in text.split(",")] if text else []
     except ValueError:
-        raise ConfigError(f"{flag} is {text!r}; give comma-separated whole numbers, like 0,5,9") from None
+        raise ConfigError(f"{flag} is {text!r}; write comma-separated whole numbers, such as 0,5,9") from None

@@ -73,7 +73,7 @@ def run_evaluate(args: Arguments) -> int:
 def run_tasks(args: Arguments) -> int:
     for name, minimum in (("limit", 1), ("num_fewshot", 0)):
         if (value := getattr(args, name)) is not None and value < minimum:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {minimum} or more")
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, but must be at least {minimum}")
     if args.nproc is not None:
         values = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in TASK_OPTIONS]
         options = [f"{option}={value}" for option, value in values if value is not None]

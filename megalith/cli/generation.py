@@ -119,12 +119,13 @@ def run_generate(args: Arguments) -> int:
         raise ConfigError(f"--num-generations is {args.num_generations}; it must be at least 1")
     if args.stream and (len(prompts), args.num_generations, args.json) != (1, 1, False):
         raise ConfigError(
-            f"--stream prints a single completion, but there are {len(prompts) * args.num_generations}; give one "
-            "--prompt without --json, or remove --stream"
+            f"--stream prints a single completion, but there are {len(prompts) * args.num_generations}; use a "
+            "single --prompt and no --json, or remove --stream"
         )
     if args.stream and args.stop:
         raise ConfigError(
-            "--stream prints text before it is known whether a --stop text follows; remove one of the two"
+            "--stream prints text at once, but with --stop the end of a completion is only known later; "
+            "remove one of the two"
         )
     if args.nproc is not None:
         from megalith.launch.launcher import launch
@@ -184,7 +185,9 @@ def run_generate(args: Arguments) -> int:
 
 
 def _forced_bos(args: Arguments, tokenizer: Tokenizer, model: Transformer) -> int | None:
-    """Return the option's value, else for an encoder-decoder the value in the tokenizer's files."""
+    """Return the id that begins every answer: the option's value, or for an encoder-decoder the value in the
+    tokenizer's files.
+    """
     if args.forced_bos_token_id is not None or not model.config.encoder_layers:
         return args.forced_bos_token_id
     return tokenizer.forced_bos_token_id
@@ -196,7 +199,7 @@ def _prompts(args: Arguments) -> list[str]:
         try:
             text = Path(args.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"the prompts cannot be read: {error}; give a text file in UTF-8") from None
+            raise DataError(f"the prompts cannot be read: {error}; pass a text file in UTF-8") from None
         is_json = args.prompt_file.endswith(".jsonl")
         for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
             where = f"{args.prompt_file} line {number}"
@@ -206,7 +209,7 @@ def _prompts(args: Arguments) -> list[str]:
                 prompts.append(_prompt_of(line, where) if is_json else line)
     if not prompts:
         raise ConfigError(
-            "there is no prompt; give --prompt TEXT, several times for a batch, or --prompt-file"
+            "there is no prompt; pass --prompt TEXT, several times for a batch, or --prompt-file"
         )
     return prompts
 
@@ -222,7 +225,7 @@ def _prompt_of(line: str, where: str) -> str:
         error: object = f"the prompt is {prompt!r:.60}"
     except (ValueError, RecursionError) as reason:
         error = reason
-    raise DataError(f'{where} is not an object with a text "prompt" ({error}); give {{"prompt": "text"}}')
+    raise DataError(f'{where} is not an object with a text "prompt" ({error}); write {{"prompt": "text"}}')
 
 
 def without_nproc(args: Arguments) -> list[str]:
@@ -266,7 +269,7 @@ def _complete(
     on_token: OnToken | None,
     speculation: Speculation | None,
 ) -> list[Completion]:
-    """Return all completions. With several processes, only the first one gets them."""
+    """Return all completions. With several processes, only rank 0 gets them."""
     from megalith.generation.sampling import complete, complete_data_parallel
     from megalith.launch.launcher import end_distributed, init_distributed, this_process
 

@@ -68,8 +68,11 @@ def _read_schema(path: str) -> dict:
         schema = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--json-schema {path} cannot be read ({error}); give a file with a JSON Schema"
+            f"--json-schema {path} cannot be read ({error}); pass a file with a JSON Schema"
         ) from None
     if not isinstance(schema, dict):
-        raise ConfigError(f"--json-schema {path} has a {type(schema).__name__}; give a JSON object")
+        raise ConfigError(
+            f"--json-schema {path} contains a {type(schema).__name__}, but a JSON Schema is an object; pass "
+            "another file"
+        )
     return schema

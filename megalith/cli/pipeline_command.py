@@ -94,7 +94,7 @@ def _durations(text: str, p2p: float):
         values = []
     if len(values) != 3 or not all(0 < value < float("inf") for value in values) or not p2p >= 0:
         raise ConfigError(
-            f"--durations is {text!r} and --p2p {p2p}; give three comma-separated durations above 0, like 1,1,1, "
-            "and --p2p of at least 0"
+            f"--durations is {text!r} and --p2p {p2p}; --durations must be three comma-separated numbers "
+            "above 0, such as 1,1,1, and --p2p at least 0"
         )
     return Durations(*values, p2p=p2p)

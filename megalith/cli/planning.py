@@ -247,7 +247,7 @@ def run_goodput(args: Arguments) -> int:
     _check_bounds(args, "gpus", "failures_per_gpu_hour", "disk", "store")
     _check_bounds(args, "stall", "notice", "start", "memory_restart", "memory_stall", minimum=0)
     if not 0 <= args.memory_share <= 1:
-        raise ConfigError(f"--memory-share is {args.memory_share}; give a fraction from 0 to 1")
+        raise ConfigError(f"--memory-share is {args.memory_share}, but must be a fraction from 0 to 1")
     config = _config(args, 8)
     memory = args.memory_restart, args.memory_stall, args.memory_share
     costs = Costs(args.stall, args.notice, args.start, args.disk, args.store, *memory)
@@ -264,7 +264,7 @@ def _check_bounds(args: Arguments, *names: str, minimum: float | None = None) ->
             if value is None or (0 < value < float("inf") or value == minimum):
                 continue
             bound = "above 0" if minimum is None else f"of {minimum} or more"
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number {bound}")
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, but must be a number {bound}")
 
 
 def _job(args: Arguments):
@@ -282,7 +282,8 @@ def _job(args: Arguments):
     )
     if args.price_per_gpu_hour and not args.tokens:
         raise ConfigError(
-            f"--price-per-gpu-hour is {args.price_per_gpu_hour:g}, but the cost needs --tokens too; give both"
+            f"--price-per-gpu-hour is {args.price_per_gpu_hour:g}, but the cost also depends on --tokens; "
+            "pass both"
         )
     rates = rates_of(args.device, args.device_json)
     return _config(args, args.gpus), rates
@@ -321,7 +322,7 @@ def _config(args: Arguments, gpus: int):
             tokenizer = build_run_tokenizer(config)
         except DataError as error:  # the tokenizer may exist on the cluster only
             if config.model.vocab_size is None:
-                raise DataError(f"{error}, or give --model.vocab_size N to plan without it") from None
+                raise DataError(f"{error}, or pass --model.vocab_size N to plan without it") from None
             tokenizer = None
         config = resolve_config(config, tokenizer)
     check_model(config.model)

@@ -137,7 +137,7 @@ def _write(file: Path, text: str) -> None:
     try:
         write_file(file, text)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}; give another file") from None
+        raise ConfigError(f"{file} cannot be written: {error.strerror}; choose another file") from None
 
 
 def run_init(args: Arguments) -> int:
@@ -149,8 +149,8 @@ def run_init(args: Arguments) -> int:
     weights = args.weights or MODELS.get(preset)
     if weights is None:
         raise ConfigError(
-            f"--weights is not set, and preset {preset} has no hub name; give the folder or hub "
-            "name with its tokenizer" + ("" if task == "pretrain" else " and weights")
+            f"--weights is not set, and preset {preset} has no hub name; set --weights to the folder or hub name "
+            "with its tokenizer" + ("" if task == "pretrain" else " and weights")
         )
     gpus = _answer("gpus", args.gpus, lambda: str(_gpus_here()[0] or 1), _gpu_count)
     device = args.device or _gpus_here()[1] or "H100"
@@ -180,7 +180,7 @@ def _answer(
     if option is not None:
         return accept(option)
     if not sys.stdin.isatty():
-        raise ConfigError(f"--{name} is missing, and there is no terminal to ask; give it as an option")
+        raise ConfigError(f"--{name} is missing, and there is no terminal to ask for it; pass the option")
     usual = default()
     while True:
         try:
@@ -204,15 +204,15 @@ def _gpu_count(count: str | int) -> int:
     try:
         gpus = int(count)
     except ValueError:
-        raise ConfigError(f"--gpus is {count!r}; give a whole number") from None
+        raise ConfigError(f"--gpus is {count!r}, but must be a whole number") from None
     if gpus < 1:
-        raise ConfigError(f"--gpus is {gpus}; give 1 or more")
+        raise ConfigError(f"--gpus is {gpus}, but must be at least 1")
     return gpus
 
 
 def _free_file(path: str) -> str:
     if Path(path).exists():
-        raise ConfigError(f"{path} exists; give another file, or remove it")
+        raise ConfigError(f"{path} already exists; choose another file, or remove this one")
     return path
 
 

@@ -102,8 +102,8 @@ def run_watch(args: Arguments) -> int:
 def _write(args: Arguments, output: str | Path, write: Callable[[], Path]) -> int:
     if is_url(output):
         raise ConfigError(
-            f"--output {output} is in an object store, but reports and images are written to local files only; give a "
-            "local file and copy it there"
+            f"--output {output} is in an object store, but reports and images are written to local files "
+            "only; pass a local file, and copy it to the store afterwards"
         )
     try:
         with _without_garbage_collection():

@@ -34,7 +34,7 @@ from megalith.rl.rollouts.prompts import Prompt, held_out_prompts, open_prompts,
 from megalith.rl.rollouts.rollout_metrics import absent_message, absent_rewards, prefill_metrics
 from megalith.rl.rollouts.rollouts import Rollouts, save_rollouts
 from megalith.rl.sampling.scored_groups import GroupRecord, sample_groups
-from megalith.tables import format_bytes
+from megalith.tables import counted, format_bytes
 from megalith.training.build import COMPUTE_DTYPES, prepare
 from megalith.training.loading import load_with_tokenizer
 
@@ -180,7 +180,7 @@ def _settings(args: Arguments) -> RlConfig:
     rl = RlConfig(**settings)
     if not rl.rewards and not rl.environment and not rl.agent:
         raise ConfigError(
-            "--reward is not set; give a reward function, or an --environment or --agent with rewards"
+            "--reward is not set; pass a reward function, or an --environment or --agent with rewards"
         )
     if rl.agent and rl.tools_or_environment:
         raise ConfigError("--agent runs its own tools and environments; leave out --tool and --environment")
@@ -252,7 +252,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
     size = config.train.global_batch_size
     print(
         f"rollout batch  {size * rl.mini_batches // rl.num_generations:,} prompts × {rl.num_generations} completions, "
-        f"{rl.steps_per_batch:,} steps of {size:,} completions each"
+        f"{counted(rl.steps_per_batch, 'step')} of {counted(size, 'completion')} each"
     )
     if held_out := held_out_prompts(config, tokenizer, tools=schemas):
         print(

@@ -13,6 +13,7 @@ from megalith.cli.sampling_options import add_tokenizer_options
 from megalith.cli.speculation_options import add_speculation_arguments, speculation_of
 from megalith.errors import ConfigError, printable
 from megalith.launch.signals import handled_stop_signals
+from megalith.tables import counted
 
 if TYPE_CHECKING:
     from megalith.data.tokenizers.tokenizer import Tokenizer
@@ -173,7 +174,7 @@ def _read_key(path: str | None) -> str | None:
         key = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--api-key-file {path} cannot be read ({error}); give a file with one line"
+            f"--api-key-file {path} cannot be read ({error}); pass a file with one line"
         ) from None
     if not key or not key.isprintable() or " " in key:
         raise ConfigError(f"--api-key-file {path} has no key; write one line without spaces")
@@ -194,7 +195,9 @@ class _Adapters:
         for value in args.adapter:
             name, equals, folder = value.partition("=")
             if not (name and equals and folder):
-                raise ConfigError(f"--adapter is {value!r}; give NAME=FOLDER, such as --adapter sql=runs/sql")
+                raise ConfigError(
+                    f"--adapter is {value!r}; write NAME=FOLDER, such as --adapter sql=runs/sql"
+                )
             if name in (*self.sources, _served_name(args)):
                 raise ConfigError(f"--adapter {value} has the name of another model; choose a different one")
             self.sources[name] = folder
@@ -314,7 +317,7 @@ def _serve(
     if engine.device.type == "cuda":
         live.warm_up()
     print(
-        f"serving {printable(name)} at {url}/v1: {engine.max_rows} rows of {engine.max_tokens:,} tokens"
+        f"serving {printable(name)} at {url}/v1: {counted(engine.max_rows, 'row')} of {engine.max_tokens:,} tokens"
         + ("" if chat is None else ", with chat" + (" and tools" if chat.supports_tools else "")),
         flush=True,
     )

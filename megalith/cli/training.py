@@ -163,7 +163,7 @@ def _help_topic(arguments: list[str]) -> str | None:
 
 def _check_dry_run(program: str, launcher: argparse.Namespace) -> None:
     if launcher.world_size is not None and launcher.world_size < 1:
-        raise ConfigError(f"--world-size is {launcher.world_size}; give 1 or more")
+        raise ConfigError(f"--world-size is {launcher.world_size}, but must be at least 1")
     if launcher.json and launcher.dry_run:
         raise ConfigError(
             "--dry-run prints text; leave out --json, and see `megalith plan show --json` for memory and time"

@@ -214,9 +214,7 @@ def require_run_config(config: Any, function: str) -> None:
     made = "from_tree(…)" if isinstance(config, Mapping) else "load(…)"
     if isinstance(config, str | Path):
         made = f"load({str(config)!r})"
-    raise ConfigError(
-        f"{function} takes a RunConfig, not {_shown(config)}; give it megalith.RunConfig.{made}"
-    )
+    raise ConfigError(f"{function} takes a RunConfig, not {_shown(config)}; pass megalith.RunConfig.{made}")
 
 
 def _shown(value: Any) -> str:
@@ -233,7 +231,7 @@ def read_yaml(path: str | Path) -> Tree:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         near = nearest_file(path)
-        raise ConfigError(f"there is no run file {path}{near or '; give the path of a YAML file'}") from None
+        raise ConfigError(f"there is no run file {path}{near or '; pass the path of a YAML file'}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run file {path} cannot be read: {error}") from None
     if sentence := extension_error(path):

@@ -261,8 +261,8 @@ def _check_streams(
         )
     if len(entries) > 1 and entries[0].weight is None:
         raise ConfigError(
-            f"{name} is a stream, whose length is unknown, and the data path has {len(entries)} sources without "
-            f"weights; give weights, as in [0.5, {entries[0].path}, 0.5, {entries[1].path}]"
+            f"{name} is a stream, whose length is unknown, and the data path has {len(entries)} sources "
+            f"without weights; add weights, as in [0.5, {entries[0].path}, 0.5, {entries[1].path}]"
         )
     if len({entry.path for entry in entries}) < len(entries):
         raise ConfigError(f"the data path with the stream {name} has a source twice; list each source once")
@@ -283,8 +283,8 @@ def _parse_mappings(parts: Sequence[object]) -> list[BlendEntry]:
     weights = sum(entry.weight is not None for entry in entries)
     if 0 < weights < len(entries):
         raise ConfigError(
-            f"{weights} of the {len(entries)} data_path entries have a weight; give a weight to all of them or to "
-            "none"
+            f"{weights} of the {len(entries)} data_path entries have a weight; set a weight for all of them "
+            "or for none"
         )
     return entries
 

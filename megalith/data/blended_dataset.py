@@ -10,6 +10,7 @@ from megalith.data.dataset import SampleDataset
 from megalith.data.greedy import BLOCK, scheduled_order
 from megalith.data.mixture import BlendWeights, Mixture
 from megalith.errors import ConfigError
+from megalith.tables import counted
 
 
 class BlendedDataset:
@@ -46,7 +47,7 @@ class BlendedDataset:
     def locate(self, i: int) -> tuple[int, int]:
         """Return the index of the dataset that contains sample i, and the sample's index in it."""
         if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} is out of range of a blend of {len(self)} samples")
+            raise IndexError(f"sample {i} is out of range of a blend of {counted(len(self), 'sample')}")
         return self._locate(i)
 
     def _locate(self, i: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from megalith.data.idx_format import chunks
 from megalith.data.indexed import IndexedDataset
 from megalith.errors import ConfigError, DataError
 from megalith.progress import Progress
+from megalith.tables import counted
 
 SPLITS = ("train", "valid", "test")
 BLOCK = 64  # documents between two stored cumulative sums; idx_format.CHUNK is a multiple of it
@@ -74,7 +75,7 @@ class GPTDataset:
             raise DataError(
                 f"{indexed.prefix} has {len(documents)} documents with {tokens} tokens in its sequences "
                 f"[{first_sequence}, {last_sequence}), but one sample takes seq_length + 1 = {seq_length + 1} "
-                "tokens; give this split a larger share, lower seq_length, or add data"
+                "tokens; increase this split's share, lower seq_length, or add data"
             )
         self._tokens, self._plan = tokens, epoch_plan(tokens, seq_length, num_samples)
         epochs, samples_before_last = self._plan
@@ -105,7 +106,7 @@ class GPTDataset:
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
             raise IndexError(
-                f"sample {i} is out of range of {self.indexed.prefix}, which has {len(self)} samples"
+                f"sample {i} is out of range of {self.indexed.prefix}, which has {counted(len(self), 'sample')}"
             )
         sample = np.empty(self.seq_length + 1, dtype=np.int64)
         at, offset = self._locate(int(self._order[i]) * self.seq_length)

@@ -283,8 +283,8 @@ class IndexedWriter:
             )
         if tokens.ndim != 1 or tokens.size != lengths.sum():
             raise DataError(
-                f"tokens of shape {list(tokens.shape)} do not fill sequences of {lengths.sum()} tokens; give lengths "
-                "that add up to the number of tokens"
+                f"tokens of shape {list(tokens.shape)} do not fill sequences of {lengths.sum()} tokens; the "
+                "lengths must add up to the number of tokens"
             )
         if tokens.size and tokens.dtype != self.dtype:
             low, high, limits = tokens.min(), tokens.max(), np.iinfo(self.dtype)

@@ -29,6 +29,7 @@ from megalith.data.sentence_index import sentence_index
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.progress import Progress
+from megalith.tables import counted
 
 GEOMETRIC = 0.2  # probability that a span ends after each word (Joshi et al. 2020)
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
@@ -136,7 +137,7 @@ class SentenceSamples(ABC):
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
             raise IndexError(
-                f"sample {i} is out of range of {self.indexed.prefix}, which has {len(self)} samples"
+                f"sample {i} is out of range of {self.indexed.prefix}, which has {counted(len(self), 'sample')}"
             )
         first, end, target = self._index[i].tolist()
         sentences = [self.indexed.get(sentence).tolist() for sentence in range(first, end)]

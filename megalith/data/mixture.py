@@ -217,7 +217,7 @@ def scheduled(weights: Sequence[float], points: Sequence[BlendPoint]) -> BlendWe
         if len(point.weights) != len(weights):
             raise ConfigError(
                 f"data.blend_schedule has {len(point.weights)} weights at sample {point.start:,}, but the training "
-                f"data has {len(weights)} sources; give one weight per source, in the order of the sources"
+                f"data has {len(weights)} sources; list one weight per source, in the order of the sources"
             )
     if not points or points[0].start > 0:
         points = [BlendPoint(0, tuple(weights)), *points]
@@ -267,16 +267,20 @@ def _parse_point(point: object, seq_length: int) -> BlendPoint:
     (unit,) = units
     try:
         count = float(point[unit])
+    except (TypeError, ValueError):
+        count = math.nan
+    try:
         weights = tuple(float(weight) for weight in point["weights"])
     except (TypeError, ValueError):
-        count, weights = math.nan, ()
+        weights = ()
     if not (0 <= count < math.inf and count == int(count)):
         raise ConfigError(
-            f"data.blend_schedule has {unit}: {point[unit]!r}; give a whole number of at least 0"
+            f"data.blend_schedule has {unit}: {point[unit]!r}, but must be a whole number of at least 0"
         )
     if not weights or not all(0 <= weight < math.inf for weight in weights) or not sum(weights) > 0:
         raise ConfigError(
-            f"data.blend_schedule has the weights {point['weights']!r}; give a list of numbers of at least 0, not all 0"
+            f"data.blend_schedule has the weights {point['weights']!r}; they must be a list of numbers of at "
+            "least 0, not all 0"
         )
     interpolation = point.get("interpolation", STEP)
     if interpolation not in (STEP, LINEAR):

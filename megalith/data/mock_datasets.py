@@ -11,6 +11,7 @@ from megalith.config.data import SPECIAL_COUNT
 from megalith.data.masked_lm import SPECIAL, Masking, WordPieces, make_sample
 from megalith.data.pairs import DECODER_START, pair_dtype
 from megalith.errors import ConfigError
+from megalith.tables import counted
 
 
 class _MockSamples:
@@ -24,7 +25,9 @@ class _MockSamples:
 
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} is out of range of a mock dataset of {len(self)} samples")
+            raise IndexError(
+                f"sample {i} is out of range of a mock dataset of {counted(len(self), 'sample')}"
+            )
         return self._sample(i)
 
     def epochs(self) -> dict[str, int]:

@@ -20,6 +20,7 @@ from megalith.data.best_fit import pack
 from megalith.data.indexed import IndexedDataset
 from megalith.errors import DataError
 from megalith.progress import Progress
+from megalith.tables import counted
 
 
 class PackedDataset:
@@ -49,8 +50,8 @@ class PackedDataset:
         self._documents, self._starts, piece_lengths = divide(lengths, seq_length)
         if not len(self._documents):
             raise DataError(
-                f"{indexed.prefix} has no document with tokens in its sequences [{first_sequence}, {last_sequence}); "
-                "give this split a larger share, or add data"
+                f"{indexed.prefix} has no document with tokens in its sequences [{first_sequence}, "
+                f"{last_sequence}); increase this split's share, or add data"
             )
         self._documents += first_sequence
         by_length = np.argsort(-piece_lengths, kind="stable")
@@ -81,7 +82,7 @@ class PackedDataset:
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
             raise IndexError(
-                f"sample {i} is out of range of {self.indexed.prefix}, which has {len(self)} samples"
+                f"sample {i} is out of range of {self.indexed.prefix}, which has {counted(len(self), 'sample')}"
             )
         epoch, at = divmod(i, self.samples_per_epoch)
         row = int(self._rows[epoch][at])

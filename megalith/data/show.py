@@ -56,7 +56,7 @@ def show_samples(
     else:
         order = SingleOrder(len(dataset), wrap=True)
     if negative := [position for position in positions if position < 0]:
-        raise DataError(f"position {negative[0]} is before the first one; give positions of at least 0")
+        raise DataError(f"position {negative[0]} is before the first one; positions must be at least 0")
     chosen = [{"index": i} for i in indices] + [{"index": order(at), "position": at} for at in positions]
     for sample in chosen:
         if not 0 <= sample["index"] < len(dataset):

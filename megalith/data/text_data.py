@@ -35,6 +35,7 @@ from megalith.errors import ConfigError, DataError, shorten
 from megalith.io import make_subfolder, open_file, replace_file
 from megalith.remote import open_location
 from megalith.small_files import read_small_file
+from megalith.tables import counted
 
 FORMAT = 1  # of the cache
 PREFIX = "text-"  # of its files
@@ -275,11 +276,13 @@ class _TextCache:
 
     def _notes(self, entry: str, summary: PreprocessSummary) -> list[str]:
         omitted = f", {summary.empty:,} empty ones omitted" if summary.empty else ""
-        notes = [f"{entry}: {summary.documents[0]:,} documents, {summary.tokens:,} tokens{omitted}"]
+        notes = [
+            f"{entry}: {counted(summary.documents[0], 'document')}, {counted(summary.tokens, 'token')}{omitted}"
+        ]
         if summary.skipped:
             notes.append(
-                f"{entry}: {summary.skipped:,} unusable documents skipped (data.skip_bad_documents); the first one: "
-                f"{summary.bad_lines[0]}"
+                f"{entry}: {counted(summary.skipped, 'unusable document')} skipped (data.skip_bad_documents); the "
+                f"first one: {summary.bad_lines[0]}"
             )
         return notes + summary.notes
 

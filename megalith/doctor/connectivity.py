@@ -60,7 +60,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """
     host, _, digits = endpoint.rpartition(":")
     if not host or (port := _parse_port(digits)) is None:
-        raise ConfigError(f"--reach is {endpoint!r}; give host:port, the port 1 to 65535")
+        raise ConfigError(f"--reach is {endpoint!r}, but must be HOST:PORT with a port from 1 to 65535")
     return host.removeprefix("[").removesuffix("]"), port  # IPv6: [::1]:29500
 
 

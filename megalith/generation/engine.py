@@ -145,8 +145,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             )
         if max_rows < 1 or max_tokens < 2:
             raise ConfigError(
-                f"an engine with {max_rows} rows of {max_tokens} tokens cannot generate; give at least 1 row of 2 "
-                "tokens"
+                f"an engine with {max_rows} rows of {max_tokens} tokens cannot generate; it needs at least 1 "
+                "row of 2 tokens"
             )
         self._routed_layers = config.routed_layers if records_routes else []
         if records_routes and not self._routed_layers:
@@ -272,7 +272,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         """
         if not 1 <= slot <= self.slots:
             raise ConfigError(
-                f"slot is {slot}, but the engine has {self.slots} slots for adapters; give 1 to {self.slots}"
+                f"slot is {slot}, but the engine has {self.slots} slots for adapters; choose one from 1 to "
+                f"{self.slots}"
             )
         for name, (a, _) in pairs.items():
             if name not in self._slots:

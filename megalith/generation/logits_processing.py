@@ -104,7 +104,7 @@ class LogitsProcessing:
             if not -100 <= bias <= 100:
                 raise ConfigError(f"logit_bias of token {token} is {bias}; it must be from -100 to 100")
         if any(not word for word in self.bad_words):
-            raise ConfigError("a bad word has no tokens; give each at least one token")
+            raise ConfigError("a bad word has no tokens; each must have at least one")
         tokens = [token for token, _ in self.logit_bias] + [each for word in self.bad_words for each in word]
         for token in tokens:
             if not 0 <= token < vocab_size:

@@ -187,7 +187,7 @@ def make_sequences(
     count, forced = len(prompts) * num_generations, sampling.forced_lengths
     if forced is not None and len(forced) != count:
         raise ConfigError(
-            f"forced_lengths has {len(forced)} lengths for {count} completions; give one length per completion"
+            f"forced_lengths has {len(forced)} lengths for {count} completions; pass one length per completion"
         )
     if forced is not None and min(forced, default=1) < 1:
         raise ConfigError(f"forced_lengths has {min(forced)}; every completion has at least 1 token")
@@ -212,8 +212,8 @@ def _check_forced_bos(token: int | None, config: ModelConfig) -> None:
         return
     if not config.encoder_layers:
         raise ConfigError(
-            f"forced_bos_token_id is {token}, but the model is a decoder, whose completions continue the prompt; add "
-            "the token to the prompt instead"
+            f"forced_bos_token_id is {token}, but the model is a decoder, whose completions continue the "
+            "prompt; append the token to the prompt instead"
         )
     if not 0 <= token < config.vocab_size:
         raise ConfigError(
@@ -226,7 +226,7 @@ def check_prompt(
     number: int, prompt: Sequence[int], new_tokens: int, config: ModelConfig, max_tokens: int
 ) -> None:
     if not len(prompt):
-        raise ConfigError(f"prompt {number} has no tokens; give it at least one")
+        raise ConfigError(f"prompt {number} has no tokens; pass at least one")
     if not (min(prompt) >= 0 and max(prompt) < config.vocab_size):
         token = next(token for token in prompt if not 0 <= token < config.vocab_size)
         raise ConfigError(
@@ -248,7 +248,7 @@ def check_prompt(
 def check_keys(keys: Sequence[int], prompts: int, num_generations: int) -> None:
     if len(keys) != prompts or any(not 0 <= key < MAX_KEYS for key in keys):
         raise ConfigError(
-            f"there are {len(keys)} keys for {prompts} prompts; give one per prompt, from 0 to 2^47 - 1"
+            f"there are {len(keys)} keys for {prompts} prompts; pass one per prompt, from 0 to 2^47 - 1"
         )
     if not 1 <= num_generations <= MAX_GENERATIONS:
         raise ConfigError(f"num_generations is {num_generations}; it must be from 1 to {MAX_GENERATIONS}")

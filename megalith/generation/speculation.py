@@ -67,8 +67,8 @@ class Speculation:
         if (self.method == "draft_model") != (self.draft_model is not None):
             has = "no draft model is given" if self.draft_model is None else "a draft model is given"
             raise ConfigError(
-                f"speculative_method is {self.method}, but {has}; give a draft model with method draft_model, and "
-                "only with it"
+                f"speculative_method is {self.method}, but {has}; pass a draft model if, and only if, the "
+                "method is draft_model"
             )
         if self.method == "mtp":
             check_has_mtp(config)

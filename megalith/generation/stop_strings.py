@@ -15,7 +15,7 @@ class StopStrings:
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]):
         """Raise ConfigError if a text is empty."""
         if not all(texts):
-            raise ConfigError("a stop string is empty; give each at least one character")
+            raise ConfigError("a stop string is empty; each must have at least one character")
         self._tokenizer, self.texts = tokenizer, tuple(texts)
 
     def watch(self) -> StopWatch:

@@ -50,6 +50,7 @@ from megalith.launch.restart_store import LOST, open_restart_store
 from megalith.launch.signals import STOP_SIGNALS, handled_stop_signals
 from megalith.launch.spare import SPARE, assign
 from megalith.launch.stops import STOP_CODE_FILE
+from megalith.tables import counted
 
 KILL_TIMEOUT = 5.0  # seconds for a killed process to end
 CRASH_REPORT_TIMEOUT = 3.0  # seconds for the other ranks to report their last collectives after a crash
@@ -244,9 +245,9 @@ class Agent(HookedAgent):
         if reason == LOST:
             self.remaining_restarts -= 1
         lost, left = "a machine does not answer", self.remaining_restarts
-        text = (
-            f"{lost}; continuing on the others ({left} restarts left)" if reason == LOST else "machines join"
-        )
+        text = "machines join"
+        if reason == LOST:
+            text = f"{lost}; continuing on the others ({counted(left, 'restart')} left)"
         print(text, file=sys.stderr, flush=True)
         group_rank, address = worker_group.group_rank, worker_group.master_addr
         info = handler.resize(Membership(group_rank, address, worker_group.master_port, before))
@@ -285,7 +286,8 @@ class Agent(HookedAgent):
             replacement.finish_resize(
                 self.world_size, dict(pair for each in everyone for pair in json.loads(each))
             )
-            print(f"continuing with {self.world_size} ranks on {info.world_size} machines", file=sys.stderr)
+            ranks_now, machines = counted(self.world_size, "rank"), counted(info.world_size, "machine")
+            print(f"continuing with {ranks_now} on {machines}", file=sys.stderr)
 
     def _next_process(self, local_rank: int, variables: Mapping[str, str]) -> SubprocessHandler:
         """Return a process for this rank: a spare, if there is one, otherwise a new process.

@@ -201,7 +201,8 @@ def _send_prefix(store: dist.Store, prefix: str, other_ranks: Collection[int], d
                 answered.add(token)
         if time.monotonic() > deadline:
             raise TrainingError(
-                f"not all of the job's {len(other_ranks) + 1} ranks have connected; see the other ranks' output"
+                f"not all of the job's {len(other_ranks) + 1} ranks have connected; the output of the other "
+                "ranks shows why"
             )
         time.sleep(0.01)
 
@@ -275,7 +276,7 @@ def launch(
 
     min_nodes, max_nodes = _parse_nnodes(nproc, nnodes, max_restarts, rdzv_endpoint)
     if spares < 0:
-        raise ConfigError(f"--spares is {spares}; give 0 or more")
+        raise ConfigError(f"--spares is {spares}, but must be at least 0")
     if check is not None:
         check(range(min_nodes * nproc, max_nodes * nproc + 1, nproc))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
@@ -320,11 +321,11 @@ def _parse_nnodes(nproc: int, nnodes: str, max_restarts: int, rdzv_endpoint: str
     try:
         min_nodes, max_nodes = int(low), int(high or low)
     except ValueError:
-        raise ConfigError(f"--nnodes is {nnodes!r}; give a number of machines, or MIN:MAX") from None
+        raise ConfigError(f"--nnodes is {nnodes!r}; write a number of machines, or MIN:MAX") from None
     if nproc < 1 or not 1 <= min_nodes <= max_nodes or max_restarts < 0:
         raise ConfigError(
-            f"--nproc is {nproc}, --nnodes {nnodes} and --max-restarts {max_restarts}; give at least 1 process and 1 "
-            "machine, MIN no larger than MAX, and 0 or more restarts"
+            f"--nproc is {nproc}, --nnodes {nnodes} and --max-restarts {max_restarts}; there must be at least "
+            "1 process, 1 machine and 0 restarts, and MIN must not exceed MAX"
         )
     if max_nodes > 1 and rdzv_endpoint is None:
         raise ConfigError(

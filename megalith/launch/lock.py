@@ -184,7 +184,7 @@ def check_output_dir(
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"train.output_dir is {folder}, which is a file; give a folder")
+        raise ConfigError(f"train.output_dir is {folder}, which is a file; set it to a folder")
     folders = [folder] + ([] if save is None else [open_location(save)])
     if load is not None and any(is_inside(open_location(load), target) for target in folders):
         return

@@ -133,7 +133,7 @@ class MultiNodeRendezvous(RendezvousHandler):
             self._host, self._port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
         except ValueError as error:
             raise ConfigError(
-                f"--rdzv-endpoint is {endpoint!r} ({str(error).rstrip('.')}); give HOST:PORT"
+                f"--rdzv-endpoint is {endpoint!r} ({str(error).rstrip('.')}); write HOST:PORT"
             ) from None
         self._server: Store | None = None
         self._next: RendezvousInfo | None = None
@@ -186,8 +186,8 @@ class MultiNodeRendezvous(RendezvousHandler):
         if other_id != run_id:
             raise ConfigError(
                 f"{self._host}:{self._port} is the rendezvous of another job, {other_id}, not {run_id}; choose another "
-                "port, start the same command on every machine (the id is derived from it), or give all machines the "
-                "same --rdzv-id"
+                "port, start the same command on every machine (the id is derived from it), or pass the same "
+                "--rdzv-id on all machines"
             )
         return store, job
 

@@ -121,7 +121,7 @@ def _processes(text: str) -> int:
     gpus = 0 if text == "cpu" else torch.cuda.device_count()
     if text == "gpu" and not gpus:
         raise ConfigError(
-            "PET_NPROC_PER_NODE is gpu, but PyTorch finds no GPU on this machine; give a number"
+            "PET_NPROC_PER_NODE is gpu, but PyTorch finds no GPU on this machine; set it to a number"
         )
     return gpus or os.cpu_count() or 1
 

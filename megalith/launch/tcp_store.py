@@ -100,7 +100,7 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"nothing listens on {host}:{port} ({error.strerror or error}); start the process that serves the "
-                    "rendezvous there, or give the address where it runs"
+                    "rendezvous there, or use the address where it runs"
                 ) from None
             if notice_at is not None and time.monotonic() > notice_at:
                 print(

@@ -189,8 +189,8 @@ def check_optimizer(config: OptimConfig) -> None:
     for setting, name in _optimizer_names(config):
         if name not in _REGISTERED:
             raise ConfigError(
-                f"{setting} {name!r} is not known{nearest_of(name, sorted(_REGISTERED))}; "
-                "give one of these, or register it with megalith.register_optimizer"
+                f"{setting} {name!r} is not known{nearest_of(name, sorted(_REGISTERED))}; choose one of "
+                "these, or register it with megalith.register_optimizer"
             )
     check_param_groups(config)
     check_muon(config)

@@ -109,7 +109,8 @@ def plug(module: nn.Module, seam: str, value: Any) -> None:
         seams = sorted({name for kind in kinds for name in SEAMS[kind]})
         raise SeamError(
             f"{type(module).__name__} has no seam {seam!r}; its seams are {', '.join(seams) or 'none'}; use one "
-            "of its seams, or declare the new one in megalith/parallel/seams.py and give the module a default"
+            "of its seams, or declare the new one in megalith/parallel/seams.py and add a default to the "
+            "module"
         )
     setattr(module, seam, value)
 

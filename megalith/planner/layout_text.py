@@ -8,7 +8,15 @@ from rich.table import Table
 
 from megalith.parallel.pipeline.stages import schedule_kind
 from megalith.planner.layout import Layout, StageLayout
-from megalith.tables import format_amount, format_si, memory_unit, plain_table, render, wrap_paragraph
+from megalith.tables import (
+    counted,
+    format_amount,
+    format_si,
+    memory_unit,
+    plain_table,
+    render,
+    wrap_paragraph,
+)
 
 MAX_ROWS = 16  # of the ranks table; larger worlds are shown by ranges of ranks
 UNEVEN = 1.05  # memory of the largest stage over the smallest
@@ -19,8 +27,8 @@ def layout_text(layout: Layout, hosts: Sequence[str] | None = None) -> str:
     size = layout.size
     parts = [
         wrap_paragraph(
-            f"layout: {layout.world_size} ranks = pipeline {size.pp} × data {size.dp} × context {size.cp} × tensor "
-            f"{size.tp}"
+            f"layout: {counted(layout.world_size, 'rank')} = pipeline {size.pp} × data {size.dp} × context "
+            f"{size.cp} × tensor {size.tp}"
         ),
         render(ranks_table(layout, hosts)),
         wrap_paragraph(

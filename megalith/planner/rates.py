@@ -262,8 +262,8 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
     """
     if device and device_json:
         raise ConfigError(
-            f"--device is {device} and --device-json is {device_json}, which names a GPU too; give only one of the "
-            "two"
+            f"--device is {device} and --device-json is {device_json}, which contains the rates of a GPU too; "
+            "pass only one of the two"
         )
     if device_json is not None:
         try:
@@ -281,7 +281,7 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
         suggestions = nearest_of(_short(device).upper(), [name.upper() for name in names])
         raise ConfigError(
             f"there is no GPU {device!r} in the planner's tables{suggestions}; or measure it with "
-            "`megalith plan calibrate` and give the file as --device-json"
+            "`megalith plan calibrate` and pass the file as --device-json"
         )
     return _by_ratio(shipped, name)
 

@@ -146,7 +146,7 @@ def _too_few(answer: PlanResult, least: int) -> str:
     return (
         f"train.global_batch_size is {batch}, but {answer.gpus} GPUs need {least} or a multiple "
         "of it, with a sequence for each replica and a micro-batch for each pipeline stage; "
-        "change train.global_batch_size, or give fewer --gpus"
+        "change train.global_batch_size, or use fewer --gpus"
     )
 
 

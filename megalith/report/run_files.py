@@ -87,8 +87,8 @@ class RunFiles:
         steps = read_records(location / METRICS_FILE, progress)
         if not steps:
             raise DataError(
-                f"there is nothing to show in {folder}: {METRICS_FILE} is missing or empty; give "
-                "the output folder of a run that has finished a step"
+                f"there is nothing to show in {folder}: {METRICS_FILE} is missing or empty; pass the output "
+                "folder of a run that has finished a step"
             )
         return cls(name, location, steps)
 

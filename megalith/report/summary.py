@@ -23,7 +23,7 @@ from megalith.hardware import DeviceInfo
 from megalith.planner.counts import MetaModel, ParameterCounts, count_parameters
 from megalith.planner.flops import flops_per_token
 from megalith.planner.layout import Layout
-from megalith.tables import format_bytes, format_si, render
+from megalith.tables import counted, format_bytes, format_si, render
 
 POSITIONS = {
     "learned_absolute": "learned positions",
@@ -130,9 +130,9 @@ def _model(config: RunConfig) -> str:
     if model.num_experts:
         widths = f"{model.num_experts} experts of {model.expert_size} {mlp}, {model.moe_router_topk} a token"
         if dense := model.num_layers - len(model.routed_layers):
-            widths += f", {dense} layers with an MLP of {model.ffn_size}"
+            widths += f", {counted(dense, 'layer')} with an MLP of {model.ffn_size}"
     return (
-        f"{name}{model.num_layers} layers × {model.hidden_size}, {heads}, {widths}\n"
+        f"{name}{counted(model.num_layers, 'layer')} × {model.hidden_size}, {heads}, {widths}\n"
         f"{model.normalization}, {positions}, {vocabulary}"
     )
 
@@ -181,7 +181,8 @@ def _length(config: RunConfig, schedule: BatchSizeSchedule, counts: ParameterCou
     samples = schedule.samples_for_iterations(steps)
     tokens = samples * config.data.seq_length
     each = format_si(tokens / counts.total)
-    return f"{steps:,} steps, {samples:,} sequences, {format_si(tokens)} tokens ({each} per parameter)"
+    length = f"{counted(steps, 'step')}, {counted(samples, 'sequence')}"
+    return f"{length}, {format_si(tokens)} tokens ({each} per parameter)"
 
 
 def _memory(layout: Layout, device: DeviceInfo) -> str:

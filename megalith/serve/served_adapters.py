@@ -71,7 +71,7 @@ class ServedAdapters:
         fields = _fields(body, LOAD_FIELDS)
         name, path = fields.get("lora_name"), fields.get("lora_path")
         if not name or not path:
-            raise HttpError(400, "lora_name and lora_path must both be given")
+            raise HttpError(400, "a request must have both lora_name and lora_path")
         async with self._lock:
             if name == self._base:
                 raise HttpError(400, f"{name!r:.60} is the name of the base model; choose another one")
@@ -87,10 +87,10 @@ class ServedAdapters:
         return f"Success: LoRA adapter '{printable(name)}' added successfully."
 
     async def unload(self, body: dict[str, Any]) -> str:
-        """Forget an adapter (POST /v1/unload_lora_adapter). Raise HttpError if no adapter has this name."""
+        """Unload an adapter (POST /v1/unload_lora_adapter). Raise HttpError if no adapter has this name."""
         name = _fields(body, UNLOAD_FIELDS).get("lora_name")
         if not name:
-            raise HttpError(400, "lora_name must be given")
+            raise HttpError(400, "the request has no lora_name; add it")
         async with self._lock:
             if self._by_name.pop(name, None) is None:
                 raise HttpError(

@@ -15,6 +15,7 @@ from megalith.launch.heartbeat import Heartbeat
 from megalith.launch.in_process import InProcessRestart
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.report.report import Report
+from megalith.tables import counted
 from megalith.training.run_snapshots import RunSnapshots
 
 
@@ -52,7 +53,7 @@ class GrowingJob:
         size = gather_json(self._allowed_size() if self._world.rank == 0 else 0, self._world)[0]
         if not size:
             return
-        text = f"machines have joined: continuing with {size} ranks after step {step}"
+        text = f"machines have joined: continuing with {counted(size, 'rank')} after step {step}"
         self._report.event(text, event="grow", step=step, ranks=size)
         self._snapshots.pause(self._heartbeat, "growing")
         if self._world.rank == 0:
@@ -72,6 +73,8 @@ class GrowingJob:
             check_layout(self._config, size)
         except ConfigError as error:
             self._rejected = size
-            self._report.note(f"machines wait to join, but the job cannot have {size} ranks: {error}")
+            self._report.note(
+                f"machines wait to join, but the job cannot have {counted(size, 'rank')}: {error}"
+            )
             return 0
         return size

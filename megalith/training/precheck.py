@@ -149,8 +149,8 @@ def _forbidden_machines(config: RunConfig, world_sizes: Sequence[int], nproc: in
             forbidden[world_size // nproc] = error
     if not forbidden:
         return ""
-    machines = ", ".join(map(str, forbidden))
-    return f"note: the job cannot continue on {machines} machines: {next(iter(forbidden.values()))}"
+    machines = ", ".join(map(str, forbidden)) + (" machine" if list(forbidden) == [1] else " machines")
+    return f"note: the job cannot continue on {machines}: {next(iter(forbidden.values()))}"
 
 
 def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:

@@ -20,6 +20,7 @@ from megalith.parallel.data.nonfinite_gradients import watch_nonfinite_gradients
 from megalith.parallel.mesh import Mesh
 from megalith.report.health import HealthMonitor, HealthStatus, ReadStep
 from megalith.report.report import Report
+from megalith.tables import counted
 from megalith.training.resume import open_newest_before, restore
 from megalith.training.run_state import Run
 
@@ -131,7 +132,7 @@ class FaultHandler:
 
     def _describe_transient(self, lost: ReadStep) -> str:
         later = self._run.step - lost.step
-        weights = f" with the weights of {later} steps later" if later else ""
+        weights = f" with the weights of {counted(later, 'step')} later" if later else ""
         return f"when repeated{weights}, everything was finite: a transient hardware fault, or a fault of those weights"
 
     def _roll_back(self, status: HealthStatus) -> bool:

@@ -59,7 +59,7 @@ class RunData:
         """
         if config.rl.prompts_or_rollouts or (config.chat is not None and not config.sft.enabled):
             raise ConfigError(
-                "the data of grpo, dpo, kto and reward cannot be shown; give a run file for train or sft"
+                "the data of grpo, dpo, kto and reward cannot be shown; pass a run file for train or sft"
             )
         if (
             config.parallel.dynamic_context_parallel
@@ -111,7 +111,7 @@ class RunData:
         count consumed samples. Raises DataError for a negative one.
         """
         if negative := [position for position in positions if position < 0]:
-            raise DataError(f"position {negative[0]} is before the first one; give positions of at least 0")
+            raise DataError(f"position {negative[0]} is before the first one; positions must be at least 0")
         samples = []
         for position in positions:
             with self._loader(0, position) as batches:

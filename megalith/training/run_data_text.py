@@ -6,6 +6,7 @@ from typing import Any
 
 from megalith.data.length_statistics import render_lengths
 from megalith.errors import LINES, printable
+from megalith.tables import counted
 
 
 def run_statistics_text(statistics: dict[str, Any]) -> str:
@@ -18,7 +19,8 @@ def run_statistics_text(statistics: dict[str, Any]) -> str:
 
 def _chat_lines(split: str, values: dict[str, Any]) -> list[str]:
     return [
-        f"{split}: {values['samples']:,} samples in {values['rows']:,} rows, {100 * values['packing']:.1f} % of tokens",
+        f"{split}: {counted(values['samples'], 'sample')} in {counted(values['rows'], 'row')}, "
+        f"{100 * values['packing']:.1f} % of tokens",
         *(f"  {count:,} samples were {event}" for event, count in values["events"].items()),
         *_indented(render_lengths(values["lengths"], "sequences")),
         "",
@@ -29,11 +31,11 @@ def _source_lines(split: str, values: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     total = sum(source.get("tokens", 0) for source in values["sources"].values())
     if "samples" in values:
-        lines += [f"{split}: {values['samples']:,} samples"]
+        lines += [f"{split}: {counted(values['samples'], 'sample')}"]
     for name, source in values["sources"].items():
         lines.append(f"{name}:")
         if "samples" in source:
-            text = f"  {source['samples']:,} samples, {_epochs(source)}"
+            text = f"  {counted(source['samples'], 'sample')}, {_epochs(source)}"
             if total and "tokens" in source:
                 text += f", {source['tokens']:,} tokens of the run ({100 * source['tokens'] / total:.1f} %)"
             lines.append(text)
@@ -42,10 +44,10 @@ def _source_lines(split: str, values: dict[str, Any]) -> list[str]:
         if "documents" in source:
             lines += _indented(render_lengths(source["documents"], "documents"))
         elif source["dataset_samples"] is not None:
-            lines.append(f"  {source['dataset_samples']:,} samples in the dataset")
+            lines.append(f"  {counted(source['dataset_samples'], 'sample')} in the dataset")
         if "packing" in source:
             lines.append(
-                f"  packed into {source['rows']:,} samples per epoch, {100 * source['packing']:.1f} % full"
+                f"  packed into {counted(source['rows'], 'sample')} per epoch, {100 * source['packing']:.1f} % full"
             )
         if "cut_documents" in source:
             lines.append(
@@ -64,7 +66,7 @@ def _epochs(source: dict[str, Any]) -> str:
 
 def _stream_lines(source: dict[str, Any]) -> list[str]:
     """Return lines that describe a stream, and the sample of its shards that the statistics are based on."""
-    text = f"a stream of {source['shards']:,} shards in {source['lanes']:,} lanes"
+    text = f"a stream of {counted(source['shards'], 'shard')} in {counted(source['lanes'], 'lane')}"
     if source["bytes"] is not None:
         text += f", {source['bytes']:,} bytes"
     if source["estimated_tokens"] is not None:
@@ -73,9 +75,11 @@ def _stream_lines(source: dict[str, Any]) -> list[str]:
         )
     lines = [text, f"a sample of documents from {source['sampled_shards']:,} of the shards:"]
     if source["empty"]:
-        lines.append(f"{source['empty']:,} documents without tokens")
+        lines.append(f"{counted(source['empty'], 'document')} without tokens")
     if source["unusable"]:
-        lines.append(f"{source['unusable']:,} unusable documents; the first: {source['first_unusable']}")
+        lines.append(
+            f"{counted(source['unusable'], 'unusable document')}; the first: {source['first_unusable']}"
+        )
     return lines
 
 

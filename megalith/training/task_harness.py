@@ -73,7 +73,7 @@ def run_harness_tasks(config: RunConfig, tokenizer: Tokenizer, request: TaskRequ
     if unknown := _unknown(request, manager):
         raise ConfigError(
             f"--tasks has {', '.join(unknown)}, but lm-evaluation-harness has no such task ({len(manager.all_tasks):,} "
-            "tasks and groups); see `lm-eval ls tasks`, or give the folder of custom tasks with "
+            "tasks and groups); see `lm-eval ls tasks`, or pass the folder of custom tasks with "
             "--include-path"
         )
     process = this_process()

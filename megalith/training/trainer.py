@@ -27,6 +27,7 @@ from megalith.report.clock import StartupTimer
 from megalith.report.console import megatron_evaluation_line
 from megalith.report.metrics import perplexity
 from megalith.report.report import Report, open_report
+from megalith.tables import counted
 from megalith.training.growing import GrowingJob
 from megalith.training.recovery import FaultHandler
 from megalith.training.resume import load_run
@@ -120,7 +121,8 @@ class Trainer:
             self.unhealthy, self.growing = self._unhealthy_ranks(), self._growing_job()
             if self.loaded_from:
                 run.log(
-                    f"resuming from {self.loaded_from}: step {run.step}, {run.consumed_samples} samples consumed"
+                    f"resuming from {self.loaded_from}: step {run.step}, "
+                    f"{counted(run.consumed_samples, 'sample')} consumed"
                 )
             self._continue_from_memory()
             ended = None
@@ -223,11 +225,13 @@ class Trainer:
             self.memory.before_update()
 
     def _continue_from_memory(self) -> None:
-        """After a restart from memory, save the step if its save was due and is not complete; keep a new snapshot."""
+        """After a restart from memory, save the step if its save was due but is missing, and take a new snapshot."""
         if self.memory is None or self.memory.restored_step is None:
             return
         run = self.run
-        run.log(f"continuing from memory: step {run.step}, {run.consumed_samples} samples consumed")
+        run.log(
+            f"continuing from memory: step {run.step}, {counted(run.consumed_samples, 'sample')} consumed"
+        )
         if self._is_due(self.config.checkpoint.save_interval):
             is_missing = run.mesh.world.rank == 0 and not _is_saved(run)
             if any_rank(is_missing, run.mesh.world):

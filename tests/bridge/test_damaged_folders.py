@@ -94,7 +94,7 @@ def test_a_folder_without_config_or_weights_and_a_file(folder: Path, tmp_path: P
     (folder / "__0_0.distcp").touch()
     assert "a checkpoint of torch.distributed.checkpoint: convert it" in refused(folder)
     (tmp_path / "file").touch()
-    assert "is a file; give the folder" in refused(tmp_path / "file")
+    assert "is a file; pass the folder" in refused(tmp_path / "file")
 
 
 def test_a_path_that_is_nowhere(tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ def test_what_is_missing_of_a_megatron_folder_is_named(
         (
             latest.unlink,
             "legacy",
-            "has no latest_checkpointed_iteration.txt, .*; give one of its folders: iter_0000005",
+            "has no latest_checkpointed_iteration.txt, .*; pass one of its folders: iter_0000005",
         ),
         (file.unlink, "legacy/iter_0000005", r"model_optim_rng.pt is missing; copy"),
         (lambda: None, "empty", "empty has nothing to convert"),

@@ -115,7 +115,7 @@ def test_a_folder_named_replaced_is_not_removed(tmp_path: Path, monkeypatch: pyt
 def test_two_conversions_to_one_place_and_a_link_in_it(tmp_path: Path) -> None:
     first, second = PartialFolder(tmp_path / "out"), PartialFolder(tmp_path / "out")
     first.begin()
-    with pytest.raises(CheckpointError, match="is being made by another process"):
+    with pytest.raises(CheckpointError, match="is being written by another process"):
         second.begin()
     second.abandon()
     assert (first.path / MARK).exists()

@@ -204,7 +204,7 @@ def test_a_base_that_was_trained_on_since_is_refused_and_one_of_its_steps_is_not
     merge(run, tmp_path / "merged", show_progress=False)
     further = run_config(hf_folder(name), base, checkpoint={"load": str(base)})
     megalith.train(further.with_settings({"train.train_iters": 4}))
-    message = r"step_00000003 were not trained on the weights that are in .*base now: these have since been"
+    message = r"step_00000003 were not trained on the weights that are now in .*base, which have since been"
     for refused in (
         lambda: megalith.train(run_config(base, run, **goes_on)),
         lambda: megalith.load(run),
@@ -251,10 +251,13 @@ def test_peft_adapters_merge_with_a_base_of_either_kind(
             {"modules_to_save": "lm_head"},
             "has modules_to_save 'lm_head', which is not a value that PEFT writes",
         ),
-        ({"rank_pattern": {"q_proj": 8}}, r"has the shape \[3, 64\], but the model and r 8 give"),
+        ({"rank_pattern": {"q_proj": 8}}, r"has the shape \[3, 64\], but with this model and r 8 it must"),
         ({"alpha_pattern": {"q_proj": -8.0}}, "lora_alpha -8.0, which is invalid"),
         ({"r": None}, "has no r;"),
-        ({"r": 7}, r"lora_A.weight has the shape \[3, 64\], but the model and r 7 give \[7, 64\]"),
+        (
+            {"r": 7},
+            r"lora_A.weight has the shape \[3, 64\], but with this model and r 7 it must be \[7, 64\]",
+        ),
     ],
 )
 def test_a_peft_folder_that_is_more_or_less_than_lora_is_refused(
@@ -271,7 +274,7 @@ def test_a_peft_folder_that_is_more_or_less_than_lora_is_refused(
     [
         ({"rank_pattern": {"qkv_proj": 0}}, "r 0"),
         in_full({"alpha_pattern": {"qkv_proj": 10**400}}, "which is invalid"),
-        ({"rank_pattern": {"qkv_proj": 4}}, "the model and r 4 give"),
+        ({"rank_pattern": {"qkv_proj": 4}}, "this model and r 4 it must be"),
     ],
 )
 def test_a_fused_export_whose_ranks_were_changed_is_refused(

@@ -113,7 +113,7 @@ def test_a_layer_that_config_json_rules_out_is_not_read(make_folder, tmp_path: P
         open_hf_folder(two)
     own = _copy(make_folder("qwen3.5"), tmp_path / "own", mtp_use_dedicated_embeddings=True)
     with pytest.raises(
-        ConfigError, match="mtp_use_dedicated_embeddings true, but MTP layers share the model's"
+        ConfigError, match="mtp_use_dedicated_embeddings true, but in Megalith MTP layers share the"
     ):
         open_hf_folder(own)
 

@@ -210,7 +210,7 @@ def test_tied_matrices_with_the_same_tokens_have_one_set_of_rows(hf_folder, tmp_
 @pytest.mark.parametrize(
     ("tokens", "rows", "message"),
     [
-        ([3, 4], 1, r"has the shape \[1, 64\], but .* give \[2, 64\]"),
+        ([3, 4], 1, r"has the shape \[1, 64\], but .* must be \[2, 64\]"),
         ([VOCAB], 1, "resize_token_embeddings"),
         ("3", 1, "which is not a value that PEFT writes"),
         ([3, 4], None, "lacks .*trainable_tokens_delta"),

@@ -321,7 +321,7 @@ def test_a_file_that_is_not_as_long_as_its_writer_says_stops_the_commit(tmp_path
     table = {"model": {"a": TensorRecord(dtype="F32", shape=[3])}}
     with pytest.raises(
         CheckpointError,
-        match=r"model-00000-000.*was written by another process, but is not visible",
+        match=r"model-00000-000.*was written by another process, but this process",
     ):
         step.commit(RunRecord(step=1, consumed_samples=0, config={}), table, [written], None)
     assert not step.final.exists() and not (tmp_path / "latest").exists()

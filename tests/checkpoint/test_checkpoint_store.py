@@ -248,7 +248,7 @@ def test_what_is_not_installed_or_not_known_is_told_with_the_way_out(monkeypatch
     ):
         open_checkpoint("s3://bucket/run")
     for url in ("https://host/run", "s3://", "simplecache::s3://bucket/run"):
-        with pytest.raises(ConfigError, match="is not a supported URL; give one of file://, s3://, gs://"):
+        with pytest.raises(ConfigError, match="is not a supported URL; use one of file://, s3://, gs://"):
             open_checkpoint(url)
 
 

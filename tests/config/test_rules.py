@@ -192,7 +192,7 @@ IMPOSSIBLE_WITH_EXPERTS = [  # of the model, of parallel, the number of processe
     ({"moe_router_num_groups": 2}, {}, 1, "num_groups is 2 and model.moe_router_group_topk None"),
     ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, {}, 1, "groups must divide the number of experts"),
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, {}, 1, "topk 1 × 1 experts per group = 1, fewer than"),
-    ({}, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}, 2, "a pipeline stage has 1 ranks"),
+    ({}, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}, 2, "a pipeline stage has 1 rank "),
     ({}, {"expert_model_parallel_size": 2}, 3, r"a pipeline stage has 3 ranks .*expert \(2\)"),
     ({"num_experts": 6}, {"expert_model_parallel_size": 4}, 4, "6 is not divisible by .*size 4.*among 1, 2, 3, 6"),
     ({"moe_ffn_hidden_size": 33}, {"expert_tensor_parallel_size": 2}, 2, "moe_ffn_hidden_size 33 is not divisible"),

@@ -335,7 +335,7 @@ def test_a_row_keeps_its_samples_apart_and_learns_no_first_token():
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     assert batch.document_ends.tolist() == [[3] + [8] * 7]
-    assert packed.note(True) == "1 rows of 8: 62.5 % of tokens, 2.0 sequences per row"
+    assert packed.note(True) == "1 row of 8: 62.5 % of tokens, 2.0 sequences per row"
     padded = ChatDataset(samples, 0, 2, 8, packing=False, seed=0, padding=9).pad_to_batches(4)
     batch = make_chat_batch(np.stack([padded[i] for i in range(4)]), np.arange(4))
     assert batch.document_ends is None and batch.loss_mask.sum(1).tolist() == [2, 1, 0, 0]
@@ -369,7 +369,7 @@ def test_a_validation_share_too_small_for_a_sample_is_said(tmp_path):
     found = open_chat_data(data, sft, None, 60, 0, tmp_path / "cache")
     assert (
         found.valid is None
-        and "valid: data.split 90,10,0 gives this split none of the 1 samples" in found.notes[1]
+        and "valid: data.split 90,10,0 gives this split none of the 1 sample" in found.notes[1]
     )
     whole = open_chat_data(data.model_copy(update={"split": "1"}), sft, None, 60, 0, tmp_path / "cache")
     assert len(whole.notes) == 1

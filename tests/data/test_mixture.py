@@ -106,7 +106,7 @@ def test_points_in_tokens_are_points_in_samples_rounded_up():
         ([{"samples": 1.5, "weights": [1]}], "whole number of at least 0"),
         ([{"samples": 0, "weights": [0, 0]}], "not all 0"),
         ([{"samples": 0, "weights": [1, -1]}], "at least 0"),
-        ([{"samples": 0, "weights": "half"}], "give a"),
+        ([{"samples": 0, "weights": "half"}], "must be a list"),
         ([{"samples": 4, "weights": [1]}, {"samples": 4, "weights": [1]}], "ascending order"),
         ([{"samples": 0, "weights": [1], "interpolation": "linear"}], "no point before it"),
         ([{"samples": 4, "weights": [1], "interpolation": "cosine"}], "step or linear"),

@@ -106,7 +106,7 @@ def test_statistics_and_plan_of_a_blend_with_a_stream(capsys):
         f"30 samples, about {30 * SEQ_LENGTH / tokens:.2f} epochs, 1,920 tokens of the run (75.0 %)" in text
     )
     assert f"a stream of 4 shards in 4 lanes, {stream['bytes']:,} bytes, about 120 documents" in text
-    assert "1 unusable documents; the first: 000.jsonl line 1 (byte 0) is unusable: not JSON" in text
+    assert "1 unusable document; the first: 000.jsonl line 1 (byte 0) is unusable: not JSON" in text
     plan = json.loads(printed(capsys, "plan", file, "--json"))
     assert [source["samples"] for source in plan["sources"]] == [30, 10]
     assert plan["sources"][0]["epochs"] == stream["epochs"] and plan["sources"][0]["estimated"]

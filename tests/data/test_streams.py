@@ -278,12 +278,12 @@ def test_a_worker_goes_on_with_other_lanes_after_the_error_of_one(texts):
 
 def test_a_stream_that_ends_is_an_error_with_its_numbers(texts):
     stream = TextStream(settings(lanes=5, repeat=False), 0)
-    message = r"ended: lane 1 of 5 has read its 1 shards \(the last one is texts/\d.jsonl\), 3\d documents"
+    message = r"ended: lane 1 of 5 has read its 1 shard \(the last one is texts/\d.jsonl\), 3\d documents"
     with pytest.raises(DataError, match=message):
         for i in range(0, 500, 5):
             stream[i]
     Path("texts/empty.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match="has no tokens in the 1 shards of lane 1 of 1"):
+    with pytest.raises(DataError, match="has no tokens in the 1 shard of lane 1 of 1"):
         TextStream(settings(entry="texts/empty.jsonl", lanes=1), 0)[0]
 
 

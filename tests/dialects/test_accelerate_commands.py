@@ -425,7 +425,7 @@ def test_a_process_that_fails_gives_its_exit_code_and_what_cannot_start_is_said(
     assert main(["accelerate", "launch", "script.py"]) == 3
     assert capsys.readouterr().err == ""
     assert main(["accelerate", "launch", "nowhere.py"]) == 2
-    assert capsys.readouterr().err.startswith("error: there is no script nowhere.py; give")
+    assert capsys.readouterr().err.startswith("error: there is no script nowhere.py; pass")
 
     def several_fail(args):
         raise ChildFailedError("script", {1: ProcessFailure(1, 7, 5, "nowhere")})
@@ -446,7 +446,7 @@ def test_processes_that_do_not_divide_are_refused(monkeypatch):
     ):
         fresh_accelerator(tp_degree=2)
     monkeypatch.delenv("MEGATRON_LM_PP_DEGREE")
-    with pytest.raises(ConfigError, match="1 processes are not divisible by tp_degree 2"):
+    with pytest.raises(ConfigError, match="the number of processes, 1, is not divisible by tp_degree 2"):
         fresh_accelerator(tp_degree=2)
     with pytest.raises(ConfigError, match="a whole number of at least 1"):
         MegatronLMPlugin(pp_degree=0)

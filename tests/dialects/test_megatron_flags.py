@@ -176,7 +176,7 @@ def test_flags_that_megatron_has_removed_are_passed_over_or_answered_with_the_ne
     assert any("--data-impl --DDP-impl" in note and "Megatron has removed it" in note for note in notes)
     messages = problems(LEAST + "--data-impl lazy --fp8-hybrid --checkpoint-num-layers 1")
     assert messages[0] == "--data-impl is lazy: it must be one of mmap, infer"
-    assert "give --fp8-format hybrid" in messages[1] and "give --recompute-num-layers" in messages[2]
+    assert "use --fp8-format hybrid" in messages[1] and "use --recompute-num-layers" in messages[2]
     assert not (OLDER | MODELOPT).keys() & FLAGS.keys()
     given = config_of("--cpu-offload-optimizer --enable-straggler-detection --dp-comm-overlap-bucket-size 9")
     assert given.optim.optimizer_cpu_offload and given.runtime.enable_straggler_detection
@@ -349,7 +349,7 @@ CASES = [
     ("--multi-latent-attention --qk-layernorm --position-embedding-type rope --disable-bias-linear",
      {"model.latent_layernorm": True, "model.add_position_embedding": False, "model.add_bias_linear": False}, ""),
     ("--softmax-type learnable", {"model.softmax_type": "learnable", "model.attention_dropout": 0.0},
-     "Megatron's default is 0.1; give --attention-dropout 0"),
+     "Megatron's default is 0.1; set --attention-dropout 0"),
     ("--enable-gpt-oss --export-force-local-attention --export-model-type GPTModel --export-kv-cache-quant none",
      {"model.position_embedding_type": "learned_absolute"}, "--enable-gpt-oss (Megatron-LM reads it only for"),
     ("--save out", {"checkpoint.megatron_tracker": True}, ""),
@@ -484,7 +484,7 @@ def test_all_that_is_wrong_is_told_at_once():
         "--train-iters and --train-samples contradict each other",
         "--moe-token-dispatcher-type flex is refused: choose among alltoall, allgather",
         "--fp8-recipe custom is refused: choose among delayed, tensorwise, blockwise, mxfp8",
-        "--warmup is refused: Megatron has removed it; give --lr-warmup-fraction",
+        "--warmup is refused: Megatron has removed it; use --lr-warmup-fraction",
         "--position-embedding-type relative is not supported",
         "--optimizer is sophia: it must be one of adam, sgd, muon, dist_muon, lion, soap, adaptive_muon",
         "--num could be --num-layers",

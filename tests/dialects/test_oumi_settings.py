@@ -551,7 +551,7 @@ def test_torchruns_words_are_taken(monkeypatch):
     assert machines_of({}, {"nproc_per_node": "auto"}, 4).processes == 8
     monkeypatch.setattr(oumi_command, "_gpus", lambda: 0)
     assert machines_of({}, {"nproc_per_node": "auto"}, 4).processes == 4
-    with pytest.raises(ConfigError, match="--nproc-per-node is gpu, but this machine has no GPUs; give a"):
+    with pytest.raises(ConfigError, match="--nproc-per-node is gpu, but this machine has no GPUs; set a"):
         machines_of({}, {"nproc_per_node": "gpu"}, 4)
 
 

@@ -188,9 +188,11 @@ def test_a_port_that_is_taken_is_named():
         port = taken.getsockname()[1]
         checks = list(connectivity.check_network({"MASTER_PORT": str(port)}))
     assert f"{port} (MASTER_PORT) in use" in checks[0].finding and checks[0].state == "warn"
-    with pytest.raises(ConfigError, match="--reach is 'nowhere'; give host:port"):
+    with pytest.raises(ConfigError, match="--reach is 'nowhere', but must be HOST:PORT"):
         connectivity.check_reachable("nowhere")
-    with pytest.raises(ConfigError, match="--reach is 'node:70000'; give host:port, the port 1 to 65535"):
+    with pytest.raises(
+        ConfigError, match="--reach is 'node:70000', but must be HOST:PORT with a port from 1 to 65535"
+    ):
         connectivity.check_reachable("node:70000")
     wrong, *_ = connectivity.check_network({"MASTER_PORT": "295000"})
     assert (wrong.name, wrong.state, wrong.finding) == ("MASTER_PORT", "bad", "'295000'")

@@ -105,7 +105,7 @@ def test_a_job_goes_on_with_a_machine_that_joins_and_without_it_in_the_same_proc
         before = steps(output)[-1]
         until(lambda: steps(output)[-1] > before + 6, "steps of two machines")
         second.kill()
-        job.until("continuing with 2 ranks on 1 machines")
+        job.until("continuing with 2 ranks on 1 machine")
         continues(2)
         joined, lost = map(int, re.findall(r"continuing from memory: step (\d+)", job.text()))
         until(lambda: steps(output)[-1] > lost + 4, "steps of one machine")

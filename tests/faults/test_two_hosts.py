@@ -178,7 +178,7 @@ def test_a_host_behind_a_cut_link_is_left_behind_and_the_other_goes_on_in_its_pr
             assert job.launchers[1].wait() != 0
     finally:
         set_link("up")
-    assert "continuing with 1 ranks on 1 machines" in job.told() and "restarting (" not in job.told()
+    assert "continuing with 1 rank on 1 machine" in job.told() and "restarting (" not in job.told()
     (start,) = map(int, re.findall(r"continuing from memory: step (\d+)", job.told()))
     assert start in (2, 4) and steps(job.output) == list(range(1, STEPS + 1))
     shutil.copytree(

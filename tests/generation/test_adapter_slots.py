@@ -206,7 +206,7 @@ def test_room_for_later_adapters_is_that_of_all_matrices(families) -> None:
 
 def test_adapters_of_another_base_and_more_than_lora_are_refused(families, tmp_path: Path) -> None:
     family, other = families("llama"), families("qwen3")
-    with pytest.raises(CheckpointError, match="give adapters of the same base"):
+    with pytest.raises(CheckpointError, match="use adapters of the same base"):
         load_adapter_pairs(other.base.parent / "peft1", family.base, family.model.config, None)
     lora = {"rank": 2, "targets": ["q_proj"]}
     tree = {

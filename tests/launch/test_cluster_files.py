@@ -146,9 +146,9 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
     [
         (["--partition", "gpu\n#SBATCH --wrap=x"], "'gpu\\n#SBATCH --wrap=x' cannot be used in the line `#SBATCH --"),
         (["--name", "Run 1"], "--name is 'Run 1', but jobs, pods and hosts get this name"),
-        (["--env", "1X=2"], "--env is '1X=2'; give NAME=VALUE"),
-        (["--env", "X=1", "--env", "X=2", "--env", "Y"], "--env is 'Y'; give NAME=VALUE"),
-        (["--volume", "claim"], "--volume is 'claim'; give CLAIM:/PATH"),
+        (["--env", "1X=2"], "--env is '1X=2'; write NAME=VALUE"),
+        (["--env", "X=1", "--env", "X=2", "--env", "Y"], "--env is 'Y'; write NAME=VALUE"),
+        (["--volume", "claim"], "--volume is 'claim'; write CLAIM:/PATH"),
         (["--volume", "a:/data", "--volume", "b:/data/"], "--volume a:/data and --volume b:/data/ have the same path"),
         (["--env", "PET_NNODES=7"], "which the scheduler sets on each node"),
         (["--program", "sft"], "data.mock is on, but sft.enabled reads chat data"),
@@ -163,20 +163,20 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
         (["--before", "export-hf a b --form bin"], "takes no '--form bin'"),
         (["--time", "2"], "--time is 2, and Slurm signals the job to save 120 s before"),
         (["--time", "0-0:2"], "--time is 0-0:2, and Slurm signals the job to save 120 s"),
-        (["--time", "tomorrow"], "--time is 'tomorrow'; give minutes"),
+        (["--time", "tomorrow"], "--time is 'tomorrow'; write minutes"),
         (["--grace", "70000"], "the grace period is 70,000 s"),
-        (["--grace", "-1"], "--grace is -1; give 1 or more"),
-        (["--max-restarts", "-1"], "--max-restarts is -1; give 0 or more"),
-        (["--cpus", "0"], "--cpus is 0; give 1 or more"),
+        (["--grace", "-1"], "--grace is -1, but must be at least 1"),
+        (["--max-restarts", "-1"], "--max-restarts is -1, but must be at least 0"),
+        (["--cpus", "0"], "--cpus is 0, but must be at least 1"),
         (["--array", "train.output_dir=a,b"], "--array sets train.output_dir"),
         (["--train.global_batch_size", "24"], "24"),  # the trainer's own sentence
         (["--parallel.tensor_model_parallel_size", "16"], "does not divide --gpus-per-node 8"),
         (["--parallel.pipeline_model_parallel_size", "3"], "pipeline_model_parallel_size"),
         (["--checkpoint.save_interval", "null"], "checkpoint.save_interval is not set"),
         (["--checkpoint.load", "/data/other"], "would start from /data/other again; set model.init_from"),
-        (["--array", "lr"], "--array is 'lr'; give a setting and its values"),
+        (["--array", "lr"], "--array is 'lr'; write a setting and its values"),
         (["--array", "optim.lr=1e-3,fast"], "optim.lr"),
-        (["--gpus-per-node", "0"], "--gpus-per-node 0; give 1 or more of each"),
+        (["--gpus-per-node", "0"], "--gpus-per-node 0, but both must be at least 1"),
     ],
 )  # fmt: skip
 def test_what_could_not_run_is_refused_before_a_file_is_printed(capsys, words, said):
@@ -315,7 +315,7 @@ def test_paths_of_pods_are_on_their_volumes(capsys):
     for path in ("/mnt/../etc", "/mnt/./a", "/mnt//a", "//etc", "/mnt/.."):
         assert f"--volume is 'a:{path}', a path with" in refused(capsys, *run, *POD, "--volume", f"a:{path}")
     for option, name in (("namespace", "My NS"), ("queue", "a_b"), ("topology", "a b"), ("memory", "900 GB")):
-        assert f"--{option} is {name!r}, which Kubernetes refuses" in refused(
+        assert f"--{option} is {name!r}, which Kubernetes rejects" in refused(
             capsys, *run, *POD, f"--{option}", name
         )
 

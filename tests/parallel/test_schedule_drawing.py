@@ -101,7 +101,7 @@ def test_show_chooses_interleaved_for_several_chunks_and_warns_of_few_micro_batc
 
 @pytest.mark.parametrize("durations", ["1,1", "1,x,1", "0,1,1", "1,1,inf"])
 def test_impossible_durations_are_refused(durations):
-    with pytest.raises(ConfigError, match="give three comma-separated durations above 0"):
+    with pytest.raises(ConfigError, match="--durations must be three comma-separated numbers above 0"):
         show("--stages", "2", "--micro-batches", "4", "--durations", durations)
 
 

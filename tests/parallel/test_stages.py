@@ -120,13 +120,13 @@ def test_layouts_written_out(layout, expanded):
         (
             10,
             {"decoder_first_pipeline_num_layers": 1, "virtual_pipeline_model_parallel_size": 2},
-            "rank 0 has 1 layers, which virtual_pipeline_model_parallel_size 2 does not divide",
+            "rank 0 has 1 layer, which virtual_pipeline_model_parallel_size 2 does not divide",
         ),
         (4, {"pipeline_model_parallel_layout": "Ett|t|tL"}, "has 3 stages, but pipeline_model_parallel_size is 4"),
         (
             4,
             {"pipeline_model_parallel_layout": "Et|t|t|tL", "virtual_pipeline_model_parallel_size": 2},
-            "has 4 stages, .* with 2 chunks per rank; give it 8 stages",
+            "has 4 stages, .* with 2 chunks per rank; write 8 stages",
         ),
         (5, {"pipeline_model_parallel_layout": "Et|t|t|tL"},
          r"has 4 layers \(t\), but model.num_layers is 5; .*'Et\|t\|t\*2\|tL'"),

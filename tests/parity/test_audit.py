@@ -200,7 +200,7 @@ def test_missing_and_damaged_files_are_refused(dump, damaged, tmp_path):
         (lambda header: [], "is not a file of audit_hook.py"),
         (lambda header: header | {"rank": 7}, "but others in its name"),
         (lambda header: header | {"extra": 1}, "is not a file of audit_hook.py"),
-        (lambda header: header | {"mesh": {"dp": 10**6}}, "has mesh {'dp': 1000000}, but the job has 1 ranks"),
+        (lambda header: header | {"mesh": {"dp": 10**6}}, "has mesh {'dp': 1000000}, but the job has 1 rank"),
         (lambda header: with_layout(header, shape=[2**31, 2**31]), "of the"),
         (lambda header: with_layout(header, shards=[[2, 5, 0, 1]]), "that do not fit its shape"),
         (lambda header: with_layout(header, shards=[[2, 0, 7, 1]]), "that do not fit its shape"),
@@ -230,8 +230,8 @@ def test_wrong_tensors_are_refused(damaged, change, words):
 
 
 def test_another_model_is_refused(dump):
-    refuse(dump, "give the config.json of the recorded model", dict(CONFIGS["llama"], num_hidden_layers=3))
-    refuse(dump, "give the config.json of the recorded model", dict(CONFIGS["llama"], intermediate_size=64))
+    refuse(dump, "pass the config.json of the recorded model", dict(CONFIGS["llama"], num_hidden_layers=3))
+    refuse(dump, "pass the config.json of the recorded model", dict(CONFIGS["llama"], intermediate_size=64))
 
 
 def test_nan_is_reported_as_such(damaged, tmp_path, capsys):

@@ -298,23 +298,23 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
             "unknown preset 'llama3.1-405b'; did you mean 'llama3-405b'",
         ),
         (["plan", "gpt2-lage", "--gpus", "8"], "gpt2-large"),
-        (["plan", "gpt2", "--gpus", "0"], "--gpus is 0; give a number above 0"),
-        (["plan", "gpt2", "--gpus", "8", "--top", "0"], "--top is 0; give a number above 0"),
+        (["plan", "gpt2", "--gpus", "0"], "--gpus is 0, but must be a number above 0"),
+        (["plan", "gpt2", "--gpus", "8", "--top", "0"], "--top is 0, but must be a number above 0"),
         (
             ["plan", "gpt2", "--gpus", "8", "--device", "H100", "--memory-gb", "85"],
             "a job can use only 80.3",
         ),
-        (["plan", "goodput", "gpt2", "--gpus", "8", "0"], "--gpus is 0; give a number above 0"),
-        (["plan", "calibrate", "--seconds", "nan"], "--seconds is nan; give a number above 0"),
-        (["plan", "goodput", "gpt2", "--stall", "-1"], "--stall is -1.0; give a number of 0 or more"),
+        (["plan", "goodput", "gpt2", "--gpus", "8", "0"], "--gpus is 0, but must be a number above 0"),
+        (["plan", "calibrate", "--seconds", "nan"], "--seconds is nan, but must be a number above 0"),
+        (["plan", "goodput", "gpt2", "--stall", "-1"], "--stall is -1.0, but must be a number of 0 or more"),
         (["plan", "gpt2", "--gpus", "8", "--device-json", "nowhere.json"], "nowhere.json cannot be read"),
         (
             ["plan", "gpt2", "--gpus", "8", "--device", "H100", "--device-json", "a.json"],
-            "give only one of the two",
+            "pass only one of the two",
         ),
         (
             ["plan", "gpt2", "--gpus", "8", "--price-per-gpu-hour", "2"],
-            "the cost needs --tokens too; give both",
+            "the cost also depends on --tokens; pass both",
         ),
         (["plan", "gpt2", "--gpus", "8", "--tok", "3"], "takes no '--tok 3'"),
         (
@@ -326,7 +326,7 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
             ["plan", "gpt2", "--gpus", "8", "--device", "A100", "--train.fp8_format", "hybrid"],
             "has no FP8 matmuls",
         ),
-        (["train", "--dry-run", "--world-size", "0"], "--world-size is 0; give 1 or more"),
+        (["train", "--dry-run", "--world-size", "0"], "--world-size is 0, but must be at least 1"),
         (["train", "--world-size", "8"], "--world-size is 8, but only --dry-run uses it"),
         (
             ["plan", "gpt2", "--gpus", "256", "--global-batch-size", "63"],
@@ -377,7 +377,7 @@ def test_a_tokenizer_that_is_on_the_cluster_alone_is_planned_without_and_a_rate_
     train = {"global_batch_size": 8}
     file.write_text(yaml.safe_dump({"model": {"preset": "tiny-llama"}, "data": data, "train": train}))
     assert main(["plan", "show", str(file), "--gpus", "1"]) == 3
-    assert "or give --model.vocab_size N to plan without it" in capsys.readouterr().err
+    assert "or pass --model.vocab_size N to plan without it" in capsys.readouterr().err
     assert main(["plan", "show", str(file), "--gpus", "1", "--model.vocab_size", "512"]) == 0
 
 

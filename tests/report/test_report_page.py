@@ -178,7 +178,7 @@ def test_the_command_writes_into_the_first_run_and_names_a_folder_without_metric
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     for command in ("report", "plot"):
         assert main([command, str(run), "--output", "memory://bucket/x"]) == 2
-        assert "give a local file" in capsys.readouterr().err
+        assert "pass a local file" in capsys.readouterr().err
     assert not (Path("memory:")).exists()
     with pytest.raises(DataError, match=r"nothing to show in .*none"):
         write_report([str(tmp_path / "none")], tmp_path / "x.html")

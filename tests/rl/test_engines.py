@@ -597,10 +597,10 @@ def test_weights_reach_another_gpu_by_nccl(tmp_path):
             dict(rl=dict(engine="vllm", engine_url="http://127.0.0.1:1", weight_sync_method="ipc")),
             "is ipc, but the trainer is on cpu",
         ),
-        (dict(rl=dict(engine="vllm", engine_url="localhost:8000")), "give an address such as http://"),
+        (dict(rl=dict(engine="vllm", engine_url="localhost:8000")), "must be an address such as http://"),
         (
             dict(rl=dict(engine="vllm", engine_url="http://h:80a")),
-            "is 'http://h:80a'; give an address such as http://",
+            "is 'http://h:80a', but must be an address such as http://",
         ),
         (dict(rl=dict(engine="vllm", engine_url="http://me:pw@h:80")), "a user name for h, but"),
         (dict(rl=dict(engine="vllm", engine_url=[])), "rl.engine_url is empty"),

@@ -333,7 +333,7 @@ def test_openenv_sends_turns_as_the_text_of_an_action(tmp_path, monkeypatch):
     (one,) = groups[0].completions
     assert one.rewards == [0.5] and one.messages[1]["content"] == '{"said": "0", "count": 1}'
     assert "Speak.\n\nsay 3<|im_end|>" in tokenizer.decode(groups[0].prompt_of(one))
-    with pytest.raises(ConfigError, match="give an address such as"):
+    with pytest.raises(ConfigError, match="must be an address such as"):
         rollouts(tmp_path, guesses, environment="openenv:here", **rl)
 
 

@@ -123,7 +123,7 @@ def test_a_language_model_is_refused(tmp_path: Path):
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "lm")
     with pytest.raises(ConfigError, match="a language model without a score"):
         reward_model_config(configuration(tmp_path), str(tmp_path / "lm"))
-    with pytest.raises(ConfigError, match="2 weights for 1 reward_funcs; give one weight"):
+    with pytest.raises(ConfigError, match="2 weights for 1 reward_funcs; list one weight"):
         train_grpo(configuration(tmp_path, rl=dict(reward_weights=[1.0, 2.0])))
 
 

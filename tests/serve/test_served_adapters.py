@@ -137,7 +137,7 @@ def test_adapters_are_loaded_replaced_and_unloaded_while_requests_run(folders: P
         assert change("unload", lora_name="one") == (404, "there is no adapter 'one'; the server has two")
         for body, message in (
             ({"lora_name": "three", "lora_path": str(folders / "nowhere")}, "cannot be loaded"),
-            ({"lora_name": "three"}, "lora_name and lora_path must both be given"),
+            ({"lora_name": "three"}, "a request must have both lora_name and lora_path"),
             ({"lora_name": "base", "lora_path": peft}, "is the name of the base model"),
             ({"lora_name": 3, "lora_path": peft}, "lora_name is 3; it must be text"),
             ({"lora_name": "x", "lora_path": peft, "pinned": True}, "'pinned' is not supported"),
@@ -156,7 +156,7 @@ def test_adapters_are_loaded_replaced_and_unloaded_while_requests_run(folders: P
 def test_options_that_do_not_fit_each_other_are_refused(folders: Path, capsys) -> None:
     base = str(folders / "base")
     for options, message in (
-        (["--adapter", "one"], "--adapter is 'one'; give NAME=FOLDER"),
+        (["--adapter", "one"], "--adapter is 'one'; write NAME=FOLDER"),
         (["--adapter", f"base={base}"], "has the name of another model"),
         (
             ["--adapter", f"x={folders / 'a'}", "--adapter", f"x={folders / 'a'}"],

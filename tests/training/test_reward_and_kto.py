@@ -288,7 +288,7 @@ def test_graded_pairs_have_the_loss_of_ordinal_feedback(tree: dict, tmp_path: Pa
     ):
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-9)
     bad = written(tmp_path / "bad.jsonl", rows[0] | {"preference": 2})
-    with pytest.raises(DataError, match="its preference is 2; give a number from 0"):
+    with pytest.raises(DataError, match="its preference is 2, but must be a number from 0"):
         start(reward_config(tree, reward={"loss_type": "ordinal"}, data=bad), RewardTask())
 
 
@@ -390,7 +390,7 @@ def test_a_model_with_scores_trains_by_megalith_reward_alone(tree: dict, tmp_pat
         with pytest.raises(ConfigError, match=f"{task}.enabled requires `megalith {task}`"):
             start(config_of(tree, **{task: {"enabled": True}}))
     bad = written(tmp_path / "bad.jsonl", {"prompt": "a", "completion": "b", "label": "good"})
-    with pytest.raises(DataError, match="its label is 'good'; give true for a desirable answer"):
+    with pytest.raises(DataError, match="its label is 'good'; it must be true"):
         start(kto_config(tree, data=bad), KtoTask())
 
 

@@ -125,7 +125,7 @@ def test_a_task_of_ones_own_from_the_command_line(folder, tmp_path, capsys, monk
     for wrong, told in (
         ([*asked[:3], str(tmp_path / "none")], "is not a folder; check the path"),
         (asked[:4], "cannot be read (KeyError: 'nowhere')"),
-        ([*asked[:4], "--limit", "0"], "--limit is 0; give 1 or more"),
+        ([*asked[:4], "--limit", "0"], "--limit is 0, but must be at least 1"),
         (["--limit", "2"], "--limit requires --tasks"),
     ):
         assert main(["evaluate", str(folder), *wrong]) != 0

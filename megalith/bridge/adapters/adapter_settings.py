@@ -86,7 +86,7 @@ def with_lora_load(config: RunConfig) -> RunConfig:
         )
         if value != default and not same:
             raise ConfigError(
-                f"lora.{name} is {value}, but the adapters in {lora.load}, which lora.load names, have "
+                f"lora.{name} is {value}, but the adapters in {lora.load}, which lora.load points to, have "
                 f"{stored_value}; leave lora.{name} out"
             )
     return config.with_settings({f"lora.{name}": getattr(stored, name) for name in STORED_SETTINGS})

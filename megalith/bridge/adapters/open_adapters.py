@@ -81,13 +81,13 @@ def open_adapters_of(
         if others := changed_settings(config.model, model):
             name, was, now = others[0]
             raise ConfigError(
-                f"{source} has adapters of a model with {name} {was!r}, but {base} has {now!r}; give adapters of the "
-                "same base"
+                f"{source} has adapters of a model with {name} {was!r}, but {base} has {now!r}; use adapters "
+                "that were trained on this base"
             )
         check_base(adapter_run, fingerprint, str(base))
     if adapted.config.score_head:
         raise ConfigError(
-            f"{source} is a reward model, which cannot generate text; give adapters of a language model"
+            f"{source} is a reward model, which cannot generate text; use adapters of a language model"
         )
     return adapted, config
 
@@ -135,10 +135,12 @@ def open_adapters(
 
 def _check_base_name(base: str | None, source: str | Path) -> str:
     if not isinstance(base, str):
-        raise ConfigError(f"{source} does not name the base of its adapters; give it with --base")
+        raise ConfigError(
+            f"{source} does not say which base its adapters were trained on; pass the base with --base"
+        )
     if is_megatron_folder(base):
         raise ConfigError(
-            f"{base} is a checkpoint of Megatron-LM; convert it with megalith import-megatron, and give the "
+            f"{base} is a checkpoint of Megatron-LM; convert it with megalith import-megatron, and pass the "
             "converted folder"
         )
     return base
@@ -163,7 +165,7 @@ def open_adapter_run(run: str | Path, show_progress: bool) -> tuple[Checkpoint, 
     config = config_of(checkpoint)
     if config.lora.rank is None:
         raise CheckpointError(
-            f"{checkpoint.folder} is from a run without adapters; give a folder from a run with lora.rank"
+            f"{checkpoint.folder} is from a run without adapters; pass the folder of a run with lora.rank"
         )
     return checkpoint, config
 

@@ -30,7 +30,7 @@ class ExpertInterval:
         if not all(type(value) is int for value in (first, last, step)) or step < 1:
             raise ConfigError(
                 f"config.json has moe_layer_start_index {first}, moe_layer_end_index {last} and moe_layer_interval "
-                f"{step}; give whole numbers, and an interval from 1"
+                f"{step}; all three must be whole numbers, and the interval at least 1"
             )
         last = count - 1 if last == -1 else last
         return {"moe_layer_freq": [int((n + 1) % step == 0 and first <= n <= last) for n in range(count)]}

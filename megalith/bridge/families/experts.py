@@ -237,8 +237,9 @@ class RouterGroups:
             return {}
         if not self._method and hf_config["num_experts_per_tok"] != 2 * best:
             raise ConfigError(
-                f"config.json has num_experts_per_tok {hf_config['num_experts_per_tok']} and topk_group {best}, but "
-                "here a group's score is the sum of 2 experts' scores, so num_experts_per_tok must be 2 × topk_group"
+                f"config.json has num_experts_per_tok {hf_config['num_experts_per_tok']} and topk_group "
+                f"{best}, but in this family a group's score is the sum of 2 experts' scores, so "
+                "num_experts_per_tok must be 2 × topk_group"
             )
         return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
 

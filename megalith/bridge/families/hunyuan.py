@@ -48,7 +48,8 @@ class TopK:
         counts = topk if isinstance(topk, list) else [topk]
         if len({repr(count) for count in counts}) != 1 or type(counts[0]) is not int or counts[0] < 1:
             raise ConfigError(
-                f"config.json has moe_topk {topk!r}; give the number of experts per token, the same for every layer"
+                f"config.json has moe_topk {topk!r}; it must be the number of experts per token, the same for "
+                "every layer"
             )
         return {"moe_router_topk": counts[0]}
 

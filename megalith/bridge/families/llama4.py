@@ -30,8 +30,8 @@ class ExpertLayers:
         if layers is None:
             if not step:
                 raise ConfigError(
-                    f"config.json has interleave_moe_layer_step {step}; give the distance between layers with experts, "
-                    "from 1"
+                    f"config.json has interleave_moe_layer_step {step}, but it is the distance between layers "
+                    "with experts and must be a whole number of at least 1"
                 )
             layers = range(step - 1, count, step)
         return {"moe_layer_freq": [int(layer in layers) for layer in range(count)]}

@@ -29,8 +29,8 @@ class RopeInAllLayers(Rope):
         is_scaled = rope.get("rope_type", rope.get("type")) not in PLAIN
         if is_scaled and scaled is not None and sorted(scaled) != all_layers:
             raise ConfigError(
-                f"config.json has rope_scaling_layers {scaled}, but RoPE is scaled in all {len(all_layers)} layers or "
-                "in none here; use a model without rope_scaling_layers"
+                f"config.json has rope_scaling_layers {scaled}, but Megalith scales RoPE in all "
+                f"{len(all_layers)} layers or in none; use a model without rope_scaling_layers"
             )
         return super().read(hf_config)
 

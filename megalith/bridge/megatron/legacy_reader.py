@@ -138,10 +138,10 @@ def _files(folder: Path, trust: bool) -> dict[tuple[int, int], dict[str, Any]]:
     if not states and any(folder.glob("*.distcp")):
         raise CheckpointError(
             f"{folder} has .distcp files, but no {METADATA}, which is written last, so the save or a copy is "
-            "incomplete; give an earlier iteration"
+            "incomplete; use an earlier iteration"
         )
     if not states or not all(isinstance(state, dict) for state in states.values()):
-        raise CheckpointError(f"{folder} has no {FILE} of Megatron; give a folder with mp_rank_00 in it")
+        raise CheckpointError(f"{folder} has no {FILE} of Megatron; pass a folder that contains mp_rank_00")
     return states
 
 

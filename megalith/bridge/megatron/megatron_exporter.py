@@ -354,7 +354,7 @@ def convert(
         if open_checkpoint(path, ()) is None:
             raise CheckpointError(
                 f"{path} has nothing to convert: no {CONFIG} with weights (hf), no Megatron "
-                "checkpoint, no Megalith run; give a folder that has one of them"
+                "checkpoint, no Megalith run; pass a folder with one of these"
             )
     if source not in (None, kind) and (source, kind) != ("megatron", "megalith"):
         if not path_exists(open_location(path)):
@@ -382,6 +382,6 @@ def _check_source(path: str | Path, sizes: tuple[int | None, int | None], trust:
         stored = args.get(f"{name}_model_parallel_size")
         if size is not None and stored is not None and size != stored:
             raise ConfigError(
-                f"--source-{name[0]}p is {size}, but {path} was written with {stored}; "
-                f"give --source-{name[0]}p {stored}, or leave it out"
+                f"--source-{name[0]}p is {size}, but {path} was written with {stored}; set "
+                f"--source-{name[0]}p to {stored}, or leave it out"
             )

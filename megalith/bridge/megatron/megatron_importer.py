@@ -198,23 +198,23 @@ def _iteration(folder: Path) -> Path:
     if not latest.is_file():
         if not folder.is_dir():
             raise CheckpointError(
-                f"there is no folder {folder}; give Megatron's save folder or one iter_NNNNNNN in it"
+                f"there is no folder {folder}; pass Megatron's save folder, or one iter_NNNNNNN folder in it"
             )
         if existing := _iterations(folder):
             raise CheckpointError(
-                f"{folder} has no {LATEST}, which names the newest iteration; give one of its folders: "
-                f"{shorten(existing)}"
+                f"{folder} has no {LATEST}, which contains the number of the newest iteration; pass one of "
+                f"its folders: {shorten(existing)}"
             )
         return folder
     try:
         text = read_small_file(latest, folder, largest=4096).decode(errors="replace").strip()
     except OSError as error:
         raise CheckpointError(
-            f"{latest} cannot be read: {error.strerror}; give the folder iter_NNNNNNN itself"
+            f"{latest} cannot be read: {error.strerror}; pass the folder iter_NNNNNNN itself"
         ) from None
     if not re.fullmatch(f"{RELEASE}|[0-9]{{1,15}}", text):
         raise CheckpointError(
-            f"{latest} contains {text!r}, which is not an iteration; give the folder iter_NNNNNNN itself"
+            f"{latest} contains {text!r}, which is not an iteration; pass the folder iter_NNNNNNN itself"
         )
     iteration = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not iteration.is_dir():

@@ -59,7 +59,7 @@ def check_adapter_config(path: Path, config: Mapping[str, Any]) -> None:
         )
     for key, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
         if type(config.get(key)) not in kinds:
-            raise CheckpointError(f"{path} has no {key}; give a folder that PEFT has saved")
+            raise CheckpointError(f"{path} has no {key}; pass a folder that PEFT has saved")
 
 
 def match_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -154,14 +154,16 @@ class PeftFolder:
         return saved
 
     def _check_saved(self, group: Group, stored: Sequence[str], present: Sequence[str]) -> None:
-        """Raise CheckpointError for another shape, and for a tied output matrix that is no longer the embedding."""
+        """Raise CheckpointError if a module's shape differs from the model's, or a tied output matrix differs from the
+        embedding.
+        """
         for name, shape in zip(stored, group.sources.values()):
             if name in self._tensors and tuple(self._tensors[name].shape) != tuple(shape):
                 rows = self._tensors[name].shape[0]
                 raise CheckpointError(
                     f"{self.path}: {name} has the shape {list(self._tensors[name].shape)}, but the model's is "
                     f"{list(shape)}; if the vocabulary was resized, resize the base too, in transformers "
-                    f"(model.resize_token_embeddings({rows}), save_pretrained), and give the result as the base"
+                    f"(model.resize_token_embeddings({rows}), save_pretrained), and use the result as the base"
                 )
         if path_of(group.name) != EMBEDDING or not is_tied(self._model):
             return
@@ -189,14 +191,16 @@ class PeftFolder:
             expected = (len(tokens[path]), self._model.hidden_size)
             if name in self._tensors and tuple(self._tensors[name].shape) != expected:
                 raise CheckpointError(
-                    f"{self.path}: {name} has the shape {list(self._tensors[name].shape)}, but the model and "
-                    f"trainable_token_indices give {list(expected)}; give adapters of the same base"
+                    f"{self.path}: {name} has the shape {list(self._tensors[name].shape)}, but with this "
+                    f"model and trainable_token_indices it must be {list(expected)}; use adapters of the same "
+                    "base"
                 )
             if (largest := max(tokens[path])) >= self._model.vocab_size:
                 raise CheckpointError(
                     f"{self.path / CONFIG_FILE}: trainable_token_indices has {largest}, but the base has "
                     f"{self._model.vocab_size} tokens; if the vocabulary was resized, resize the base too, in "
-                    "transformers (model.resize_token_embeddings, save_pretrained), and give the result as the base"
+                    "transformers (model.resize_token_embeddings, save_pretrained), and use the result as "
+                    "the base"
                 )
         return tokens, names
 
@@ -225,8 +229,9 @@ class PeftFolder:
                     tensor = self._tensors.get(f"{stored.prefix}.{half}.weight")
                     if tensor is not None and tuple(tensor.shape) != expected:
                         raise CheckpointError(
-                            f"{self.path}: {stored.prefix}.{half}.weight has the shape {list(tensor.shape)}, but the "
-                            f"model and r {rank} give {list(expected)}; give adapters of the same base"
+                            f"{self.path}: {stored.prefix}.{half}.weight has the shape {list(tensor.shape)}, "
+                            f"but with this model and r {rank} it must be {list(expected)}; use adapters of "
+                            "the same base"
                         )
         return stored_adapters
 
@@ -239,8 +244,8 @@ class PeftFolder:
         except (ValidationError, TypeError, OverflowError) as error:
             reason = as_config_error(error) if isinstance(error, ValidationError) else error
             raise CheckpointError(
-                f"{self.path / CONFIG_FILE} has r {rank!r} and lora_alpha {alpha!r}, which is invalid: {reason}; give "
-                "a folder that PEFT has saved"
+                f"{self.path / CONFIG_FILE} has r {rank!r} and lora_alpha {alpha!r}, which is invalid: "
+                f"{reason}; pass a folder that PEFT has saved"
             ) from None
         return _Stored(target, part, prefix, rank, alpha)
 
@@ -282,8 +287,8 @@ class PeftFolder:
             ]
             raise CheckpointError(
                 f"{self.path / TENSORS_FILE} does not fit this model: it "
-                f"{' and '.join(messages) or 'is empty'}; give adapters of the same base, on "
-                "matrices of its layers other than routers"
+                f"{' and '.join(messages) or 'is empty'}; use adapters of the same base, on matrices of its "
+                "layers other than routers"
             )
 
     def _find_fused_parts(self) -> dict[str, tuple[str, ...]]:

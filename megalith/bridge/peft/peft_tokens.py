@@ -45,7 +45,7 @@ def resolve_tokens(
         if resolved.get(paths[0], each) != each:
             raise ConfigError(
                 f"{SETTING} has different tokens for the embedding and for the output matrix, which are one matrix "
-                "in this model; give the same tokens for both, or list only embed_tokens"
+                "in this model; list the same tokens for both, or list only embed_tokens"
             )
         resolved[paths[0]] = list(each)
     return resolved

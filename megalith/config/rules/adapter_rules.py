@@ -27,7 +27,7 @@ def check_adapters(config: RunConfig) -> None:
         raise ConfigError(
             "lora.use_dora with "
             f"{'adapters on experts' if experts else f'lora.dropout {lora.dropout}'} is not supported; "
-            f"{'name other targets' if experts else 'set dropout to 0'}, or turn use_dora off"
+            f"{'set lora.targets to other matrices' if experts else 'set dropout to 0'}, or turn use_dora off"
         )
     if lora.decomposes_base and (experts or lora.has_quantized_base):
         raise ConfigError(
@@ -47,7 +47,10 @@ def check_adapters(config: RunConfig) -> None:
                 if experts
                 else "which is not supported with lora.use_dora; leave one of the two out"
                 if lora.use_dora
-                else f"and lora.load names {lora.load}, which has first values too; leave one of the two out"
+                else (
+                    f"and lora.load names {lora.load}, which contains initial values too; leave one of the "
+                    "two out"
+                )
                 if lora.load
                 else "but lora.quantize_base is none, so nothing is lost; set it, for example to nf4"
             )

@@ -15,7 +15,7 @@ def check_address(url: str, setting: str) -> None:
     except ValueError:  # a port that is not a number, an incomplete IPv6 address
         wrong = True
     if wrong:
-        raise ConfigError(f"{setting} is {url!r}; give an address such as http://127.0.0.1:8000")
+        raise ConfigError(f"{setting} is {url!r}, but must be an address such as http://127.0.0.1:8000")
     if parts.username is not None:
         raise ConfigError(
             f"{setting} has a user name for {parts.hostname}, but Megalith sends no password to servers; leave the "

@@ -22,9 +22,9 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
     sources = [bool(data.mock), data.data_path is not None, bool(part_paths)]
     if sum(sources) > 1:
         raise ConfigError(
-            f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} "
-            "has its own path, but a run reads its data from one source; set exactly one of data.mock, "
-            "data.data_path, or a path for each part"
+            f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and "
+            f"{', '.join(part_paths) or 'no split'} has its own path, but a run reads its data from one "
+            "source; set exactly one of data.mock, data.data_path, or one data path per split"
         )
     if rl.prompts_or_rollouts and any(sources):
         raise ConfigError(

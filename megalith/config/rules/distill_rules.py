@@ -48,8 +48,8 @@ def _check_teachers(config: RunConfig) -> None:
     if len(teachers) != len(distill.teacher_data or teachers[:1]) and (teachers or distill.teacher_data):
         raise ConfigError(
             f"distill.teacher has {len(teachers)} teachers, but distill.teacher_data has "
-            f"{len(distill.teacher_data or ())} files; give one file per teacher, or name a single teacher and no "
-            "files"
+            f"{len(distill.teacher_data or ())} files; list one file per teacher, or set a single teacher and "
+            "no files"
         )
     if distill.logits_dir is not None:
         _check_stored(distill)

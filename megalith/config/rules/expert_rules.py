@@ -7,6 +7,7 @@ import math
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import ConfigError
+from megalith.tables import counted
 
 
 def check_experts(model: ModelConfig) -> None:
@@ -30,7 +31,7 @@ def _check_layers(model: ModelConfig) -> None:
     if isinstance(frequency, list) and (len(frequency) != model.num_layers or not any(frequency)):
         raise ConfigError(
             f"model.moe_layer_freq has {len(frequency)} entries, {sum(frequency)} of them 1, and model.num_layers is "
-            f"{model.num_layers}; give one entry per layer, 1 (experts) or 0 (an MLP), with at least one 1"
+            f"{model.num_layers}; list one entry per layer, 1 (experts) or 0 (an MLP), with at least one 1"
         )
 
 
@@ -149,8 +150,8 @@ def expert_data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     ranks = world_size // parallel.pipeline_model_parallel_size
     if ranks % (ep * etp):
         raise ConfigError(
-            f"a pipeline stage has {ranks} ranks (data × context × tensor), which is not divisible by expert ({ep}) "
-            f"× expert tensor ({etp}) = {ep * etp}; choose parallel.expert_model_parallel_size among "
+            f"a pipeline stage has {counted(ranks, 'rank')} (data × context × tensor), which is not divisible by "
+            f"expert ({ep}) × expert tensor ({etp}) = {ep * etp}; choose parallel.expert_model_parallel_size among "
             f"{divisors(ranks // math.gcd(ranks, etp))}, or another number of processes"
         )
     return ranks // (ep * etp)

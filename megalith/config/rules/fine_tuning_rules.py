@@ -27,7 +27,7 @@ def check_fine_tuning(config: RunConfig) -> None:
         raise ConfigError(
             f"data.{' and data.'.join(conflicting)} {'are' if conflicting[1:] else 'is'} on, but {chat.name}.enabled "
             f"reads chat data, whose samples are always separate; leave data.{' and data.'.join(conflicting)} out, "
-            "and set data.data_path or the paths of the parts"
+            "and set data.data_path, or one data path per split"
         )
     if chat.num_train_epochs is not None:
         check_epochs(config)
@@ -70,7 +70,8 @@ def check_preference_losses(dpo: DpoConfig) -> None:
         )
     if dpo.loss_weights is not None and len(dpo.loss_weights) != len(names):
         raise ConfigError(
-            f"dpo.loss_weights has {len(dpo.loss_weights)} weights for {len(names)} losses; give one for each"
+            f"dpo.loss_weights has {len(dpo.loss_weights)} weights for {len(names)} losses; list one weight "
+            "per loss"
         )
     if dpo.f_divergence_type != "reverse_kl" and (
         others := {name for name in names if ":" not in name} - OF_MARGINS - {"sft"}

@@ -268,8 +268,8 @@ def _check_window(model: ModelConfig) -> None:
         )
     if isinstance(skip, list) and len(skip) != model.num_layers:
         raise ConfigError(
-            f"model.window_attn_skip_freq has {len(skip)} numbers, but model.num_layers is {model.num_layers}; give "
-            "one for each layer (1: with the window, 0: without), or a single number"
+            f"model.window_attn_skip_freq has {len(skip)} numbers, but model.num_layers is "
+            f"{model.num_layers}; list one for each layer (1: with the window, 0: without), or a single number"
         )
 
 
@@ -285,8 +285,9 @@ def _check_linear_attention(model: ModelConfig) -> None:
     frequency, heads = model.linear_attention_freq, (model.linear_num_key_heads, model.linear_num_value_heads)
     if isinstance(frequency, list) and model.pattern_layers is None and len(frequency) != model.num_layers:
         raise ConfigError(
-            f"model.linear_attention_freq has {len(frequency)} numbers, but model.num_layers is {model.num_layers}; "
-            "give one for each layer (1: linear attention, 0: attention), or a single number"
+            f"model.linear_attention_freq has {len(frequency)} numbers, but model.num_layers is "
+            f"{model.num_layers}; list one for each layer (1: linear attention, 0: attention), or a single "
+            "number"
         )
     if "gated_delta_net" in model.recurrent_mixers and heads[1] % heads[0]:
         raise ConfigError(

@@ -25,8 +25,8 @@ def _check_rotary(model: ModelConfig) -> None:
     skip = model.no_rope_freq
     if isinstance(skip, list) and len(skip) != model.num_layers:
         raise ConfigError(
-            f"model.no_rope_freq has {len(skip)} numbers, but model.num_layers is {model.num_layers}; give one "
-            "for each layer (1: without RoPE, 0: with RoPE), or a single number"
+            f"model.no_rope_freq has {len(skip)} numbers, but model.num_layers is {model.num_layers}; list "
+            "one for each layer (1: without RoPE, 0: with RoPE), or a single number"
         )
     if model.rope_scaling is not None:
         _check_rope_scaling(model.rope_scaling, model.rotary_size // 2)
@@ -69,8 +69,8 @@ def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
         count = len(getattr(scaling, name) or ())
         if count != pairs:
             raise ConfigError(
-                f"model.rope_scaling.{name} has {count} numbers, but a head has {pairs} pairs of rotary dimensions; "
-                "give one number per pair"
+                f"model.rope_scaling.{name} has {count} numbers, but a head has {pairs} pairs of rotary "
+                "dimensions; list one number per pair"
             )
     bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     for low, high in [bounds[scaling.type]] if scaling.type in bounds else []:

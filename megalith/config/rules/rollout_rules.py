@@ -127,7 +127,7 @@ def _check_prompts(config: RunConfig) -> None:
         models = f" and {len(rl.reward_model_paths)} reward_models" if rl.reward_models else ""
         raise ConfigError(
             f"rl.reward_weights has {len(rl.reward_weights)} weights for {len(rl.rewards)} "
-            f"reward_funcs{models}; give one weight for each"
+            f"reward_funcs{models}; list one weight for each"
         )
     of_all, unpenalized = "are those of all tokens", "have no penalties"
     for name, neutral, reason in (
@@ -147,7 +147,9 @@ def _check_prompts(config: RunConfig) -> None:
             "out, or set rl.engine to own without tools, environments and agents"
         )
     if not all(rl.stop_texts):
-        raise ConfigError("rl.stop_strings has an empty string; give each string at least one character")
+        raise ConfigError(
+            "rl.stop_strings has an empty string; each stop string must have at least one character"
+        )
     if rl.engine_url in ([], ""):
         raise ConfigError(
             f"rl.engine is {rl.engine}, but rl.engine_url is empty; set it to a server's address, or leave it out"

@@ -26,6 +26,7 @@ from megalith.data.chat.samples import Samples
 from megalith.data.dataset import SPLITS, parse_split, split_ranges
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
+from megalith.tables import counted
 
 
 class ChatDataset:
@@ -142,7 +143,7 @@ class ChatDataset:
         percent = 100 * self.num_tokens / (self.num_rows * answers * self.seq_length)
         layout = f", {sequences:.1f} sequences per row" if packing else ", padded"
         prefix = "" if answers == 1 else f"{answers} × "
-        return f"{prefix}{self.num_rows:,} rows of {self.seq_length:,}: {percent:.1f} % of tokens{layout}"
+        return f"{prefix}{counted(self.num_rows, 'row')} of {self.seq_length:,}: {percent:.1f} % of tokens{layout}"
 
 
 def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
@@ -235,8 +236,8 @@ def open_chat_data(
             parts.append(None)
             if name == "valid" and len(files) == 1 and bounds[1] < bounds[2]:
                 notes.append(
-                    f"valid: data.split {data.split} gives this split none of the {len(samples):,} samples, so there "
-                    "is no evaluation"
+                    f"valid: data.split {data.split} gives this split none of the "
+                    f"{counted(len(samples), 'sample')}, so there is no evaluation"
                 )
             continue
         rows = ChatDataset(samples, first, last, seq_length, packing=chat.packing, seed=seed, padding=padding)

@@ -90,7 +90,7 @@ def _pairs_with_preference(record: Record, chat: ChatConfig) -> list[ParsedSampl
     value = _number(record, "preference") if record.get("preference") is not None else None
     if value is not None and not 0 <= value <= 1:
         raise ValueError(
-            f"its preference is {value:g}; give a number from 0 (the rejected answer is better) "
+            f"its preference is {value:g}, but must be a number from 0 (the rejected answer is better) "
             "to 1 (the chosen answer is better)"
         )
     return [ParsedSample(parse_preference(_without(record, "preference")), value)]
@@ -102,8 +102,8 @@ def _marked_answers(record: Record, chat: ChatConfig) -> list[ParsedSample]:
     label = record.get("label")
     if label not in (0, 1):
         raise ValueError(
-            f"its label is {label!r:.60}; give true for a desirable answer and false for an undesirable one, or a "
-            "pair of chosen and rejected"
+            f"its label is {label!r:.60}; it must be true (desirable answer) or false (undesirable answer); "
+            "alternatively, use a record with chosen and rejected"
         )
     return [ParsedSample([_answer(_without(record, "label"))], float(label))]
 
@@ -128,14 +128,15 @@ def _steps(record: Record, separator: str) -> ParsedSample:
     prompt, steps, labels = (record.get(key) for key in ("prompt", "completions", "labels"))
     if not isinstance(prompt, str) or not isinstance(steps, Sequence) or isinstance(steps, str) or not steps:
         raise ValueError(
-            f"its prompt is {prompt!r:.60} and its completions are {steps!r:.60}; for labels per step, give text and a "
-            "list of texts"
+            f"its prompt is {prompt!r:.60} and its completions are {steps!r:.60}; for labels per step, write "
+            "text and a list of texts"
         )
     if wrong := [number for number, step in enumerate(steps) if not isinstance(step, str) or not step]:
         raise ValueError(f"completion {wrong[0]} is {steps[wrong[0]]!r:.60}; a step must be non-empty text")
     if not isinstance(labels, Sequence) or len(labels) != len(steps):
         raise ValueError(
-            f"it has {len(steps)} completions, but its labels are {labels!r:.60}; give one label per completion"
+            f"it has {len(steps)} completions, and its labels are {labels!r:.60}; write one label per "
+            "completion"
         )
     values = [_number({"label": label}, "label") for label in labels]
     parts = [unicode_text(prompt)]
@@ -167,7 +168,7 @@ def _answer(record: Record) -> ParsedSequence:
 def _number(record: Record, key: str) -> float:
     value = record.get(key)
     if not isinstance(value, bool | int | float) or not math.isfinite(value):
-        raise ValueError(f"its {key} is {value!r:.60}; give a finite number")
+        raise ValueError(f"its {key} is {value!r:.60}, but must be a finite number")
     return float(value)
 
 

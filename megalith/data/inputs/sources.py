@@ -75,7 +75,9 @@ def expand_inputs(inputs: Sequence[str | Path | Source], notes: list[str] | None
     seen: set[Source] = set()
     for source in sources:
         if source in seen:
-            raise DataError(f"the input {str(source)!r} is named twice; its documents would be repeated")
+            raise DataError(
+                f"the input {str(source)!r} is listed twice, which would repeat its documents; list it once"
+            )
         seen.add(source)
     return sources
 

@@ -21,6 +21,7 @@ from megalith.data.inputs.blocks import MAX_DOCUMENT_BYTES, BadLine, TextRecord
 from megalith.data.streams.stream_shards import Shard, ShardReader
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
+from megalith.tables import counted
 
 WINDOW_BYTES = 16 << 20  # a window of long documents has fewer than shuffle_buffer
 CHUNK = 32  # documents per call of the tokenizer
@@ -236,12 +237,13 @@ class Lane:
             if settings.lanes == 1:
                 way_out = "check the files and data.text_key"
             return DataError(
-                f"{settings.entry} has no tokens in the {len(shards):,} shards of lane {self._number + 1} of "
-                f"{settings.lanes}{last}: {documents}; {way_out}"
+                f"{settings.entry} has no tokens in the {counted(len(shards), 'shard')} of lane "
+                f"{self._number + 1} of {settings.lanes}{last}: {documents}; {way_out}"
             )
         return DataError(
             f"{settings.entry} ended: lane {self._number + 1} of {settings.lanes} has read its "
-            f"{len(shards):,} shards{last}, {documents}, and made {self.position.samples:,} "
-            f"samples ({self._num_tokens:,} tokens are left over), but the run needs more; lower "
-            "train.train_iters, add data, or set data.dataloader_type to cyclic to read it again"
+            f"{counted(len(shards), 'shard')}{last}, {documents}, and made "
+            f"{counted(self.position.samples, 'sample')} ({self._num_tokens:,} tokens are left over), but "
+            "the run needs more; lower train.train_iters, add data, or set "
+            "data.dataloader_type to cyclic to read it again"
         )

@@ -126,8 +126,8 @@ class ShardReader:
         dataset = self._hub[source]
         if dataset.num_shards != shard.count:
             raise DataError(
-                f"{source} had {shard.count} shards and now has {dataset.num_shards}; give a "
-                "revision (?revision=COMMIT), or start a new run"
+                f"{source} had {shard.count} shards and now has {dataset.num_shards}; pin a revision "
+                "(?revision=COMMIT), or start a new run"
             )
         return read_dataset_blocks(
             shard, dataset.shard(num_shards=shard.count, index=shard.number), self._keys

@@ -82,7 +82,7 @@ def launch(words: list[str]) -> int:
             "scripts; leave --no_python out, and name a script"
         )
     if not args.module and not Path(args.training_script).exists():
-        raise ConfigError(f"there is no script {args.training_script}; give the path of a Python script")
+        raise ConfigError(f"there is no script {args.training_script}; pass the path of a Python script")
     args.training_script_args = [
         *(["-m"] if args.module else []),
         args.training_script,

@@ -92,9 +92,10 @@ class MegatronLMPlugin(StockPlugin):
             sizes = ("tp_degree", "pp_degree", "context_parallel_size")
             from_env = " and ".join(name for name in sizes if name in self.env_fields)
             raise ConfigError(
-                f"{processes} processes are not divisible by tp_degree {self.tp_degree} × pp_degree {self.pp_degree} × "
-                f"context_parallel_size {self.context_parallel_size} = {product}; start a multiple of {product} "
-                "(accelerate launch --multi_gpu --num_processes, on CPUs too), or lower a degree"
+                f"the number of processes, {processes}, is not divisible by tp_degree {self.tp_degree} × pp_degree "
+                f"{self.pp_degree} × context_parallel_size {self.context_parallel_size} = {product}; start "
+                f"a multiple of {product} (accelerate launch --multi_gpu "
+                "--num_processes, on CPUs too), or lower a degree"
                 + (f"; {from_env} comes from the configuration file or from {PREFIX}…" if from_env else "")
             )
         return processes // product
@@ -122,7 +123,7 @@ class MegatronLMPlugin(StockPlugin):
         )
 
     def set_optimizer_type(self, optimizer: Any) -> None:
-        """Store the settings of Adam or SGD. `prepare` refuses other classes by name."""
+        """Store the settings of Adam or SGD. `prepare` raises an error that names any other class."""
         with suppress(ValueError, KeyError):
             super().set_optimizer_type(optimizer)
 

@@ -207,7 +207,7 @@ def run_script(script: str, arguments: list[str], override: str = "") -> int:
         override: flags to append to the flags of a `pretrain_….py`; if a flag occurs twice, the last occurrence counts.
     """
     if not Path(script).is_file():
-        raise ConfigError(f"there is no script {script}; give the path of a shell script")
+        raise ConfigError(f"there is no script {script}; pass the path of a shell script")
     if b"\r\n" in Path(script).read_bytes():
         raise ConfigError(
             f"{script} has Windows line endings, which bash reads as part of each line; remove them: "

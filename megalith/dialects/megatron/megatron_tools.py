@@ -6,6 +6,7 @@ import argparse
 
 from megalith.dialects.megatron.derive.data_flags import TOKENIZERS
 from megalith.errors import ConfigError, printable
+from megalith.tables import counted
 
 # Options that do not affect the output: distribution of the work, and logging.
 SPREAD = ("--partitions", "--log-interval", "--workers-to-check", "--max-documents", "--rank", "--dataset-impl",
@@ -82,7 +83,7 @@ def run_preprocess_data(words: list[str]) -> int:
         overwrite=True,
     )
     for prefix, documents in zip(summary.prefixes, summary.documents):
-        print(f"wrote {printable(prefix)}.bin and .idx: {documents:,} documents")
+        print(f"wrote {printable(prefix)}.bin and .idx: {counted(documents, 'document')}")
     return 0
 
 

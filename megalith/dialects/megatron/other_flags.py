@@ -24,16 +24,16 @@ OLDER: dict[str, Flag] = {
     "--legacy-tokenizer":                        NoEffect("switch", AS_NOW),
     "--moe-use-legacy-grouped-gemm":             NoEffect("switch", AS_NOW),
     "--no-moe-router-aux-loss-fusion":           NoEffect("switch", KERNELS),
-    "--fp8-hybrid":                              Refused("switch", "Megatron has removed it; give --fp8-format hybrid"),
-    "--fp8-e4m3":                                Refused("switch", "Megatron has removed it; give --fp8-format e4m3"),
+    "--fp8-hybrid":                              Refused("switch", "Megatron has removed it; use --fp8-format hybrid"),
+    "--fp8-e4m3":                                Refused("switch", "Megatron has removed it; use --fp8-format e4m3"),
     "--distribute-checkpointed-activations":     Refused(
-        "switch", "Megatron has removed it; give --distribute-saved-activations"
+        "switch", "Megatron has removed it; use --distribute-saved-activations"
     ),
     "--activations-checkpoint-method":           Refused(
-        "text", "Megatron has removed it; give --recompute-granularity full and --recompute-method"
+        "text", "Megatron has removed it; use --recompute-granularity full and --recompute-method"
     ),
     "--checkpoint-num-layers":                   Refused(
-        "int", "Megatron has removed it; give --recompute-num-layers"
+        "int", "Megatron has removed it; use --recompute-num-layers"
     ),
     # Later releases rename --hybrid-context-parallel.
     "--dynamic-context-parallel":                Refused("switch", PACKED),
@@ -72,7 +72,7 @@ MODELOPT: dict[str, Flag] = {
     "--finetune-data-files":           Refused("text+", SFT_FILE),
     "--qad-train-target":              Refused("base|mtp|both", MODELOPT_MODEL),
     "--freeze-base-for-mtp":           Refused("switch", MODELOPT_MODEL),
-    "--export-qk-l2-norm":             Refused("switch", "it belongs to ModelOpt's models; give --qk-l2-norm"),
+    "--export-qk-l2-norm":             Refused("switch", "it belongs to ModelOpt's models; use --qk-l2-norm"),
     "--export-moe-apply-probs-on-input": Refused("switch", FORMULA),
     "--export-offline-model":          Refused("switch", MODELOPT_MODEL),
     "--modelopt-enabled":              Refused("switch", MODELOPT_MODEL),

@@ -34,16 +34,16 @@ PADDED_DATA = (
     "if the dataset has none"
 )
 YAML = "this command reads flags; `megalith train run.yaml` reads run files"
-OLD_MODEL_PARALLEL = "Megatron has removed it; give --tensor-model-parallel-size"
-OLD_BATCH = "Megatron has removed it; give --micro-batch-size"
-OLD_WARMUP = "Megatron has removed it; give --lr-warmup-fraction"
-OLD_CHECKPOINT = "Megatron has removed it; give --recompute-granularity full --recompute-method uniform"
+OLD_MODEL_PARALLEL = "Megatron has removed it; use --tensor-model-parallel-size"
+OLD_BATCH = "Megatron has removed it; use --micro-batch-size"
+OLD_WARMUP = "Megatron has removed it; use --lr-warmup-fraction"
+OLD_CHECKPOINT = "Megatron has removed it; use --recompute-granularity full --recompute-method uniform"
 CKPT_STATE = "a checkpoint is loaded as it was saved; choose the step with --ckpt-step"
 ARTEFACT = "its output is not written; remove it, or ignore it with --ignore-unknown"
 TEMPORARY_SAVES = (
     "all checkpoints are persistent; lower --save-interval, and use --async-save if saving takes long"
 )
-IN_PROCESS = "a failed job restarts from its newest complete checkpoint; give torchrun --max-restarts"
+IN_PROCESS = "a failed job restarts from its newest complete checkpoint; use torchrun --max-restarts"
 INJECTION = "faults are not injected; remove it"
 DRY_RUN = "processes are real; remove it"
 

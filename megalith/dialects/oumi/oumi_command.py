@@ -206,7 +206,7 @@ def machines_of(environ: Mapping[str, str], options: Mapping[str, str | None], l
     sizes = {name: int(text) for name, text in texts.items()}
     machines = Machines(**sizes, address=options.get("master_addr") or host or detected.address)
     if not machines.processes:
-        raise ConfigError(f"--nproc-per-node is {nproc}, but this machine has no GPUs; give a number")
+        raise ConfigError(f"--nproc-per-node is {nproc}, but this machine has no GPUs; set a number")
     if not machines.nodes or machines.rank >= machines.nodes:
         raise ConfigError(
             f"node rank {machines.rank} is invalid with {machines.nodes} machines; ranks count from 0"

@@ -70,8 +70,8 @@ def set_chat(keys: OumiKeys, trainer: str, datasets: Sequence[OumiDataset]) -> N
         else:
             keys.problems.append(
                 f"model.chat_template is {template!r}, a template of Oumi's package, which is not installed or has "
-                "no such template; leave model.chat_template out for the tokenizer's template, or give the path of "
-                "a Jinja file"
+                "no such template; leave model.chat_template out for the tokenizer's template, or set it to the path "
+                "of a Jinja file"
             )
     harmless = {"hf_dataset_path", "return_conversations", "return_tensors", "return_conversations_format"}
     for key, value in keys.values.items():

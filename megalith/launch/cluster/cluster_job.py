@@ -100,8 +100,8 @@ def job_name(run_file: str) -> str:
 def check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"--name is {name!r}, but jobs, pods and hosts get this name; give at most 40 "
-            "characters of a-z, 0-9 and -, beginning with a letter"
+            f"--name is {name!r}, but jobs, pods and hosts get this name; use at most 40 characters of a-z, "
+            "0-9 and -, beginning with a letter"
         )
 
 
@@ -110,7 +110,7 @@ def parse_variables(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", word):
             raise ConfigError(
-                f"--env is {word!r}; give NAME=VALUE, where NAME consists of letters, digits and _"
+                f"--env is {word!r}; write NAME=VALUE, where NAME consists of letters, digits and _"
             )
         if SCHEDULER_VARIABLES.match(word):
             raise ConfigError(f"--env is {word!r}, which the scheduler sets on each node; leave it out")
@@ -123,12 +123,12 @@ def parse_volumes(words: Sequence[str]) -> tuple[tuple[str, str], ...]:
     for word, (claim, path) in zip(words, volumes):
         if not claim or not path.startswith("/"):
             raise ConfigError(
-                f"--volume is {word!r}; give CLAIM:/PATH, where PATH is the mount path in the job"
+                f"--volume is {word!r}; write CLAIM:/PATH, where PATH is the mount path in the job"
             )
         if path.startswith("//") or normpath(path) not in (path, path.rstrip("/")):
             plain = normpath("/" + path.lstrip("/"))
             raise ConfigError(
-                f"--volume is {word!r}, a path with '..', '.' or '//' in it; give {claim}:{plain}"
+                f"--volume is {word!r}, a path with '..', '.' or '//' in it; write {claim}:{plain}"
             )
     paths = [path.rstrip("/") for _, path in volumes]
     if duplicates := [word for word, path in zip(words, paths) if paths.count(path) > 1]:
@@ -220,8 +220,8 @@ def check_on_volumes(config: RunConfig, volumes: Sequence[tuple[str, str]], user
                 continue
             raise ConfigError(
                 f"{setting} is {path}, which is not on a volume of the {users} ({mounts}), so they would not find "
-                "it, or would lose it when they end; give a path on a volume, and mount it with --volume "
-                f"{'CLAIM' if users == 'pods' else 'FOLDER'}:/PATH"
+                "it, or would lose it when they end; choose a path on a volume, and mount the volume with "
+                f"--volume {'CLAIM' if users == 'pods' else 'FOLDER'}:/PATH"
             )
     return notes
 

@@ -86,12 +86,12 @@ def _manifests(template: str, **values: Any) -> list[Manifest]:
 def _check_names(job: ClusterJob) -> None:
     if job.image is None:
         raise ConfigError(
-            "--image is missing; give the container image, such as one built from deploy/Dockerfile"
+            "--image is missing; set it to a container image, such as one built from deploy/Dockerfile"
         )
     for option, (pattern, description) in PATTERNS.items():
         value = getattr(job, option)
         if value is not None and not re.fullmatch(pattern, value, re.ASCII):
-            raise ConfigError(f"--{option} is {value!r}, which Kubernetes refuses; give {description}")
+            raise ConfigError(f"--{option} is {value!r}, which Kubernetes rejects; use {description}")
     for claim, path in job.volumes:
         if _is_system_path(PurePosixPath(path)):
             raise ConfigError(

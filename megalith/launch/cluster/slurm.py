@@ -50,12 +50,12 @@ def _check_times(job: ClusterJob) -> None:
     if job.grace > MAX_GRACE:
         raise ConfigError(
             f"the grace period is {job.grace:,} s, but Slurm signals a job at most {MAX_GRACE:,} "
-            f"s before its end; give --grace {MAX_GRACE}, or more --nodes, which save faster"
+            f"s before its end; set --grace to {MAX_GRACE}, or use more --nodes, which save faster"
         )
     if job.time is not None and _seconds(job.time) <= job.grace:
         raise ConfigError(
             f"--time is {job.time}, and Slurm signals the job to save {job.grace} s before that, so the job would be "
-            "requeued as soon as it starts and would never train; give a longer --time, or a shorter --grace"
+            "requeued as soon as it starts and would never train; use a longer --time, or a shorter --grace"
         )
 
 
@@ -64,7 +64,7 @@ def _seconds(limit: str) -> float:
     if limit.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
     if (match := TIME_LIMIT.fullmatch(limit)) is None:
-        raise ConfigError(f"--time is {limit!r}; give minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00")
+        raise ConfigError(f"--time is {limit!r}; write minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00")
     days, *rest = match.groups()
     first, second, third = (int(each or 0) for each in rest)
     if days is None and rest[-1] is None:

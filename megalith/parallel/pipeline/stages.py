@@ -14,6 +14,7 @@ from megalith.errors import ConfigError
 from megalith.models.transformer import Transformer
 from megalith.parallel.pipeline.schedules import Schedule, build_schedule, fitting_micro_batches
 from megalith.parallel.pipeline.stage_layout import expand_layout, suggested_layout
+from megalith.tables import counted
 
 LONGEST_SIMULATED = 3  # micro-batches per stage; each further one takes as long as the slowest stage
 
@@ -74,8 +75,8 @@ def virtual_size(parallel: ParallelConfig) -> int:
     if stages % ranks or (virtual and stages != virtual * ranks):
         raise ConfigError(
             f"pipeline_model_parallel_layout {layout!r} has {stages} stages, but pipeline_model_parallel_size is "
-            f"{ranks}{f' with {virtual} chunks per rank' if virtual else ''}; give it {ranks * (virtual or 1)} stages"
-            f"{'' if virtual else ', or a multiple'}, or change the sizes"
+            f"{ranks}{f' with {virtual} chunks per rank' if virtual else ''}; write {ranks * (virtual or 1)} "
+            f"stages{'' if virtual else ', or a multiple'}, or change the sizes"
         )
     return stages // ranks
 
@@ -183,8 +184,9 @@ def _by_first_and_last(model: ModelConfig, parallel: ParallelConfig, virtual: in
     for rank, size in enumerate(by_rank):
         if size % virtual:
             raise ConfigError(
-                f"pipeline rank {rank} has {size} layers, which virtual_pipeline_model_parallel_size {virtual} does "
-                "not divide; change one of the two, or write the stages out in pipeline_model_parallel_layout"
+                f"pipeline rank {rank} has {counted(size, 'layer')}, which virtual_pipeline_model_parallel_size "
+                f"{virtual} does not divide; change one of the two, or write the stages out in "
+                "pipeline_model_parallel_layout"
             )
     return [size // virtual for _ in range(virtual) for size in by_rank]
 

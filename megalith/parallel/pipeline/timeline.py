@@ -73,7 +73,7 @@ def read_timeline(run: str | Path | StorePath) -> Timeline:
     except FileNotFoundError:
         raise DataError(
             f"there is no {path}, which a run with a pipeline writes after some steps unless log.layout_report is "
-            "false; give the folder of such a run"
+            "false; pass the folder of such a run"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is not a timeline that a run wrote: {error}") from None

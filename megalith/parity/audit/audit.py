@@ -93,7 +93,7 @@ def audit(folder: str | Path, hf_config: Mapping[str, Any], precision: str | Non
     check_model(model)
     if model.model_type != "gpt":
         raise ConfigError(
-            f"--model is {family.architecture}, but only decoders can be audited; give a decoder's config.json"
+            f"--model is {family.architecture}, but only decoders can be audited; pass a decoder's config.json"
         )
     steps = read_dump(Path(folder))
     precision = precision or _precision(steps[0])
@@ -109,8 +109,8 @@ def _precision(ranks: Sequence[RankDump]) -> str:
     recorded = next((dump.header.precision for dump in ranks if dump.header.precision), "torch.float32")
     if recorded not in PRECISIONS:
         raise CheckpointError(
-            f"{ranks[0].path} was recorded in {recorded}, for which the audit has no bound; give "
-            f"--precision, one of {', '.join(FLOORS)}"
+            f"{ranks[0].path} was recorded in {recorded}, for which the audit has no bound; set --precision "
+            f"to one of {', '.join(FLOORS)}"
         )
     return PRECISIONS[recorded]
 

@@ -20,6 +20,7 @@ from megalith.audit_hook import BUCKETS
 from megalith.checkpoint.files import SafetensorsEntry, list_safetensors
 from megalith.errors import CheckpointError, shorten
 from megalith.small_files import resolve_regular
+from megalith.tables import counted
 
 FILE = re.compile(r"step_(\d{5})_rank_(\d{5})\.safetensors")
 MOST = 2**31
@@ -92,7 +93,7 @@ def read_dump(folder: Path) -> list[list[RankDump]]:
         CheckpointError: files are missing, damaged or contradict each other.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the one that audit_hook.py has written")
+        raise CheckpointError(f"{folder} is not a folder; pass the folder that audit_hook.py has written")
     steps: dict[int, dict[int, RankDump]] = {}
     for path in sorted(folder.iterdir()):
         if match := FILE.fullmatch(path.name):
@@ -100,7 +101,8 @@ def read_dump(folder: Path) -> list[list[RankDump]]:
             steps.setdefault(step, {})[rank] = _read_rank(path, folder, step, rank)
     if not steps:
         raise CheckpointError(
-            f"{folder} has no step_NNNNN_rank_NNNNN.safetensors; give the folder that audit_hook.py has written"
+            f"{folder} has no step_NNNNN_rank_NNNNN.safetensors; pass the folder that audit_hook.py has "
+            "written"
         )
     for step, ranks in steps.items():
         sizes = {dump.header.ranks for dump in ranks.values()}
@@ -129,7 +131,7 @@ def _read_rank(path: Path, folder: Path, step: int, rank: int) -> RankDump:
         ) from None
     if any(at >= header.ranks for at in header.mesh.values()):
         raise CheckpointError(
-            f"{path} has mesh {header.mesh}, but the job has {header.ranks} ranks; {WAY_OUT}"
+            f"{path} has mesh {header.mesh}, but the job has {counted(header.ranks, 'rank')}; {WAY_OUT}"
         )
     if (header.rank, header.step) != (rank, step) or header.ranks <= rank:
         raise CheckpointError(

@@ -197,7 +197,7 @@ def read_parameters(ranks: Sequence[RankDump], family: Family, model: ModelConfi
     except CheckpointError as error:
         raise CheckpointError(
             str(error).partition("; fetch it again")[0]
-            + "; give the config.json of the recorded model, and record with the model that all ranks share"
+            + "; pass the config.json of the recorded model, and record with the model that all ranks share"
         ) from None
     return Parameters(entries, matched, tied_copy)
 

@@ -57,7 +57,7 @@ def read_tokens(fields: Mapping[str, Tensor], model: ModelConfig, where: str) ->
     if ids.min() < 0 or max(ids.max(), labels.max()) >= model.vocab_size:
         raise CheckpointError(
             f"{where} has tokens from {ids.min()} to {max(ids.max(), labels.max())}, but the vocabulary of --model has "
-            f"{model.vocab_size}; give the config.json of the recorded model"
+            f"{model.vocab_size}; pass the config.json of the recorded model"
         )
     attention_mask = fields.get("attention_mask")
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask == 0
@@ -68,7 +68,7 @@ def read_tokens(fields: Mapping[str, Tensor], model: ModelConfig, where: str) ->
         if model.learns_positions and position_ids.max() >= model.max_position_embeddings:
             raise CheckpointError(
                 f"{where} has position {position_ids.max()}, but --model has {model.max_position_embeddings} learned "
-                "positions; give the config.json of the recorded model"
+                "positions; pass the config.json of the recorded model"
             )
         starts = (position_ids == 0) & (torch.arange(ids.shape[1]) > 0)
         ends = document_ends(starts.numpy()) if padding is None else None

@@ -72,8 +72,8 @@ def weighted_sum(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
         weights = [*weights, 1.0]
     if len(weights) != kinds:
         raise ConfigError(
-            f"rl.reward_weights has {len(weights)} weights, but each rollout has {kinds} rewards; give one weight "
-            "per reward"
+            f"rl.reward_weights has {len(weights)} weights, but each rollout has {kinds} rewards; list one "
+            "weight per reward"
         )
     absent = np.isnan(rewards)
     sums = np.where(absent, 0.0, rewards * np.asarray(weights)).sum(-1)

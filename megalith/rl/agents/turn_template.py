@@ -46,7 +46,7 @@ class TurnTemplate:
             text = template.render(messages)
         except ValueError as error:
             raise ConfigError(
-                f"{error}; rollouts of several turns need a template for conversations"
+                f"{error}; rollouts with several turns need a chat template that renders conversations"
             ) from None
         if not self._end.search(text.rpartition(SENTINEL)[2]):
             raise ConfigError(

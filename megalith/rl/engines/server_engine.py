@@ -192,8 +192,8 @@ class ServerEngine:
         if version is not None and version != str(self.version):
             raise ServerLost(
                 f"{server.http} has weights with version {version!r:.60}, but those of step {self.version} were "
-                "sent, so the server was restarted, or another trainer sends weights to it; give each trainer servers "
-                "of its own"
+                "sent, so the server was restarted, or another trainer sends weights to it; use "
+                "separate servers for each trainer"
             )
 
     # Weights

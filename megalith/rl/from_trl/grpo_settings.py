@@ -207,7 +207,7 @@ def _generation(values: dict[str, Any]) -> Settings:
     settings: Settings = {}
     arguments = values.get("generation_kwargs") or {}
     if not isinstance(arguments, Mapping):
-        reject("generation_kwargs", arguments, "give a dict")
+        reject("generation_kwargs", arguments, "pass a dict")
     for name, value in arguments.items():
         if name not in GENERATION:
             reject("generation_kwargs", {name: value}, f"choose among {', '.join(GENERATION)}")

@@ -67,7 +67,9 @@ def optimizer_settings(values: dict[str, Any], steps: int) -> Settings:
     name, schedule = values.get("optim", "adamw_torch"), values.get("lr_scheduler_type", "linear")
     if name not in OPTIMIZERS:
         reject(
-            "optim", name, f"choose among {', '.join(OPTIMIZERS)}, or give settings={{'optim.optimizer': …}}"
+            "optim",
+            name,
+            (f"choose among {', '.join(OPTIMIZERS)}, or pass settings={{'optim.optimizer': …}}"),
         )
     if schedule not in SCHEDULES:
         raise ConfigError(f"lr_scheduler_type is {schedule}; choose among {', '.join(SCHEDULES)}")

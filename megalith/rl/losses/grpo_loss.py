@@ -91,7 +91,7 @@ def load_loss(loss_type: str) -> GrpoLoss:
     if not issubclass(loss, GrpoLoss):
         raise ConfigError(
             f"rl.loss_type is {loss_type!r}, a class that does not derive from "
-            "megalith.rl.GrpoLoss; make it a subclass, or give a function of rl, ratio, logprobs "
+            "megalith.rl.GrpoLoss; make it a subclass, or write a function of rl, ratio, logprobs "
             "and advantages"
         )
     return loss()

@@ -46,8 +46,8 @@ def reward_model_config(config: RunConfig, path: str) -> RunConfig:
     model = frozen_config(config, path, "rl.reward_models")
     if not model.model.score_head:
         raise ConfigError(
-            f"rl.reward_models has {path}, a language model without a score head; give a run of `megalith reward`, "
-            "or a …ForSequenceClassification with one label"
+            f"rl.reward_models has {path}, a language model without a score head; set it to a run of "
+            "`megalith reward`, or to a …ForSequenceClassification model with one label"
         )
     return model
 

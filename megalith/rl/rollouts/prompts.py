@@ -264,7 +264,7 @@ class _PromptReader:
         if self.template is None:
             raise DataError(
                 f"{where} has messages, but the tokenizer has no chat template (chat_template.jinja in its folder, or "
-                "chat_template in its tokenizer_config.json); add one, or give prompts as text"
+                "chat_template in its tokenizer_config.json); add one, or write prompts as text"
             )
         arguments = template_arguments(columns)
         if self.tools and arguments.get("tools"):

@@ -22,6 +22,7 @@ from megalith.remote import open_location
 from megalith.rl.rollouts.rollouts import FORMAT, VERSION, PromptGroup, RatedCompletion, Rollouts
 from megalith.rl.rollouts.routes import check_routes, decode_routes
 from megalith.rl.rollouts.segments import check_segments
+from megalith.tables import counted
 
 MAX_LINE_BYTES = 256 << 20  # enough for a group of a thousand completions of ten thousand tokens
 
@@ -239,7 +240,7 @@ class _Reader:
         header = _object(where, first[1]) if first else {}
         if header.get("format") != FORMAT:
             raise DataError(
-                f'{where} is not the header of a file of rollouts, {{"format": "{FORMAT}", …}}; give a file that '
+                f'{where} is not the header of a file of rollouts, {{"format": "{FORMAT}", …}}; pass a file that '
                 "save_rollouts wrote"
             )
         if header.get("version") != VERSION or isinstance(header["version"], bool):
@@ -249,20 +250,22 @@ class _Reader:
             )
         names, made_by = header.get("rewards"), header.get("tokenizer")
         if not _is_list(names, str) or not names or len(set(names)) < len(names):
-            raise DataError(f"{where} has rewards {names!r}; give a list of at least one name, all different")
+            raise DataError(
+                f"{where} has rewards {names!r}; they must be a list of at least one name, all different"
+            )
         if made_by is not None and not isinstance(made_by, str):
-            raise DataError(f"{where} has tokenizer {made_by!r}; give a fingerprint or null")
+            raise DataError(f"{where} has tokenizer {made_by!r}; it must be a fingerprint or null")
         return {"rewards": names, "tokenizer": made_by}
 
     def group(self, where: str, record: dict[str, Any], kinds: int) -> PromptGroup:
         prompt = self._ids(where, "prompt_ids", record.get("prompt_ids"))
         samples = record.get("samples")
         if not isinstance(samples, list) or not samples:
-            raise DataError(f"{where} has no list of samples; give at least one completion per group")
+            raise DataError(f"{where} has no list of samples; a group must have at least one completion")
         if self.num_generations not in (None, len(samples)):
             raise DataError(
-                f"{where} has {len(samples)} samples, but rl.num_generations is {self.num_generations}, so the group "
-                "is incomplete; set rl.num_generations to the size of the groups, or remove incomplete groups"
+                f"{where} has {counted(len(samples), 'sample')}, but rl.num_generations is {self.num_generations}, so "
+                "the group is incomplete; set rl.num_generations to the size of the groups, or remove incomplete groups"
             )
         completions = []
         for number, sample in enumerate(samples):
@@ -274,7 +277,9 @@ class _Reader:
             completions.append(self._completion(at, sample, kinds, len(prompt)))
         id = record.get("prompt_id")
         if id is not None and type(id) not in (int, str):
-            raise DataError(f"{where} has prompt_id {short_repr(id)}; give text, a number, or no prompt_id")
+            raise DataError(
+                f"{where} has prompt_id {short_repr(id)}; it must be text or a number, or missing"
+            )
         return PromptGroup(prompt, completions, where, id)
 
     def _completion(self, at: str, sample: dict[str, Any], kinds: int, prompt_tokens: int) -> RatedCompletion:
@@ -290,7 +295,7 @@ class _Reader:
             )
         truncated = sample.get("truncated", False)
         if not isinstance(truncated, bool):
-            raise DataError(f"{at} has truncated {short_repr(truncated)}; give true or false")
+            raise DataError(f"{at} has truncated {short_repr(truncated)}; it must be true or false")
         logprobs = sample.get("logprobs")
         if logprobs is not None:
             logprobs = _floats(at, "logprobs", logprobs, len(ids)).astype(np.float32)
@@ -315,7 +320,7 @@ class _Reader:
         segments, messages = check_segments(at, sample.get("segments"), len(ids)), sample.get("messages")
         if messages is not None and not _is_list(messages, dict):
             raise DataError(
-                f"{at} has messages {short_repr(messages)}; give a list of objects, or no messages"
+                f"{at} has messages {short_repr(messages)}; they must be a list of objects, or missing"
             )
         return RatedCompletion(
             ids,
@@ -349,7 +354,7 @@ class _Reader:
             return []
         if not _is_list(branches, dict) or any("branches" in one for one in branches):
             raise DataError(
-                f"{at} has branches {short_repr(branches)}; give a list of samples without branches"
+                f"{at} has branches {short_repr(branches)}; they must be a list of samples without branches"
             )
         rewards = sample.get("rewards")
         return [
@@ -359,7 +364,7 @@ class _Reader:
 
     def _ids(self, at: str, key: str, value: Any) -> np.ndarray:
         if not _is_list(value, int) or not value:
-            raise DataError(f"{at} has {key} {short_repr(value)}; give a list of at least one token id")
+            raise DataError(f"{at} has {key} {short_repr(value)}; it must be a list of at least one token id")
         low, high = min(value), max(value)
         size = 2**62 if self.vocab_size is None else self.vocab_size
         if low < 0 or high >= size:
@@ -406,7 +411,7 @@ def _floats(at: str, key: str, value: Any, count: int) -> np.ndarray:
     fits = isinstance(value, list) and all(each is None or type(each) in (int, float) for each in value)
     if not fits or len(value) != count:
         description = f"{len(value)} values" if isinstance(value, list) else short_repr(value)
-        raise DataError(f"{at} has {description} for {key}; give {count} numbers or nulls")
+        raise DataError(f"{at} has {description} for {key}; it must be {count} numbers or nulls")
     try:
         array = np.array([math.nan if each is None else float(each) for each in value])
     except OverflowError:
@@ -421,7 +426,7 @@ def _turn_rewards(at: str, value: Any) -> list[float]:
         return []
     rewards = _floats(at, "turn_rewards", value, len(value) if isinstance(value, list) else 0)
     if np.isnan(rewards).any():
-        raise DataError(f"{at} has a null among its turn_rewards; give one number per turn")
+        raise DataError(f"{at} has a null among its turn_rewards; there must be one number per turn")
     return rewards.tolist()
 
 
@@ -431,6 +436,7 @@ def _version(at: str, value: Any, tokens: int) -> np.ndarray | None:
     value = value if isinstance(value, list) else [value]
     if not _is_list(value, int) or len(value) not in (1, tokens) or not all(0 <= v < 2**62 for v in value):
         raise DataError(
-            f"{at} has version {short_repr(value)}; give a step, or one step for each of its {tokens} tokens"
+            f"{at} has version {short_repr(value)}; it must be a step, or one step for each of its {tokens} "
+            "tokens"
         )
     return np.array(value, dtype=np.int64)

@@ -59,7 +59,7 @@ def tool_schema(function: Callable, setting: str = "rl.tools") -> Schema:
     except Exception as error:  # transformers raises classes of its own, derived from Exception
         raise ConfigError(
             f"{setting} has {getattr(function, '__name__', function)!s}, which cannot be described to the policy: "
-            f"{error}; give every argument a type hint and a line in the docstring's Args section"
+            f"{error}; every argument needs a type hint and a line in the docstring's Args section"
         ) from None
 
 

@@ -50,8 +50,8 @@ def _free_folder(name: str) -> str:
 def loading(flags: ParsedFlags) -> None:
     """Set checkpoint.load, or model.init_from with --finetune or --pretrained-checkpoint.
 
-    model.init_from loads only weights, at step 0. A folder without a checkpoint is ignored, or refused with
-    --exit-on-missing-checkpoint.
+    model.init_from loads only weights, at step 0. A folder without a checkpoint is ignored. With
+    --exit-on-missing-checkpoint, it is an error.
     """
     load, step = flags["--load"], flags["--ckpt-step"]
     if load is not None and step is not None and not is_empty(Path(load)):
@@ -82,7 +82,7 @@ def loading(flags: ParsedFlags) -> None:
             if "seq_length" not in flags.tree.get("data", {}):
                 flags.problems.append(
                     f"--seq-length is missing, and the checkpoint in --load {load} is not from a Megalith run, so "
-                    "--use-checkpoint-args cannot take the length from it; give --seq-length"
+                    "--use-checkpoint-args cannot take the length from it; set --seq-length"
                 )
     if flags["--use-checkpoint-opt_param-scheduler"] or flags["--use-checkpoint-opt-param-scheduler"]:
         _take_stored(flags, load, "optim", SCHEDULE_OF_CHECKPOINT)

@@ -73,7 +73,7 @@ def sink(flags: ParsedFlags) -> None:
         flags.set("model.attention_dropout", 0.0)
         flags.notes.append(
             f"--softmax-type {flags['--softmax-type']} turns attention dropout off in Megalith, but Megatron's "
-            "default is 0.1; give --attention-dropout 0 in both for the same training"
+            "default is 0.1; set --attention-dropout 0 in both for the same training"
         )
 
 
@@ -268,7 +268,7 @@ def mup(flags: ParsedFlags) -> None:
     factor = flags["--mup-output-mult"]
     if factor <= 0:
         flags.problems.append(
-            f"--mup-output-mult is {factor}, but logits need a positive factor; give --mup-output-mult above 0"
+            f"--mup-output-mult is {factor}, but logits need a positive factor; set --mup-output-mult above 0"
         )
     elif factor != 1.0:
         flags.set("model.logits_scaling", (base or hidden) / (hidden * factor))
