@@ -125,8 +125,11 @@ def run_part(args: argparse.Namespace, part: str) -> dict[str, Any]:
         step["tokens_per_second_per_device"] * all_ / step["time_training"]
         for step, all_ in zip(steps[WARMUP:], seconds)
     ]
-    names = ("completion_length", "mismatch", "drift_largest", "drift_canary", "sync_gb_per_second",
-             "memory_engine_gb", "tokens_per_second_per_device")  # fmt: skip
+    names = ("completion_length", "drift_canary", "sync_gb_per_second", "memory_engine_gb",
+             "tokens_per_second_per_device")  # fmt: skip
+    largest = {
+        name: max(step[name] for step in steps if name in step) for name in ("mismatch", "drift_largest")
+    }
     return (
         {
             "step_s": statistics.median(seconds),
@@ -134,7 +137,8 @@ def run_part(args: argparse.Namespace, part: str) -> dict[str, Any]:
             "training_tokens_per_second": statistics.median(tokens),
         }
         | {name: steps[-1].get(name) for name in names}
-        | {"max_memory_gb": memory, "steps_s": [round(s, 2) for s in seconds]}
+        | largest
+        | {"steps": len(steps), "max_memory_gb": memory, "steps_s": [round(s, 2) for s in seconds]}
     )
 
 
