@@ -94,29 +94,33 @@ def norms(dtype: torch.dtype, centred: bool, branch: str) -> None:
     if branch == "dropped":
         rows = token_keys(3, torch.arange(1), torch.arange(tokens))[0]
         columns = column_keys(width, "cpu")
-    branch_value = None if branch == "none" else y
+    branch_value = y if branch in ("added", "dropped") else None
     stream, normed, stats = norm_kernel.norm_forward(
         strided(x), branch_value, weight, bias, rows, columns, probability, epsilon, False
     )
-    total = x if branch == "none" else stream
+    total = x if branch_value is None else stream
     grad, stream_grad = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype)
+    along = None if branch == "only the norm" else strided(stream_grad)
     grad_x, grad_y, grad_affine = norm_kernel.norm_backward(
-        grad, total, stats, strided(stream_grad), weight, rows, columns, probability, False
+        grad, total, stats, along, weight, rows, columns, probability, False
     )
 
     leaves = [t.double().requires_grad_() for t in (x, y, weight, *([bias] if centred else []))]
     wide_x, wide_y, *affine = leaves
     dropped = counter_dropout(wide_y, probability, rows, columns) if branch == "dropped" else wide_y
-    expected_stream = wide_x * 1 if branch == "none" else wide_x + dropped
+    expected_stream = wide_x * 1 if branch_value is None else wide_x + dropped
     if centred:
         expected = F.layer_norm(expected_stream, (width,), *affine, epsilon)
     else:
         expected = F.rms_norm(expected_stream, (width,), *affine, epsilon)
     grads = torch.autograd.grad(
-        (expected, expected_stream), leaves, [grad.double(), stream_grad.double()], allow_unused=True
+        (expected, expected_stream),
+        leaves,
+        [grad.double(), stream_grad.double() * (along is not None)],
+        allow_unused=True,
     )
     near(normed, expected, 2 * ROUNDING[dtype])
-    if branch != "none":
+    if branch_value is not None:
         near(stream, expected_stream, 2 * ROUNDING[dtype])
     near(grad_x, grads[0], 2 * ROUNDING[dtype])
     if branch == "dropped":

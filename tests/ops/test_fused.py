@@ -54,13 +54,13 @@ def norm_forward(x, y, weight, bias, rows, columns, probability: float, epsilon:
     return stream, normed, torch.stack([scale] if mean is None else [scale, mean])
 
 
-def norm_backward(grad, x, stats, beside, weight, rows, columns, probability, rounded):
+def norm_backward(grad, x, stats, stream_grad, weight, rows, columns, probability, rounded):
     value = (x - (stats[1][:, None] if len(stats) == 2 else 0)) * stats[0][:, None]
     dy = grad * weight
     dx = dy - value * (dy * value).mean(1, keepdim=True)
     if len(stats) == 2:
         dx = dx - dy.mean(1, keepdim=True)
-    dx = dx * stats[0][:, None] + beside
+    dx = dx * stats[0][:, None] + stream_grad
     dropped = dx if rows is None else counter_dropout(dx, probability, rows, columns)
     sums = [grad * value, grad][: len(stats)]
     return dx, x.new_empty(0) if rows is None else dropped, torch.stack(sums).sum(1)
@@ -80,7 +80,7 @@ def join_qkv(query, key, value):
 SCHEMAS = {
     norm_forward: "(Tensor x, Tensor? y, Tensor weight, Tensor? bias, Tensor? rows, Tensor? columns, "
     "float probability, float epsilon, bool rounded) -> (Tensor, Tensor, Tensor)",
-    norm_backward: "(Tensor grad, Tensor x, Tensor stats, Tensor beside, Tensor weight, Tensor? rows, "
+    norm_backward: "(Tensor grad, Tensor x, Tensor stats, Tensor? stream_grad, Tensor weight, Tensor? rows, "
     "Tensor? columns, float probability, bool rounded) -> (Tensor, Tensor, Tensor)",
     gelu_backward: "(Tensor grad, Tensor x) -> (Tensor, Tensor)",
     join_qkv: "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)",

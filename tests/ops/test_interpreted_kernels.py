@@ -28,7 +28,7 @@ CASES = [
         for case in ((0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (0.7, 50, 0.9, 0.0),
                      (0.7, 0, 0.8, 0.01))
     ),
-    *(("norms", *case) for case in product((F32, BF16), (True, False), ("none", "added", "dropped"))),
+    *(("norms", *case) for case in product((F32, BF16), (True, False), ("none", "only the norm", "added", "dropped"))),
     *(("gelu_backward", dtype) for dtype in (F32, BF16)),
     ("join_qkv", BF16),
     ("sum_rows",),

@@ -55,8 +55,9 @@ class _Norm(torch.autograd.Function):
         x, factor, stats = ctx.saved_tensors
         if kernels.MIN_WIDTH <= x.shape[-1] <= kernels.MAX_WIDTH:
             rows, grads = x.flatten(0, -2), grad.flatten(0, -2)
-            rest = torch.zeros_like(rows), factor, None, None, 0.0, False
-            grad_x, _, sums = torch.ops.megalith.norm_backward(grads, rows, stats, *rest)
+            grad_x, _, sums = torch.ops.megalith.norm_backward(
+                grads, rows, stats, None, factor, None, None, 0.0, False
+            )
             return grad_x.view_as(x), sums[0], sums[1] if len(sums) > 1 else None, None
         wide, grad = x.float(), grad.float()
         scale, *means = stats.view(-1, *x.shape[:-1], 1)

@@ -101,15 +101,15 @@ def _attend(
     token, head = row // IN_GROUP, group * IN_GROUP + row % IN_GROUP
     inside = token < queries
     dims, keys = tl.arange(0, WIDTH), tl.arange(0, KEYS)
-    address = batch * (query_row * UNIT) + token[:, None] * (query_token * UNIT) + head[:, None] * SIZE
+    address = batch * query_row * UNIT + token[:, None] * (query_token * UNIT) + head[:, None] * SIZE
     shape = inside[:, None] & (dims < SIZE)[None, :]
     q = tl.load(query + address + dims[None, :], mask=shape, other=0.0)
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
     key_token, value_token = key_token * UNIT, value_token * UNIT
-    key += batch * (key_row * UNIT) + group * (key_head * UNIT)
-    value += batch * (value_row * UNIT) + group * (value_head * UNIT)
+    key += batch * key_row * UNIT + group * (key_head * UNIT)
+    value += batch * value_row * UNIT + group * (value_head * UNIT)
     if ONE:  # one query per row of the batch, as in a decode step
         end = tl.load(positions + batch).to(tl.int32) + 1
         begin = tl.load(starts + batch).to(tl.int32)

@@ -66,7 +66,7 @@ def _norm_forward(
 def _norm_backward(
     grad, x, stats, stream_grad, weight, rows, columns, out, dropped, parts, tokens, factor,
     WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr,
-    CENTRED: tl.constexpr, ROUNDED: tl.constexpr, DROPS: tl.constexpr,
+    CENTRED: tl.constexpr, ROUNDED: tl.constexpr, STREAMS: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     factor = tl.cast(factor, tl.float32)
     first, rest = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
@@ -77,7 +77,12 @@ def _norm_backward(
         start = tl.cast(row, tl.int64) * WIDTH
         dy_a, dy_b = _row(grad + start, first, WIDTH), _row(grad + start, rest, WIDTH)
         value_a, value_b = _row(x + start, first, WIDTH), _row(x + start, rest, WIDTH)
-        stream_a, stream_b = _row(stream_grad + start, first, WIDTH), _row(stream_grad + start, rest, WIDTH)
+        stream_a, stream_b = zeros_a, zeros_b
+        if STREAMS:
+            stream_a, stream_b = (
+                _row(stream_grad + start, first, WIDTH),
+                _row(stream_grad + start, rest, WIDTH),
+            )
         scale = tl.load(stats + row)
         level = tl.zeros_like(scale)
         if CENTRED:
@@ -187,7 +192,7 @@ def norm_backward(
     grad: Tensor,
     x: Tensor,
     stats: Tensor,
-    stream_grad: Tensor,
+    stream_grad: Tensor | None,
     weight: Tensor,
     rows: Tensor | None,
     columns: Tensor | None,
@@ -199,15 +204,16 @@ def norm_backward(
     Args:
         grad: gradient of the normed x, [tokens, width].
         x: sum from norm_forward; `stats` and the other arguments as there.
-        stream_grad: gradient of x along the stream, [tokens, width].
+        stream_grad: gradient of x along the stream, [tokens, width]. None: x has no other use than this norm.
 
     Returns:
         Gradient of x in its dtype; gradient of y before dropout, or an empty tensor; float32 [count, width]: gradient
             of weight and, if there is one, of bias.
     """
     tokens, width = x.shape
-    grad, x, stream_grad = grad.contiguous(), x.contiguous(), stream_grad.contiguous()
-    drops, centred = rows is not None, len(stats) == 2
+    grad, x = grad.contiguous(), x.contiguous()
+    streams, drops, centred = stream_grad is not None, rows is not None, len(stats) == 2
+    stream_grad = stream_grad.contiguous() if streams else x
     out = torch.empty_like(x)
     dropped = torch.empty_like(x) if drops else x.new_empty(0)
     programs = min(PROGRAMS, tokens)
@@ -215,6 +221,6 @@ def norm_backward(
     wrap_triton(_norm_backward)[(programs,)](
         grad, x, stats, stream_grad, weight, rows.contiguous() if drops else x, columns if drops else x,
         out, dropped, parts, tokens, 1.0 / (1.0 - probability), THRESHOLD=int(probability * 0x80000000),
-        CENTRED=centred, ROUNDED=rounded, DROPS=drops, **_pieces(x),
+        CENTRED=centred, ROUNDED=rounded, STREAMS=streams, DROPS=drops, **_pieces(x),
     )  # fmt: skip
     return out, dropped, parts.sum(0)
