@@ -94,6 +94,24 @@ def load_initial_weights(
         load_base(checkpoint, shards["model"], rows, world, world.rank == 0, unused)
 
 
+def stored_dtypes(config: RunConfig) -> dict[str, torch.dtype]:
+    """Return, by parameter name, a dtype that represents every value in the Hugging Face folder of `model.init_from`.
+
+    Parameters for which none is known are left out. Other formats give none: Megalith's checkpoints have fp32 weights,
+    and files of Megatron would be read twice.
+    """
+    path = config.model.init_from
+    if (
+        path is None
+        or not is_foreign_weights(path)
+        or (path_exists(open_location(path)) and not is_model_folder(path))
+    ):
+        return {}
+    matched = open_weights(path, config.checkpoint.trust)
+    dtypes = {group.name: matched.dtype(group) for group in matched.groups}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+
 def _without_new_head(shards: Mapping[str, LocalShard], stored: Collection[str]) -> dict[str, LocalShard]:
     """Return the shards without the score head if `stored` is a language model. The head then keeps its initial
     values.

@@ -47,6 +47,14 @@ class Match:
             if name not in self.missing
         }
 
+    def dtype(self, group: Group) -> torch.dtype | None:
+        """Return a dtype that represents every value of a group exactly, or None if none is known.
+
+        Import only rearranges values, so the common dtype of the sources does.
+        """
+        dtypes = {self.dtypes.get(name) for name in group.sources}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
     def bytes(self, group: Group) -> int:
         """Return the size of a group in the folder's files, in bytes."""
         return sum(

@@ -26,6 +26,7 @@ from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 
 VALUES = 16  # sampled per tensor, evenly spaced
+HALF = torch.bfloat16, torch.float16
 
 Sample = dict[str, dict[int, str]]  # hexadecimal bytes of a value, by tensor and sample number
 
@@ -47,7 +48,10 @@ def fingerprint(
 
 
 def sample(shard: LocalShard) -> dict[int, str]:
-    """Return the sampled values that this shard holds, as hexadecimal bytes by sample number."""
+    """Return the sampled values that this shard holds, as hexadecimal bytes by sample number.
+
+    Values in bf16 and fp16 are sampled in fp32: frozen weights may be held in either.
+    """
     count = torch.Size(shard.shape).numel()
     row_numbers, indices = [], []
     for number in range(VALUES if count else 0):
@@ -62,9 +66,9 @@ def sample(shard: LocalShard) -> dict[int, str]:
     if not row_numbers:
         return {}
     index = torch.tensor(indices, dtype=torch.int64, device=shard.values.device)  # [values, dimensions]
-    values = byte_view(shard.values[index.unbind(1)].expand(len(row_numbers)).cpu()).view(
-        len(row_numbers), -1
-    )
+    values = shard.values[index.unbind(1)].expand(len(row_numbers)).cpu()
+    values = values.float() if values.dtype in HALF else values
+    values = byte_view(values).view(len(row_numbers), -1)
     return {number: bytes(value.tolist()).hex() for number, value in zip(row_numbers, values)}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from megalith.config import RunConfig
@@ -22,13 +24,18 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.overlap.ping_pong import apply_ping_pong, interleaving
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.seams import plug
-from megalith.parallel.shards import to_local_parameters
+from megalith.parallel.shards import store_frozen_as, to_local_parameters
 from megalith.parallel.tensor.apply_tensor import apply_tensor
 from megalith.parallel.tensor.lora_shards import shard_adapters
 
 
 def apply(
-    model: Transformer, config: RunConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None = None
+    model: Transformer,
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    table: AmaxTable | None = None,
+    stored: Mapping[str, torch.dtype] | None = None,
 ) -> list[Transformer]:
     """Shard `model` over the mesh and return this rank's chunks, with initial weights on `device`.
 
@@ -58,6 +65,8 @@ def apply(
         mesh: this rank's axes.
         device: device of the parameters. "meta" allocates nothing (dry run).
         table: amax history of FP8 delayed scaling. None without it.
+        stored: a dtype that represents every value that will be loaded, by name of frozen parameters. Matrices that
+            have the compute dtype are allocated in it.
     """
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
@@ -95,6 +104,7 @@ def apply(
                 if layer.has_experts and layer.mlp.shared_experts is not None:
                     layer.mlp.shared_experts.compile(fullgraph=True)
         apply_activation_offload(chunk, parallel)
+        store_frozen_as(chunk, stored or {}, chunk.compute_dtype)
     apply_data(chunks, mesh, parallel, in_order=config.train.batch_invariant)
     for chunk in chunks:
         chunk.to_empty(device=device)

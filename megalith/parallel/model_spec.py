@@ -189,11 +189,17 @@ LOSSES = {  # by (model_type, calculate_per_token_loss)
 class TransformerSpec(ModelSpec):
     """The Transformer of a run, which supports every axis."""
 
-    def __init__(self, model: Transformer, run: RunConfig):
-        """Build the spec from `model`, which must be on the meta device and is modified."""
+    def __init__(self, model: Transformer, run: RunConfig, stored: Mapping[str, torch.dtype] | None = None):
+        """Build the spec.
+
+        Args:
+            model: the model, on the meta device; it is modified.
+            run: the run's configuration.
+            stored: see `apply`.
+        """
         loss = LOSSES[run.model.model_type, run.train.calculate_per_token_loss]()
         super().__init__(build=lambda mesh: model, seed=run.train.seed, loss=loss)
-        self.run, self.config = run, run.model
+        self.run, self.config, self._stored = run, run.model, stored
         self.mtp_layers = len(run.model.mtp_layers)
         self.has_experts = run.model.num_experts is not None
         self.records_logits = run.optim.qk_clip or run.log.log_max_attention_logit
@@ -205,7 +211,7 @@ class TransformerSpec(ModelSpec):
     def chunks(
         self, parallel: ParallelConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None = None
     ) -> list[nn.Module]:
-        return apply(self.build(mesh), self.run, mesh, device, table)
+        return apply(self.build(mesh), self.run, mesh, device, table, self._stored)
 
     def casts_experts_once(self, mesh: Mesh) -> bool:
         return self.has_experts and self.run.train.moe_cache_weights is True and mesh.expert_fsdp is None

@@ -109,6 +109,36 @@ def dtensor_of(parameter: Tensor) -> Tensor:
     return getattr(parameter, "dtensor", parameter)
 
 
+def store_frozen_as(chunk: nn.Module, stored: Mapping[str, torch.dtype], dtype: torch.dtype) -> None:
+    """Give the chunk's frozen matrices the compute dtype `dtype` if their values will have it, in place.
+
+    Loading then needs no memory for fp32 weights. Call it on the meta device, before FSDP2 shards the parameters.
+
+    Args:
+        chunk: a model chunk without storage.
+        stored: a dtype that represents every value that will be loaded, by parameter name.
+        dtype: the compute dtype.
+    """
+    replaced = {
+        parameter: nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        for name, parameter in chunk.named_parameters()
+        if stored.get(name) == dtype and _is_wider_frozen_matrix(name, parameter, dtype)
+    }
+    for module in chunk.modules():
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            if parameter in replaced:
+                replace_parameter(module, kind, replaced[parameter])
+
+
+def _is_wider_frozen_matrix(name: str, parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Return True for a frozen matrix of another dtype than `dtype`.
+
+    False for A₀ and B₀ of adapters, which have no values until the base is read.
+    """
+    is_frozen = not parameter.requires_grad and not is_initial_factor(name)
+    return is_frozen and parameter.ndim > 1 and parameter.dtype != dtype
+
+
 class LocalParameters:
     """The parameters of this rank's model chunks as plain tensors, for an optimizer.
 
@@ -171,8 +201,7 @@ class LocalParameters:
         frozen = [
             at
             for at, (name, parameter) in enumerate(self._state)
-            if not (parameter.requires_grad or parameter.ndim < 2 or parameter.dtype == dtype)
-            and not is_initial_factor(name)  # without values until the base is read
+            if _is_wider_frozen_matrix(name, parameter, dtype)
         ]
 
         def is_exact(parameter: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -217,9 +218,19 @@ def build_run_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh
     return build_mesh(config.parallel, world_size, device_type, has_experts=has_experts)
 
 
-def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
-    """Build this rank's shard of the model on `device`, initialized and ready to train."""
-    return ParallelModel(TransformerSpec(build_meta_model(config), config), config.parallel, mesh, device)
+def build_model(
+    config: RunConfig, mesh: Mesh, device: torch.device, stored: Mapping[str, torch.dtype] | None = None
+) -> ParallelModel:
+    """Build this rank's shard of the model on `device`, initialized and ready to train.
+
+    Args:
+        config: the run's configuration.
+        mesh: this rank's axes.
+        device: device of the parameters.
+        stored: a dtype that represents every value that will be loaded, by name of frozen parameters.
+    """
+    spec = TransformerSpec(build_meta_model(config), config, stored)
+    return ParallelModel(spec, config.parallel, mesh, device)
 
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:

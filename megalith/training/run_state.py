@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.bridge.load import stored_dtypes
 from megalith.checkpoint import DataRecord, RunRecord, Saver, TokenizerRecord
 from megalith.checkpoint.read import Checkpoint
 from megalith.checkpoint.state import amax_shards
@@ -171,7 +172,8 @@ class Run:
         self.data = self.task.build_data(self)
         self.notes: list[str] = list(self.data.notes)
         """Notes at the start of the report."""
-        self.model = build_model(config, mesh, device)
+        has_frozen_base = config.lora.rank is not None
+        self.model = build_model(config, mesh, device, stored_dtypes(config) if has_frozen_base else None)
         self.updates = Optimizer(self.model, config.adapter_optim, config.train.precision)
         self.optimizer, self.loss_scale = self.updates.optimizer, self.updates.loss_scale
         self.schedule = build_schedule(config.optim, config.train)

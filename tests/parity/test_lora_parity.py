@@ -1,5 +1,7 @@
 """Adapters that are no longer zero, on a published model's weights: every gradient of A and of B in any layout."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from bridge.peft_formula import random_adapters, save
@@ -13,7 +15,8 @@ from megalith.parallel.shards import LocalParameters
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job, start
-from megalith.training import resume
+from megalith.training import resume, run_state
+from megalith.training.run_state import Run
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -134,30 +137,47 @@ def test_adapters_of_experts_and_latents_equal_one_process(
     assert all(gradient.norm() > 0 for gradient in latent_alone.gradients.values())
 
 
-def stored(config: RunConfig) -> tuple[Outcome, set[torch.dtype]]:
-    """Of a run, and the types of its frozen matrices when it is through, after FSDP2 has sharded them again."""
-    models, remember = [], resume._remember_base
+class Frozen(NamedTuple):
+    """A run's outcome, the dtypes of its frozen matrices and the fingerprint of its base."""
+
+    outcome: Outcome
+    loaded: set[torch.dtype]  # after loading
+    ended: set[torch.dtype]  # after the run, when FSDP2 has sharded them again
+    base: str | None
+
+
+def stored(config: RunConfig) -> Frozen:
+    runs, loaded, remember = [], [], resume._remember_base
 
     def and_look(run, checkpoint):
         remember(run, checkpoint)
-        models.append(run.model)
+        runs.append(run)
+        loaded.append(frozen_dtypes(run))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resume, "_remember_base", and_look)
         outcome = run_job(config)
-    state = [x for chunk in models[0].chunks for x in chunk.parameters()]
-    state += [x for _, x in models[0].parameters.named]
-    return outcome, {x.dtype for x in state if x.ndim > 1 and not x.requires_grad}
+    return Frozen(outcome, loaded[0], frozen_dtypes(runs[0]), runs[0].base)
 
 
-def as_loaded(config: RunConfig) -> tuple[Outcome, set[torch.dtype]]:
+def frozen_dtypes(run: Run) -> set[torch.dtype]:
+    state = [x for chunk in run.model.chunks for x in chunk.parameters()]
+    state += [x for _, x in run.model.parameters.named]
+    return {x.dtype for x in state if x.ndim > 1 and not x.requires_grad}
+
+
+def in_fp32(config: RunConfig) -> Frozen:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_state, "stored_dtypes", lambda _: {})
         patch.setattr(LocalParameters, "store_frozen", lambda *_: None)
         return stored(config)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layouts", [["", "dp2-zero3"], ["tp2-sp", "dp2", "dp2-zero1", "cp2"]], ids="+".join)
+@pytest.mark.parametrize(
+    "layouts",
+    [[""], in_full(["dp2-zero3"]), in_full(["tp2-sp", "dp2", "dp2-zero1", "cp2"])],
+    ids="+".join,
+)
 def test_in_bf16_a_frozen_base_is_stored_as_it_is_used_and_trains_bitwise_the_same(
     pool, tree: dict, tmp_path, layouts
 ) -> None:
@@ -165,19 +185,21 @@ def test_in_bf16_a_frozen_base_is_stored_as_it_is_used_and_trains_bitwise_the_sa
     reference = random_reference(CASES["qwen3"][0]())
     train = tree["train"] | {"precision": "bf16"}
     exact = RunConfig.from_tree(tree | {"train": train})
-    assert stored(exact)[1] == {torch.float32}
+    assert stored(exact).ended == {torch.float32}
     reference.to(torch.bfloat16).save_pretrained(tmp_path / "base")
     model = tree["model"] | {"init_from": str(tmp_path / "base")}
     for name in layouts:
         parallel = dict(LAYOUTS[name].parallel) if name else {}
         config = RunConfig.from_tree(tree | {"train": train, "model": model, "parallel": parallel})
         size = LAYOUTS[name].processes if name else 1
-        for (short, kinds), (long, before) in zip(
-            *(pool.run(run, config, size=size) if name else [run(config)] for run in (stored, as_loaded))
+        for short, long in zip(
+            *(pool.run(run, config, size=size) if name else [run(config)] for run in (stored, in_fp32))
         ):
-            assert before == {torch.float32} and short.losses == long.losses
-            assert kinds == {torch.bfloat16}, name
-            assert all(torch.equal(short.gradients[name], grad) for name, grad in long.gradients.items())
+            assert long.ended == {torch.float32} and short.outcome.losses == long.outcome.losses
+            assert short.loaded == short.ended == {torch.bfloat16}, name
+            assert short.base == long.base
+            gradients = short.outcome.gradients
+            assert all(torch.equal(gradients[each], grad) for each, grad in long.outcome.gradients.items())
 
 
 def flipped_in_the_base(config: RunConfig) -> str:
