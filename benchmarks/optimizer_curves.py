@@ -7,8 +7,8 @@ The text is the bytes of the Python modules on this machine, 60 MB of them, of w
 positions. Every optimizer trains the same model from the same seed on the same samples: first at each rate of its grid
 for `--trial-steps`, then at the rate with the lowest loss for `--steps`. Both have a warm-up of a tenth and a cosine
 decay to a tenth. The losses compared are those on 2 MB of other files. A rate at an end of its grid is reported,
-because a better one may lie beyond it. The training losses, means of ten steps, are written to `--out` as JSON, and
-drawn next to it as PNG.
+because a better one may lie beyond it. After each optimizer, the training losses, means of ten steps, are written to
+`--out` as JSON. The JSON of an earlier run of others is kept. At the end, all are drawn next to it as PNG.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megalith.optim.schedule import build_schedule
 RATES = {
     "adamw": (1e-4, 3e-4, 1e-3),
     "muon": (1e-3, 3e-3, 1e-2),
-    "soap": (1e-4, 3e-4, 1e-3),
+    "soap": (3e-4, 1e-3, 3e-3),
     "lion": (3e-5, 1e-4, 3e-4),
 }
 """Peak learning rates by optimizer."""
@@ -75,18 +75,18 @@ def main() -> int:
     args = parser.parse_args()
     config = RunConfig.load(None, args.settings)
     config = with_defaults(config, DEFAULTS).with_settings({"train.precision": args.precision})
-    curves = {}
+    curves = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     print("| optimizer | lr | loss on other files | training loss | ms per step |\n|---|---|---|---|---|")
     for name in args.only:
         trials = {rate: train(config, name, rate, args.trial_steps).held_out for rate in RATES[name]}
         rate = min(trials, key=lambda each: trials[each])
         run = train(config, name, rate, args.steps)
         curves[name] = {"lr": rate, "trials": trials, **run._asdict()}
+        args.out.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
         cells = [name, f"{rate:g}", f"{run.held_out:.4f}", f"{run.loss[-1]:.4f}", f"{run.ms:.1f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
         if rate in (RATES[name][0], RATES[name][-1]):
             print(f"note: {rate:g} is at an end of the grid {RATES[name]} of {name}", file=sys.stderr)
-    args.out.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
     draw(curves, args.out.with_suffix(".png"))
     return 0
 
