@@ -72,17 +72,15 @@ def sample_rows(
 ) -> tuple[Tensor, Tensor]:
     """Sample one entry per row like `sample`, with separate settings per row."""
     temperature, top_k, top_p, min_p = settings
-    is_greedy = temperature == 0
-    z = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
-    real = min(max(vocab_size - first, 0), z.shape[1])
-    least = None
+    real, least = min(max(vocab_size - first, 0), logits.shape[1]), None
     if has_filters:
-        searched, ranks = _entries_to_search(z, real, axis)
+        is_greedy = temperature == 0
+        logits = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
+        temperature = torch.where(is_greedy, 0.0, 1.0)
+        searched, ranks = _entries_to_search(logits, real, axis)
         least = least_logit_by_row(searched, top_k, top_p, min_p, ranks)
-    blocks = sampled_blocks(z, keys, least, first, real, 1.0, 1.0)
-    if z.is_cuda or is_greedy.any():  # a GPU is not waited for
-        greedy = sampled_blocks(z, keys, None, first, real, 0.0, 1.0)
-        blocks = torch.where(is_greedy[:, None, None], greedy, blocks)
+        least = least.masked_fill(is_greedy, -math.inf)
+    blocks = sampled_blocks_by_row(logits, keys, least, first, real, temperature)
     blocks = all_gather_no_grad(blocks[None], axis).transpose(0, 1).flatten(1, 2)
     return _combine_blocks(blocks, 1.0)
 
@@ -128,6 +126,24 @@ def sampled_blocks(
         peak = largest - temperature * ratio.log()
     chosen = z.gather(1, index[:, None])[:, 0]
     return torch.stack([peak, index + float(first), chosen, largest, sums], -1)[:, None]
+
+
+def sampled_blocks_by_row(
+    logits: Tensor, keys: Tensor, least: Tensor | None, first: int, real: int, temperature: Tensor
+) -> Tensor:
+    """Return `sampled_blocks` of logits / temperature, with a temperature per row, float32 [rows].
+
+    A row with temperature 0 is not divided and gets no noise. `least` is a bound on the quotients.
+    """
+    if logits.is_cuda and kernels.AVAILABLE:
+        return _by_kernel(logits, keys, least, first, real, 1.0, 1.0, temperature)
+    is_greedy = temperature == 0
+    z = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
+    blocks = sampled_blocks(z, keys, least, first, real, 1.0, 1.0)
+    if is_greedy.any():
+        greedy = sampled_blocks(z, keys, None, first, real, 0.0, 1.0)
+        blocks = torch.where(is_greedy[:, None, None], greedy, blocks)
+    return blocks
 
 
 def exponential(keys: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from megalith.generation.stop_strings import StopStrings
 from megalith.generation.sync import engine_for, sync
 from megalith.launch.pool import Pool
 from megalith.ops.cached_attention import cached_attention, visible_positions
-from megalith.ops.gumbel import sample
+from megalith.ops.gumbel import sample, sample_rows
 from megalith.parallel.mesh import build_mesh
 
 PROMPTS = [
@@ -91,6 +91,20 @@ def test_the_sampling_kernel_takes_the_plain_ones_tokens(temperature, filters):
     names = dict(zip(("top_k", "top_p", "min_p"), filters), vocab_size=151_936)
     ids, logprobs = sample(logits.cuda(), keys.cuda(), temperature, **names)
     expected_ids, expected = sample(logits, keys, temperature, **names)
+    assert torch.equal(ids.cpu(), expected_ids)
+    torch.testing.assert_close(logprobs.cpu(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_filters", [False, True])
+def test_the_sampling_kernel_takes_a_temperature_per_row(has_filters):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(36, 152_064)).bfloat16()
+    keys = torch.randint(-(2**31), 2**31 - 1, (36,), dtype=torch.int32)
+    rows = [(0.7, 0, 1, 0), (0, 0, 1, 0), (1, 0, 1, 0)]
+    rows = [(0.7, 50, 0.9, 0.01), (0, 50, 1, 0), (1.3, 0, 1, 0)] if has_filters else rows
+    settings, names = torch.tensor(rows * 12).float().T, dict(vocab_size=151_936)
+    ids, logprobs = sample_rows(logits.cuda(), keys.cuda(), settings.cuda(), has_filters, **names)
+    expected_ids, expected = sample_rows(logits, keys, settings, has_filters, **names)
     assert torch.equal(ids.cpu(), expected_ids)
     torch.testing.assert_close(logprobs.cpu(), expected, rtol=1e-5, atol=1e-4)
 

@@ -85,6 +85,24 @@ def sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> None
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-4)
 
 
+def sampling_by_row(has_filters: bool) -> None:
+    """The bits of the kernel for a single temperature, on logits that were divided before. Some rows are greedy."""
+    logits = (3 * random(5, 5000)).bfloat16()[:, 3:]
+    keys = torch.randint(-(2**31), 2**31 - 1, (5,), dtype=torch.int32)
+    temperatures = torch.tensor([[0.7, 1.0, 0.0, 1.3, 0.0], [0] * 5]).T[:, 0]
+    is_greedy, least, real = temperatures == 0, None, 4990
+    quotients = logits.float() / torch.where(is_greedy, 1.0, temperatures)[:, None]
+    if has_filters:
+        least = quotients.topk(40).values[:, -1].masked_fill(is_greedy, -torch.inf)
+    sampled, greedy = (
+        sampling_kernel.sampled_blocks(quotients, keys, bound, 0, real, temperature, 1.0)
+        for bound, temperature in ((least, 1.0), (None, 0.0))
+    )
+    expected = torch.where(is_greedy[:, None, None], greedy, sampled)
+    actual = sampling_kernel.sampled_blocks(logits, keys, least, 0, real, 1.0, 1.0, temperatures)
+    assert torch.equal(actual, expected)
+
+
 def norms(dtype: torch.dtype, centred: bool, branch: str) -> None:
     """The sum of a stream and a branch with or without dropout, its norm, and the gradients of all of them."""
     tokens, width, epsilon, probability = 7, 320, 1e-5, 0.25 if branch == "dropped" else 0.0

@@ -29,6 +29,7 @@ CASES = [
                      (0.7, 0, 0.8, 0.01))
     ),
     *(("norms", *case) for case in product((F32, BF16), (True, False), ("none", "only the norm", "added", "dropped"))),
+    *(("sampling_by_row", has_filters) for has_filters in (False, True)),
     *(("gelu_backward", dtype) for dtype in (F32, BF16)),
     ("join_qkv", BF16),
     ("sum_rows",),

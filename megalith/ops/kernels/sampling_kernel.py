@@ -33,12 +33,13 @@ def _noise(keys):
 
 @triton.jit
 def _sample(
-    logits, keys, least, out, row_stride, first, real, temperature, inverse,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, FILTERED: tl.constexpr, NOISY: tl.constexpr,
+    logits, keys, least, temperatures, out, row_stride, first, real, temperature, inverse,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, FILTERED: tl.constexpr, NOISY: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
     row, block, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     logits += row.to(tl.int64) * row_stride
     key = tl.load(keys + row).to(tl.uint32, bitcast=True)
+    of_row = tl.load(temperatures + row) if BY_ROW else 1.0
     lanes = tl.arange(0, LANES)
     best = tl.full([LANES], float("-inf"), tl.float32)
     best_column, best_logit = best, best
@@ -46,11 +47,15 @@ def _sample(
     for begin in tl.static_range(0, BLOCK, LANES):
         columns = block * BLOCK + begin + lanes
         z = tl.load(logits + columns, mask=columns < real, other=float("-inf")).to(tl.float32)
+        if BY_ROW:
+            z = tl.div_rn(z, tl.where(of_row == 0, 1.0, of_row))
         if FILTERED:
             z = tl.where(z >= tl.load(least + row), z, float("-inf"))
         noisy = z
         if NOISY:
             noisy = z + temperature * _noise(key ^ mix((first + columns).to(tl.uint32)))
+            if BY_ROW:
+                noisy = tl.where(of_row == 0, z, noisy)
         better = noisy > best
         best_column, best_logit = (
             tl.where(better, columns.to(tl.float32), best_column),
@@ -80,16 +85,23 @@ def sampled_blocks(
     real: int,
     temperature: float,
     inverse: float,
+    temperatures: Tensor | None = None,
 ) -> Tensor:
-    """Return statistics of blocks of logits for sampling; see ops.gumbel.sampled_blocks."""
+    """Return statistics of blocks of logits for sampling; see ops.gumbel.sampled_blocks.
+
+    With `temperatures`, float32 [rows], each row's logits are divided by its own. A row with temperature 0 gets no
+    noise and is not divided. `temperature` and `inverse` are then 1.
+    """
     rows, width = logits.shape
     keys = keys.contiguous()
     least = None if least is None else least.contiguous()  # top_k's is a column
+    temperatures = None if temperatures is None else temperatures.contiguous()
     blocks = triton.cdiv(width, SAMPLED)
     out = torch.empty(rows, blocks, 5, dtype=torch.float32, device=logits.device)
     _sample[(rows, blocks)](
-        logits, keys, keys if least is None else least, out, logits.stride(0), first, real, temperature, inverse,
+        logits, keys, keys if least is None else least, keys if temperatures is None else temperatures, out,
+        logits.stride(0), first, real, temperature, inverse,
         BLOCK=SAMPLED, LANES=SAMPLED_LANES, FILTERED=least is not None, NOISY=temperature > 0,
-        num_warps=SAMPLED_WARPS,
+        BY_ROW=temperatures is not None, num_warps=SAMPLED_WARPS,
     )  # fmt: skip
     return out
