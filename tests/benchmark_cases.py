@@ -465,3 +465,10 @@ def test_serving_is_measured_against_the_engines_batch(bench, stream):
     result = json.loads(bench("serve", "tiny", *sizes, *(["--stream"] if stream else [])).splitlines()[-1])
     assert result["tokens_per_second"] > 0 and result["ratio"] > 0 and result["http_us_per_token"] > 0
     assert (result["first_token_ms"] is not None) == stream
+
+
+def test_serving_is_measured_with_a_simulated_gpu(bench):
+    sizes = ("--clients", 3, "--rows", 2, "--prompt", 4, "--new-tokens", 12, "--vocab", 300, "--step-ms", 1)
+    result = json.loads(bench("serve", "tiny", *sizes).splitlines()[-1])
+    assert result["steps"] >= result["batch_steps"] == 3 * 16  # windows of eight steps
+    assert 0 < result["gpu_wait"] < 1 and result["direct_ratio"] > 0

@@ -53,6 +53,7 @@ class DecodeSteps:
             CUDA event after the copy; None on a CPU.
         """
         steps = self.window if steps is None else steps
+        self.decode_steps += steps
         if self._graphed:
             graph = self._graph(sampling, used)
             for _ in range(steps):

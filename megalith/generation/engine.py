@@ -160,6 +160,10 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
         self._prefixes: PrefixReuse | None = None
         # Tokens of prompts since the last `take_prefill_tokens`.
         self.prefill_tokens = self.reused_tokens = 0
+        self.decode_steps = 0
+        """Number of decode steps since the engine was built."""
+        self.wait_seconds = 0.0
+        """Seconds that the host has waited for a GPU's samples since the engine was built."""
         self.version = 0
         self._slots: dict[str, SiteSlots] = {}
         self.slots = 0 if adapter_slots is None else adapter_slots.slots

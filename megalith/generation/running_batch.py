@@ -10,6 +10,7 @@ While a sequence has masks (logits_processing.py), a window is one step, and the
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -170,7 +171,9 @@ class RunningBatch:
     def _read(self, window: _Window) -> list[tuple[RowSequence, list[int]]]:
         """Append a window's tokens to their sequences and free the rows of finished ones. Returns the tokens."""
         if window.copied is not None:
+            began = time.perf_counter()
             window.copied.synchronize()
+            self._engine.wait_seconds += time.perf_counter() - began
         ids, logprobs = window.ids.T.tolist(), window.logprobs.T.tolist()
         added = []
         for row, sequence in enumerate(window.owners):
