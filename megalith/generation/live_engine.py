@@ -31,7 +31,8 @@ from megalith.generation.requests import RowSequence, Sampling
 from megalith.generation.running_batch import KvCache, RunningBatch
 
 HEARTBEAT = 20.0  # seconds after which idle ranks exchange a message, so that no collective times out
-WARM_UP_TOKENS = 4  # of the sequences that `warm_up` runs, with the sampled one
+WARM_UP_TOKENS = 4  # minimum of the sequences that `warm_up` runs, with the sampled one
+WARM_UP_PASSES = 16, 64, 256, 1024, 4096  # tokens of the prefill passes that it runs
 
 LoadAdapter = Callable[[str], Mapping[str, tuple[Tensor, Tensor]]]
 """Function that returns the A and B of the adapter in a folder, as `Engine.set_adapter` takes them."""
@@ -185,23 +186,37 @@ class LiveEngine:
         return len(self._tickets) + len(self._inbox.added)
 
     def warm_up(self) -> None:
-        """Compile the layers and capture the CUDA graphs of decode steps.
+        """Compile the layers, capture the CUDA graphs of decode steps, and run prefill passes of several sizes.
 
         Collective over all ranks, before any request.
 
-        Otherwise the first requests would wait for this. It changes no sample.
+        Otherwise the first requests would wait for this, and for libraries that load the kernels of a size when it
+        first occurs. It changes no sample.
         """
         if self.engine.max_tokens < WARM_UP_TOKENS:
             return
         for top_p in (1.0, 0.5):  # steps without and with filters
-            sequence = RowSequence(0, [0] * (WARM_UP_TOKENS - 1), 0, 0, 1, frozenset())
-            sequence.sampling = (1.0, 0, top_p, 0)
-            batch = RunningBatch(self.engine, self._sampling)
-            batch.add([sequence])
-            while batch.is_busy:
-                batch.step()
+            self._run_alone([[0] * (WARM_UP_TOKENS - 1)], top_p)
+        vocab_size = self.engine.config.vocab_size
+        for size in WARM_UP_PASSES:
+            length = min(size, self.engine.max_tokens - 1)
+            rows = min(size // length, self.engine.max_rows)
+            for second in (0, 1):  # the second pass may reuse the first half of the first
+                halves = [(row % vocab_size, (row + second) % vocab_size) for row in range(rows)]
+                rest = length - length // 2
+                self._run_alone([[one] * (length // 2) + [other] * rest for one, other in halves])
         self.engine.take_prefill_tokens()
         self.engine.take_draft_metrics()
+
+    def _run_alone(self, prompts: Sequence[list[int]], top_p: float = 1.0) -> None:
+        """Sample a token after each prompt."""
+        sequences = [RowSequence(at, ids, at, 0, 1, frozenset()) for at, ids in enumerate(prompts)]
+        for sequence in sequences:
+            sequence.sampling = (1.0, 0, top_p, 0)
+        batch = RunningBatch(self.engine, self._sampling)
+        batch.add(sequences)
+        while batch.is_busy:
+            batch.step()
 
     def run(self) -> None:
         """Run requests until `close`. Call it on the first rank only."""
