@@ -62,8 +62,9 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return the number with the noun in singular or plural: `1 rank`, `2 ranks`, `4,096 samples`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """Return the number with the noun in singular or plural: `1 rank`, `2 micro-batches`, `4,096 samples`."""
+    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def format_si(value: float, digits: int = 3) -> str:

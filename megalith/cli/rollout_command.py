@@ -136,7 +136,7 @@ def _rollout(args: Arguments) -> dict[str, float]:
         print(printable(f"warning: {absent_message(name, groups)}"))
     if args.output:
         save_rollouts(args.output, Rollouts(groups, rewards.names, tokenizer.fingerprint))
-        print(f"wrote {len(groups):,} groups to {args.output}")
+        print(f"wrote {counted(len(groups), 'group')} to {args.output}")
     totals = np.array(
         [[np.nansum(one.rewards) for one in group.completions] for group in groups]
     )  # [prompts, G]

@@ -10,6 +10,7 @@ from megalith.data.dataset import SampleDataset
 from megalith.data.own_dataset import MapDataset, StreamDataset
 from megalith.data.streams.text_stream import TextStream
 from megalith.data.text_data import source_name
+from megalith.tables import counted
 
 
 def source_plan(train: SampleDataset, num_samples: int, seq_length: int) -> dict[str, Any]:
@@ -71,7 +72,10 @@ def source_notes(plan: dict[str, Any]) -> list[str]:
 
 def plan_text(plan: dict[str, Any], steps: int) -> str:
     """Format a plan: a line per source and, if weights change during the run, the tokens per phase."""
-    lines = [f"{steps:,} steps, {plan['samples']:,} samples, {plan['tokens']:,} tokens", ""]
+    lines = [
+        f"{counted(steps, 'step')}, {counted(plan['samples'], 'sample')}, {counted(plan['tokens'], 'token')}",
+        "",
+    ]
     table = [("source", "weight", "samples", "tokens", "epochs")]
     for source in plan["sources"]:
         weight = f"{100 * source['weight']:.1f} %"

@@ -192,7 +192,7 @@ def bubble_text(layout: Layout) -> str:
     """Return a sentence about the schedule and its expected bubble."""
     parallel = layout.config.parallel
     text = (
-        f"pipeline: {schedule_kind(parallel)}, {layout.micro_batches} micro-batches per step: "
+        f"pipeline: {schedule_kind(parallel)}, {counted(layout.micro_batches, 'micro-batch')} per step: "
         f"ranks are expected to wait {layout.bubble:.1%} of the time (the bubble)"
     )
     if abs(layout.weighed_bubble - layout.bubble) > 0.005:

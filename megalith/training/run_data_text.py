@@ -21,7 +21,7 @@ def _chat_lines(split: str, values: dict[str, Any]) -> list[str]:
     return [
         f"{split}: {counted(values['samples'], 'sample')} in {counted(values['rows'], 'row')}, "
         f"{100 * values['packing']:.1f} % of tokens",
-        *(f"  {count:,} samples were {event}" for event, count in values["events"].items()),
+        *(f"  {counted(count, 'sample')} {event}" for event, count in values["events"].items()),
         *_indented(render_lengths(values["lengths"], "sequences")),
         "",
     ]

@@ -124,7 +124,7 @@ def test_empty_files_are_named_or_counted(command, capsys):
         Path("mixed/nothing.jsonl").unlink()
     assert main(words(command, "mixed")) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "1 files of other kinds are not read: notes.pdf" in printed
+    assert "1 file of another kind not read: notes.pdf" in printed
     if command not in ("stream", "tokenizer train"):
         assert "1 of 2" in printed and "mixed/nothing.jsonl" in printed
 

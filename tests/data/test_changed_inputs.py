@@ -82,8 +82,7 @@ def test_files_that_change_between_a_run_and_its_resume_are_named(change, stream
         printed = " ".join(capsys.readouterr().out.split())
         assert "samples may differ" in printed
         assert (
-            not streaming
-            or "1 files have modification times that differ from those at the checkpoint" in printed
+            not streaming or "the modification time of 1 file differs from that at the checkpoint" in printed
         )
 
 

@@ -168,7 +168,7 @@ def test_preprocessing_a_mixed_folder_equals_preprocessing_its_jsonl(tmp_path, c
             main(["preprocess", "--input", str(source), "--output-prefix", str(tmp_path / name), *words]) == 0
         )
     printed = capsys.readouterr().out
-    assert "1 files of other kinds are not read: notes.pdf" in printed
+    assert "1 file of another kind not read: notes.pdf" in printed
     assert "1 of 4 inputs have no document" in printed and "1 empty documents" in printed
     training = ["--input", str(folder), "--vocab-size", "300", "--output", str(tmp_path / "tokenizer")]
     assert main(["tokenizer", "train", *training]) == 0

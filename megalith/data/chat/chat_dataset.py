@@ -242,13 +242,13 @@ def open_chat_data(
             continue
         rows = ChatDataset(samples, first, last, seq_length, packing=chat.packing, seed=seed, padding=padding)
         parts.append(rows)
-        notes.append(f"{name}: {rows.num_samples:,} samples in {rows.note(chat.packing)}")
+        notes.append(f"{name}: {counted(rows.num_samples, 'sample')} in {rows.note(chat.packing)}")
     if parts[0] is None:
         raise DataError(
             f"data.split {data.split} gives the train split no samples; raise the first number of data.split, or add "
             "data"
         )
     for samples in {id(samples): samples for samples in samples_by_split if samples}.values():
-        notes += [f"{count:,} samples were {event}" for event, count in samples.counts.items()]
+        notes += [f"{counted(count, 'sample')} {event}" for event, count in samples.counts.items()]
         notes += [f"the first unusable one: {samples.first_bad}"] * bool(samples.first_bad)
     return ChatSplits(*parts, notes)

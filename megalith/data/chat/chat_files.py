@@ -31,5 +31,5 @@ def chat_files(path: DataPath, notes: list[str] | None = None) -> list[Source]:
         files += expand_inputs([prefix], notes)
     empty = [str(file) for file in files if isinstance(file, Path) and file.is_file() and not size_of(file)]
     if empty and notes is not None:
-        notes.append(f"{len(empty):,} of {len(files):,} files are empty: {shorten(empty)}")
+        notes.append(f"empty files ({len(empty):,} of {len(files):,}): {shorten(empty)}")
     return files

@@ -26,7 +26,7 @@ from megalith.errors import DataError
 from megalith.progress import Progress
 
 BATCH = 1024  # samples per call of the tokenizer
-EQUAL = "pairs of two equal answers, which have no effect"
+EQUAL = "with two equal answers, which have no effect"
 ENDLESS = (
     "rendered without an end token after any answer, so the model does not learn to stop; change the chat template to "
     "end the assistant's turns with one"

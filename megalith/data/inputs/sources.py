@@ -35,6 +35,7 @@ from megalith.data.inputs.row_tables import (
 from megalith.data.inputs.source_versions import steady
 from megalith.errors import ConfigError, DataError, shorten
 from megalith.remote import StorePath, open_location
+from megalith.tables import counted
 
 TABLES = (".parquet", ".arrow")
 ENDINGS = (".jsonl", ".json", ".ndjson", ".txt", *TABLES)
@@ -226,5 +227,5 @@ def _files_of(source: Path | StorePath, notes: list[str]) -> list[Source]:
         )
     _check_splits(source, files)
     if others:
-        notes.append(f"{source}: {len(others):,} files of other kinds are not read: {shorten(others)}")
+        notes.append(f"{source}: {counted(len(others), 'file')} of another kind not read: {shorten(others)}")
     return files

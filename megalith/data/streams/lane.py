@@ -228,9 +228,9 @@ class Lane:
 
     def _ended(self, shards: Sequence[Shard], position: LanePosition) -> DataError:
         settings, last = self._settings, f" (the last one is {shards[-1]})" if shards else ""
-        documents = f"{position.documents:,} documents, of which {position.empty:,} are empty"
+        documents = f"{counted(position.documents, 'document')} ({position.empty:,} empty)"
         if self.skipped:
-            documents += f", {self.skipped:,} unusable ones were skipped"
+            documents += f", {self.skipped:,} more skipped as unusable"
             documents += f" (the first: {self.bad_lines[0]})" if self.bad_lines else ""
         if settings.repeat:
             way_out = "remove empty shards, or set data.stream_lanes to 1"

@@ -13,6 +13,7 @@ from megalith.data.streams.lane import Lane, LanePosition, StreamSettings
 from megalith.data.streams.lane_worker import LaneSample, LaneWorker, next_of
 from megalith.data.streams.stream import STREAM_LENGTH, SampleStream, State
 from megalith.errors import DataError, MegalithError, shorten
+from megalith.tables import counted
 
 AHEAD = 64  # samples that a worker makes ahead, over its lanes
 MAX_LANES = 64  # by default
@@ -121,12 +122,12 @@ class TextStream(SampleStream):
         notes = []
         if self._touched:
             notes.append(
-                f"{self.name}: {len(self._touched):,} files have modification times that differ from those at the "
-                f"checkpoint of this run, so samples may differ if their text changed: {shorten(self._touched)}"
+                f"{self.name}: the modification time of {counted(len(self._touched), 'file')} differs from that at "
+                f"the checkpoint of this run, so samples may differ if their text changed: {shorten(self._touched)}"
             )
         if not empty and not skipped and not self.bad_lines:
             return notes
-        note = f"{self.name}: {documents:,} documents read"
+        note = f"{self.name}: {counted(documents, 'document')} read"
         note += f", {empty:,} of them without tokens" * bool(empty)
         note += f", {skipped:,} unusable ones skipped (data.skip_bad_documents)" * bool(skipped)
         note += f"; for example: {self.bad_lines[0]}" if self.bad_lines else ""

@@ -29,6 +29,7 @@ from megalith.data.order import CyclicOrder, SampleOrder, SingleOrder
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.progress import Progress
+from megalith.tables import counted
 
 REPEATS_SHOWN = 3
 
@@ -57,7 +58,7 @@ class Prompts:
         """Return notes to be printed in the run's log."""
         notes = []
         if self.dropped:
-            notes.append(f"{self.dropped:,} prompts were too long and were dropped (rl.overlong_prompts)")
+            notes.append(f"{counted(self.dropped, 'prompt')} dropped as too long (rl.overlong_prompts)")
         first: dict[str | int, str] = {}
         pairs = ((p, first.setdefault(p.id, p.where)) for p in self.prompts)
         if repeats := [f"{p.id!r} of {p.where} is also in {where}" for p, where in pairs if where != p.where]:

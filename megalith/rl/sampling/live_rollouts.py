@@ -28,6 +28,7 @@ from megalith.rl.sampling.rollout_queue import RolloutQueue
 from megalith.rl.sampling.rollout_sampler import CONSUMED, LOGGED, RolloutSampler
 from megalith.rl.sampling.scored_groups import prefixed
 from megalith.rl.sampling.weight_sync import WeightSync
+from megalith.tables import counted
 from megalith.training.run_state import Run
 
 CURRENT = "batch_{:08d}.jsonl.zst"  # file name of a rollout batch
@@ -62,7 +63,7 @@ class LiveRollouts:
         """True if any token of the batch was sampled by weights older than the batch's first step."""
         self._completions: LineWriter | None = None
         self.rewards = rewards.names
-        self.notes = [f"{len(prompts):,} prompts; rewards: {', '.join(rewards.names)}"]
+        self.notes = [f"{counted(len(prompts), 'prompt')}; rewards: {', '.join(rewards.names)}"]
         self.notes += prompts.notes() + ([] if agent is None else agent.notes())
         if held_out:
             self.notes.append(f"{len(held_out):,} held-out prompts")
