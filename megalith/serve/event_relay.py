@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 Event = tuple[int, list[int], list[float], str | None]
 """Index of the choice, new ids, their log-probabilities, and the reason for its end, None before the end."""
+
+
+def merged(events: Sequence[Event]) -> Sequence[Event]:
+    """Join the events of each choice. The choices keep the order of their first events."""
+    if len(events) == 1:
+        return events
+    joined: dict[int, Event] = {}
+    for index, ids, logprobs, reason in events:
+        _, earlier, its_logprobs, _ = joined.get(index, (index, [], [], None))
+        joined[index] = index, earlier + ids, its_logprobs + logprobs, reason
+    return list(joined.values())
 
 
 class EventRelay:

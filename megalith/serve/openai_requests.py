@@ -22,7 +22,7 @@ from megalith.serve.http_server import HttpError
 MAX_DEPTH = 64  # nested lists and objects of a request
 MAX_CHOICES, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 16, 1024, 1024
 MIN_TEMPERATURE = 1e-3  # below, sampling is greedy
-CONTAINERS = (dict, list)
+CONTAINERS = {dict, list}
 SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]|\x00")
 """Bytes of which a body with an unpaired surrogate contains at least one. Zeros occur in UTF-16 and UTF-32."""
 
@@ -91,11 +91,13 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise HttpError(400, f"the body is a JSON {type(value).__name__}; send an object")
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
+        values = (one.values() if isinstance(one, dict) else one for one in level)
         level = [
             each
-            for one in level
-            for each in (one.values() if isinstance(one, dict) else one)
-            if isinstance(each, CONTAINERS)
+            for one in values
+            if not CONTAINERS.isdisjoint(map(type, one))
+            for each in one
+            if type(each) in CONTAINERS
         ]
         if not level:
             _check_unicode(body, value)

@@ -28,7 +28,7 @@ from megalith.generation.live_request import LiveRequest, OnTokens
 from megalith.generation.logits_processing import OFF, LogitsProcessing, bad_word_ids
 from megalith.generation.requests import MAX_GENERATIONS, MAX_KEYS
 from megalith.serve.chat_format import ChatFormat
-from megalith.serve.event_relay import EventRelay
+from megalith.serve.event_relay import EventRelay, merged
 from megalith.serve.http_server import HttpError, HttpRequest, HttpResponse
 from megalith.serve.openai_requests import CompletionRequest, parse_request, read_json
 from megalith.serve.openai_responses import DONE, ResponseWriter
@@ -243,11 +243,11 @@ class OpenAiService:
             sampler.submit(slot)
         except ConfigError as error:
             raise HttpError(400, str(error)) from None
-        parts = self._counted(sampler, self._stream(sampler, writer, request))
         if request.stream:
+            parts = self._counted(sampler, self._stream(sampler, writer, request))
             return HttpResponse(first=await anext(parts), parts=parts)
-        async for _ in parts:
-            pass
+        async for _, choice in self._counted(sampler, aiter(sampler)):
+            choice.take()  # the search for stop texts begins there
         return HttpResponse(writer.whole(sampler.choices, sampler.turns))
 
     def _check_room(self, completions: int) -> None:
@@ -286,7 +286,7 @@ class OpenAiService:
             raise HttpError(404, f"there is no model {request.model!r:.60}; the server has {names}")
         return slot, request.model or self._name
 
-    async def _counted(self, sampler: _Choices, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    async def _counted(self, sampler: _Choices, parts: AsyncIterator[Any]) -> AsyncGenerator[Any]:
         """Count the choices while they are open. Cancel them if the client disconnects."""
         self._open += len(sampler)
         try:
@@ -380,7 +380,7 @@ class _Choices:
     async def __aiter__(self) -> AsyncIterator[tuple[int, ChoiceText]]:
         while any(choice.reason is None for choice in self.choices):
             changed: dict[int, str | None] = {}  # reason of the last event of each choice
-            for index, ids, logprobs, reason in await self._mailbox.take():
+            for index, ids, logprobs, reason in merged(await self._mailbox.take()):
                 choice = self.choices[index]
                 if choice.reason is not None:
                     continue

@@ -34,7 +34,7 @@ from megalith.models.init import initialize
 from megalith.models.model_types import make_model
 from megalith.serve.chat_format import ChatFormat
 from megalith.serve.chat_session import ChatSession
-from megalith.serve.event_relay import EventRelay
+from megalith.serve.event_relay import EventRelay, merged
 from megalith.serve.http_server import HttpError, HttpServer, Limits
 from megalith.serve.openai_requests import read_json
 from megalith.serve.openai_service import Access, OpenAiService
@@ -513,6 +513,14 @@ def test_events_of_a_thread_reach_their_mailboxes_in_order_with_few_wake_ups():
 
     found, wakeups = asyncio.run(main())
     assert found == [list(range(first, 900, 3)) for first in range(3)] and wakeups == 1
+
+
+def test_waiting_events_of_a_choice_are_joined():
+    first, other = (1, [5], [-0.5], None), (0, [7], [-0.1], None)
+    last = (1, [6, 2], [-1.5, -2.0], "stop")
+    joined = [(1, [5, 6, 2], [-0.5, -1.5, -2.0], "stop"), other]
+    assert merged([first, other, last]) == joined and merged([first]) == [first]
+    assert first == (1, [5], [-0.5], None)
 
 
 def test_bodies_with_half_of_a_surrogate_pair_are_refused_in_any_encoding():
