@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from default_cases import by_default
+from default_cases import by_default, in_full
 from engine_stand_ins import Refusal, served
 from rl_run_job import agent_outcomes
 from small_policy import MODEL, metrics
@@ -71,7 +71,7 @@ def configuration(folder: Path, kind: str, name: str, parallel: dict | None = No
             ),
             rl=shared | rl,
             optim=dict(lr=1e-3, lr_decay_style="constant"),
-            train=dict(train_iters=2, micro_batch_size=2, global_batch_size=16, output_dir=str(folder / name))
+            train=dict(train_iters=2, micro_batch_size=2, global_batch_size=8, output_dir=str(folder / name))
             | train,
             parallel=parallel or {},
             runtime=dict(device="cpu", compile=False),
@@ -98,7 +98,7 @@ def ones(folder) -> dict[str, dict]:
 
 def test_the_runs_have_several_turns_and_branches(folder, ones):
     tools = rollouts_of(folder / "tools-one")
-    assert sum(len(one[0][1]) > 1 for one in tools) >= 4 and max(len(one[0][1]) for one in tools) == 5
+    assert sum(len(one[0][1]) > 1 for one in tools) >= 2 and max(len(one[0][1]) for one in tools) == 5
     agents = rollouts_of(folder / "agent-one")
     assert {len(one) for one in agents} >= {2} and sum(
         len(part[1]) == 3 for one in agents for part in one
@@ -107,15 +107,19 @@ def test_the_runs_have_several_turns_and_branches(folder, ones):
     assert np.isfinite(steps).all() and any(steps)
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "dp2-zero3"])
-def test_layouts_sample_and_train_as_one_process(pool, folder, ones, layout):
-    configs = [configuration(folder, kind, f"{kind}-{layout}", LAYOUTS[layout].parallel) for kind in KINDS]
+@pytest.mark.parametrize(
+    ("layout", "kinds"),
+    [("tp2-sp", (*KINDS,)), ("dp2-zero3", ("agent",)), in_full("dp2-zero3", ("tools",))],
+    ids=["tp2-sp", "dp2-zero3", "dp2-zero3 tools"],
+)
+def test_layouts_sample_and_train_as_one_process(pool, folder, ones, layout, kinds):
+    configs = [configuration(folder, kind, f"{kind}-{layout}", LAYOUTS[layout].parallel) for kind in kinds]
     for found in pool.run(agent_outcomes, configs, size=2):
-        for kind, one in zip(KINDS, found, strict=True):
+        for kind, one in zip(kinds, found, strict=True):
             assert relative_error(one["norms"], ones[kind]["norms"]) < BOUND, kind
             scale = max(map(abs, ones[kind]["losses"]))
             assert one["losses"] == pytest.approx(ones[kind]["losses"], abs=BOUND * scale), kind
-    for kind in KINDS:
+    for kind in kinds:
         assert rollouts_of(folder / f"{kind}-{layout}") == rollouts_of(folder / f"{kind}-one"), kind
 
 
@@ -172,7 +176,7 @@ def test_servers_sample_for_an_agent(folder, tmp_path, kind):
     for version, groups in enumerate(found):
         each = [one for group in groups for one in group.completions]
         assert {int(np.unique(one.version).item()) for one in each} == {version}
-        assert sum(len(one.branches) for one in each) >= 16
+        assert sum(len(one.branches) for one in each) >= 8
 
 
 def test_the_report_shows_transcripts_and_rollout_prints_pass_at_k(trained, folder, tmp_path, capsys):
@@ -272,7 +276,7 @@ AHEAD = 2
 
 def run_ahead(folder: Path, output: Path, kind: str, load: Path | None = None) -> list[dict]:
     """Return the metrics of a run whose batches are sampled ahead by a server of its own."""
-    config = configuration(folder, kind, "unused", train_iters=5)
+    config = configuration(folder, kind, "unused", train_iters=4)
     model = prepare(config, 1)[0].model
     with served("vllm 0.29", family_for(model).write_config(model)) as server:
         rl = dict(engine="vllm", engine_url=server.url, weight_sync_method="gloo", max_staleness=AHEAD)
@@ -283,7 +287,7 @@ def run_ahead(folder: Path, output: Path, kind: str, load: Path | None = None) -
     return metrics(output)
 
 
-@pytest.fixture(scope="module", params=["tools", "agent"])
+@pytest.fixture(scope="module", params=[in_full("tools"), "agent"])
 def ahead(request, folder, tmp_path_factory) -> tuple[str, Path, list[dict]]:
     output = tmp_path_factory.mktemp(f"ahead-{request.param}")
     return request.param, output, run_ahead(folder, output, request.param)
@@ -297,8 +301,8 @@ def test_batches_ahead_have_whole_completions_of_the_versions_that_the_settings_
         periods = range(batch - min(batch, AHEAD), batch) or [0]
         expected = [{version} for version in periods for _ in range(len(groups) // len(periods))]
         assert versions == expected, batch
-    assert [step["staleness_max"] for step in steps] == [0, 1, 2, 2, 2]
-    assert [step["queue_length"] for step in steps] == [2, 2, 2, 1, 0]
+    assert [step["staleness_max"] for step in steps] == [0, 1, 2, 2]
+    assert [step["queue_length"] for step in steps] == [2, 2, 1, 0]
     assert all(step["drift_canary"] < 1.0001 and step["tokens_dropped"] == 0 for step in steps)
     assert any(step["turns"] > 1 for step in steps)
 

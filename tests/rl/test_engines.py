@@ -706,9 +706,7 @@ def test_every_layout_writes_the_adapters_of_one_process_and_nothing_else(pool, 
             assert all(torch.equal(found["one"][key], tensor) for key, tensor in found[name].items())
 
 
-def test_adapters_that_a_server_cannot_load_are_sent_merged_and_a_base_without_them_is_refused(
-    tmp_path, caplog
-):
+def test_adapters_that_a_server_cannot_load_are_sent_merged_and_a_base_without_them_is_refused(tmp_path):
     train_grpo(configuration(tmp_path, train=dict(train_iters=1)))
     policy = str(tmp_path / "run")
     with served("vllm 0.24", model_tree(tmp_path)) as server:

@@ -23,6 +23,7 @@ from exact_cases import (
     parallel_model,
     pretraining,
     run_config,
+    same_in_smaller_batches,
     scores,
     tensor_layouts,
     total,
@@ -67,11 +68,10 @@ def test_engine_and_trainer_have_the_same_bits_in_every_batch(tmp_path, name):
     model = parallel_model(config)
     samples = engine_samples(model, 10)
     assert len({tuple(each.completion.ids) for each in samples}) > 5
-    for rows in (1, 3):
-        assert equal_samples(samples, engine_samples(model, rows)), rows
+    assert same_in_smaller_batches(model, samples)
     for packing, micro in itertools.product((False, True), (1, 4)):
         ours, engines = scores(config, model, samples, packing, micro)
-        assert len(ours) > 100 and torch.equal(ours, engines), (packing, micro)
+        assert len(ours) > 60 and torch.equal(ours, engines), (packing, micro)
 
 
 def test_an_engine_that_takes_requests_at_any_time_has_the_same_bits(tmp_path):
@@ -90,7 +90,9 @@ def test_an_engine_that_takes_requests_at_any_time_has_the_same_bits(tmp_path):
                 if not still_open:
                     live.close()
 
-        request = LiveRequest(PROMPTS[number], 12, TEMPERATURE, seed=3, key=number * 2**16)
+        request = LiveRequest(
+            PROMPTS[number], SAMPLING.max_new_tokens, TEMPERATURE, seed=3, key=number * 2**16
+        )
         live.submit([request], [on_tokens])
 
     for number in range(3):
@@ -100,7 +102,7 @@ def test_an_engine_that_takes_requests_at_any_time_has_the_same_bits(tmp_path):
         assert np.array_equal(np.array(found[number], np.float32), sample.completion.logprobs)
 
 
-@pytest.mark.parametrize(("packing", "mini_batches", "count"), [(True, 1, 10), (False, 2, 4)])
+@pytest.mark.parametrize(("packing", "mini_batches", "count"), [(True, 1, 6), (False, 2, 4)])
 def test_on_policy_the_ratio_is_1_and_the_drift_0_in_every_step(tmp_path, packing, mini_batches, count):
     config = configuration(
         tmp_path,
@@ -192,8 +194,8 @@ KINDS = {
     "context": (CONTEXT_MODELS, context_layouts),
 }
 BY_DEFAULT = {  # every model and every layout of two ranks
-    *((name, "tp2 sp") for name in TENSOR_MODELS), ("gpt2", "tp2"), ("sigmoid experts", "tp2"),
-    *(("sigmoid experts", layout) for layout in expert_layouts(2)),
+    *((name, "tp2 sp") for name in TENSOR_MODELS), ("sigmoid experts", "tp2"),
+    ("sigmoid experts", "ep2 allgather"), ("sigmoid experts", "ep2 static"), ("sigmoid experts", "etp2 tp2 sp"),
     ("experts", "ep2"), ("experts with biases", "etp2"), ("experts with biases", "ep2 tp2"),
     ("llama with grouped queries", "cp2 a2a"), ("windows", "cp2 all_gather"), ("latent attention", "cp2 a2a"),
 }  # fmt: skip
@@ -220,7 +222,7 @@ def test_parallel_engines_and_trainers_have_the_bits_of_one_process(pool, tmp_pa
                 assert equal_samples(samples, alone[name]), (name, layout)
 
 
-FEW = {"tp2", "ep2 static", "etp2 tp2 sp", "cp2 a2a"}
+FEW = {"tp2", "etp2 tp2 sp", "cp2 a2a"}
 
 
 @pytest.mark.parametrize("few", [True, in_full(False)])
@@ -260,12 +262,12 @@ BALANCED = EXPERTS | dict(moe_aux_loss_coeff=0.1)
 TRAINED = {"dense": {}, "experts": BALANCED, "mtp": MTP, "experts and mtp": BALANCED | MTP}
 
 
-@pytest.mark.parametrize("model", TRAINED.values(), ids=TRAINED)
-def test_losses_and_gradients_have_the_same_bits_for_every_micro_batch_size(tmp_path, model):
-    configs = {micro: pretraining(tmp_path, micro, model=model) for micro in (1, 2, 8)}
-    one, *others = map(figures, configs.values())
+@pytest.mark.parametrize("name", by_default(TRAINED, "dense", "experts and mtp"))
+def test_losses_and_gradients_have_the_same_bits_for_every_micro_batch_size(tmp_path, name):
+    configs = {micro: pretraining(tmp_path, micro, model=TRAINED[name]) for micro in (1, 8)}
+    one, other = map(figures, configs.values())
     assert len({loss for loss, *_ in one}) == 4
-    assert all(other == one for other in others)
+    assert other == one
     changed = {"train.batch_invariant": False, "train.output_dir": str(tmp_path / "ordinary")}
     ordinary = figures(configs[1].with_settings(changed))
     for ours, theirs in zip(one, ordinary, strict=True):
@@ -273,10 +275,11 @@ def test_losses_and_gradients_have_the_same_bits_for_every_micro_batch_size(tmp_
 
 
 @pytest.mark.parametrize("size", [8, in_full(6)])
-@pytest.mark.parametrize("model", [{}, BALANCED, MTP], ids=["dense", "experts", "mtp"])
-def test_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, model, size):
+@pytest.mark.parametrize("name", by_default(TRAINED, "dense", "experts and mtp"))
+def test_runs_have_the_same_bits_for_every_data_parallel_size(pool, tmp_path, name, size):
+    model = TRAINED[name]
     batch = {"train.global_batch_size": size}
-    micro_sizes = {1: (1, size // 2), 2: (1, size // 2), 4: (1, 2)} if size == 8 else {1: (2,), 2: (1, 3)}
+    micro_sizes = {1: (4,), 2: (1, 4), 4: (2,)} if size == 8 else {1: (2,), 2: (1, 3)}
     expected = None
     for ranks, micro in ((ranks, micro) for ranks, each in micro_sizes.items() for micro in each):
         config = pretraining(tmp_path, micro, model=model).with_settings(batch)
@@ -308,7 +311,7 @@ def test_with_other_parallelism_runs_have_the_same_bits_for_every_data_parallel_
     layout = {f"parallel.{key}": value for key, value in PAIRS[name].items()}
     alone = trained(pretraining(tmp_path, 2, model=model))[0]
     results = {}
-    for ranks, micro in ((2, 1), (2, 4), (4, 2)):
+    for ranks, micro in ((2, 1), (4, 2)):
         config = pretraining(tmp_path, micro, model=model).with_settings(layout)
         results[ranks, micro] = pool.run(trained, config, size=ranks)
     expected = results[2, 1]

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from default_cases import in_full
+from default_cases import by_default, in_full
 from exact_cases import (
     EXPERTS,
     LONG_PROMPTS,
@@ -18,6 +18,7 @@ from exact_cases import (
     parallel_model,
     pretraining,
     run_config,
+    same_in_smaller_batches,
     scores,
     tensor_layouts,
     trained,
@@ -77,11 +78,10 @@ def test_engine_and_trainer_have_the_same_bits_in_every_batch(tmp_path, name, pr
     model = parallel_model(config)
     samples = engine_samples(model, 10, LONG_PROMPTS)
     assert len({tuple(each.completion.ids) for each in samples}) > 5
-    for rows in (1, 3):
-        assert equal_samples(samples, engine_samples(model, rows, LONG_PROMPTS)), rows
+    assert same_in_smaller_batches(model, samples, LONG_PROMPTS)
     for packing, micro in ((False, 1), (True, 4)):
         ours, engines = scores(config, model, samples, packing, micro)
-        assert len(ours) > 100 and torch.equal(ours, engines), (packing, micro)
+        assert len(ours) > 60 and torch.equal(ours, engines), (packing, micro)
 
 
 LAYERS = {
@@ -145,8 +145,6 @@ def test_parallel_engines_and_trainers_have_the_bits_of_one_process(pool, tmp_pa
 RUNS = [
     ("qwen3-next", "cp2 a2a"),
     ("bamba, one group", "tp2 sp"),
-    ("kimi-linear", "recomputed"),
-    ("lfm2", "pp2"),
 ]
 
 
@@ -172,9 +170,15 @@ def test_on_policy_the_ratio_is_1_in_every_step(pool, tmp_path, few):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-next", in_full("bamba, one group"), in_full("kimi-linear"), in_full("lfm2")]
+    ("name", "layout"),
+    by_default(
+        itertools.product(
+            ("qwen3-next", "bamba, one group", "kimi-linear", "lfm2"), ("cp2 all_gather", "tp2 sp")
+        ),
+        ("qwen3-next", "cp2 all_gather"),
+    ),
 )
-def test_runs_have_the_same_bits_for_every_micro_batch_and_data_parallel_size(pool, tmp_path, name):
+def test_runs_have_the_same_bits_for_every_micro_batch_and_data_parallel_size(pool, tmp_path, name, layout):
     def config(micro: int, **parallel) -> RunConfig:
         return pretraining(tmp_path, micro, model=LAYERS[name], seq=72, parallel=parallel)
 
@@ -188,9 +192,8 @@ def test_runs_have_the_same_bits_for_every_micro_batch_and_data_parallel_size(po
     unclipped = trained(config(1).with_settings({"optim.clip_grad": 0.0}))
     for ours, theirs in zip(unclipped[1], ordinary[1], strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm().clamp(min=1e-6)
-    for parallel in (dict(context_parallel_size=2, cp_comm_type="all_gather"), tensor_layouts(2)["tp2 sp"]):
-        for losses, *_ in pool.run(trained, config(4, **parallel), size=2):
-            assert losses[0] == expected[0][0] and losses == pytest.approx(expected[0], rel=1e-4), parallel
+    for losses, *_ in pool.run(trained, config(4, **LAYOUTS[layout]), size=2):
+        assert losses[0] == expected[0][0] and losses == pytest.approx(expected[0], rel=1e-4)
 
 
 def logits(config: RunConfig) -> torch.Tensor:
