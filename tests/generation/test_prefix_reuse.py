@@ -78,7 +78,7 @@ def test_turns_have_the_tokens_of_an_engine_that_prefills_everything(name, rows)
     assert (engine.prefill_tokens < plain.prefill_tokens) == (name not in WITHOUT)
 
 
-@pytest.mark.parametrize(("rows", "budget"), [(1, 0), (3, 0), (3, 2**13), (3, 2**20), (16, 0)])
+@pytest.mark.parametrize(("rows", "budget"), [in_full(1, 0), (3, 0), (3, 2**13), in_full(3, 2**20), (16, 0)])
 def test_with_batch_invariant_operators_no_bit_changes(rows, budget):
     model = built(ROPE | dict(num_query_groups=2, window_size=[20, 0], window_attn_skip_freq=2))
     sizes = dict(max_rows=rows, max_tokens=128, batch_invariant=True)
@@ -97,7 +97,7 @@ def test_any_requests_in_any_order_have_the_bits_of_requests_on_their_own():
     engine = engine_for(model, max_rows=4, **sizes, prefix_cache_bytes=40_000)
     alone = engine_for(model, max_rows=1, **sizes, prefix_reuse=False)
     known = [[rng.randrange(96) for _ in range(40)]]
-    for call in range(12):
+    for call in range(8):
         requests = []
         for _ in range(rng.randrange(1, 9)):
             base = rng.choice(known)
@@ -110,7 +110,7 @@ def test_any_requests_in_any_order_have_the_bits_of_requests_on_their_own():
             (other,) = alone.generate([ids], replace(SAMPLING, max_new_tokens=limit), keys=[key])
             assert (one.ids, one.logprobs) == (other.ids, other.logprobs)
             known.append([*ids, *one.ids])
-    assert engine.reused_tokens > 500
+    assert engine.reused_tokens > 300
 
 
 @pytest.mark.parametrize("rows", [1, 3])

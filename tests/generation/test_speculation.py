@@ -1,10 +1,11 @@
 """Speculative decoding: the completions of plain decoding, the model's own distribution, fewer passes."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from default_cases import in_full
+from default_cases import by_default, in_full
 from generation.brief_training import LLAMA, VOCAB, chains, scored, trained_model
 from generation.engine_job import EXPERTS, speculative_over_tensor_ranks
 
@@ -42,7 +43,10 @@ def draft_model():
     return trained_model(steps=24, num_layers=1, hidden_size=32)[0]
 
 
-@pytest.fixture(params=["ngram", "draft_model", "mtp"])
+METHODS = "ngram", "draft_model", "mtp"
+
+
+@pytest.fixture(params=METHODS)
 def speculation(request, draft_model):
     return Speculation(
         request.param,
@@ -76,13 +80,20 @@ def test_samples_count_up_to_the_first_that_differs_or_ends_the_completion():
     assert accepted_tokens(ids, drafts, stops).tolist() == [4, 2, 1, 2, 4]
 
 
-@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("speculation", "kind"),
+    by_default(
+        itertools.product(METHODS, SAMPLINGS),
+        *(("ngram", kind) for kind in SAMPLINGS), ("draft_model", "temperature"), ("mtp", "greedy"),
+    ),
+    indirect=["speculation"],
+)  # fmt: skip
 def test_completions_are_those_of_plain_decoding_in_fewer_passes(model, speculation, kind):
     sampling = SAMPLINGS[kind]
     plain = engine_for(model, max_rows=4, max_tokens=80)
     engine = engine_for(model, max_rows=4, max_tokens=80, speculation=speculation)
-    expected = plain.generate(PROMPTS, sampling, num_generations=2)
-    done = engine.generate(PROMPTS, sampling, num_generations=2)
+    expected = plain.generate(PROMPTS, sampling)
+    done = engine.generate(PROMPTS, sampling)
     assert [(each.ids, each.truncated) for each in done] == [(each.ids, each.truncated) for each in expected]
     for each, other in zip(done, expected):
         assert each.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -139,14 +150,27 @@ def test_logprobs_are_those_that_the_model_scores(model, speculation):
     assert (found - scored(model, PROMPTS, done, 0.7)).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("sampling", [
-    Sampling(max_new_tokens=3, temperature=1.0, seed=21),
-    Sampling(max_new_tokens=3, temperature=1.3, top_p=0.7, seed=21),
-    in_full(Sampling(max_new_tokens=3, temperature=0.6, seed=21)),
-])  # fmt: skip
+DISTRIBUTIONS = {
+    "plain": Sampling(max_new_tokens=3, temperature=1.0, seed=21),
+    "top_p": Sampling(max_new_tokens=3, temperature=1.3, top_p=0.7, seed=21),
+    "cold": Sampling(max_new_tokens=3, temperature=0.6, seed=21),
+}
+
+
+@pytest.mark.parametrize(
+    ("speculation", "sampling"),
+    by_default(
+        itertools.product(METHODS, DISTRIBUTIONS),
+        ("ngram", "plain"),
+        ("draft_model", "top_p"),
+        ("mtp", "plain"),
+    ),
+    indirect=["speculation"],
+)
 def test_samples_have_the_models_distribution(speculation, sampling, model, joint_of):
     """A chi-square test of the joint distribution of three tokens, whose prompt is one that n-grams can continue."""
-    prompt, count = [*PROMPTS[4], *PROMPTS[4][:6]], 4000
+    sampling = DISTRIBUTIONS[sampling]
+    prompt, count = [*PROMPTS[4][:7], *PROMPTS[4][:4]], 4000
     engine = engine_for(model, max_rows=1000, max_tokens=40, speculation=speculation)
     done = engine.generate([prompt], sampling, num_generations=count)
     assert engine.take_draft_metrics().accepted > 100
@@ -197,7 +221,8 @@ def probabilities(model, prompt, sampling) -> torch.Tensor:
 
 
 def test_tokens_do_not_depend_on_the_other_rows(model, speculation):
-    sampling, keys = SAMPLINGS["temperature"], [7 * n + 2**40 for n in range(len(PROMPTS))]
+    sampling = replace(SAMPLINGS["temperature"], max_new_tokens=20)
+    keys = [7 * n + 2**40 for n in range(len(PROMPTS))]
     every = engine_for(model, max_rows=9, max_tokens=96, speculation=speculation).generate(
         PROMPTS, sampling, keys=keys
     )
@@ -248,22 +273,24 @@ def test_experts_are_recorded_for_the_tokens_that_are_kept(speculation):
         engine_for(model, max_rows=3, max_tokens=80, records_routes=True, speculation=drafts)
         for drafts in (None, speculation)
     )
-    plain, done = (engine.generate(PROMPTS, SAMPLINGS["greedy"]) for engine in engines)
+    sampling = replace(SAMPLINGS["greedy"], max_new_tokens=16)
+    plain, done = (engine.generate(PROMPTS[-4:], sampling) for engine in engines)
     for one, other in zip(plain, done):
         assert one.ids == other.ids and (one.routes == other.routes).all()
-        assert len(other.routes) == len(PROMPTS[other.prompt]) + len(other.ids) - 1
+        assert len(other.routes) == len(PROMPTS[-4:][other.prompt]) + len(other.ids) - 1
 
 
 def test_exact_logprobs_are_those_without_drafts_to_the_bit(model, speculation):
     sizes = dict(max_rows=4, max_tokens=80, batch_invariant=True)
-    expected = engine_for(model, **sizes).generate(PROMPTS, SAMPLINGS["temperature"])
-    done = engine_for(model, **sizes, speculation=speculation).generate(PROMPTS, SAMPLINGS["temperature"])
+    sampling = replace(SAMPLINGS["temperature"], max_new_tokens=16)
+    expected = engine_for(model, **sizes).generate(PROMPTS[-5:], sampling)
+    done = engine_for(model, **sizes, speculation=speculation).generate(PROMPTS[-5:], sampling)
     assert done == expected
 
 
 def test_requests_with_settings_of_their_own_get_the_same_tokens(model, speculation):
     requests = [
-        LiveRequest(prompt, 20, temperature=0.2 * (n % 4), top_k=5 * (n % 2), top_p=1 - 0.1 * (n % 3), key=n)
+        LiveRequest(prompt, 12, temperature=0.2 * (n % 4), top_k=5 * (n % 2), top_p=1 - 0.1 * (n % 3), key=n)
         for n, prompt in enumerate(PROMPTS)
     ]
     found = []
@@ -290,7 +317,7 @@ def test_requests_with_settings_of_their_own_get_the_same_tokens(model, speculat
 
 
 def test_tensor_parallel_ranks_verify_drafts(pool, model, draft_model):
-    sampling = Sampling(max_new_tokens=24, temperature=0.3, top_p=0.95, seed=2)
+    sampling = Sampling(max_new_tokens=12, temperature=0.3, top_p=0.95, seed=2)
     expected = engine_for(model, max_rows=5, max_tokens=96).generate(PROMPTS[:5], sampling)
     weights, draft = dict(model.state_dict()), dict(draft_model.state_dict())
     jobs = pool.run(
