@@ -1,7 +1,7 @@
 """Every `megalith bench` entry and every `python -m benchmarks.*` runs in small on a CPU.
 
-The cases fork the programs that they start, which is safe only in a process without threads. So each file of cases
-runs in a process of its own that is forked from one without threads.
+The cases fork the programs that they start, which is safe only in a process without threads. So they run in a process
+of their own that is forked from one without threads.
 """
 
 import os
@@ -11,21 +11,16 @@ import forked
 import pytest
 from default_cases import in_full
 
+FILES = [Path(__file__).parent / name for name in ("benchmark_cases.py", "benchmark_module_cases.py")]
 
-@pytest.mark.parametrize(
-    ("file", "marks"),
-    [
-        ("benchmark_cases.py", "not full"),
-        ("benchmark_module_cases.py", "not full"),
-        in_full("benchmark_cases.py", "full"),
-    ],
-)
-def test_benchmarks_run_in_small(file, marks):
+
+@pytest.mark.parametrize("marks", ["not full", in_full("full")])
+def test_benchmarks_run_in_small(marks):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     words = [
         "-m",
         "pytest",
-        Path(__file__).parent / file,
+        *FILES,
         "-m",
         marks,
         "-p",
