@@ -198,9 +198,9 @@ def run_config(folder: Path, layout: str | None) -> RunConfig:
     ("case", "layout"),
     [
         ("qwen3.5", "tp2-sp"),
-        ("qwen3.5", "cp2"),
+        pytest.param("qwen3.5", "cp2", marks=pytest.mark.full),
         ("qwen3.5", "pp2"),
-        ("qwen3.5", "dp2-zero3"),
+        pytest.param("qwen3.5", "dp2-zero3", marks=pytest.mark.full),
         ("qwen3.5-moe", "ep2"),
         pytest.param("qwen3.5-moe", "tp2-sp-ep2", marks=pytest.mark.full),
         pytest.param("qwen3.5-moe", "pp2-ep2", marks=pytest.mark.full),

@@ -8,7 +8,7 @@ from ranks import Ranks, records, saved, words
 import megalith.checkpoint.saver as saver
 from megalith.parallel.parallel_model import ParallelModel
 
-TIMEOUT = 4.0  # seconds
+TIMEOUT = 3.0  # seconds
 BATCHES = 3  # of an evaluation
 
 

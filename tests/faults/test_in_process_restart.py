@@ -46,7 +46,7 @@ def test_ranks_killed_in_a_step_a_copy_and_a_restart_change_nothing(tmp_path, un
 
 def test_a_restart_that_takes_too_long_becomes_a_restart_of_all_processes(tmp_path, undisturbed):
     failures = [(3, "step", 7, "kill"), (3, "restore", 1, "sleep")]
-    assert check(tmp_path / "run", "sharded", failures, undisturbed, limit=8.0) == (1, 1)
+    assert check(tmp_path / "run", "sharded", failures, undisturbed, limit=5.0) == (1, 1)
     text = (tmp_path / "run.log").read_text()
     assert re.search(
         r"error: rank \d: the ranks did not all train again in time .*\nrestarting \(2 of 9\)", text

@@ -14,8 +14,10 @@ atexit._clear()
 import torch
 import torch.distributed as dist
 from datetime import timedelta
+from megalith.launch import call_order
 from megalith.launch.call_order import CallOrder, clone_store
 
+call_order.PATIENCE, call_order.LOOK = 1.0, 0.25  # seconds
 rank, way = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[3]}", rank=rank, world_size=2)
 order = CallOrder(rank, 2, clone_store(timedelta(seconds=30)))
@@ -23,7 +25,7 @@ for _ in range(20):
     with order.call("step"):
         dist.barrier()
 if way == "slow" and rank == 0:
-    time.sleep(6)
+    time.sleep(2)
 if way == "slow" or rank == 1:
     with order.call("unwrap_model"), order.call("gather"):
         dist.barrier() if way == "slow" else dist.recv(torch.ones(1), 0)

@@ -224,7 +224,7 @@ def forget(launcher: MultiNodeRendezvous) -> None:
 def test_a_machine_joins_a_job_whose_launcher_has_been_silent_for_long(monkeypatch):
     """torch forgets the first launcher, so the second one completes a round alone and asks the first to meet again."""
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
-    monkeypatch.setattr("megalith.launch.rendezvous.LAST_CALL", 2)
+    monkeypatch.setattr("megalith.launch.rendezvous.LAST_CALL", 1)
     endpoint = f"127.0.0.1:{free_port()}"
     first, second = (MultiNodeRendezvous(endpoint, "ours", (1, 2)) for _ in range(2))
     info = first.next_rendezvous()

@@ -253,7 +253,7 @@ def test_equal_one_process_in_every_layout(pool, layouts, model):
 Z_LOSSES = CrossEntropy(), MicroBatchMean()
 Z_MODEL = {"num_layers": 4, "output_z_loss_coeff": 0.05}
 Z_LAYOUTS = [name for name, layout in LAYOUTS.items() if layout.processes == 4 and not layout.has_experts]
-Z_BY_DEFAULT = ["tp4-sp", "pp4-interleaved", "cp4", "dp4-zero3", "tp2-sp-pp2-zero_bubble", "cp2-dp2-zero3"]
+Z_BY_DEFAULT = ["tp4-sp", "pp4-interleaved", "tp2-sp-pp2-zero_bubble", "cp2-dp2-zero3"]
 
 
 def z_configuration(layout: str) -> RunConfig:

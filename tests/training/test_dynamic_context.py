@@ -90,10 +90,10 @@ PIPELINES = {
 
 BY_DEFAULT = {  # every way of attention, of sharding and of pipelining once; test-all runs the others, too
     "dp2 cp2", "cp4", "dp4 zero3", "dp2 cp2 at least 2", "dp4 saved attention", "dp2 tp2 sp",
-    "dp2 cp2 ep4", "dp4 ep2 zero3", "pp2 cp2 ep2",
+    "dp2 cp2 ep4", "pp2 cp2 ep2",
     "pp2 cp2 zero bubble", "pp2 dp2 interleaved zero2", "pp2 tp2 sp",
 }  # fmt: skip
-LATENT_BY_DEFAULT = {"dp4 a2a zero3", "cp2 tp2", "pp2 cp2"}
+LATENT_BY_DEFAULT = {"dp4 a2a zero3", "cp2 tp2"}  # a resumed run shows pipelines, too
 by_default_and_others = pytest.mark.parametrize("others", [False, in_full(True)])
 
 
@@ -136,11 +136,11 @@ def test_every_layout_equals_one_process(pool, tree: dict, alone: Outcome, other
 
 def test_adapters_and_padded_rows_equal_one_process(pool, tree: dict):
     changes = {
-        "adapters": dict(lora={"rank": 2}),
+        "adapters, prefetching threads": dict(lora={"rank": 2}, data={"num_workers": 2}),
         "one sample per row": dict(sft={"packing": False}),
-        "dynamic fine-tuning": dict(sft={"loss_type": "dft"}),
-        "prefetching threads": dict(data={"num_workers": 2}),
-        "a batch size that changes": dict(train={"step_batch_size_schedule": [[0, 4], [4, 8]]}),
+        "dynamic fine-tuning, a batch size that changes": dict(
+            sft={"loss_type": "dft"}, train={"step_batch_size_schedule": [[0, 4], [4, 8]]}
+        ),
     }
     layout = LAYOUTS["dp2 cp2"] | DYNAMIC
     cases = {name: (config_of(tree, parallel=layout, **more),) for name, more in changes.items()}

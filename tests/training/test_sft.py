@@ -105,7 +105,8 @@ def test_packed_equals_padded_and_the_loss_of_transformers(tree: dict):
     assert ours == pytest.approx(norm, rel=1e-5)
 
 
-def test_dynamic_fine_tuning_is_trls_in_every_layout(pool, tree: dict):
+@pytest.mark.parametrize("plain", [("cp2", "tp2-sp"), in_full(("dp2-zero2",))], ids="+".join)
+def test_dynamic_fine_tuning_is_trls_in_every_layout(pool, tree: dict, plain: tuple[str, ...]):
     """Of trl/trainer/sft_trainer.py 1.16.0, compute_loss: −log_probs · exp(log_probs).detach() over the tokens."""
     dft = {"sft": {"loss_type": "dft"}}
     padded = {"sft": {"packing": False, "loss_type": "dft"}, "train": {"global_batch_size": 24}}
@@ -124,7 +125,7 @@ def test_dynamic_fine_tuning_is_trls_in_every_layout(pool, tree: dict):
     ours = sum(g.double().square().sum() for g in gradients.values()).sqrt().item()
     assert ours == pytest.approx(norm, rel=1e-5)
     interleaved = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|L"}
-    layouts = {name: LAYOUTS[name].parallel for name in ("cp2", "tp2-sp", "dp2-zero2")} | {"pp2": interleaved}
+    layouts = {name: LAYOUTS[name].parallel for name in plain} | {"pp2": interleaved}
     cases = {name: (config_of(tree, parallel=parallel, **dft),) for name, parallel in layouts.items()}
     one = run_job(config_of(tree, **dft))
     for name, ranks in pool.run_cases(run_job, cases, size=2).items():
