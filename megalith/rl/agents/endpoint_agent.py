@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from threading import Thread, current_thread, main_thread
@@ -37,9 +36,6 @@ from megalith.serve.http_server import HttpServer, Limits
 from megalith.serve.openai_service import Access, OpenAiService
 
 SETTING = "rl.agent"
-SWITCH_INTERVAL = 0.0005
-"""Seconds after which the engine's thread gets its turn from the server's. Python's default, 0.005, would delay the
-launch of decode steps."""
 MAX_OPEN = 1 << 16  # connections and completions of all sessions
 LoggedMetrics = dict[str, list[float]]
 
@@ -171,15 +167,12 @@ class EndpointAgent:
                 live.close()
 
         thread = Thread(target=run_agents, name="agents")
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_INTERVAL)
         try:
             thread.start()
             live.run()
         finally:
             thread.join()
             server.close()
-            sys.setswitchinterval(interval)
         if errors:
             raise errors[0]
 
