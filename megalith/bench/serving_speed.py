@@ -69,6 +69,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--rows", type=int, help="default: the number of clients")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument(
+        "--window", type=int, help="decode steps per launch; default: the engine's, 8 on a GPU"
+    )
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--step-ms", type=float, metavar="MS", help="simulate a GPU with this time per step")
@@ -131,6 +134,7 @@ def measure(
     config: ModelConfig, tokenizer: HuggingFaceTokenizer, clients: int, args: argparse.Namespace
 ) -> dict:
     engine = _engine(config, args.rows or clients, args)
+    engine.window = args.window or engine.window
     count = clients * args.requests
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, config.vocab_size - 1, (count, args.prompt), generator=generator).tolist()
