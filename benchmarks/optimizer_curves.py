@@ -8,7 +8,7 @@ positions. Every optimizer trains the same model from the same seed on the same 
 for `--trial-steps`, then at the rate with the lowest loss for `--steps`. Both have a warm-up of a tenth and a cosine
 decay to a tenth. The losses compared are those on 2 MB of other files. A rate at an end of its grid is reported,
 because a better one may lie beyond it. After each optimizer, the training losses, means of ten steps, are written to
-`--out` as JSON. The JSON of an earlier run of others is kept. At the end, all are drawn next to it as PNG.
+`--out` as JSON. The JSON of an earlier run of others is kept. At the end, all are drawn next to it as SVG.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ DEFAULTS = {
 MEGABYTES, HELD_OUT_MEGABYTES = 60.0, 2.0
 HELD_OUT_SAMPLES = 512
 WINDOW = 10  # steps in a point of a curve
+TICKS = (0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # labelled losses
 
 
 def main() -> int:
@@ -87,7 +88,7 @@ def main() -> int:
         print(f"| {' | '.join(cells)} |", flush=True)
         if rate in (RATES[name][0], RATES[name][-1]):
             print(f"note: {rate:g} is at an end of the grid {RATES[name]} of {name}", file=sys.stderr)
-    draw(curves, args.out.with_suffix(".png"))
+    draw(curves, args.out.with_suffix(".svg"))
     return 0
 
 
@@ -141,6 +142,7 @@ def batches(config: RunConfig, samples: int, megabytes: float, held_out: bool) -
 
 def draw(curves: Mapping[str, Mapping], file: Path) -> None:
     """Draw the losses over the steps."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -148,9 +150,16 @@ def draw(curves: Mapping[str, Mapping], file: Path) -> None:
     for name, curve in curves.items():
         steps = [WINDOW * (at + 1) for at in range(len(curve["loss"]))]
         axes.plot(steps, curve["loss"], label=f"{name}, lr {curve['lr']:g}")
-    axes.set(xlabel="step", ylabel="loss per byte", yscale="log")
+    lowest = min(min(curve["loss"]) for curve in curves.values())
+    axes.set(
+        xlabel="step", ylabel="training loss, nats per byte", yscale="log", ylim=(0.95 * lowest, 4 * lowest)
+    )
+    ticks = [tick for tick in TICKS if 0.95 * lowest < tick < 4 * lowest]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.legend()
-    figure.savefig(file, dpi=120)
+    with matplotlib.rc_context({"svg.hashsalt": "megalith", "svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def test_optimizers_are_tuned_and_their_curves_drawn(program, tmp_path):
     assert len(curve["trials"]) == 3 and curve["lr"] == float(min(curve["trials"], key=curve["trials"].get))
     assert curve["loss"][1] < curve["loss"][0] < math.log(257) + 0.5
     assert curve["held_out"] < math.log(257) + 0.5
-    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert (tmp_path / "curves.svg").stat().st_size > 1000
 
 
 def judge_curves(judge, losses, seeded):

@@ -216,6 +216,19 @@ class MetaModel:
                 matmuls.append(Matmul(rows, columns, experts[0] if experts else 0, style, reads_encoder))
         return matmuls
 
+    def adapter_matrices(self, number: int) -> list[tuple[bool, Matmul]]:
+        """Return the matrices of a layer's adapters, with their shapes on one rank, and True for each A."""
+        return self.cached(("adapters", self._first[number]), lambda: self._adapter_matrices(number))
+
+    def _adapter_matrices(self, number: int) -> list[tuple[bool, Matmul]]:
+        matrices = []
+        for name, module in self.layer(number).named_modules():
+            if ADAPTER in name and isinstance(module, Linear | GroupedLinear):
+                *experts, rows, columns = self._shape(name, module, "weight", module.weight.shape)
+                matmul = Matmul(rows, columns, experts[0] if experts else 0, None, False)
+                matrices.append((".lora_A." in name or ".initial_A." in name, matmul))
+        return matrices
+
     def base_matrices(self, number: int) -> list[list[int]]:
         """Return the shapes, on one rank, of a layer's weights that `lora.quantize_base` quantizes."""
         return [

@@ -111,6 +111,7 @@ class LayerTimes:
         if number not in self._layers:
             forward, backward = Counter(), Counter()
             self._matmuls(number, forward, backward)
+            self._adapters(number, forward, backward)
             self._attention(number, forward, backward)
             self._elementwise(number, forward, backward)
             self._communication(number, forward, backward)
@@ -169,6 +170,18 @@ class LayerTimes:
                 backward["GEMMs"] += one if is_mlp else 0.0
             if dtype == "fp8":
                 self._casts(tokens, rows, columns, experts, style, forward, backward)
+
+    def _adapters(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
+        """Add the time in which adapters read and write. Their matmuls are too narrow to be limited by FLOPs.
+
+        A forward pass reads x for A, writes B · A · x, and adds it to the linear's output. A backward pass scales the
+        output's gradient, multiplies it by B and by A · x, multiplies x by the result, and adds A's gradient of x.
+        """
+        for is_a, (rows, columns, experts, *_) in self.meta.adapter_matrices(number):
+            tokens = self.tokens * (self.model.moe_router_topk if experts else 1)
+            ahead, back = (columns, 5 * columns) if is_a else (4 * rows, 4 * rows)
+            forward["elementwise"] += self.width * tokens * ahead / self.streams
+            backward["elementwise"] += self.width * tokens * back / self.streams
 
     def _wgrad_dtype(self, dtype: str, rate: float, experts: int) -> tuple[str, float]:
         if dtype == "fp8" and (experts or not self.config.train.fp8_wgrad):
@@ -361,7 +374,8 @@ class LayerTimes:
                 for work in (backward, recomputed):
                     work["elementwise"] += cast * here["experts"]
         if not self.fsdp:
-            dense = cast * (local_weights - here["experts"])
+            trained = here["adapters"] if self.frozen else local_weights - here["experts"]
+            dense = cast * trained
             forward["elementwise"] += dense
             recomputed["elementwise"] += dense
             backward["elementwise"] += (0 if self.frozen else SUMMING) * local_weights / self.streams
