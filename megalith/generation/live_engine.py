@@ -11,6 +11,7 @@ on its request's seed and key, not on the other requests, their order or the lay
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ from megalith.generation.logits_processing import OFF, LogitsProcessing
 from megalith.generation.noise_keys import noise_key
 from megalith.generation.requests import RowSequence, Sampling
 from megalith.generation.running_batch import KvCache, RunningBatch
+from megalith.generation.window_length import WindowLength
 
 HEARTBEAT = 20.0  # seconds after which idle ranks exchange a message, so that no collective times out
 WARM_UP_TOKENS = 4  # minimum of the sequences that `warm_up` runs, with the sampled one
@@ -220,10 +222,13 @@ class LiveEngine:
 
     def run(self) -> None:
         """Run requests until `close`. Call it on the first rank only."""
-        batch = RunningBatch(self.engine, self._sampling)
+        batch, length = RunningBatch(self.engine, self._sampling), WindowLength(self.engine.window)
         try:
             while not self._is_over:
-                self._window(batch, self._commands(batch))
+                commands = self._commands(batch) | {"steps": length.steps}
+                waits, began = self.engine.wait_seconds, time.perf_counter()
+                self._window(batch, commands)
+                length.record(self.engine.wait_seconds - waits, time.perf_counter() - began)
             self._window(batch, {"is_over": True})
         finally:
             self._is_over = True
@@ -321,7 +326,7 @@ class LiveEngine:
                     sequence.masks = sequence.processing.masks()
                 self._sequences[number] = sequence
                 batch.add([sequence])
-        self._deliver(self._events(batch.step()))
+        self._deliver(self._events(batch.step(commands["steps"])))
         return False
 
     def _change_adapters(self, changes: Sequence[Sequence[Any]]) -> None:

@@ -73,16 +73,19 @@ class RunningBatch:
                 self._engine.clear_row(row)
 
     @torch.no_grad()
-    def step(self) -> list[tuple[RowSequence, list[int]]]:
+    def step(self, steps: int | None = None) -> list[tuple[RowSequence, list[int]]]:
         """Launch a window of steps if any row holds a sequence.
 
         Returns the new tokens of an earlier window, or of this one.
+
+        Args:
+            steps: number of steps, at most the engine's window. Default: the engine's window.
         """
         self._fill()
         if any(owner is not None and owner.masks for owner in self._owners):
             return self._masked_step()
         if any(self._owners):
-            self._pending.append(self._launch())
+            self._pending.append(self._launch(steps))
         if self._pending and (len(self._pending) > (not self._on_cpu) or not any(self._owners)):
             return self._read(self._pending.popleft())
         return []

@@ -1,5 +1,6 @@
 """Requests at any time: the tokens of the engine's own batch, whatever else runs, in every layout."""
 
+from functools import partial
 from threading import Event, Thread
 
 import pytest
@@ -7,10 +8,12 @@ from generation.brief_training import chains, trained_model
 from generation.engine_job import live_tokens
 
 from megalith.errors import ConfigError
+from megalith.generation import live_engine
 from megalith.generation.live_engine import LiveEngine
 from megalith.generation.live_request import LiveRequest
 from megalith.generation.requests import MAX_GENERATIONS, Sampling
 from megalith.generation.sync import engine_for
+from megalith.generation.window_length import WindowLength
 
 LENGTHS = [1, 2, 3, 5, 8, 13, 21, 4, 9, 17]
 CHAINS = [row[:length].tolist() for row, length in zip(chains(10, 40, 99), LENGTHS)]
@@ -81,6 +84,44 @@ def test_requests_get_the_tokens_of_a_batch_call_of_their_own(model, expected):
         assert ids == their_ids and logprobs == pytest.approx(their_logprobs, abs=1e-4)
     assert calls[0::3] == [1] * 4 and sum(calls) > 2 * len(calls)
     assert live.open_requests == 0 and len(seen) < 90 and all(reason is None for *_, reason in seen)
+
+
+def test_windows_of_changing_lengths_give_the_same_tokens(model, expected, monkeypatch):
+    class Changing(WindowLength):
+        def record(self, waited: float, elapsed: float) -> None:
+            self.steps = self.steps % 8 + 1
+
+    monkeypatch.setattr(live_engine, "WindowLength", Changing)
+    engine = engine_for(model, max_rows=3, max_tokens=96)
+    engine.window = 8
+    live, results, ended = LiveEngine(engine, stop=(3,)), [([], []) for _ in CHAINS], []
+
+    def on_tokens(number: int, ids: list[int], logprobs: list[float], reason: str | None) -> None:
+        results[number][0].extend(ids)
+        results[number][1].extend(logprobs)
+        if reason is not None:
+            ended.append(number)
+        if len(ended) == len(CHAINS):
+            live.close()
+
+    for number, request in enumerate(requests()):
+        live.submit([request], [partial(on_tokens, number)])
+    live.run()
+    assert sorted(ended) == [*range(len(CHAINS))]
+    for (ids, logprobs), (their_ids, their_logprobs) in zip(results, expected):
+        assert ids == their_ids and logprobs == pytest.approx(their_logprobs, abs=1e-4)
+
+
+def test_windows_are_short_while_the_host_waits_for_the_gpu():
+    length, steps = WindowLength(8), []
+    for waited in [0.7] * 32 + [0.4] * 16 + [0.1] * 32:
+        length.record(waited, 1.0)
+        steps.append(length.steps)
+    assert steps == [8] * 15 + [4] * 48 + [8] * 17
+    alone = WindowLength(1)
+    for _ in range(16):
+        alone.record(1.0, 1.0)
+    assert alone.steps == 1
 
 
 def test_requests_that_do_not_fit_are_refused_and_closing_ends_the_open_ones(model):
