@@ -3,6 +3,7 @@
 import argparse
 import io
 import pickle
+import warnings
 from pathlib import Path
 
 import pytest
@@ -69,16 +70,6 @@ def test_torch_dist(name: str, te: bool, prefix: str, tmp_path: Path) -> None:
         prefix + key: value for key, value in core_state(model, te).items()
     }  # with a prefix, layers are apart
     write_torch_dist(tmp_path / "megatron", state, arguments(model.config))
-    forget_megatron()
-    import_megatron(tmp_path / "megatron", tmp_path / "run", trust=True, vocab_size=151, show_progress=False)
-    assert_same_model(tmp_path / "run", model)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("tp", "pp", "chunks"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)])
-def test_legacy_ranks_are_put_together(name: str, tp: int, pp: int, chunks: int, tmp_path: Path) -> None:
-    model = random_model(name)
-    write_legacy(tmp_path / "megatron", core_state(model, te=True), arguments(model.config), tp, pp, chunks)
     forget_megatron()
     import_megatron(tmp_path / "megatron", tmp_path / "run", trust=True, vocab_size=151, show_progress=False)
     assert_same_model(tmp_path / "run", model)
@@ -155,7 +146,9 @@ def test_what_cannot_be_built_or_is_missing_is_named(tmp_path: Path) -> None:
         import_megatron(tmp_path / "missing", tmp_path / "run", trust=True)
     (tmp_path / "legacy/iter_0000005/mp_rank_01_001/model_optim_rng.pt").unlink()
     (tmp_path / "legacy/iter_0000005/mp_rank_01_001").rmdir()
-    with pytest.raises(CheckpointError, match=r"has 3 of 2 × 2 \(tensor × pipeline\) rank folders"):
+    with pytest.raises(
+        CheckpointError, match=r"has 3 of 2 × 2 × 1 \(tensor × pipeline × expert\) rank folders"
+    ):
         import_megatron(tmp_path / "legacy", tmp_path / "run", trust=True)
     next((tmp_path / "missing/iter_0000005").glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match=r"\.distcp, which contains embedding\.\S+, is missing; copy"):
@@ -206,6 +199,38 @@ def test_no_row_of_the_vocabulary_is_taken_for_padding(
     write_torch_dist(tmp_path / "megatron", core_state(random_model("llama"), True), args)
     forget_megatron()
     assert open_megatron(tmp_path / "megatron", trust=True).groups[0].model.vocab_size == size
+
+
+def test_formats_that_only_look_like_megatrons_are_named(tmp_path: Path) -> None:
+    state, args = core_state(random_model("llama"), True), arguments(MODELS["llama"])
+    for name in ("bridge", "zarr"):
+        write_torch_dist(tmp_path / name, state, args)
+    forget_megatron()
+    (tmp_path / "bridge/iter_0000005/run_config.yaml").write_text("model: {}")
+    (tmp_path / "zarr/iter_0000005/metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(CheckpointError, match=r"written by Megatron-Bridge or NeMo, .* megalith import-hf"):
+        import_megatron(tmp_path / "bridge", tmp_path / "run", trust=True)
+    with pytest.raises(CheckpointError, match=r"in zarr's format, .* --ckpt-format torch_dist"):
+        import_megatron(tmp_path / "zarr", tmp_path / "run", trust=True)
+
+
+def test_arguments_without_the_effect_of_megatron_are_named(tmp_path: Path) -> None:
+    args, state = arguments(MODELS["llama"]), core_state(random_model("llama"), True)
+    args.vocab_size, args.tokenizer_type = 151, "HuggingFaceTokenizer"
+    write_torch_dist(tmp_path / "converted", state, args)  # its padding has one value
+    generator = torch.Generator().manual_seed(7)
+    state["embedding.word_embeddings.weight"][151:].normal_(generator=generator)
+    args.num_experts, args.moe_input_jitter_eps = 4, 0.01
+    write_torch_dist(tmp_path / "trained", state, args)
+    forget_megatron()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_megatron(tmp_path / "converted", trust=True)
+    with pytest.warns() as caught, pytest.raises(ConfigError, match="moe_router_topk"):
+        open_megatron(tmp_path / "trained", trust=True)
+    said = " ".join(str(warning.message) for warning in caught)
+    assert "rows 151 to 255 of the vocabulary are left out as padding" in said
+    assert "moe_input_jitter_eps 0.01, noise on the router" in said
 
 
 def test_routing_that_megalith_lacks_is_refused_and_balancing_is_named() -> None:

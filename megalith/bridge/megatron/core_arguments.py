@@ -39,23 +39,53 @@ REQUIRED = (
     "add_bias_linear", "bias_gelu_fusion", "group_query_attention", "position_embedding_type",
     "squared_relu", "swiglu", "untie_embeddings_and_output_weights",
 )  # fmt: skip
+SIZED_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer", "TikTokenizer")
+"""Tokenizers whose vocabulary Megatron takes from vocab_size."""
 BALANCING = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")
 
 
-def vocabulary_size(args: Mapping[str, Any]) -> int | None:
+def vocabulary_size(args: Mapping[str, Any], rows: int) -> int:
     """Return the vocabulary size without padding; with padding if the arguments do not determine the unpadded size.
 
     Megatron reads vocab_size for few tokenizers. A value is not the tokenizer's size if it implies more padding rows
     than Megatron adds. Before core 0.18, a NullTokenizer has an additional entry for the end of a document.
+
+    Args:
+        args: Megatron's arguments.
+        rows: rows of the stored embedding, padding included.
     """
-    size, padded = args.get("vocab_size"), args.get("padded_vocab_size")
-    if size and args.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in args:
+    size, tokenizer = args.get("vocab_size"), args.get("tokenizer_type")
+    if size and tokenizer == "NullTokenizer" and "null_tokenizer_eod_id" not in args:
         size += 1
-    multiple = args.get("make_vocab_size_divisible_by")
-    if size and padded and multiple:
-        largest_padding = multiple * (args.get("tensor_model_parallel_size") or 1) - 1
-        size = size if 0 <= padded - size <= largest_padding else padded
-    return size or padded
+    multiple = args.get("make_vocab_size_divisible_by") or rows
+    largest_padding = multiple * (args.get("tensor_model_parallel_size") or 1) - 1
+    if not size or not 0 <= rows - size <= largest_padding:
+        return rows
+    return size
+
+
+def warn_of_ignored_arguments(args: Mapping[str, Any], rows: int, has_padding: bool) -> None:
+    """Warn of arguments that Megatron reads and Megalith does not, or the reverse.
+
+    Args:
+        args: Megatron's arguments, with the vocabulary's size.
+        rows: rows of the stored embedding.
+        has_padding: the rows after the vocabulary are zeros or copies of one row, as converters write them.
+    """
+    size, tokenizer = args["vocab_size"], args.get("tokenizer_type")
+    if size < rows and not has_padding and tokenizer not in (None, *SIZED_TOKENIZERS):
+        warnings.warn(
+            f"rows {size} to {rows - 1} of the vocabulary are left out as padding, because its args have vocab_size "
+            f"{size}, which Megatron does not read for {tokenizer}; if the tokenizer has more entries, pass "
+            "--vocab-size",
+            stacklevel=3,
+        )
+    if args.get("num_experts") and args.get("moe_input_jitter_eps"):
+        warnings.warn(
+            f"its args have moe_input_jitter_eps {args['moe_input_jitter_eps']}, noise on the router's inputs in "
+            "training, which Megalith does not have; training would continue without it",
+            stacklevel=3,
+        )
 
 
 class _Required:

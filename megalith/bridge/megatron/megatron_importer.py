@@ -17,7 +17,7 @@ from torch import Tensor
 from megalith.bridge.family import Family
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
-from megalith.bridge.megatron.core_arguments import vocabulary_size
+from megalith.bridge.megatron.core_arguments import vocabulary_size, warn_of_ignored_arguments
 from megalith.bridge.megatron.hybrid_rows import DELTA_NORM
 from megalith.bridge.megatron.legacy_reader import METADATA, read_legacy
 from megalith.bridge.megatron.megatron_names import LAYER, plain_name
@@ -115,7 +115,26 @@ def read_arguments(source: str | Path, trust: bool) -> dict[str, Any]:
 
 def _read(folder: Path, trust: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors and the arguments of an iteration's folder."""
+    _refuse_other_formats(folder)
     return (read_torch_dist if os.path.lexists(folder / METADATA) else read_legacy)(folder, trust)
+
+
+def _refuse_other_formats(folder: Path) -> None:
+    """Raise CheckpointError for NeMo's and Megatron-Bridge's folders and for tensors stored by zarr."""
+    if (folder / "run_config.yaml").is_file() or any(
+        (at / "context").is_dir() for at in (folder, folder.parent)
+    ):
+        raise CheckpointError(
+            f"{folder} was written by Megatron-Bridge or NeMo, which do not save Megatron's arguments, so the model's "
+            "shape is unknown; export it to Hugging Face's format there (AutoBridge.export_ckpt, or nemo llm export), "
+            "and use megalith import-hf"
+        )
+    backend = folder / "metadata.json"
+    if backend.is_file() and b'"zarr"' in read_small_file(backend, folder, largest=65536):
+        raise CheckpointError(
+            f"{folder} stores its tensors in zarr's format, which is not supported; load it with Megatron core 0.14 or "
+            "older, and save it with --ckpt-format torch_dist --dist-ckpt-format torch_dist"
+        )
 
 
 def open_megatron(
@@ -132,8 +151,8 @@ def open_megatron(
             f"{folder} has no saved Megatron arguments (args), so the model's shape is unknown; use a checkpoint "
             "that has them"
         )
-    args = dict(args, vocab_size=vocab_size or vocabulary_size(args))
     tensors = _model_tensors(folder, tensors)
+    args = _with_vocabulary(args, tensors[EMBEDDING], vocab_size)
     try:
         family = _family(tensors)
         model = family.read_config(args)
@@ -146,6 +165,15 @@ def open_megatron(
             tensors[name] = first_rows(tensors[name], model.vocab_size)
     tensors = _with_plain_norms(tensors, model)
     return match(MegatronSource(folder, tensors), family, model, allow)
+
+
+def _with_vocabulary(args: dict[str, Any], embedding: Any, vocab_size: int | None) -> dict[str, Any]:
+    """Return the arguments with the vocabulary's size, after warning of arguments without effect."""
+    rows = embedding.shape[0] if embedding.shape else 0
+    args = dict(args, vocab_size=vocab_size or vocabulary_size(args, rows))
+    padding = embedding.read()[args["vocab_size"] :] if not vocab_size and args["vocab_size"] < rows else None
+    warn_of_ignored_arguments(args, rows, padding is None or bool((padding == padding[:1]).all()))
+    return args
 
 
 def _with_plain_norms(tensors: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
