@@ -3,7 +3,8 @@
 `data_path` is one dataset or a blend, as a string (`"a"`, `"a b"`, `"0.7 a 0.3 b"`) or as a list (`["a"]`, `[0.7,
 "a", 0.3, "b"]`, `[{path: a, weight: 0.7}, {path: b, weight: 0.3, max_epochs: 2}]`). Each dataset of a blend is built
 for its share of the samples plus 0.5 %; greedy.py determines which dataset provides each sample. Datasets without
-weights are weighted by their number of tokens. mixture.py has weights that change, and caps on epochs.
+weights are weighted by their number of samples, as in Megatron core, and built for one epoch if that is enough.
+mixture.py has weights that change, and caps on epochs.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def _build(
         return streams.get(entry.path) or make(opened[entry.path], split, number, samples, progress)
 
     weights = [entry.weight for entry in entries if entry.weight is not None]
-    is_weighted = bool(weights)
+    is_weighted, epoch = bool(weights), None
     if streams:
         _check_streams(entries, streams, settings, is_training)
         if len(entries) == 1:
@@ -224,6 +225,9 @@ def _build(
             return part(entries[0], num_samples)  # raises DataError: no tokens
         if settings.temperature is not None:
             weights = tempered(weights, settings.temperature)
+        elif len(entries) > 1 and (counts := _samples_per_epoch([part(entry, 1) for entry in entries])):
+            weights = [float(count) for count in counts]
+            epoch = None if settings.points else counts
     elif settings.temperature is not None:
         raise ConfigError(
             f"data.blend_temperature is {settings.temperature}, but the data path has weights; leave one of the two "
@@ -235,13 +239,20 @@ def _build(
         if is_training and maximum is not None:
             capacities[i] = float(part(entry, 1).samples_in_epochs(maximum))
     mixture = Mixture(
-        scheduled(weights, settings.points), np.array(capacities), [entry.path for entry in entries]
+        scheduled(weights, settings.points), np.array(capacities), [entry.path for entry in entries], epoch
     )
     if len(entries) == 1 and not is_weighted:
         mixture.weights(num_samples)  # raises if the cap does not permit the samples
         return part(entries[0], num_samples)
     blend = BlendedStream if streams else BlendedDataset
     return blend([part(e, n) for e, n in zip(entries, mixture.sizes(num_samples))], mixture, num_samples)
+
+
+def _samples_per_epoch(datasets: Sequence[SampleDataset]) -> list[int] | None:
+    """Return the number of samples in an epoch of each dataset, or None if a kind of dataset does not tell."""
+    if not all(isinstance(dataset, GPTDataset | PackedDataset) for dataset in datasets):
+        return None
+    return [dataset.samples_in_epochs(1) for dataset in datasets]
 
 
 def _check_streams(

@@ -131,14 +131,20 @@ class Mixture:
         weights: weights without caps.
         capacities: float [sources], the samples in the permitted epochs of each source; None means no caps.
         names: names of the sources for errors.
+        epoch: samples in an epoch of each source, if the weights are in proportion to them. Without caps, sources are
+            built for a whole epoch while the run takes no more samples than all of them have.
     """
 
     def __init__(
-        self, weights: BlendWeights, capacities: np.ndarray | None = None, names: Sequence[str] = ()
+        self,
+        weights: BlendWeights,
+        capacities: np.ndarray | None = None,
+        names: Sequence[str] = (),
+        epoch: Sequence[int] | None = None,
     ) -> None:
         self.uncapped = weights
         self.capacities = np.full(weights.first.shape[1], np.inf) if capacities is None else capacities
-        self._names = names
+        self._names, self._epoch = names, epoch
 
     def weights(self, num_samples: int) -> BlendWeights:
         """Return the weights for a run of `num_samples`.
@@ -179,6 +185,8 @@ class Mixture:
 
     def sizes(self, num_samples: int) -> list[int]:
         """Return the number of samples to build for each source: its share plus 0.5 %, within its capacity."""
+        if self._epoch is not None and num_samples <= sum(self._epoch) and np.isinf(self.capacities).all():
+            return list(self._epoch)
         weights = self.weights(num_samples)
         if weights.is_constant:
             shares = [samples_for_weight(weight, num_samples) for weight in weights.first[0].tolist()]

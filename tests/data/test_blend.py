@@ -174,11 +174,31 @@ def test_a_weighted_path_is_a_blend_of_the_datasets_built_for_their_shares(tmp_p
         taken[choice] += 1
 
 
-def test_paths_without_weights_count_by_their_tokens(tmp_path):
-    a, b = write(tmp_path, "a", 30), write(tmp_path, "b", 10, length=40)
-    by_tokens, _, _ = build_datasets(f"{a} {b}", "1", 8, (40, 0, 0), seed=1)
-    by_weight, _, _ = build_datasets(f"600 {a} 400 {b}", "1", 8, (40, 0, 0), seed=1)
-    assert [by_tokens[i].tolist() for i in range(40)] == [by_weight[i].tolist() for i in range(40)]
+def test_paths_without_weights_are_read_for_one_epoch_in_proportion_to_their_samples(tmp_path):
+    paths = [write(tmp_path, "a", 30), write(tmp_path, "b", 10, length=49)]
+    counts = [599 // 8, 489 // 8]
+    alone = [
+        GPTDataset(IndexedDataset(path), 0, documents, 8, count, seed=1)
+        for path, documents, count in zip(paths, (30, 10), counts)
+    ]
+    order = greedy_loop([count / sum(counts) for count in counts], sum(counts))
+    samples = [[dataset[i].tolist() for i in range(count)] for dataset, count in zip(alone, counts)]
+    expected = [samples[choice][order[:i].count(choice)] for i, choice in enumerate(order)]
+    for taken in (20, sum(counts)):
+        blend, _, _ = build_datasets(" ".join(paths), "1", 8, (taken, 0, 0), seed=1)
+        assert [blend[i].tolist() for i in range(taken)] == expected[:taken]
+    longer, _, _ = build_datasets(" ".join(paths), "1", 8, (sum(counts) + 1, 0, 0), seed=1)
+    assert len(longer) == sum(counts) + 1 and not blend.preserves_order(len(longer))
+
+
+def test_the_weights_of_a_split_are_its_own_samples(tmp_path):
+    sizes = [[20] * 8 + [40] * 2, [20] * 10]
+    for name, lengths in zip("ab", sizes):
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            for length in lengths:
+                writer.add_document(np.arange(length) + 100 * ord(name))
+    valid = build_datasets(f"{tmp_path}/a {tmp_path}/b", "80,20,0", 9, (0, 12, 0), seed=1)[1]
+    assert valid.sample_counts() == [8, 4]
 
 
 def test_each_split_may_have_a_path_of_its_own(tmp_path):
