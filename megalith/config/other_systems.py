@@ -94,6 +94,33 @@ OTHER_NAMES: dict[str, str] = {
     "steps_per_generation":          "rl.mini_batches × accumulation",
     "generation_batch_size":         "train.global_batch_size × rl.mini_batches",
     "overlong_buffer":               "rl.overlong_buffer_len and rl.overlong_penalty_factor",
+    # OpenRLHF, slime
+    "pretrain":                      "model.init_from",
+    "hf_checkpoint":                 "model.init_from",
+    "reward_pretrain":               "rl.reward_models",
+    "remote_rm_url":                 "rl.reward_models for an address, rl.reward_funcs for a file",
+    "custom_rm_path":                "rl.reward_funcs",
+    "rm_type":                       "rl.reward_funcs",
+    "prompt_data":                   "rl.prompts",
+    "input_key":                     "rl.prompt_column",
+    "rollout_batch_size":            "train.global_batch_size × rl.mini_batches / rl.num_generations, because it counts prompts",
+    "micro_train_batch_size":        "train.micro_batch_size",
+    "n_samples_per_prompt":          "rl.num_generations",
+    "prompt_max_len":                "rl.max_prompt_length",
+    "generate_max_len":              "rl.max_completion_length",
+    "rollout_max_response_len":      "rl.max_completion_length",
+    "rollout_temperature":           "rl.temperature",
+    "actor_learning_rate":           "optim.lr",
+    "critic_learning_rate":          "rl.critic_lr",
+    "init_kl_coef":                  "rl.beta, with rl.use_kl_in_reward unless use_kl_loss is set",
+    "eps_clip":                      "rl.epsilon",
+    "eps_clip_high":                 "rl.epsilon_high",
+    "eps_clip_low_high":             "rl.epsilon and rl.epsilon_high",
+    "lambd":                         "rl.lam",
+    "dynamic_filtering":             "rl.filter_zero_std",
+    "packing_samples":               "rl.packing",
+    "zero_stage":                    "parallel.data_parallel_sharding_strategy",
+    "adam_offload":                  "optim.optimizer_cpu_offload: 1.0",
     # PEFT, Axolotl, LLaMA-Factory
     "r":                             "lora.rank",
     "lora_r":                        "lora.rank",
@@ -157,7 +184,14 @@ OTHER_FORMATS: tuple[tuple[str, str, str], ...] = (
     ("Oumi", "training model", "run megalith oumi train -c {file}"),
     ("Accelerate's launcher", "compute_environment", "run megalith accelerate launch --config_file {file} SCRIPT.py"),
     ("verl", "actor_rollout_ref", f"{IN_OURS} for megalith grpo, whose section rl takes verl's names: docs/grpo.md"),
+    ("NeMo-RL", "dpo policy cluster", f"{IN_OURS} for megalith dpo: docs/preference.md"),
+    ("NeMo-RL", "sft policy cluster", f"{IN_OURS} for megalith sft: docs/sft.md"),
+    ("NeMo-RL", "defaults policy",
+     f"{IN_OURS}, with those of the files that defaults names, for megalith grpo, sft or dpo: docs/grpo.md"),
     ("NeMo-RL", "policy cluster", f"{IN_OURS} for megalith grpo, whose section rl takes NeMo-RL's names: docs/grpo.md"),
+    ("SkyRL", "trainer generator", f"{IN_OURS} for megalith grpo: docs/grpo.md; docs/agents.md has its environments"),
+    ("AReaL", "experiment_name trial_name", f"{IN_OURS} for megalith grpo: docs/grpo.md"),
+    ("ROLL", "actor_train actor_infer", f"{IN_OURS} for megalith grpo: docs/grpo.md"),
     ("Axolotl", "base_model datasets",
      f"{IN_OURS} for megalith sft (base_model is model.init_from, datasets data.data_path): docs/sft.md"),
     ("TRL's or LLaMA-Factory's commands", "model_name_or_path",
@@ -178,6 +212,16 @@ OTHER_ENDINGS = {
     ".sh": "is a script; run it with megalith megatron run {file} where it is Megatron-LM's",
     ".py": "is a script; run it with megalith accelerate launch {file} where it trains by Accelerate or the Trainer",
 }
+
+
+def override_hint(path: str | Path) -> str:
+    """Return a suggestion for the error about a missing run file that is an override; "" for other names."""
+    if "=" not in str(path):
+        return ""
+    return (
+        "; overrides as in Hydra (verl, SkyRL, NeMo-RL) are not read: set Megalith's settings by --section.name value, "
+        "such as --rl.num_generations 8"
+    )
 
 
 def extension_error(path: str | Path) -> str:

@@ -21,7 +21,7 @@ from megalith.config.fine_tuning import ChatConfig, SftConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig, ParamGroup
-from megalith.config.other_systems import extension_error, format_error, hint_of_other_name
+from megalith.config.other_systems import extension_error, format_error, hint_of_other_name, override_hint
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.preferences import DpoConfig, KtoConfig, RewardConfig
@@ -230,7 +230,7 @@ def read_yaml(path: str | Path) -> Tree:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = nearest_file(path)
+        near = override_hint(path) or nearest_file(path)
         raise ConfigError(f"there is no run file {path}{near or '; pass the path of a YAML file'}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run file {path} cannot be read: {error}") from None

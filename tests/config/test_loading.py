@@ -380,6 +380,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
             "megalith accelerate launch --config_file {file}",
         ),
         ("verl.yaml", "actor_rollout_ref: {}\ndata: {}", "of verl; .* megalith grpo"),
+        ("skyrl.yaml", "data: {}\ntrainer: {}\ngenerator: {}\nenvironment: {}", "of SkyRL; .* megalith grpo"),
+        ("areal.yaml", "experiment_name: a\ntrial_name: b\nactor: {}", "of AReaL; .* megalith grpo"),
+        ("roll.yaml", "actor_train: {}\nactor_infer: {}", "of ROLL; .* megalith grpo"),
+        ("nemo_rl.yaml", "grpo: {}\npolicy: {}\ncluster: {}", "of NeMo-RL; .* megalith grpo"),
+        ("nemo_rl_dpo.yaml", "dpo: {}\npolicy: {}\ncluster: {}", "of NeMo-RL; .* megalith dpo"),
+        ("nemo_rl_child.yaml", "defaults: base.yaml\npolicy: {}", "of NeMo-RL; .* files that defaults names"),
         ("axolotl.yaml", "base_model: m\ndatasets: []\nmicro_batch_size: 2", "of Axolotl; .* megalith sft"),
         ("trl.yaml", "model_name_or_path: m\nmax_steps: 2", "of TRL's .* model.init_from"),
         ("nemo.yaml", "trainer: {devices: 8}\nmodel: {}", "of NeMo; .* megalith train"),
@@ -407,5 +413,11 @@ def test_names_of_other_systems_are_none_of_ours_and_lead_to_ours():
         named = re.findall(r"\b[a-z]+\.[a-z_]+\b", here)
         sections = {setting.partition(".")[0] for setting in ours}
         assert {n for n in named if n.partition(".")[0] in sections} <= ours, name
+    with pytest.raises(
+        ConfigError, match=r"unknown setting --hf-checkpoint; in Megalith, it is model.init_from"
+    ):
+        RunConfig.load(None, ["--hf-checkpoint", "m"])
+    with pytest.raises(ConfigError, match=r"rollout.n=8; overrides as in Hydra .* --rl.num_generations 8"):
+        RunConfig.load("actor_rollout_ref.rollout.n=8")
     with pytest.raises(ConfigError, match=r"unknown setting --num-processes; in Megalith, it is --nproc"):
         RunConfig.load(None, ["--num-processes", "8"])

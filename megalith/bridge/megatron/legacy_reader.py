@@ -1,9 +1,9 @@
 """Reading of Megatron-LM's legacy checkpoints.
 
-The format is `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, one file per tensor, pipeline and expert rank. PPP and EEE are
-left out if there is only one such rank. Each tensor rank has some rows or columns of each matrix. Each pipeline rank
-numbers its layers from 0, each expert rank its experts. With interleaving, a file contains `model0`, `model1`, …: chunk
-v of stage p follows chunk v of all earlier stages.
+The format is `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, one file per tensor, pipeline and expert rank. PPP and EEE
+are left out if there is only one such rank. Each tensor rank has some rows or columns of each matrix. Each pipeline
+rank numbers its layers from 0, each expert rank its experts. With interleaving, a file contains `model0`, `model1`, …:
+chunk v of stage p follows chunk v of all earlier stages.
 """
 
 from __future__ import annotations
