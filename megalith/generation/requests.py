@@ -143,9 +143,12 @@ class RowSequence:
 
     @property
     def ended(self) -> bool:
-        if len(self.ids) >= self.limit or self.is_cancelled or self.stopped:
+        ids = self.ids  # asked several times per window and row, so the common case calls nothing else
+        if len(ids) >= self.limit or self.is_cancelled or (ids and ids[-1] in self.stop):
             return True
-        return bool(self.masks) and any(mask.has_failed for mask in self.masks)
+        if self.stop_watch is None and not self.masks:
+            return False
+        return self.stopped or any(mask.has_failed for mask in self.masks)
 
     @property
     def stopped(self) -> bool:

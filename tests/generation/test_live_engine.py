@@ -1,12 +1,15 @@
 """Requests at any time: the tokens of the engine's own batch, whatever else runs, in every layout."""
 
+import sys
+from collections import Counter
 from functools import partial
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 
 import pytest
 from generation.brief_training import chains, trained_model
 from generation.engine_job import live_tokens
 
+from megalith.bench.simulated_engine import SimulatedEngine
 from megalith.errors import ConfigError
 from megalith.generation import live_engine
 from megalith.generation.live_engine import LiveEngine
@@ -110,6 +113,29 @@ def test_windows_of_changing_lengths_give_the_same_tokens(model, expected, monke
     assert sorted(ended) == [*range(len(CHAINS))]
     for (ids, logprobs), (their_ids, their_logprobs) in zip(results, expected):
         assert ids == their_ids and logprobs == pytest.approx(their_logprobs, abs=1e-4)
+
+
+def test_the_engines_thread_makes_few_calls_per_token(model):
+    """A GPU waits if the host needs longer for a window than the GPU. Calls are counted, because times depend on what
+    else the machine does."""
+    engine = SimulatedEngine(model.config, 64, 96, step_seconds=0.0, prefill_seconds=0.0)
+    live, received, calls, own = LiveEngine(engine), Counter(), Counter(), get_ident()
+
+    def on_tokens(number: int, ids: list[int], logprobs: list[float], reason: str | None) -> None:
+        received[number] += len(ids)
+        if received.total() == 64 * 64:
+            live.close()
+
+    for number in range(64):
+        live.submit([LiveRequest([1, 2], 64, ignores_stop=True)], [partial(on_tokens, number)])
+    sys.setprofile(lambda frame, event, argument: calls.update([event]) if get_ident() == own else None)
+    try:
+        live.run()
+    finally:
+        sys.setprofile(None)
+    assert set(received.values()) == {64}
+    per_token = (calls["call"] + calls["c_call"]) / received.total()
+    assert per_token < 4, per_token
 
 
 def test_windows_are_short_while_the_host_waits_for_the_gpu():
