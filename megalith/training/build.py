@@ -219,7 +219,11 @@ def build_run_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh
 
 
 def build_model(
-    config: RunConfig, mesh: Mesh, device: torch.device, stored: Mapping[str, torch.dtype] | None = None
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    stored: Mapping[str, torch.dtype] | None = None,
+    frozen: bool = False,
 ) -> ParallelModel:
     """Build this rank's shard of the model on `device`, initialized and ready to train.
 
@@ -228,8 +232,12 @@ def build_model(
         mesh: this rank's axes.
         device: device of the parameters.
         stored: a dtype that represents every value that will be loaded, by name of frozen parameters.
+        frozen: nothing is trained.
     """
-    spec = TransformerSpec(build_meta_model(config), config, stored)
+    model = build_meta_model(config)
+    if frozen:
+        model.requires_grad_(False)
+    spec = TransformerSpec(model, config, stored)
     return ParallelModel(spec, config.parallel, mesh, device)
 
 

@@ -1,21 +1,26 @@
 """Training on preferences is one run, however its pairs are laid out and over however many processes."""
 
 import runpy
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from default_cases import in_full
 from trained_runs import comparable
+from transformers import AutoModelForCausalLM
 from tuning_runs import config_of, token_pairs, tuning_tree
 
 from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
+from megalith.parallel.shards import LocalParameters
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare, gradient_errors
 from megalith.parity.job import Outcome, gradients_by_name, run_job, start
 from megalith.report.metrics import read_records
+from megalith.rl.auxiliary_models import frozen_model, reference
 from megalith.rl.dpo import PreferenceTask
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +71,43 @@ def test_every_layout_equals_one_process(pool, tree: dict, plain: tuple[str, ...
     assert all("lora" in name for name in lora.gradients)
     for one in (ones[""], lora):  # the policy has left the reference, which stays
         assert one.losses[0] == pytest.approx(0.6931472, rel=1e-6) and abs(one.losses[-1] - 0.6931472) > 2e-6
+
+
+class Kept(NamedTuple):
+    outcome: Outcome
+    reference: set[torch.dtype]  # of its matrices
+
+
+def with_dtypes(config: RunConfig, in_fp32: bool = False) -> Kept:
+    """Train, and say which dtypes the reference's matrices have. `in_fp32` keeps them in fp32."""
+    models, load = [], reference.load_frozen
+
+    def and_look(*args):
+        models.append(load(*args))
+        return models[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "load_frozen", and_look)
+        if in_fp32:
+            patch.setattr(frozen_model, "stored_dtypes", lambda _: {})
+            patch.setattr(LocalParameters, "store_frozen", lambda *_: None)
+        outcome = job(config)
+    return Kept(outcome, {x.dtype for _, x in models[0].parameters.named if x.ndim > 1})
+
+
+@pytest.mark.parametrize("layout", ["", in_full("dp2-zero3"), in_full("tp2-sp")])
+def test_a_reference_in_bf16_gives_the_bits_of_one_in_fp32(pool, tree: dict, tmp_path, layout: str):
+    base = AutoModelForCausalLM.from_pretrained(tree["model"]["init_from"], dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    parallel = LAYOUTS[layout].parallel if layout else {}
+    more = {"model": {"init_from": str(tmp_path / "base")}, "train": {"precision": "bf16"}}
+    config = config_of(tree, parallel=parallel, **more)
+    run = partial(pool.run, size=2) if layout else lambda job, config: [job(config)]
+    for short, long in zip(run(with_dtypes, config), run(partial(with_dtypes, in_fp32=True), config)):
+        assert short.reference == {torch.bfloat16} and long.reference == {torch.float32}
+        assert short.outcome.losses == long.outcome.losses
+        gradients = short.outcome.gradients
+        assert all(torch.equal(gradients[name], grad) for name, grad in long.outcome.gradients.items())
 
 
 def test_losses_without_a_reference_train_and_average_the_likelihood_over_the_step(tree: dict):

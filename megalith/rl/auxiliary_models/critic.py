@@ -16,7 +16,7 @@ from megalith.config import RunConfig
 from megalith.parallel.shards import LocalShard
 from megalith.planner.counts import count_parameters
 from megalith.rl.advantages.gae import ValueLoss, with_gae
-from megalith.rl.auxiliary_models.frozen_model import frozen_config, load_frozen
+from megalith.rl.auxiliary_models.frozen_model import frozen_config, load_trained
 from megalith.rl.auxiliary_models.reference import LogProbs
 from megalith.rl.objectives.policy_loss import RolloutBatch, without_routes
 from megalith.rl.rollouts.rollout_data import RolloutData
@@ -45,7 +45,7 @@ class Critic:
     def __init__(self, run: Run):
         """Build the critic with its initial weights. Collective over all ranks."""
         self._run, self._rl, self.config = run, run.config.rl, critic_config(run.config)
-        self.model = load_frozen(self.config, run.mesh, run.device)
+        self.model = load_trained(self.config, run.mesh, run.device)
         self._updates = Optimizer(self.model, run.config.optim, run.config.train.precision)
         self._loss = ValueLoss(self._rl.cliprange_value)
         count = count_parameters(self.config.model).total

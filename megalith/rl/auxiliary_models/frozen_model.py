@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megalith.bridge.load import load_initial_weights, with_init_from
+from megalith.bridge.load import load_initial_weights, stored_dtypes, with_init_from
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, DataError
 from megalith.parallel.mesh import Mesh
@@ -55,19 +55,33 @@ def frozen_config(config: RunConfig, path: str, setting: str, is_critic: bool = 
 
 
 def load_frozen(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
-    """Build the model of `frozen_config`, and load its weights if the configuration contains a path to some.
+    """Load a model that is not trained. Its matrices have the compute dtype if that is exact, and are fp32 otherwise.
+
+    `config` is that of the model (`frozen_config`). Collective over all ranks.
+    """
+    model = build_model(config, mesh, device, stored_dtypes(config), frozen=True)
+    _load_weights(config, model, mesh)
+    model.parameters.store_frozen(model.chunks[0].compute_dtype, mesh.world)
+    return model
+
+
+def load_trained(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
+    """Build a second model to be trained, and load its weights if `config` contains a path to some.
 
     Collective over all ranks.
     """
     model = build_model(config, mesh, device)
-    if config.model.init_from is None:
-        return model
-    load_initial_weights(
-        config.model.init_from,
-        model.chunks,
-        vocabulary_rows(config),
-        config.train.seed,
-        mesh.world,
-        config.checkpoint.trust,
-    )
+    _load_weights(config, model, mesh)
     return model
+
+
+def _load_weights(config: RunConfig, model: ParallelModel, mesh: Mesh) -> None:
+    if config.model.init_from is not None:
+        load_initial_weights(
+            config.model.init_from,
+            model.chunks,
+            vocabulary_rows(config),
+            config.train.seed,
+            mesh.world,
+            config.checkpoint.trust,
+        )

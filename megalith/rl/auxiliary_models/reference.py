@@ -23,7 +23,8 @@ from megalith.models.saved_modules import saved_names_of
 from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.seams import plug
-from megalith.training.build import build_model, vocabulary_rows
+from megalith.rl.auxiliary_models.frozen_model import load_frozen
+from megalith.training.build import vocabulary_rows
 from megalith.training.run_datasets import Data
 from megalith.training.run_state import Run
 
@@ -48,7 +49,7 @@ def reference_logprobs(run: Run, temperature: float = 1.0, vocab_size: int | Non
 
     def logprobs(batches: Sequence[Batch]) -> list[Tensor]:
         if not models:
-            models.append(load_initial_model(run))
+            models.append(load_frozen(run.config, run.mesh, run.device))
         return models[0].all_logprobs(batches, temperature, vocab_size)
 
     return logprobs
@@ -62,18 +63,6 @@ def adapter_free_logprobs(run: Run, temperature: float, vocab_size: int | None) 
             return model.all_logprobs(batches, temperature, vocab_size)
 
     return logprobs
-
-
-def load_initial_model(run: Run) -> ParallelModel:
-    """Load a second model with the run's initial weights, in the run's layout."""
-    config, model = run.config, build_model(run.config, run.mesh, run.device)
-    if config.model.init_from is not None:
-        rows = vocabulary_rows(config)
-        trust = config.checkpoint.trust
-        load_initial_weights(
-            config.model.init_from, model.chunks, rows, config.train.seed, run.mesh.world, trust
-        )
-    return model
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from megalith.data.batch import Batch
 from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.shards import LocalShard
-from megalith.rl.auxiliary_models.reference import LogProbs, load_initial_model, reference_logprobs
+from megalith.rl.auxiliary_models.frozen_model import load_trained
+from megalith.rl.auxiliary_models.reference import LogProbs, reference_logprobs
 from megalith.training.build import vocabulary_rows
 from megalith.training.run_state import Run, Task
 
@@ -39,7 +40,7 @@ class SyncedReference:
     @cached_property
     def model(self) -> ParallelModel:
         """The reference model. It starts with the run's initial weights. Every rank accesses it."""
-        return load_initial_model(self._run)
+        return load_trained(self._run.config, self._run.mesh, self._run.device)
 
     def __call__(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Return the log-probabilities of micro-batches, as `reference_logprobs` does."""
