@@ -303,9 +303,8 @@ class Family:
         return self.tensors
 
     def stores_mtp(self, hf_config: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        """Return True if a folder has an MTP layer that its config.json does not mention.
-
-        Families with such files override it.
+        """Return True if a folder has an MTP layer that its config.json does not mention. A family with such folders
+        overrides this method.
         """
         return False
 
@@ -329,10 +328,8 @@ class Family:
         }
 
     def stored_model(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
-        """Return the configuration of the model that files with tensors of these `names` contain. They may lack a
-        parameter of `model`.
-
-        Families with such files override it.
+        """Return the configuration of the model in a folder whose tensors have these `names`. A family whose folders
+        may lack a parameter of `model` overrides this method.
         """
         return model
 
@@ -343,9 +340,8 @@ class Family:
         return model
 
     def stored_tables(self, model: ModelConfig) -> dict[str, Tensor]:
-        """Return the tables that files may contain although Megalith computes them, by name, float32.
-
-        An import checks them. Families with such files override it.
+        """Return the tables that files may contain although Megalith computes them, by name, float32. An import checks
+        them. A family with such files overrides this method.
         """
         return {}
 

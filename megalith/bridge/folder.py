@@ -267,8 +267,8 @@ def _list_shards(index: Path) -> dict[str, SafetensorsEntry | Pickled]:
     for file in sorted(set(weight_map.values())):
         if len(file.encode(errors="surrogatepass")) > LONGEST_NAME:
             raise CheckpointError(
-                f"{index} names a file with {len(file):,} characters ({file[:40]}…), more than a "
-                "file name can have; fetch it again"
+                f"{index} has a file name of {len(file):,} characters ({file[:40]}…), more than file systems "
+                "allow; fetch the index again"
             )
         if Path(file).name != file or file in ("", ".", ".."):
             raise CheckpointError(

@@ -82,7 +82,9 @@ def write_run(
     change: Change = lambda name, shard: shard.values,
     show_progress: bool = True,
 ) -> Path:
-    """Write matched tensors as step 0 of a run; `keep` adds files to its tokenizer folder. Raises as `new_run`."""
+    """Write matched tensors as step 0 of a run; `keep` adds files to its tokenizer folder. Raises the same errors as
+    `new_run`.
+    """
     model, dtype = matched.groups[0].model, common_dtype(matched)
     config = RunConfig(model=model, train=TrainConfig(precision=PRECISIONS[dtype]))
     record = RunRecord(
@@ -145,7 +147,7 @@ def row_slices(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[in
 
 
 def open_hf_folder(source: str | Path, allow: bool = False) -> Match:
-    """Open a Hugging Face folder and match its tensors with its family's. Raises as `import_hf`."""
+    """Open a Hugging Face folder and match its tensors with its family's. Raises the same errors as `import_hf`."""
     folder = SourceFolder(source)
     family = family_of(folder.config, str(folder.path))
     try:

@@ -1,10 +1,10 @@
 """Adapter initializations that factor the adapted matrix: PiSSA, OLoRA and LoftQ.
 
 PiSSA (Meng et al. 2024) takes the largest singular values and their vectors, OLoRA (Büyükakyüz 2024) the first columns
-of a QR decomposition. For PiSSA, scale · B · A is the best approximation of W with this rank. LoftQ (Li et al.
-2024) repeats two steps: Q is W − B · A, quantized, and B · A is the best approximation of W − Q. Each matrix is
-decomposed by one process, so that all processes get the same bits; different matrices are decomposed by different
-processes.
+of a QR decomposition. For PiSSA, scale · B · A is the best approximation of W that has the adapter's rank. LoftQ (Li et
+al. 2024) repeats two steps: quantize W − scale · B · A, and let scale · B · A be the best approximation, of that rank,
+of the difference between W and the quantized matrix. Each matrix is decomposed by one process, so that all processes
+get the same bits; different matrices are decomposed by different processes.
 """
 
 from __future__ import annotations

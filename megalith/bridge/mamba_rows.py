@@ -129,7 +129,10 @@ class MambaHeads:
         if self._width_key:
             return tree | {self._width_key: width}
         if width % hidden:
-            raise ConfigError(f"its Mamba heads' width {width} is not a multiple of hidden_size {hidden}")
+            raise ConfigError(
+                f"its mamba_num_heads × mamba_head_dim, {width}, is not a multiple of hidden_size {hidden}, but "
+                "transformers stores the quotient as a whole number (mamba_expand)"
+            )
         return tree | {"mamba_expand": width // hidden}
 
 
@@ -153,7 +156,10 @@ class ExpandedHeads:
     def write(self, model: ModelConfig) -> Tree:
         width, hidden = model.mamba_heads * model.mamba_head_dim, model.hidden_size
         if width % hidden:
-            raise ConfigError(f"its Mamba heads' width {width} is not a multiple of hidden_size {hidden}")
+            raise ConfigError(
+                f"its mamba_num_heads × mamba_head_dim, {width}, is not a multiple of hidden_size {hidden}, but "
+                "transformers stores the quotient as a whole number (expand)"
+            )
         return {"expand": width // hidden}
 
 

@@ -272,7 +272,7 @@ def _untied_if_stored(source: SourceFolder, family: Family, model: ModelConfig) 
 def _with_stored_mtp(source: SourceFolder, family: Family, model: ModelConfig) -> ModelConfig:
     """Return `model` without multi-token prediction if config.json has it but the files do not.
 
-    transformers saves no such layers.
+    transformers does not save the layers for multi-token prediction.
     """
     layers = {str(number) for number in model.mtp_layers}
     names = [name for group in family.groups(model) if group.layer in layers for name in group.names()]

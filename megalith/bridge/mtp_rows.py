@@ -85,12 +85,12 @@ class QwenMTPLayer:
         if count not in (None, 0, 1):
             raise ConfigError(
                 f"config.json has {self._key} {count}; layers of multi-token prediction share a matrix and norms in "
-                "this format, which is supported for a single layer: use 1, or 0"
+                "this format, which is supported for a single layer: use 1, or 0 to leave these layers out"
             )
         if count and hf_config.get("mtp_use_dedicated_embeddings"):
             raise ConfigError(
                 "config.json has mtp_use_dedicated_embeddings true, but in Megalith MTP layers share the "
-                "model's embedding; set {self._key} to 0 to leave the layer out"
+                f"model's embedding; set {self._key} to 0 to leave the layer out"
             )
         return {"mtp_num_layers": 1} if count else {}
 

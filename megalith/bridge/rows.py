@@ -1,9 +1,9 @@
 """Rules that map rows of Hugging Face tensors to rows of Megalith's tensors, and back.
 
-The two formats differ only in the order of rows. Hugging Face has separate query, key and value matrices; Megalith has
-one, grouped by KV head. Gate and up are two matrices in Hugging Face, and alternating rows of one in Megalith. GPT-2
-stores matrices transposed, so its columns are Megalith's rows. A rule lists runs of rows. The runs cover each row of
-both sides once, so one list serves import, export and sharded reads.
+Besides names, the two formats differ in which rows of which tensor a matrix consists of. Hugging Face has separate
+query, key and value matrices; Megalith has one, grouped by KV head. Gate and up are two matrices in Hugging Face, and
+alternating rows of one in Megalith. GPT-2 stores matrices transposed, so its columns are Megalith's rows. A rule lists
+runs of rows. The runs cover each row of both sides once, so one list serves import, export and sharded reads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Rule:
     ones: tuple[int, int] | None = None  # Hugging Face has so many dimensions of size 1 before and after ours
 
     def runs(self, model: ModelConfig, rows: int) -> list[RowRun]:
-        """Return the runs of consecutive rows that make up `rows` rows of Megalith's tensor."""
+        """Return the runs of consecutive Hugging Face rows that together are Megalith's tensor. `rows` is its number of
+        rows.
+        """
         runs = self.order(model, rows)
         return runs if len(self.names) > 1 else _from_one_tensor(runs)
 

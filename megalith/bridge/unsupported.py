@@ -1,8 +1,8 @@
 """Model types of transformers that Megalith cannot read, each with the reason.
 
 The types are transformers' causal and sequence-to-sequence language models. `python -m megalith.bridge.unsupported`
-prints the table of docs/models.md. Errors about such a type give the reason. With `--all` it prints every type of the
-installed transformers: its class here, the reason, or that it is unknown.
+prints the table of docs/models.md. Errors about such a type give the reason. With `--all` the command prints every type
+of the installed transformers with Megalith's class for it, the reason why there is none, or "unknown".
 """
 
 from __future__ import annotations

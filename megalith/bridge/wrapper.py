@@ -75,7 +75,8 @@ class WrapperFolder:
         return {plain: tuple(self._tensors[name].shape) for plain, name in self._names.items()}
 
     def rename(self, tensors: Layout, tied: str) -> Layout:
-        """Extend the language model's layout to that of the whole model. The tensor `tied` may be missing in it.
+        """Extend the layout of the language model's tensors to the tensors of the whole model. The tensor `tied` may be
+        missing in `tensors`.
 
         Raises CheckpointError if the folder has another language model.
         """
@@ -119,7 +120,7 @@ class WrapperFolder:
     def with_language_model(self, family: Family, model: ModelConfig, tree: Mapping[str, Any]) -> Tree:
         """Return the multimodal config.json with its language model's config.json replaced by `tree`.
 
-        It is unchanged if its text_config describes the model.
+        The multimodal config.json is returned unchanged if its text_config already describes the language model.
         """
         if not differences(family.read_config(self.language_config), model):
             return self.config

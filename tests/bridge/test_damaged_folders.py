@@ -302,4 +302,4 @@ def test_the_commands_convert_and_tell_mistakes_in_a_sentence(
 def test_a_shard_name_of_thousands_of_characters(folder: Path) -> None:
     in_shards(folder)
     write_index(folder, {"lm_head.weight": "x" * 5_000})
-    assert "names a file with 5,000 characters (xxx" in refused(folder)
+    assert "has a file name of 5,000 characters (xxx" in refused(folder)

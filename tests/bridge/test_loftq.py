@@ -145,7 +145,7 @@ def test_an_engine_and_the_plan_have_the_base_and_its_factors(base: Path, tmp_pa
 
 def test_what_loftq_cannot_do_is_named(base: Path, tmp_path: Path) -> None:
     for lora, message in (
-        ({"quantize_base": "none"}, "but lora.quantize_base is none, so nothing is lost"),
+        ({"quantize_base": "none"}, "but lora.quantize_base is none, so there is no quantization error"),
         ({"use_dora": True}, "which is not supported with lora.use_dora"),
         (
             {"init_lora_weights": "pissa", "quantize_base": "none", "loftq_iter": 2},

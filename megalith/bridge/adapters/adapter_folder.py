@@ -59,8 +59,8 @@ def initialize_from_base(
 ) -> None:
     """Set this rank's shards of the adapter values that are computed from the base. Collective over `world`.
 
-    These are the factors of PiSSA, OLoRA and LoftQ, DoRA's magnitudes, which are the norms of the base's rows, and the
-    rows of trained tokens.
+    The values are the factors of PiSSA, OLoRA and LoftQ, DoRA's magnitudes (the norms of the base's rows), and the rows
+    of trained tokens.
     """
     trained = checkpoint_shards(model)
     shards = {name: shard for name, shard in trained.items() if MAGNITUDE in name}

@@ -2,7 +2,7 @@
 
 The keys of attention and experts are in two objects, `attn_config` and `ffn_config`. A tensor contains the matrices of
 all experts, concatenated by rows. The published models have the base of RoPE in `attn_config`; transformers 5.24 reads
-it only from `rope_parameters`, so that files with two different bases are rejected.
+it only from `rope_parameters`. Files with two different bases are therefore rejected.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ExpertWeights:
         order = hf_config.get("moe_normalize_expert_weights", 1.0)
         if order not in (None, 1):
             raise ConfigError(
-                f"config.json has moe_normalize_expert_weights {order!r}, the order of a norm, which is not supported; "
-                "supported: 1, null"
+                f"config.json has moe_normalize_expert_weights {order!r}, but the only supported values are 1 "
+                "(divide a token's weights by their sum) and null"
             )
         return {"moe_router_pre_softmax": order is None}
 
@@ -86,8 +86,8 @@ class DbrxRope:
         other = attention.get("rope_theta")
         if base is not None and other is not None and base != other:
             raise ConfigError(
-                f"config.json has rope_theta {other} in attn_config, and {base} in rope_parameters or by default, and "
-                "it depends on the loader which one is used; write the right one into both"
+                f"config.json has rope_theta {other} in attn_config, and {base} in rope_parameters or by "
+                "default, and loaders disagree on which of the two is used; write the right one into both"
             )
         if base is None and other not in (None, BASE):
             warnings.warn(

@@ -221,8 +221,8 @@ class SharedExperts:
 class RouterGroups:
     """Maps `n_group` and `topk_group`, for group-limited routing. A value of 1 means no limit.
 
-    method: config.json has `topk_method`, as DeepSeek-V2's. DeepSeek-V3 has no such key and scores a group by its two
-    best experts.
+    method: True if config.json has `topk_method`, as in DeepSeek-V2. DeepSeek-V3 lacks this key and scores a group by
+    the sum of its two best experts.
     """
 
     def __init__(self, method: bool):
@@ -273,7 +273,10 @@ class SigmoidScores:
 
     def write(self, model: ModelConfig) -> Tree:
         if model.moe_router_topk == 1:
-            raise ConfigError("with moe_router_topk 1, an expert's weight must be 1, as in transformers")
+            raise ConfigError(
+                "with moe_router_topk 1, transformers gives the expert the weight 1, but this model "
+                "weights it by its sigmoid score"
+            )
         return {}
 
 

@@ -1,7 +1,8 @@
 """Gated decoders with small differences to Llama: Ministral, CWM, Helium, Ernie 4.5, VaultGemma and HyperCLOVA X.
 
 Ministral and CWM: windows by layer. Helium and Ernie 4.5: interleaved RoPE. VaultGemma: Gemma 2 without norms after
-attention and MLP. HyperCLOVA X: Granite with such norms, and a factor on the logits instead of a divisor.
+attention and MLP. HyperCLOVA X: Granite with norms after attention and MLP, and a factor on the logits instead of a
+divisor.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class HeadsFillHidden:
         width = model.num_attention_heads * model.head_dim
         if width != model.hidden_size:
             raise ConfigError(
-                f"its heads have {width} dimensions in all, not hidden_size {model.hidden_size}"
+                f"its num_attention_heads × head_dim is {width}, but this family requires hidden_size, "
+                f"{model.hidden_size}"
             )
         return {}
 

@@ -48,7 +48,8 @@ class KimiExperts(MlpLayerTypes):
 class KimiLayers:
     """Maps `kda_layers`, `full_attn_layers` and the sizes of Kimi Delta Attention.
 
-    The published config.json has them in `linear_attn_config`, that of transformers at the top level.
+    Published config.json files have them in `linear_attn_config`; files that transformers writes have them at the top
+    level.
     """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:

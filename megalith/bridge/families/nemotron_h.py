@@ -92,8 +92,8 @@ class NemotronExperts:
 class UnlimitedSteps:
     """Checks that the Mamba-2 step sizes have no separate limits.
 
-    transformers takes `time_step_min` for the smallest step size and ignores `time_step_limit`; other implementations
-    read the latter.
+    transformers takes `time_step_min` for the smallest step size and ignores `time_step_limit`, which other
+    implementations read.
     """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:

@@ -1,4 +1,4 @@
-"""Phi-MoE (Phi-3.5-MoE, Phi-mini-MoE): Mixtral with SparseMixer's weights, LayerNorm and biases.
+"""Phi-MoE (Phi-3.5-MoE, Phi-mini-MoE): Mixtral with SparseMixer routing, LayerNorm and biases.
 
 LongRoPE has its factors of cosines and sines in two keys, for short and for long sequences, which must agree.
 transformers 5.24 applies `short_factor` to sequences of any length; Megalith applies `long_factor` beyond

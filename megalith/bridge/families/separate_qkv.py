@@ -153,8 +153,8 @@ class RotaryDimensions:
         size, rotary = hf_config["n_embd"] // (hf_config["n_head"] or 1), hf_config.get("rotary_dim", 64)
         if not rotary or rotary > size:
             raise ConfigError(
-                f"config.json has rotary_dim {rotary}, which transformers cannot run; set rotary_dim to a number of "
-                f"dimensions up to a head's {size}"
+                f"config.json has rotary_dim {rotary}, but a head has {size} dimensions; set rotary_dim to a "
+                f"number from 1 to {size}"
             )
         share = rotary / size
         if int(size * share) != rotary:  # rounding error

@@ -184,7 +184,7 @@ class _MTP:
 class _Activation:
     """Maps the activation. GELU is the tanh approximation if it is fused with a bias or Transformer Engine computes it.
 
-    Megatron core does not read openai_gelu. It does not use the op fuser for models with experts.
+    Megatron core does not read openai_gelu, and does not use the op fuser for models with experts.
     """
 
     def read(self, args: Mapping[str, Any]) -> Tree:

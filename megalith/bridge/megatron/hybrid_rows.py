@@ -144,7 +144,7 @@ def split_parts(state: Mapping[str, Any], args: Mapping[str, Any], ranks: int) -
         sizes = _part_rows(end, args)
         rows = [sizes[part] // ranks for part in PARTS[end]]
         if sum(rows) != len(value):
-            raise ValueError(f"{name} has {len(value)} rows, not {sum(rows)}")
+            raise ValueError(f"{name} has {len(value)} rows, but the saved arguments require {sum(rows)}")
         result |= {f"{name}.{part}": rest for part, rest in zip(PARTS[end], value.split(rows))}
     return result
 

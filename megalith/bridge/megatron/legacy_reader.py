@@ -161,7 +161,8 @@ def _join_ranks(
                     if value.ndim < dimensions or any(part.shape != value.shape for part in parts):
                         shapes = [list(part.shape) for part in parts]
                         raise ValueError(
-                            f"the parts of {name} have the shapes {shapes}, which do not fit together"
+                            f"the parts of {name} have the shapes {shapes}, which do not fit together; copy "
+                            "the checkpoint again"
                         )
                     tensors[renumber_layers(name, layer_offset)] = JoinedTensor(parts, kind)
             layer_offset += len(layers)

@@ -191,13 +191,15 @@ def _arguments(exported: _ExportSource, tp: int, pp: int, dtype: torch.dtype, di
     model = config.model
     if model.num_experts and model.mlp_bias and not model.add_router_bias:
         raise ConfigError(
-            "its experts have biases but its router has none (model.add_router_bias), and in Megatron core experts "
-            "with biases imply a router bias; export the model to Hugging Face's format"
+            "the model's experts have biases but its router has none (model.add_router_bias), and in "
+            "Megatron core experts with biases imply a router bias; export the model to Hugging Face's format"
         )
     try:
         args = family_of(model).write_config(model)
     except ConfigError as error:
-        raise ConfigError(f"Megatron core cannot express this model: {error}") from None
+        raise ConfigError(
+            f"Megatron core cannot express this model: {error}; export it to Hugging Face's format"
+        ) from None
     _check_sizes(model, tp, pp, divisible_by)
     rows = divisible_by * tp
     return Namespace(

@@ -109,7 +109,7 @@ def is_megatron_folder(path: str | Path) -> bool:
 
 
 def read_arguments(source: str | Path, trust: bool) -> dict[str, Any]:
-    """Return the arguments stored in a checkpoint. Raises as `import_megatron`."""
+    """Return the arguments stored in a checkpoint. Raises the same errors as `import_megatron`."""
     return _read(_iteration(Path(source)), trust)[1]
 
 

@@ -180,10 +180,11 @@ def _refused(path: Path, error: Exception) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return CheckpointError(f"{path} is missing; copy the checkpoint again")
     if isinstance(error, RefusedFile):
-        return CheckpointError(f"{path} cannot be read: {error.strerror}")
+        return CheckpointError(f"{path} cannot be read: {error.strerror}; check the path")
     reason = str(error).strip().split("\n")[0].split(". ")[0]
     if named := _REFUSED_BY_TORCH.search(str(error)):
         reason = f"it names {named[1]}, which is not allowed"
     return CheckpointError(
-        f"{path} cannot be read as a Megatron checkpoint ({reason}); nothing in it was run"
+        f"{path} cannot be read as a Megatron checkpoint ({reason}), and no code in it was run; copy the "
+        "checkpoint again, or pass the folder that Megatron saved"
     )
