@@ -352,7 +352,7 @@ def _sites_of(target: str) -> Mapping[str, Parts]:
     if name in ROUTERS:
         raise ConfigError(
             f"lora.targets has {target}, but routers cannot have adapters: changed scores would "
-            "send tokens to experts that were not trained on them; leave it out"
+            "send tokens to experts that were not trained on them; leave {target} out"
         )
     if name not in TARGETS:
         near = nearest_of(target, SHORT_NAMES)

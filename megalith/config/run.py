@@ -266,7 +266,7 @@ def nearest_file(path: str | Path) -> str:
 
 
 def _sections_of(content: dict[Any, Any]) -> Tree:
-    """Return `content` with a dict for every section. Raises ConfigError for any other form."""
+    """Return `content` with a dict for every section. Raises ConfigError if it is not a mapping of sections."""
     tree = _empty_tree()
     for section, values in content.items():
         if section not in tree:

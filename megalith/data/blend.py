@@ -51,14 +51,16 @@ class BlendEntry(NamedTuple):
 
 
 def parse_data_path(data_path: DataPath) -> tuple[list[str], list[float] | None]:
-    """Return the dataset prefixes and their weights (None if it sets none). Raise ConfigError for any other form."""
+    """Return the dataset prefixes and their weights (None if the path sets none). Raise ConfigError if it is
+    malformed.
+    """
     entries = parse_entries(data_path)
     weights = [entry.weight for entry in entries if entry.weight is not None]
     return [entry.path for entry in entries], weights or None
 
 
 def parse_entries(data_path: DataPath) -> list[BlendEntry]:
-    """Return the datasets of a data path. Raise ConfigError for any other form."""
+    """Return the datasets of a data path. Raise ConfigError if it is malformed."""
     if isinstance(data_path, str):
         parts = [data_path] if _is_path(data_path) else data_path.split()
     else:

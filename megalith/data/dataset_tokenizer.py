@@ -159,8 +159,8 @@ def check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer, data: DataCon
         if setting := next((name for name in EOD_SETTINGS if getattr(data, name)), None):
             raise ConfigError(
                 f"the documents of {prefix} end with the token {made.end_of_document}, but the end of document of the "
-                f"run's tokenizer is {tokenizer.eod}, which data.{setting} looks for; use the tokenizer that made it "
-                f"({made}), or preprocess the text again"
+                f"run's tokenizer is {tokenizer.eod}, which data.{setting} looks for; use the tokenizer that "
+                f"made the dataset ({made}), or preprocess the text again"
             )
 
 

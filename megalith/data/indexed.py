@@ -344,7 +344,7 @@ class IndexedWriter:
 class _PrefixLock:
     """Lock file `PREFIX.lock`. It prevents two writers from leaving the .bin of one and the .idx of the other.
 
-    The kernel releases the lock when its holder ends.
+    The kernel releases the lock when the process that holds it ends.
     """
 
     def __init__(self, prefix: str | Path):

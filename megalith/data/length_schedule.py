@@ -23,7 +23,7 @@ class LengthSchedule:
         seq_length: tokens per sample.
 
     Raises:
-        ConfigError: a point has another form.
+        ConfigError: a point is malformed.
     """
 
     def __init__(self, points: Sequence[object], seq_length: int):

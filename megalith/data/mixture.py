@@ -247,7 +247,7 @@ def parse_schedule(points: Sequence[object] | None, seq_length: int) -> tuple[Bl
         seq_length: tokens per sample.
 
     Raises:
-        ConfigError: a point has another form, or the points do not ascend.
+        ConfigError: a point is malformed, or the points do not ascend.
     """
     parsed = [_parse_point(point, seq_length) for point in points or ()]
     for before, after in itertools.pairwise(parsed):

@@ -53,7 +53,7 @@ class StoredLogits:
     """A folder of predictions, for reading and appending."""
 
     def __init__(self, folder: str | Path):
-        """Open a folder. Raise DataError if it is no such folder, or if a file is missing or damaged."""
+        """Open a folder. Raise DataError if it has no stored predictions, or if a file is missing or damaged."""
         self.folder = Path(folder)
         self.record = _read_record(self.folder / RECORD)
         matches = [match for path in self.folder.iterdir() if (match := FILE_NAME.fullmatch(path.name))]

@@ -208,8 +208,8 @@ class _TextCache:
             notes = _read_about(about, versions, prefix)
             if notes is None:
                 raise DataError(
-                    f"{entry} is not tokenized in {self._folder}, and with train.skip_train nothing is written; "
-                    "train first, or preprocess the data"
+                    f"{entry} has not been tokenized into {self._folder}, and with train.skip_train nothing "
+                    "is written; train first, or preprocess the data"
                 )
             return prefix, notes
         try:

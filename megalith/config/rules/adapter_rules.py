@@ -33,7 +33,7 @@ def check_adapters(config: RunConfig) -> None:
         raise ConfigError(
             f"lora.init_lora_weights is {lora.init_lora_weights}, which is not supported "
             + (
-                "on experts, as in PEFT; choose other targets, or leave it out"
+                "on experts, as in PEFT; choose other targets, or leave lora.init_lora_weights out"
                 if experts
                 else f"with lora.quantize_base {lora.quantize_base}, because the base that PiSSA and OLoRA leave would "
                 "have to be quantized; leave one of the two out"
@@ -43,7 +43,8 @@ def check_adapters(config: RunConfig) -> None:
         raise ConfigError(
             "lora.init_lora_weights is loftq, "
             + (
-                "which is not supported on experts, as in PEFT; choose other targets, or leave it out"
+                "which is not supported on experts, as in PEFT; choose other targets, or leave "
+                "lora.init_lora_weights out"
                 if experts
                 else "which is not supported with lora.use_dora; leave one of the two out"
                 if lora.use_dora
@@ -52,7 +53,10 @@ def check_adapters(config: RunConfig) -> None:
                     "two out"
                 )
                 if lora.load
-                else "but lora.quantize_base is none, so nothing is lost; set it, for example to nf4"
+                else (
+                    "but lora.quantize_base is none, so there is no quantization error to approximate; set "
+                    "lora.quantize_base, for example to nf4"
+                )
             )
         )
     if lora.loftq_iter > 1 and not lora.begins_with_loftq:

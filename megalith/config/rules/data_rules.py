@@ -18,19 +18,18 @@ def check_data(config: RunConfig) -> None:
 
 def _check_data(data: DataConfig, rl: RlConfig) -> None:
     parts = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
-    part_paths = [name for name, path in parts.items() if path is not None]
+    part_paths = [f"data.{name}" for name, path in parts.items() if path is not None]
     sources = [bool(data.mock), data.data_path is not None, bool(part_paths)]
+    are_set = " and ".join(["data.mock"] * sources[0] + ["data.data_path"] * sources[1] + part_paths)
     if sum(sources) > 1:
         raise ConfigError(
-            f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and "
-            f"{', '.join(part_paths) or 'no split'} has its own path, but a run reads its data from one "
-            "source; set exactly one of data.mock, data.data_path, or one data path per split"
+            f"{are_set} are set, but a run reads its data from one source; leave out all but one of data.mock, "
+            "data.data_path and the data paths per split"
         )
     if rl.prompts_or_rollouts and any(sources):
         raise ConfigError(
-            f"rl.{'prompts' if rl.prompts else 'rollouts'} is the training data, but data.mock is {data.mock}, "
-            f"data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} has its own path; leave "
-            "the settings of section data out"
+            f"rl.{'prompts' if rl.prompts else 'rollouts'} is the training data, but {are_set} "
+            f"{'are' if ' and ' in are_set else 'is'} set too; leave the settings of section data out"
         )
     if data.dataset is not None and (data.mock or rl.prompts_or_rollouts):
         other = "data.mock" if data.mock else f"rl.{'prompts' if rl.prompts else 'rollouts'}"
@@ -42,7 +41,8 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
         )
     if part_paths and data.train_data_path is None:
         raise ConfigError(
-            f"{', '.join(part_paths)} is set, but data.train_data_path is not; set data.train_data_path too"
+            f"{' and '.join(part_paths)} {'are' if part_paths[1:] else 'is'} set, but data.train_data_path is not; "
+            "set data.train_data_path too"
         )
 
 

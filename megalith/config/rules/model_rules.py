@@ -195,7 +195,8 @@ def _check_two_stacks(model: ModelConfig) -> None:
     if not 0 < model.encoder_layers < model.num_layers:
         raise ConfigError(
             f"model.num_layers counts encoder and decoder layers and is {model.num_layers}, but "
-            f"model.encoder_num_layers is {model.encoder_layers}; set it to at least 1 and less than model.num_layers"
+            f"model.encoder_num_layers is {model.encoder_layers}; set model.encoder_num_layers to at least 1 "
+            "and less than model.num_layers"
         )
     required = {
         "num_experts": None,
@@ -352,8 +353,8 @@ def _check_mamba(model: ModelConfig) -> None:
     heads, groups = model.mamba_heads, model.mamba_num_groups
     if model.mamba_num_heads is None and 2 * model.hidden_size % model.mamba_head_dim:
         raise ConfigError(
-            f"model.mamba_head_dim {model.mamba_head_dim} does not divide {2 * model.hidden_size}, which is 2 · "
-            "model.hidden_size; change it, or set model.mamba_num_heads"
+            f"model.mamba_head_dim {model.mamba_head_dim} does not divide {2 * model.hidden_size}, which is 2 "
+            "· model.hidden_size; change model.mamba_head_dim, or set model.mamba_num_heads"
         )
     if heads % groups:
         raise ConfigError(

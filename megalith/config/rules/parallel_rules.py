@@ -180,7 +180,7 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
         inner = max(s for s in range(1, size + 1) if size % s == 0 and (s == 1 or s * s <= size))
         raise ConfigError(
             "parallel.cp_comm_type a2a+p2p needs parallel.hierarchical_context_parallel_sizes, the sizes of its a2a "
-            f"and p2p, with the product context_parallel_size {size}, but the setting is {sizes}; set it, for "
+            f"and p2p groups, with the product context_parallel_size {size}, but the setting is {sizes}; set it, for "
             f"example to [{inner}, {size // inner}]"
         )
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size

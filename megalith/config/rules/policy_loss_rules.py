@@ -25,7 +25,10 @@ OTHER_RATIOS: dict[str, str | None] = {
 def check_clips(config: RunConfig) -> None:
     rl = config.rl
     if rl.epsilon > 1:
-        raise ConfigError(f"rl.epsilon is {rl.epsilon}, but a ratio is never below 0; choose at most 1")
+        raise ConfigError(
+            f"rl.epsilon is {rl.epsilon}, so the ratio's lower bound 1 − rl.epsilon is below 0, which a "
+            "ratio never reaches; choose at most 1"
+        )
     if rl.delta is not None and rl.delta <= 1 + rl.upper_epsilon and rl.loss_type not in OTHER_RATIOS:
         raise ConfigError(
             f"rl.delta {rl.delta} is not above 1 + epsilon_high = {1 + rl.upper_epsilon}, so it would never take "
@@ -148,8 +151,8 @@ def _check_cispo_bounds(rl: RlConfig) -> None:
     if rl.epsilon_high is None:
         raise ConfigError(
             "rl.loss_type is cispo, but rl.epsilon_high, the cap of its ratio, is not set, and "
-            f"epsilon ({rl.epsilon:g}) would cap every token; set it to 5 (TRL's recommendation), "
-            "or rl.clip_ratio_high to 0.28 (verl's and NeMo-RL's spelling of a cap of 1.28)"
+            f"epsilon ({rl.epsilon:g}) would cap every token; set rl.epsilon_high to 5 (TRL's "
+            "recommendation), or rl.clip_ratio_high to 0.28 (verl's and NeMo-RL's spelling of a cap of 1.28)"
         )
     if rl.cispo_ratio_min is not None and rl.cispo_ratio_min > rl.epsilon_high:
         raise ConfigError(

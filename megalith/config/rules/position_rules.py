@@ -40,8 +40,9 @@ def _check_alibi(model: ModelConfig) -> None:
         )
     if model.embedding_layernorm and model.mtp_num_layers:
         raise ConfigError(
-            f"model.mtp_num_layers {model.mtp_num_layers} reads the embedding again in the last pipeline stage, "
-            "which does not have its norm; set model.embedding_layernorm to false, or leave model.mtp_num_layers out"
+            f"model.mtp_num_layers {model.mtp_num_layers} reads the embedding again in the last pipeline "
+            "stage, which does not have the embedding's norm; set model.embedding_layernorm to false, or "
+            "leave model.mtp_num_layers out"
         )
 
 
@@ -62,8 +63,8 @@ def _check_added_positions(model: ModelConfig) -> None:
 def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
     if scaling.type == "longrope" and scaling.original_max_position_embeddings < 2:
         raise ConfigError(
-            "model.rope_scaling.original_max_position_embeddings is 1, whose logarithm longrope divides by; set it to "
-            "the context length of the original training"
+            "model.rope_scaling.original_max_position_embeddings is 1, but longrope divides by its "
+            "logarithm, which is 0; set it to the context length of the original training"
         )
     for name in ("short_factor", "long_factor") if scaling.type == "longrope" else ():
         count = len(getattr(scaling, name) or ())

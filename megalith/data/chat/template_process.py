@@ -83,7 +83,9 @@ class TemplateProcess:
             return json.loads(line)
         code = self._stop()
         if code == -signal.SIGXCPU:
-            raise ValueError(f"the chat template takes more than {SECONDS} s of CPU time")
+            raise ValueError(
+                f"the chat template was stopped after {SECONDS} s of CPU time, the limit per text"
+            )
         raise ValueError(
             f"the process that renders the chat template, in {MEMORY >> 30} GB of memory, ended with exit code {code}"
         )

@@ -101,7 +101,8 @@ class BlockEncoder:
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.tokenizer.vocab_size):
             raise DataError(
                 f"the tokenizer returned ids {tokens.min()} to {tokens.max()}, but its vocab_size is "
-                f"{self.tokenizer.vocab_size}; its files do not belong together"
+                f"{self.tokenizer.vocab_size}; so its files do not belong together; copy all of them from one "
+                "source"
             )
 
     def _split_bad_records(

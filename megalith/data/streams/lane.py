@@ -1,11 +1,11 @@
 """Lanes, which define the deterministic sample order of a stream.
 
-A stream is divided into lanes. Their number does not depend on the number of ranks. In each pass the shards are
-permuted, and lane l of n reads shards l, l + n, l + 2n, … of that order. Its documents are shuffled in windows: whole
-blocks are read until there are `shuffle_buffer` documents, which are permuted and used up before the next window is
-read. A position therefore consists of a few numbers, and a resumed run reads one window again. The documents are
-concatenated and cut into samples of seq_length + 1 tokens, each of which begins with the last token of the previous
-sample. Sample p of the stream is sample p // n of lane p % n.
+A stream is divided into lanes. Their number does not depend on the number of ranks. In each pass over the data, its
+shards (files, or shards of a hub dataset) are permuted, and lane l of n reads shards l, l + n, l + 2n, … of that order.
+Its documents are shuffled in windows: whole blocks are read until there are `shuffle_buffer` documents, which are
+permuted and used up before the next window is read. A position therefore consists of a few numbers, and a resumed run
+reads one window again. The documents are concatenated and cut into samples of seq_length + 1 tokens, each of which
+begins with the last token of the previous sample. Sample p of the stream is sample p // n of lane p % n.
 """
 
 from __future__ import annotations
@@ -208,7 +208,8 @@ class Lane:
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < tokenizer.vocab_size):
             raise DataError(
                 f"the tokenizer returned ids {tokens.min()} to {tokens.max()}, but its vocab_size is "
-                f"{tokenizer.vocab_size}; its files do not belong together"
+                f"{tokenizer.vocab_size}; so its files do not belong together; copy all of them from one "
+                "source"
             )
         return (
             np.append(tokens, np.int32(tokenizer.eod))

@@ -203,8 +203,8 @@ class HuggingFaceTokenizer(RustTokenizer):
             )
         if config.get("split_special_tokens"):
             raise DataError(
-                f"{folder / CONFIG} has split_special_tokens, but special tokens in a text are always recognized; set "
-                "it to false"
+                f"{folder / CONFIG} has split_special_tokens, but special tokens in a text are always "
+                "recognized; set split_special_tokens to false"
             )
 
     def content(self) -> bytes:
