@@ -84,7 +84,8 @@ def train_distilled(config: RunConfig) -> TrainingResult:
 def store_logits(config: RunConfig) -> None:
     """Write the teacher's predictions for the run's samples to `distill.logits_dir`. Samples already in it are skipped.
 
-    Collective over all processes of the run, in any layout. Raises ConfigError and DataError as `megalith.train` does.
+    Collective over all processes of the run, in any layout. Raises ConfigError and DataError in the same cases as
+    `megalith.train`.
     """
     distill = config.distill
     if distill.teacher is None or distill.logits_dir is None:

@@ -154,7 +154,7 @@ class KtoData(StepData):
         return self._augment(batches, is_training=True)
 
     def augment_evaluation(self, batches: Sequence[KtoBatch]) -> list[KtoBatch]:
-        """Return micro-batches for evaluation. They do not change the shift of bco."""
+        """Return micro-batches for evaluation. Their answers do not count in bco's mean log-ratio."""
         return self._augment(batches, is_training=False)
 
     def _augment(self, batches: Sequence[KtoBatch], is_training: bool) -> list[KtoBatch]:

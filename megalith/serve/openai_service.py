@@ -39,7 +39,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 class Conversation(Protocol):
-    """Prompts and sampling of a client's requests. Receives the sampled choices. rl/agents implements it."""
+    """Interface between the server and the code that answers its requests (PlainConversation; rl/agents): makes prompts
+    and engine requests from a client's request, and is called with each complete choice.
+    """
 
     def open_prompts(self, request: CompletionRequest) -> list[Any]:
         """Return one object per prompt, with its tokens in `ids`. Raise ValueError for a prompt that cannot be

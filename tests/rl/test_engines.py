@@ -360,7 +360,7 @@ OF_SGLANG = {
         at(UPDATE, status, 200, {"success": False, "message": "no group"}),
         "failed at POST .*: no group",
     ),
-    "no sizes": (sets(sizes={"tp_size": "two"}), "returns the sizes .*is it an SGLang server"),
+    "no sizes": (sets(sizes={"tp_size": "two"}), "returns the sizes .*check that it is an SGLang server"),
     "stages": (sets(sizes={"pp_size": 2}), "has pp_size 2 and dp_size 1, but SGLang numbers the workers"),
 }
 WAITED_OUT = (

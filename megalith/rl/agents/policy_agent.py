@@ -36,7 +36,7 @@ from megalith.rl.tools.tool_pool import ToolPool
 Share = Callable[[Any], Any]
 """Returns the first rank's JSON value on every rank of a replica."""
 RequestKey = Callable[[int, int, int], int]
-"""Sampling key of a request from (position, generation, tokens so far)."""
+"""Sampling key of a request from (position of the prompt, index of the completion, number of its tokens so far)."""
 
 
 class PolicyAgent(TurnSteps):

@@ -47,7 +47,7 @@ class RolloutEngine(Protocol):
         num_generations: int = 1,
         max_new_tokens: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Return `num_generations` completions per prompt, ordered by prompt and then by generation.
+        """Return `num_generations` completions per prompt, ordered by prompt and then by the completion's index.
 
         Args:
             prompts: token ids of each prompt. Ranks along tensor parallelism pass the same prompts; a shared engine

@@ -153,7 +153,9 @@ class ServerEngine:
         ]
 
     def sample(self, prompt: Sequence[int], sampling: Sampling, *, key: int, number: int) -> Completion:
-        """Return one completion. The request's `number` selects the server, round-robin. Raises like `generate`."""
+        """Return one completion. The request's `number` selects the server, round-robin. Raises the same errors as
+        `generate`.
+        """
         deadline = Deadline(self.settings.generation_timeout, self._name("generation_timeout"))
         server = self.servers[(self._world.rank // self._run.mesh.tp.size + number) % len(self.servers)]
         return self._request(server, number, prompt, sampling, 1, key, deadline)[0]

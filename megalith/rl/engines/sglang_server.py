@@ -35,7 +35,8 @@ class SglangServer(EngineServer):
             sizes[2] = 1  # its replicas are tensor-parallel ranks
         if not all(type(size) is int for size in sizes):
             raise TrainingError(
-                f"{self.http} returns the sizes {sizes!r:.60} at /server_info; is it an SGLang server?"
+                f"{self.http} returns the sizes {sizes!r:.60} at /server_info; check that it is an SGLang "
+                "server"
             )
         return {"workers": sizes[0] * sizes[1] * sizes[2], "sizes": sizes}
 
@@ -72,7 +73,7 @@ class SglangServer(EngineServer):
         meta = at_path(answer, "meta_info")
         if not isinstance(meta, dict):
             raise TrainingError(
-                f"{self.http} answered /generate without completions; is it an SGLang server?"
+                f"{self.http} answered /generate without completions; check that it is an SGLang server"
             )
         finish_reason = at_path(meta, "finish_reason", "type")
         if finish_reason not in ("stop", "length"):

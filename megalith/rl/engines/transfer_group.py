@@ -57,7 +57,7 @@ class Background:
         if not self._thread.wait(deadline.left()):
             raise TrainingError(
                 f"{self._description} did not finish within {deadline.seconds:g} s ({deadline.setting}): a worker of "
-                "the engine did not take part; look at its log"
+                "the engine did not take part; look at the engine's log"
             )
         try:
             return self._thread.result()

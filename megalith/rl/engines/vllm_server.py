@@ -34,7 +34,7 @@ class VllmServer(EngineServer):
     def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
         model = at_path(self.http.get("/v1/models", deadline), "data", 0, "id")
         if not isinstance(model, str):
-            raise TrainingError(f"{self.http} returns no model at /v1/models; is it a vLLM server?")
+            raise TrainingError(f"{self.http} returns no model at /v1/models; check that it is a vLLM server")
         info = self._server_info(deadline)
         modes = sorted(set(map(str, _values(info, "logprobs_mode"))))
         if modes not in ([], ["processed_logprobs"]):
@@ -46,7 +46,9 @@ class VllmServer(EngineServer):
             self._require_backend(info, method)
         workers = at_path(self._request_dev_mode("GET", "/get_world_size", None, deadline), "world_size")
         if type(workers) is not int or workers < 1:
-            raise TrainingError(f"{self.http} returns a world size of {workers!r:.60}; is it a vLLM server?")
+            raise TrainingError(
+                f"{self.http} returns a world size of {workers!r:.60}; check that it is a vLLM server"
+            )
         return {
             "model": model,
             "workers": workers,
@@ -124,7 +126,9 @@ class VllmServer(EngineServer):
         response = self.http.post("/v1/completions", body, deadline, size)
         choices = at_path(response, "choices")
         if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
-            raise TrainingError(f"{self.http} answered /v1/completions without choices; is it a vLLM server?")
+            raise TrainingError(
+                f"{self.http} answered /v1/completions without choices; check that it is a vLLM server"
+            )
         aborted = [one for one in choices if at_path(one, "finish_reason") not in ("stop", "length")]
         if aborted:
             raise TrainingError(
@@ -134,7 +138,8 @@ class VllmServer(EngineServer):
         indices = [at_path(one, "index") for one in choices]
         if not all(type(index) is int for index in indices):
             raise TrainingError(
-                f"{self.http} returns completions with the indices {indices!r:.60}; is it a vLLM server?"
+                f"{self.http} returns completions with the indices {indices!r:.60}; check that it is a vLLM "
+                "server"
             )
         order = sorted(choices, key=lambda one: one["index"])
         return [

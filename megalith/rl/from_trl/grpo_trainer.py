@@ -143,8 +143,9 @@ class GRPOTrainer:
         check_rollouts(self.config)
 
     def train(self) -> TrainingResult:
-        """Train to the end and return the result, with the metrics of the last evaluation. Raises like
-        `megalith.grpo`."""
+        """Train to the end and return the result, with the metrics of the last evaluation. Raises the same errors as
+        `megalith.grpo`.
+        """
         return train_grpo(
             self.config,
             self.reward_funcs,

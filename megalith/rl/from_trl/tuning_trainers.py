@@ -106,7 +106,7 @@ class _TuningTrainer:
         return record
 
     def train(self) -> TrainingResult:
-        """Train to the end and return the result. Raises like `megalith.train`."""
+        """Train to the end and return the result. Raises the same errors as `megalith.train`."""
         return type(self).run(self.config)
 
 

@@ -65,7 +65,9 @@ def without_routes(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
 
 
 def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences | None) -> Tensor:
-    """Return log π − log π_old per token, or at level `sequence` its mean over the token's sequence (GSPO)."""
+    """Return log π − log π_old per token, or with rl.importance_sampling_level sequence its mean over the token's
+    sequence (GSPO).
+    """
     ratio = logprobs - old
     if rl.importance_sampling_level == "sequence":
         return sequences.per_token(sequences.means(ratio))
@@ -99,10 +101,10 @@ def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) 
 def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Tensor:
     """Return the bounded weight exp(log π_old − log π_rollout), [batch, seq], without gradient.
 
-    It corrects for numerical differences between engine and trainer. At level `sequence` the differences of
-    log-probabilities are summed over the sequence before the exponential. At level `geometric` each token has its own
-    weight, or 0 if the geometric mean over its sequence is out of bounds. If one of a token's two log-probabilities is
-    NaN, its weight is 1.
+    The weight corrects for numerical differences between engine and trainer. With a mode `sequence_…`, the differences
+    of log-probabilities are summed over the sequence before the exponential. With `geometric_mask`, each token has its
+    own weight, or 0 if the geometric mean over its sequence is out of bounds. If one of a token's two log-probabilities
+    is NaN, its weight is 1.
     """
     level, _, beyond = rl.mismatch_mode.partition("_")
     gap = (old - rollout).detach().nan_to_num(nan=0.0)

@@ -348,7 +348,7 @@ class _Reader:
         return routes
 
     def _branches(self, at: str, sample: dict[str, Any], prompt_tokens: int) -> list[RatedCompletion]:
-        """Return the other conversations of an agent's session. They have the sample's rewards."""
+        """Return the other conversations of an agent's session. They get the sample's rewards."""
         branches = sample.get("branches")
         if branches is None:
             return []

@@ -121,7 +121,8 @@ def decompress_zstd(content: bytes, max_bytes: int = MAX_DECOMPRESSED_BYTES) -> 
             size += len(piece)
             if size > max_bytes:
                 raise DataError(
-                    f"a compressed file of a rollout batch unpacks to more than {max_bytes:,} bytes"
+                    f"a compressed file of a rollout batch unpacks to more than {max_bytes:,} bytes, the "
+                    "maximum; sample smaller batches"
                 )
     return b"".join(pieces)
 

@@ -43,8 +43,8 @@ class ScoringServer:
         ]
         if any(len(entries) < k for entries in positions):
             raise TrainingError(
-                f"{self.http} returns {min(map(len, positions))} log-probabilities for a token, but top_k is {k}; "
-                "lower it, or look at the server's options"
+                f"{self.http} returns {min(map(len, positions))} log-probabilities for a token, but top_k is "
+                f"{k}; lower top_k, or start the server with a higher maximum of log-probabilities"
             )
         array = np.array(positions, dtype=np.float64).reshape(len(ids) - 1, k, 2)
         indices = array[..., 0].astype(np.int64)
@@ -54,14 +54,20 @@ class ScoringServer:
                 "serve a model with the student's tokenizer"
             )
         if not np.isfinite(array).all():
-            raise TrainingError(f"{self.http} returns log-probabilities that are not finite; look at its log")
+            raise TrainingError(
+                f"{self.http} returns log-probabilities that are not finite; look at the server's log"
+            )
         return indices, array[..., 1]
 
     def logprobs(self, ids: Sequence[int], deadline: Deadline) -> np.ndarray:
-        """Return the log-probability of each token but the first, float64 [tokens − 1]. Raises like `top_entries`."""
+        """Return the log-probability of each token but the first, float64 [tokens − 1]. Raises the same errors as
+        `top_entries`.
+        """
         values = np.array(self._token_logprobs(ids, deadline), dtype=np.float64)
         if not np.isfinite(values).all():
-            raise TrainingError(f"{self.http} returns log-probabilities that are not finite; look at its log")
+            raise TrainingError(
+                f"{self.http} returns log-probabilities that are not finite; look at the server's log"
+            )
         return values
 
     def _entries(self, ids: Sequence[int], k: int, deadline: Deadline) -> list[list[tuple[int, float]]]:
@@ -79,7 +85,8 @@ class ScoringServer:
         if not isinstance(values, list) or len(values) != tokens:
             size = len(values) if isinstance(values, list) else "none"
             raise TrainingError(
-                f"{self.http} returns log-probabilities for {size} of {tokens} tokens; is it a {self.program} server?"
+                f"{self.http} returns log-probabilities for {size} of {tokens} tokens; check that it is a "
+                f"{self.program} server"
             )
         return values[1:]
 

@@ -21,7 +21,7 @@ from megalith.training.run_state import Run
 
 
 class SeveralTeachers:
-    """Combines several teachers. Each predicts the rows of its own data, and skips steps without such rows."""
+    """Combines several teachers. Each predicts the rows of its own data, and skips steps that have none."""
 
     def __init__(self, run: Run, teachers: Sequence[Teacher]):
         self._run, self._teachers = run, teachers
@@ -77,7 +77,7 @@ def owner_of(source: str, names: Sequence[str]) -> int:
                 return number
     raise ConfigError(
         f"the sample of {source} has no teacher, because distill.teacher_data only has "
-        f"{', '.join(names)}; add its file there, and its teacher to distill.teacher"
+        f"{', '.join(names)}; add its file to distill.teacher_data, and its teacher to distill.teacher"
     )
 
 

@@ -41,7 +41,7 @@ class StoredTeacher:
             if theirs != ours:
                 raise ConfigError(
                     f"distill.logits_dir {config.distill.logits_dir} was written with {name} {theirs}, but {setting} "
-                    f"is {ours}; set it to {theirs}, or store the predictions again"
+                    f"is {ours}; set {setting} to {theirs}, or store the predictions again"
                 )
         self.note = (
             f"predictions of {stored.teacher} for {self._stored.samples:,} samples: top {stored.top_k:,} entries per "
