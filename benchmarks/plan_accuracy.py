@@ -242,7 +242,7 @@ the prediction for Megatron-Core.
 Meta's runs are compared with the prediction for Megalith. "Fits" describes the published layout or, if that takes
 too much memory, the same layout with `layernorm` and `mlp_act` recomputed and the inputs of column-parallel linears
 gathered again in the backward pass. This repeats no GEMM.
-The last column is the time of this layout compared with that of the planner's best.
+Speeds are per GPU. The last column is the time of this layout compared with that of the planner's best.
 
 {outside}
 
