@@ -5,10 +5,10 @@
     megalith bench mup --rates 1e-3 2e-3 4e-3 --plot mup.png      loss over learning rates and widths
 
 The coordinate check (Yang et al. 2022, appendix D.1) trains on one batch for a few steps and prints the root mean
-square of each module's output and of the labels' logits. The output matrix starts at 0, as its authors recommend: with
-random values, logits would shrink with the width for that reason alone. The exit code is 1 if, with µP, one of these
-sizes varies by more than the factor `--bound` over widths, or grows by more over depths. Over depths sizes may shrink,
-because the random part of a branch does.
+square of each module's output and of the labels' logits. The output matrix starts at 0, as its authors recommend:
+random initial values alone would make logits shrink with the width. The exit code is 1 if, with µP, one of these root
+mean squares varies by more than the factor `--bound` over widths, or grows by more than that over depths. Over depths
+they may shrink, because the random part of a branch does.
 
 Losses are means over the last tenth of the steps, on the bytes of Python's standard library.
 

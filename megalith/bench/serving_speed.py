@@ -13,8 +13,8 @@ a line of JSON per number of clients:
 - `first_token_ms`: the median time to a stream's first token.
 - `steps`, `batch_steps`: the number of decode steps. The server needs more if rows wait for requests.
 - `http_us_per_token`: CPU time of the server's process. `engine_us_per_token`, `batch_us_per_token`: CPU time of the
-  engine's main thread, without the time that it waits for a GPU. `gpu_wait` is this time as a fraction of the whole; if
-  it is near 0, the host limits the speed.
+  engine's main thread, without the time that it waits for a GPU. `gpu_wait` is the time of these waits as a fraction of
+  the total; if it is near 0, the host limits the speed.
 
 With `--step-ms`, a GPU is simulated: a decode step takes this time, a prompt `--prefill-us` per token, and the host's
 work is real. This needs no GPU.
@@ -102,7 +102,7 @@ def synthetic_tokenizer(folder: Path, entries: int) -> HuggingFaceTokenizer:
 
 @dataclass(frozen=True)
 class _Usage:
-    """Measures of a run of the engine, or their sums since a beginning."""
+    """Time and decode steps that an engine has used: between two moments, or since it was created."""
 
     seconds: float
     cpu: float  # seconds of the engine's main thread
@@ -111,7 +111,9 @@ class _Usage:
 
     @classmethod
     def now(cls, engine: Engine | SimulatedEngine) -> _Usage:
-        """Return the sums so far. Any thread may call it. The CPU time is NaN on macOS."""
+        """Return the wall time, the main thread's CPU time, the engine's waiting time and its number of decode steps,
+        all up to now. Any thread may call this method. The CPU time is NaN on macOS.
+        """
         cpu = math.nan
         if hasattr(time, "pthread_getcpuclockid"):
             cpu = time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident))

@@ -8,7 +8,8 @@ allocated on rank 0. The first step is timed from process start, including compi
 and `torchtitan` in the processes of the last layout. The latter three take options, as in `liger:never,micro=1`:
 `never` (no resharding after the forward pass), `compiled`, `eager`, `selective`, `full` (recomputation), `micro=N`.
 `torchtitan` also takes `fp8` and `fp8-rowwise`, torchao's recipes. A peer that runs out of memory is tried again with
-half the micro-batch. `best` tries several and names the fastest: torchtitan's FP8 recipes if train.fp8_format is set.
+half the micro-batch. `best` tries several of these options and names the fastest: torchtitan's FP8 recipes if
+train.fp8_format is set.
 """
 
 from __future__ import annotations

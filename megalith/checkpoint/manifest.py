@@ -41,7 +41,10 @@ class DamagedCheckpointError(CheckpointError):
 def _inside_the_folder(name: str) -> str:
     path = PurePosixPath(name)
     if printable(name) != name:
-        raise ValueError(f"{printable(name)} has characters that names of checkpoint files cannot contain")
+        raise ValueError(
+            f"{printable(name)} contains control or unencodable characters, which are not allowed in names "
+            "of checkpoint files"
+        )
     if path.is_absolute() or ".." in path.parts or "\\" in name or str(path) != name or name == ".":
         raise ValueError(f"{name!r} is not a plain path inside the checkpoint")
     return name

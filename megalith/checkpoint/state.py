@@ -225,7 +225,8 @@ def load_part(
 ) -> None:
     """Load the weights of an additional model from its checkpoint part and, with `optimizer`, the optimizer's state.
 
-    Collective over `world`. Raises CheckpointError as `load_model` and `load_optimizer`.
+    Collective over `world`. Raises CheckpointError in the same cases as `load_model` and `load_optimizer`, and if the
+    checkpoint does not have the part.
     """
     if part not in checkpoint.manifest.tensors:
         raise CheckpointError(

@@ -86,7 +86,7 @@ def save_order(folder: Path | StorePath, unreadable: int) -> tuple[int, int, str
 
 
 def next_save_number(checkpoints: Path | StorePath) -> int:
-    """Return the next save number. It exceeds all others, including those of steps that are currently unreadable.
+    """Return the next save number, which exceeds the numbers of all existing steps.
 
     Steps that cannot be read at present are assumed to be the most recent saves, with consecutive numbers.
     """

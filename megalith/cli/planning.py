@@ -322,7 +322,9 @@ def _config(args: Arguments, gpus: int):
             tokenizer = build_run_tokenizer(config)
         except DataError as error:  # the tokenizer may exist on the cluster only
             if config.model.vocab_size is None:
-                raise DataError(f"{error}, or pass --model.vocab_size N to plan without it") from None
+                raise DataError(
+                    f"{error}, or pass --model.vocab_size N to plan without a tokenizer"
+                ) from None
             tokenizer = None
         config = resolve_config(config, tokenizer)
     check_model(config.model)

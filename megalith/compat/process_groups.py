@@ -53,8 +53,8 @@ def flight_recorder() -> list[dict]:
 def destroy_groups() -> None:
     """Destroy all process groups, including those whose initialization failed.
 
-    torch numbers the groups, and the numbers are part of the keys by which ranks connect. It does not reset them after
-    a failed initialization.
+    torch numbers the groups, and the numbers are part of the keys by which ranks connect. After a failed
+    initialization, torch does not reset the numbers.
     """
     if is_initialized():
         destroy_process_group()

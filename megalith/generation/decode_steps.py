@@ -4,8 +4,8 @@ A step's inputs and outputs stay on the device. So a step can be a CUDA graph, a
 it launches a window of steps and meanwhile reads the results of the previous window. With speculation (speculation.py),
 a step also verifies drafts of the next tokens, and each accepted draft is an additional token.
 
-Samples depend only on the weights and on (seed, key of the prompt, generation, index in the completion), not on rows,
-order, batch, layout or drafts (ops/gumbel.py).
+Samples depend only on the weights and on (seed, key of the prompt, index of the completion among those of the prompt,
+index of the token in the completion), not on rows, order, batch, layout or drafts (ops/gumbel.py).
 """
 
 from __future__ import annotations

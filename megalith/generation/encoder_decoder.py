@@ -66,11 +66,11 @@ def generate_t5(
     num_generations: int = 1,
     on_token: OnToken | None = None,
 ) -> list[Completion]:
-    """Return `num_generations` completions per prompt, ordered by prompt and then by generation, as `Engine.generate`
-    does.
+    """Return `num_generations` completions per prompt, ordered by prompt and then by the completion's index, as
+    `Engine.generate` does.
 
-    Sampling in a row depends only on the seed, the prompt's key and the generation. The model must be in evaluation
-    mode.
+    Sampling in a row depends only on the seed, the prompt's key and the completion's index among those of the prompt.
+    The model must be in evaluation mode.
 
     Raises:
         ConfigError: empty prompt, token outside the vocabulary, more tokens than learned positions, or a setting out of

@@ -378,7 +378,8 @@ class Engine(PrefillPasses, DecodeSteps, EngineRows):
             sampling: sampling settings.
             keys: sampling key of each prompt, 0 to 2^47 - 1. Default: the prompt's index.
             num_generations: completions per prompt.
-            on_token: called with (prompt, generation, id) soon after each token is sampled.
+            on_token: called with (index of the prompt, index of the completion among those of the prompt, token id)
+                soon after each token is sampled.
             max_new_tokens: maximum tokens of the completions of each prompt. Default: sampling.max_new_tokens.
             adapters: slot of each prompt's adapter, 0 for none. Default: none.
 

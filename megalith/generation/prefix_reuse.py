@@ -3,8 +3,8 @@
      rows in use and idle rows ─┐
      copies within a budget  ───┴─▶ longest common prefix ─▶ copied into the sequence's row; only the rest is prefilled
 
-An idle row keeps its keys and values until another sequence gets it; then they are copied if the budget allows. A
-completion thus shares the prefill of its prompt with the other completions of the group, and a turn of a conversation
+An idle row keeps its keys and values until another sequence gets it; then they are copied if the memory budget allows.
+A completion thus shares the prefill of its prompt with the other completions of the group, and a turn of a conversation
 reuses the earlier turns.
 
 An idle row writes to its first position in each step (engine.py), so the keys and values of first tokens are stored
@@ -28,7 +28,7 @@ CANDIDATES = 16  # holders of the same blocks that are compared
 
 @dataclass(eq=False)
 class Holder:
-    """Tokens whose keys and values are stored in a row or in a copy."""
+    """A stored sequence: tokens whose keys and values are in a row of the cache or in a copy of one."""
 
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # hash of the tokens up to each complete block's end
@@ -40,7 +40,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """A Holder and the length of the prefix that it has in common with a sequence."""
+    """A stored sequence and the length of the prefix that it shares with a new sequence."""
 
     holder: Holder | None = None
     length: int = 0
@@ -176,7 +176,9 @@ class PrefixReuse:
         holder.blocks.clear()
 
     def _match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the holder with the longest common prefix; an empty match if that is shorter than a block."""
+        """Return the stored sequence that shares the longest prefix with `tokens`, and the prefix's length. The match
+        is empty if the prefix is shorter than BLOCK.
+        """
         blocks: list[int] = []
         holders: dict[Holder, None] = {}
         for block in _blocks(tokens, blocks):
@@ -193,7 +195,7 @@ class PrefixReuse:
     # Copies
 
     def _values(self, holder: Holder) -> Tensor:
-        """Return a holder's keys and values, [attention layers, 2, tokens, groups, head_dim]."""
+        """Return a stored sequence's keys and values, [attention layers, 2, tokens, groups, head_dim]."""
         if holder.copy is not None:
             return holder.copy
         values = self._cache[:, :, holder.row, : len(holder.tokens)]

@@ -179,7 +179,7 @@ def make_sequences(
     max_tokens: int,
     max_new_tokens: Sequence[int] | None = None,
 ) -> list[RowSequence]:
-    """Return the requested completions, not yet begun, ordered by prompt, then generation.
+    """Return the requested completions, not yet begun, ordered by prompt, then by the completion's index.
 
     A prompt and its completion must fit into `max_tokens` tokens. `max_new_tokens` has a limit per prompt. Default:
     sampling.max_new_tokens.

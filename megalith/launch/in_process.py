@@ -5,10 +5,10 @@ Launcher and ranks communicate through the store that the launcher serves:
     launcher    a rank dies -> announces a new generation -> starts a replacement (agent.py)
     rank        training -> aborted -> meeting -> training
 
-A thread of each rank reads the generation. When it has increased, the thread aborts the rank's collectives, so that
-the main thread gets an error from the collective in which it waits. The main thread releases the run, waits until all
-ranks have arrived in the newest generation, and connects again. If another rank dies meanwhile, the generation
-increases again. If this takes too long, the launcher restarts all processes.
+The generation is the number of restarts so far. A thread of each rank reads it. When it has increased, the thread
+aborts the rank's collectives, so that the main thread gets an error from the collective in which it waits. The main
+thread releases the run, waits until all ranks have arrived in the newest generation, and connects again. If another
+rank dies meanwhile, the generation increases again. If this takes too long, the launcher restarts all processes.
 
 The ranks of a job can restart only after all of them have begun to train. In an elastic job, their number may change
 (restart_store.py).

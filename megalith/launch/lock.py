@@ -138,8 +138,8 @@ def config_errors(folder: Path | StorePath) -> Iterator[None]:
     except OSError as error:
         if isinstance(folder, StorePath):
             raise ConfigError(
-                f"{folder} cannot be reached: {error.strerror or error}; check the bucket, its credentials and the "
-                "network (checkpoint.save)"
+                f"{folder} cannot be reached: {error.strerror or error}; check the URL, its credentials and "
+                "the network"
             ) from None
         file = f" ({error.filename})" if error.filename not in (None, str(folder)) else ""
         raise ConfigError(

@@ -15,8 +15,8 @@ DoRA (Liu et al. 2024) also trains a magnitude m for each row of the adapted mat
 
     y = (x · Wᵀ + x · ΔWᵀ) · m / ‖W + ΔW‖ + bias        no gradient flows through the norms of the rows
 
-PiSSA and OLoRA begin with factors A₀, B₀ of W and train on W − B₀ · A₀. Here W is not changed: A₀ and B₀ are kept,
-frozen, and ΔW is the scale times B · A − B₀ · A₀. With LoftQ and several iterations, A₀ and B₀ are kept too, because
+PiSSA and OLoRA begin with factors A₀, B₀ of W and train on W − scale · B₀ · A₀. Here W is not changed: A₀ and B₀ are
+kept, frozen, and ΔW is scale · (B · A − B₀ · A₀). With LoftQ and several iterations, A₀ and B₀ are kept too, because
 the base is then the quantized W − scale · B₀ · A₀.
 """
 

@@ -1,8 +1,8 @@
 """A linear layer, and the MLP that consists of two linear layers.
 
-A linear's seams are `gemm` (its matmuls), `style` (the collectives around them) and `rows` (which rows it uses). An
-adapter's output (adapters.py) is added to the linear's. An MLP's activation is GELU as in GPT-2, or gated (Shazeer
-2020): SiLU as in Llama, GELU as in Gemma.
+A linear's seams are `gemm` (its matmuls), `style` (the collectives around them) and `rows` (the rows of weight and bias
+that it uses). An adapter's output (adapters.py) is added to the linear's. An MLP's activation is GELU as in GPT-2, or
+gated (Shazeer 2020): SiLU as in Llama, GELU as in Gemma.
 """
 
 from __future__ import annotations

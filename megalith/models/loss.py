@@ -115,7 +115,8 @@ class Loss:
         """Return the sum of the micro-batch's losses, a float32 scalar with a gradient.
 
         Args:
-            logprobs: float32, of the shape of `targets`, with a gradient.
+            logprobs: float32, log-probabilities of the tokens that `self.targets(batch)` returns, in the same shape,
+                with a gradient.
             entropy: float32 [batch, seq], of each token's distribution, with a gradient; None unless `needs_entropy`.
             batch: the micro-batch, on the same device.
         """

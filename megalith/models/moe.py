@@ -322,7 +322,7 @@ class Dispatch:
 def bounded_rows(weights: Tensor, destinations: Tensor, count: int) -> ExpertRows:
     """Place the (token, expert) pairs in a buffer with room for any routing to `count` experts.
 
-    It has tokens · min(topk, count) rows, because a token chooses each expert at most once.
+    The buffer has tokens · min(topk, count) rows, because a token chooses each expert at most once.
     """
     tokens, topk = destinations.shape
     counts, pair, row = sort_pairs_in_buffer(destinations, count, tokens * min(topk, count))

@@ -5,9 +5,9 @@ shapes. Documents and windows in fp16 and bf16 use flash's kernel, which skips w
 use the memory-efficient kernel with a dense mask, because cuDNN's kernel has given NaN gradients with such a mask. The
 memory-efficient kernel has no grouped heads, so block_attention.py repeats keys and values inside an operator.
 Attention dropout on a GPU uses the fused kernel's random numbers and so depends on the layout, unlike all other
-dropout; on a CPU it uses the plain path with masks keyed by position.
+dropout; on a CPU it uses `plain_attention`, which materializes the scores, with masks keyed by position.
 
-Soft-capped scores and ALiBi use the plain path or, in compiled code on a GPU, flex_attention, which skips masked
+Soft-capped scores and ALiBi use `plain_attention` or, in compiled code on a GPU, flex_attention, which skips masked
 blocks. A trained bias is added to the mask and passed to the memory-efficient kernel.
 """
 
@@ -116,7 +116,7 @@ class Visibility(NamedTuple):
         return self.mask is None and self.documents is None and self.window is None
 
     def dense(self, query: Tensor, key: Tensor) -> tuple[bool, Tensor | None]:
-        """Return an equivalent causal flag and dense mask. At most one of the two is set.
+        """Return (causal, mask) with the same effect, where the mask is dense. At most one of the two is set.
 
         query and key are [batch, heads or groups, seq, head_dim].
         """

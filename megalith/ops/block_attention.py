@@ -1,8 +1,8 @@
 """Attention as a single block, as operators that torch.compile traces.
 
-They apply the kernels of attention_kernels.py where torch's own function would fall back to its slowest kernel. They
-save neither repeated heads nor a bias, nor masks of windows and documents for the backward pass. Recomputation can
-reuse the results of the first pass.
+The operators apply the kernels of attention_kernels.py where torch's own function would fall back to its slowest
+kernel. They save neither repeated heads nor a bias, nor masks of windows and documents for the backward pass.
+Recomputation can reuse the results of the first pass.
 """
 
 from __future__ import annotations

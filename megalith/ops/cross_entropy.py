@@ -120,7 +120,8 @@ def linear_token_losses(
     Log-probabilities and entropies equal the results of `linear_logprobs`, and have no gradient. Without `entropy`,
     `of` gets None for the entropies, and None is returned.
 
-    This needs one pass with three matmuls, like `linear_cross_entropy`; `linear_logprobs` and its backward need four.
+    The sum needs one pass with three matmuls, like `linear_cross_entropy`; `linear_logprobs` and its backward need
+    four.
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()

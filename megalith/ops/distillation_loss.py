@@ -316,7 +316,7 @@ def _derivative(log_p: Tensor, log_q: Tensor, kind: Divergence, mixture: float) 
 
 
 def _log_mixture(log_a: Tensor, log_b: Tensor, mixture: float) -> Tensor:
-    """Return log(β · a + (1 − β) · b)."""
+    """Return log(β · a + (1 − β) · b) from log a and log b, where β is `mixture`."""
     return torch.logaddexp(log_a + math.log(mixture), log_b + math.log1p(-mixture))
 
 

@@ -89,7 +89,7 @@ LossScale = ConstantLossScale | DynamicLossScale
 def build_loss_scale(precision: str, config: OptimConfig, device: torch.device | str) -> LossScale:
     """Return a constant scale if `loss_scale` is set; otherwise a dynamic scale in fp16, and 1 in bf16 and fp32.
 
-    Raises ConfigError as `check_loss_scale` does.
+    Raises ConfigError in the same cases as `check_loss_scale`.
     """
     check_loss_scale(config, precision)
     if config.loss_scale is not None:

@@ -110,7 +110,7 @@ _DECAYS = {  # from 1 at ratio 0 to 0 at ratio 1
 def build_schedule(optim: OptimConfig, train: TrainConfig) -> ParamSchedule:
     """Build the schedule of a run with length `train_iters` or `train_samples`.
 
-    Decay lengths that are not set are the length of the run. Raises ConfigError as `check_schedule` does.
+    Decay lengths that are not set are the length of the run. Raises ConfigError in the same cases as `check_schedule`.
     """
     warmup, decay, wsd_decay = check_schedule(optim, train)
     counted, total = train.length

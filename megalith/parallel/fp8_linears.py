@@ -52,8 +52,8 @@ def uses_fp8(number: int, config: RunConfig) -> bool:
 def saves_weight_codes(config: RunConfig) -> bool:
     """Return True if the FP8 values of a weight, not the weight itself, are saved for dgrad.
 
-    It is not saved if FSDP2 shards weights, because the data of full weights would stay in memory. Neither is it saved
-    with a pipeline, where each micro-batch in flight would keep its own data.
+    False if FSDP2 shards weights, because the FP8 values of full weights would stay in memory, and with a pipeline,
+    where each micro-batch in flight would keep its own.
     """
     parallel = config.parallel
     sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
@@ -61,8 +61,8 @@ def saves_weight_codes(config: RunConfig) -> bool:
 
 
 def casts_weights_once(config: RunConfig) -> bool:
-    """Return True if weights are cast to FP8 once per step and the result is kept. It is kept at least in layers that
-    stay unsharded for the step.
+    """Return True if weights are cast to FP8 once per step and the result is kept. The result is kept at least in
+    layers that stay unsharded for the step.
     """
     train = config.train
     return (

@@ -147,7 +147,9 @@ class StageMemory:
         self.stored_bytes = self.width if stores_bf16 else MASTER_BYTES
 
     def _count_codes(self, form: str) -> None:
-        """Subtract the quantized weights from the other weights, and count them in `coded`."""
+        """Move the quantized frozen weights from the counts of dense and expert weights (elements) to `coded` (bytes),
+        and set `decoded` to the most elements that are dequantized at a time.
+        """
         for number, times in self.meta.kinds(self.layer_numbers).items():
             shapes = self.meta.base_matrices(number)
             sizes = [math.prod(shape) for shape in shapes]

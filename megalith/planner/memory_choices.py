@@ -196,10 +196,9 @@ def _recomputing(
 def with_static_dispatch(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Choose moe_static_dispatch if it is `auto`. The result has the form of `with_unsharded_layers`.
-
-    It becomes true with expert parallelism if three conditions hold: a grouped GEMM kernel reads the number of rows on
-    the device, static dispatch sends only few more tokens, and the layout is expected to fit.
+    """Choose moe_static_dispatch if it is `auto`. The result is as in `with_unsharded_layers`. The setting becomes true
+    with expert parallelism if three conditions hold: a grouped GEMM kernel reads the number of rows on the device,
+    static dispatch sends only few more tokens, and the layout is expected to fit.
     """
     model, parallel = config.model, config.parallel
     size = parallel.expert_model_parallel_size

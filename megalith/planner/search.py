@@ -260,7 +260,7 @@ class _Search:
 
         If a method fits only with layers gathered again, the cheap methods are tried too, because they may be faster.
         With many layers per stage, full recomputation needs the least memory. If it does not fit, no other method is
-        tried. It is tried first if no method fit for the previous candidate.
+        tried. Full recomputation is tried first if no method fit for the previous candidate.
         """
         *ways, full = candidate.ways
         slower = [{}, *CHEAP[:-1]]  # with layers gathered again slower than the next way without

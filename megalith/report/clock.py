@@ -71,7 +71,9 @@ class StepTimer:
 
 
 class PhaseTimers:
-    """Times the phases of each step, under Megatron-LM's names. Phases above timing level `level` are skipped."""
+    """Times the phases of each step, under Megatron-LM's names. Phases whose Megatron timing level is above `level` are
+    skipped.
+    """
 
     LEVELS: ClassVar = {"forward-backward": 1, "optimizer": 1, "batch-generator": 2}
 

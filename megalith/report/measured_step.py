@@ -3,14 +3,16 @@
 The step runs under torch's profiler. On a GPU the spans of kernels on the device are overlaid:
 
     compute         a kernel runs that is neither NCCL's nor on a stream that copies from other GPUs (copy_engine.py)
-    communication   only NCCL's kernels or such copies run (exposed), except a pipeline's sends and receives. Includes
-                    the idle time before a copy, because no kernel waits for the copy's flag
+    communication   only NCCL's kernels or copies from other GPUs run (exposed), except a pipeline's sends and receives.
+                    Idle time directly before a copy counts too: the stream waits for another rank's flag, without a
+                    kernel
     bubble          only a pipeline's sends and receives run: the rank waits for another stage
     idle            nothing runs: the device waits for the host
 
 On a CPU, communication is the time of gloo's collectives minus the operations that the rank computed meanwhile, the
-bubble is the time that the pipeline waited for a receive, and the rest is compute. The ranks synchronize before the
-step and the device after it, so the time that a rank waits in a collective is caused by the step itself.
+bubble is the time that the pipeline waited for a receive, and the rest is compute. The ranks synchronize with each
+other before the step, and each with its device after it, so the step itself causes the time that a rank waits in a
+collective.
 """
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ class Task:
         return None
 
     def build_data(self, run: Run) -> Data:
-        """Build the run's data. This is called first: `run` has only its configuration, tokenizer, mesh and device."""
+        """Build the run's data. Called before the other methods, when `run` has only its configuration, tokenizer, mesh
+        and device.
+        """
         chat = run.config.chat
         if chat is not None and not run.config.sft.enabled:
             raise ConfigError(

@@ -218,8 +218,9 @@ class HarnessModel(TemplateLM):
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Return (log-probability, is greedy) of the continuation of each (context, continuation), both token ids.
 
-        The log-probability is summed over the continuation's tokens. It is greedy if each of its tokens is the most
-        likely one. If a pair has more than data.seq_length + 1 tokens, the beginning of its context is cut off.
+        The log-probability is summed over the continuation's tokens. A continuation is greedy if each of its tokens is
+        the most likely one. If a pair has more than data.seq_length + 1 tokens, the beginning of its context is cut
+        off.
         """
         sequences = [self._cut(context, continuation) for context, continuation in pairs]
         logprobs = self._logprobs(sequences, temperature=1.0)

@@ -377,7 +377,7 @@ def test_a_tokenizer_that_is_on_the_cluster_alone_is_planned_without_and_a_rate_
     train = {"global_batch_size": 8}
     file.write_text(yaml.safe_dump({"model": {"preset": "tiny-llama"}, "data": data, "train": train}))
     assert main(["plan", "show", str(file), "--gpus", "1"]) == 3
-    assert "or pass --model.vocab_size N to plan without it" in capsys.readouterr().err
+    assert "or pass --model.vocab_size N to plan without a tokenizer" in capsys.readouterr().err
     assert main(["plan", "show", str(file), "--gpus", "1", "--model.vocab_size", "512"]) == 0
 
 

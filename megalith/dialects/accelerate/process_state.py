@@ -120,8 +120,8 @@ def collective_call(name: str) -> AbstractContextManager:
 def replica_collective_call(name: str) -> AbstractContextManager:
     """Return a context for a collective over the data-parallel replicas.
 
-    It is checked only if every rank is a replica. Otherwise ranks of one replica need not call it together: the last
-    pipeline stage may gather alone.
+    The order of calls is checked (launch/call_order.py) only if every rank is a replica. Otherwise the ranks of a
+    replica need not make the call together: the last pipeline stage may gather alone.
     """
     return collective_call(name) if 1 < replicas().size == dist.get_world_size() else nullcontext()
 

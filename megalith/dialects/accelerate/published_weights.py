@@ -62,7 +62,9 @@ def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
 
 
 def published_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a state dict of `module` to the names and shapes of published files. It may share memory."""
+    """Convert a state dict of `module` to the names and shapes of published files. The result may share memory
+    with it.
+    """
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5 the names in memory were those of files

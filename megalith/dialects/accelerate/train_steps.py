@@ -117,7 +117,8 @@ class BertTrainStep(AbstractTrainStep):
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
         """Return a function that takes an iterator of micro-batches and returns the fields of the next one.
 
-        These are tokens, token types, order, loss mask, labels and mask; fields that the micro-batch lacks are None.
+        The fields are tokens, token types, order, loss mask, labels and mask; fields that the micro-batch lacks are
+        None.
         """
         plugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_get_batch_function is not None:
@@ -228,8 +229,8 @@ class T5TrainStep(AbstractTrainStep):
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
         """Return a function that takes an iterator of micro-batches and returns the fields of the next one.
 
-        These are encoder tokens, decoder tokens, loss mask, labels, and the encoder's padding mask or None. Without
-        labels, loss mask and labels are None.
+        The fields are encoder tokens, decoder tokens, loss mask, labels, and the encoder's padding mask or None.
+        Without labels, loss mask and labels are None.
         """
         plugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_get_batch_function is not None:

@@ -148,7 +148,10 @@ def with_key(text: str, key: str, value: Any) -> str:
     """Return YAML `text` with `key` (section.name) set to `value`: replaced in place, or added. Raises ConfigError."""
     section, _, name = key.partition(".")
     if "." in name:
-        raise ConfigError(f"{key} is nested deeper than section.key; set it in the file")
+        raise ConfigError(
+            f"{key} cannot be set as an override, because only section.key can; write it into the Oumi "
+            "configuration, and migrate again"
+        )
     written = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
     text = _expand_flow_section(text, section)
     root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -42,7 +42,7 @@ class Encodings(NamedTuple):
 
 
 class Bert(Transformer):
-    """An encoder with the heads that `config` names. They are None in pipeline stages other than the last."""
+    """An encoder with the heads that `config` names. The heads are None in pipeline stages other than the last."""
 
     reads = ("tokentype_ids", "sentence_order", "order_weights")
     heads = ("output_layer", "lm_head", "pooler", "binary_head")
@@ -157,7 +157,7 @@ class BertCrossEntropy(CrossEntropy):
 class BertMicroBatchMean(MicroBatchMean):
     """The mean over micro-batches of (mean over masked tokens + mean over the samples' order losses).
 
-    It is also the logged loss, as in Megatron-LM's pretrain_bert.py.
+    The logged loss is the same mean, as in Megatron-LM's pretrain_bert.py.
     """
 
     def logged_weight(self, batch: Batch) -> float | None:

@@ -58,10 +58,10 @@ class T5(Transformer):
         Args:
             input_ids: int64 [batch, seq], the decoder's tokens.
             encoder_input_ids: int64 [batch, encoder seq], the encoder's tokens; None means the same as the decoder's.
-            encoder_padding_mask: bool [batch, encoder seq] of full sequences, False for padding.
+            encoder_padding_mask: bool [batch, full encoder seq], not sharded by context parallelism; False for padding.
             encoder_document_ends: int32 [batch, 2], replaces the mask: the number of real tokens, and the number of all
                 tokens, of each sequence.
-            encoder_token_index: int64 [encoder seq], `TokenInputs.token_index` of the encoder's tokens.
+            encoder_token_index: int64 [encoder seq], the index of each encoder token in the full sequence.
             token_inputs, labels, streams, rest: see Transformer.forward; they describe the decoder's tokens.
 
         Returns:

@@ -1,9 +1,9 @@
 """Mixers: the modules of a layer that move information between tokens.
 
 A mixer has `forward(x, context)`: from the normalized residual stream, [batch, seq, hidden] or with sequence
-parallelism [1, tokens / tp, hidden], to a branch's output of the same shape. The Context has all else: positions,
-masks, and the sequence that cross-attention attends to. A class attribute `roles` assigns roles of tensor parallelism
-to submodules whose names are not in `ROLES`: {"linear_in": "linear_fc1"}.
+parallelism [1, tokens / tp, hidden], to a branch's output of the same shape. The Context has everything else:
+positions, masks, and the sequence that cross-attention attends to. A class attribute `roles` assigns roles of tensor
+parallelism to submodules whose names are not in `ROLES`: {"linear_in": "linear_fc1"}.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def cast(
     `by_row` requests the first, `by_column` the second. The maximum of |x| is merged into `running_amax`, a float32
     scalar.
 
-    autograd does not track the change of `running_amax`. It does not affect results, and recomputation merges the same
-    maximum again, which changes nothing.
+    autograd does not track the change of `running_amax`. The change does not affect results, and recomputation merges
+    the same maximum again, which changes nothing.
     """
     if running_amax is not None:
         with keep_version_counter(running_amax):

@@ -1,7 +1,8 @@
 """The local part of Ulysses' all-to-all by copy engines, in one pass over memory.
 
 See parallel/overlap/copy_engine_heads.py. A program copies some columns of some tokens of one sequence for one rank of
-the axis: into the slot, from which that rank fetches them, or, for this rank, into the result.
+the axis: into the slot (a buffer in symmetric memory), from which that rank fetches them, or, for this rank, into the
+result.
 """
 
 from __future__ import annotations

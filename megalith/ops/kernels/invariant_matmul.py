@@ -2,7 +2,8 @@
 
 Every element is a sum along the inner dimension in one order: tensor cores add a product of 16 inner elements at a
 time, whatever the shape of the tile, and nothing else is split. Sizes of tiles may therefore follow the number of rows.
-In parts, the inner dimension has PARTS equal parts, and their sums are added in fp32 by a binary tree of neighbours.
+`matmul_in_parts` divides the inner dimension into equal parts, whose sums are added in fp32 by a binary tree of
+neighbours.
 """
 
 from __future__ import annotations

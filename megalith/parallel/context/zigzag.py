@@ -86,8 +86,8 @@ class ShardMasks:
 
     @property
     def by_chunk(self) -> bool:
-        """Return True to compute attention per pair of chunks, False per shard. Dropout requires the latter: its table
-        has one random state per shard.
+        """Return True to compute attention per pair of chunks, False per shard. Dropout requires False: its table has
+        one random state per shard.
         """
         return self.window is not None and not self.dropout
 

@@ -245,8 +245,8 @@ def exchange(out: Tensor, size: int, group: str, fill: Part, fetch: Part) -> Ten
         size: maximum bytes of a slot, the same on every rank.
         group: name of the process group.
         fill: fills this rank's slot; called as (slot, handle of the current stream).
-        fetch: copies from all slots to `out`; called as (slot, handle of the stream for such collectives), which is not
-            the current one.
+        fetch: copies from all slots to `out`; called as (slot, handle of the stream on which the copies run), which is
+            not the current one.
     """
     slot, device = slots(group).next(size), out.device.index
     here, stream = _current_stream(device), _stream(device)

@@ -1,8 +1,8 @@
 """The all-to-all of Ulysses by the GPUs' copy engines (copy_engine.py): one local kernel, and strided copies.
 
-The kernel reads a rank's tensors, writes the shards for other ranks into the slot, one region per rank, and the local
-shard directly into the result. The other ranks read their regions by two-dimensional copies (rows of a fixed number of
-bytes, with different pitches at source and target):
+The kernel reads a rank's tensors, writes the shards for other ranks into the slot (a buffer in symmetric memory), one
+region per rank, and the local shard directly into the result. The other ranks read their regions by two-dimensional
+copies (rows of a fixed number of bytes, with different pitches at source and target):
 
     slot          [ranks - 1, batch, seq, local heads, head_dim]: one region per other rank, in order
     to heads      each of a region's two chunks of tokens (zigzag.py) becomes one span of every sequence
