@@ -331,3 +331,11 @@ def test_a_function_that_there_is_not_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             rewards(given)
+
+
+def test_a_reward_that_reads_environments_is_refused():
+    def solved(completions, environments, **columns):
+        return [one.solved for one in environments]
+
+    with pytest.raises(ConfigError, match=r"solved has the parameter environments, .* get_reward"):
+        reward_function(solved)

@@ -177,7 +177,7 @@ REFUSED = [
     (dict(loss_type="bnpo"), r"choose among dapo, .* \(bnpo divides by each micro-batch's tokens\)"),
     (dict(report_to=["mlflow"]), "only tensorboard and wandb are supported"),
     (dict(model_init_kwargs={"revision": "v2"}), r"model_init_kwargs\['revision'\] is 'v2'"),
-    (dict(resume_from_checkpoint="x"), r"settings=\{'checkpoint.load': folder\}"),
+    (dict(resume_from_checkpoint="x"), r"train\(resume_from_checkpoint=folder\) resumes"),
     (dict(max_completion_length=None), "a completion needs a maximum number of tokens"),
     (
         dict(save_strategy="best"),

@@ -221,6 +221,44 @@ def test_they_train(tmp_path: Path, monkeypatch):
         KTOTrainer(tmp_path / "base", {}, marked, compute_metrics=print)
 
 
+def test_train_resumes_from_a_checkpoint_as_transformers_trainer_does(tmp_path: Path):
+    random_reference(CASES["llama"][0]()).save_pretrained(tmp_path / "base")
+    records = [{"input_ids": [1, k, 3], "labels": [-100, k, 3]} for k in range(8)]
+    settings = {
+        "data.num_workers": 0,
+        "runtime.device": "cpu",
+        "runtime.compile": False,
+        "log.layout_report": False,
+    }
+
+    def trainer(output: str, **others: Any) -> SFTTrainer:
+        args = dict(max_steps=4, per_device_train_batch_size=2, max_length=16, save_steps=2, save_strategy="steps",
+                    lr_scheduler_type="constant", output_dir=str(tmp_path / output))  # fmt: skip
+        return SFTTrainer(tmp_path / "base", args | others, records, settings=settings)
+
+    whole = trainer("whole").train(resume_from_checkpoint=None)
+    assert trainer("halves", max_steps=2).train(resume_from_checkpoint=False).step == 2
+    second = trainer("halves").train(resume_from_checkpoint=True)
+    assert (second.step, second.loss) == (4, whole.loss)
+    step = tmp_path / "halves/checkpoints/step_00000002"
+    assert trainer("again").train(resume_from_checkpoint=str(step)).loss == whole.loss
+    for value in (True, str(tmp_path / "base"), str(tmp_path / "halves/checkpoint-2")):
+        with pytest.raises(ConfigError, match="has no checkpoint of a Megalith run"):
+            trainer("empty").train(resume_from_checkpoint=value)
+    with pytest.raises(AttributeError, match="SFTTrainer has no save_model: megalith export-hf"):
+        trainer("empty").save_model(tmp_path / "out")
+    assert not hasattr(trainer("empty"), "anything")
+
+
+def test_the_shuffled_order_of_kto_is_named(tmp_path: Path):
+    random_reference(CASES["llama"][0]()).save_pretrained(tmp_path / "base")
+    marked = [{"prompt_ids": [1, k], "completion_ids": [3, k], "label": k % 2 == 0} for k in range(4)]
+    args = dict(max_steps=2, per_device_train_batch_size=2, max_length=16, output_dir=str(tmp_path / "out"))
+    for order, count in (("cyclic", 1), ("single", 0)):
+        trainer = KTOTrainer(tmp_path / "base", args, marked, settings={"data.dataloader_type": order})
+        assert sum("train_sampling_strategy is sequential" in note for note in trainer.config.notes) == count
+
+
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 

@@ -146,7 +146,7 @@ REMEDIES: dict[str, str] = {  # what to do instead of an unsupported argument
     "full_determinism": "; settings={'train.deterministic': True} selects deterministic kernels",
     "parallelism_config": "; layouts are settings={'parallel.…': …}",
     "push_to_hub": "; push the exported folder",
-    "resume_from_checkpoint": "; settings={'checkpoint.load': folder} resumes a run",
+    "resume_from_checkpoint": "; train(resume_from_checkpoint=folder) resumes a run",
     "router_aux_loss_coef": "; settings={'model.moe_aux_loss_coeff': …} sets it",
     "tf32": "; settings={'train.precision': …} chooses the precision",
     "vllm_tensor_parallel_size": "; vLLM in the trainer's processes uses parallel.tensor_model_parallel_size",

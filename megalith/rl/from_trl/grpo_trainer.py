@@ -24,6 +24,7 @@ from megalith.launch.launcher import this_process
 from megalith.rl.from_trl.arguments import read_arguments
 from megalith.rl.from_trl.grpo_settings import no_effect_notes, settings_of
 from megalith.rl.from_trl.passed_datasets import records_of
+from megalith.rl.from_trl.trainer_calls import TrainerCalls
 from megalith.rl.grpo import RewardFunc, train_grpo
 from megalith.training.trainer import TrainingResult
 
@@ -66,7 +67,7 @@ LORA_NO_EFFECT = (
 )
 
 
-class GRPOTrainer:
+class GRPOTrainer(TrainerCalls):
     """Trains the policy in `model`, a Hugging Face folder or a Megalith run, on `train_dataset`."""
 
     def __init__(
@@ -142,12 +143,14 @@ class GRPOTrainer:
         self.config = config.with_notes(no_effect_notes(args))
         check_rollouts(self.config)
 
-    def train(self) -> TrainingResult:
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainingResult:
         """Train to the end and return the result, with the metrics of the last evaluation. Raises the same errors as
         `megalith.grpo`.
+
+        `resume_from_checkpoint` is True for the last checkpoint in output_dir, or the folder of a run or a step.
         """
         return train_grpo(
-            self.config,
+            self._config_of(resume_from_checkpoint),
             self.reward_funcs,
             self.train_dataset,
             self.eval_dataset,

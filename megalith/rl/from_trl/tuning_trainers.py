@@ -24,6 +24,7 @@ from megalith.rl.distill import require_teacher, train_distilled
 from megalith.rl.dpo import train_dpo
 from megalith.rl.from_trl.grpo_trainer import UNSUPPORTED, check_weight_tying, lora_settings
 from megalith.rl.from_trl.passed_datasets import records_of
+from megalith.rl.from_trl.trainer_calls import TrainerCalls
 from megalith.rl.from_trl.tuning_settings import no_effect_notes, sets_max_steps, tuning_settings
 from megalith.rl.kto import train_kto
 from megalith.rl.reward_model import train_reward
@@ -35,7 +36,7 @@ OTHER_FORMS = ("input_ids", "messages", "prompt", "conversations", "instruction"
 """Keys of records that are not plain text, even if they have a column `text`."""
 
 
-class _TuningTrainer:
+class _TuningTrainer(TrainerCalls):
     """Trains the model in `model`, a Hugging Face folder or a Megalith run, on `train_dataset`."""
 
     section: ClassVar[str]
@@ -98,16 +99,25 @@ class _TuningTrainer:
             rows = count_training_rows(config)
             translated = tuning_settings(self.section, args, rows, world_size) | others
             config = _run_config(model, translated | paths, "data.seq_length" not in others)
-        self.config = config.with_notes(no_effect_notes(self.section, args))
+        notes = no_effect_notes(self.section, args)
+        if config.kto.enabled and config.data.dataloader_type == "cyclic":
+            notes.append(
+                "each epoch is shuffled, but KTOConfig's default train_sampling_strategy is sequential; "
+                "settings={'data.dataloader_type': 'single'} reads the samples once in their order"
+            )
+        self.config = config.with_notes(notes)
 
     @staticmethod
     def _record(record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert a record to the form that Megalith's dataset expects."""
         return record
 
-    def train(self) -> TrainingResult:
-        """Train to the end and return the result. Raises the same errors as `megalith.train`."""
-        return type(self).run(self.config)
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainingResult:
+        """Train to the end and return the result. Raises the same errors as `megalith.train`.
+
+        `resume_from_checkpoint` is True for the last checkpoint in output_dir, or the folder of a run or a step.
+        """
+        return type(self).run(self._config_of(resume_from_checkpoint))
 
 
 class SFTTrainer(_TuningTrainer):

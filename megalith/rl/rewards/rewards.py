@@ -32,7 +32,7 @@ import numpy as np
 
 from megalith.config.extensions import REWARDS
 from megalith.config.load_extension import load_extension
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 from megalith.rl.reward_functions.answers import ground_truth
 from megalith.rl.rewards.reward_workers import RewardWorker, run_jobs
 from megalith.rl.rollouts.prompts import Prompt
@@ -138,10 +138,20 @@ def reward_function(reward: str | Callable) -> RewardFunction:
     Raise ConfigError if it does not exist.
     """
     if callable(reward):
-        return RewardFunction(getattr(reward, "__name__", type(reward).__name__), reward)
+        return _checked(RewardFunction(getattr(reward, "__name__", type(reward).__name__), reward))
     function = load_extension(reward, REWARDS, "rl.reward_funcs")
     getattr(function, "requires", lambda: None)()
-    return RewardFunction(reward.rpartition(":")[2], function, is_builtin=reward in REWARDS)
+    return _checked(RewardFunction(reward.rpartition(":")[2], function, is_builtin=reward in REWARDS))
+
+
+def _checked(reward: RewardFunction) -> RewardFunction:
+    """Return `reward`. Raise ConfigError if it reads TRL's environments, which are in other processes here."""
+    if "environments" in inspect.signature(reward.function).parameters:
+        raise ConfigError(
+            f"the reward function {reward.name} has the parameter environments, but environments run in their own "
+            "processes, so reward functions cannot read them; return the reward from the environment's get_reward"
+        )
+    return reward
 
 
 class _InvalidResult(Exception):
