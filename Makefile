@@ -204,7 +204,8 @@ $(MEGATRON_NEWEST)/megatron: | $(READY)
 
 megatron-core: $(MEGATRON)/megatron $(MEGATRON_NEWEST)/megatron
 	for version in $(MEGATRON) $(MEGATRON_NEWEST); do \
-	    for script in bridge/against_megatron_core bridge/from_megatron_core data/against_megatron_samples; do \
+	    for script in bridge/against_megatron_core bridge/from_megatron_core data/against_megatron_samples \
+	        data/against_megatron_blends; do \
 	        PYTHONPATH=$(CURDIR):$$version $(BIN)/python tests/$$script.py || exit 1; \
 	    done; \
 	done
