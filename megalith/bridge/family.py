@@ -203,13 +203,15 @@ class Family:
     """Suffixes of tensor names in older files → current suffixes."""
 
     embedding_copies: tuple[str, ...] = ()
-    """Hugging Face names of copies of the word embedding that files may contain. They must equal it."""
+    """Hugging Face names of copies of the word embedding that files may contain. The copies must equal the
+    embedding.
+    """
 
     trusts_stored_head: bool = False
     """Untie the output matrix if the files contain one that differs from the embedding, whatever config.json says."""
 
     not_in_fp8: str = ""
-    """Suffix of matrices that transformers cannot read in FP8. They are exported unquantized."""
+    """Name suffix of matrices that transformers cannot read in FP8, and which are therefore exported unquantized."""
 
     prefix: str = "model."
     """Prefix of every name except the head's. Files of the bare model lack it."""

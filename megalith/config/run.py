@@ -101,7 +101,7 @@ class RunConfig(Section):
 
     @property
     def has_reference_model(self) -> bool:
-        """True if a reference model is used; with adapters it is the model without them."""
+        """True if a reference model is used. With adapters, the reference is the model without adapters."""
         has_kl = self.rl.prompts_or_rollouts is not None and self.rl.beta > 0
         tunes = (self.dpo.enabled and self.dpo.needs_reference) or self.kto.enabled
         return (tunes or has_kl) and self.lora.rank is None

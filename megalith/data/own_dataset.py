@@ -260,7 +260,7 @@ OwnDataset = MapDataset | StreamDataset
 
 
 def open_own_dataset(name: str, request: DatasetRequest) -> OwnDataset | None:
-    """Open `data.dataset` for one split. Returns None if it has no data for the split.
+    """Open `data.dataset` for one split. Returns None if the dataset has no data for the split.
 
     Raises:
         ConfigError: there is no such function, or it does not return a dataset.

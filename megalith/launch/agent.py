@@ -381,7 +381,9 @@ def build_agent(
     folder: str,
     spares: int = 0,
 ) -> Agent:
-    """Build an agent that runs `python *command` and keeps its files in `folder`. Arguments as in `launch`."""
+    """Build an agent that runs `python *command` and keeps its files in `folder`. The arguments are those of
+    `launch`.
+    """
     defaults = LaunchConfig(*nnodes, nproc)  # torch's, such as NUMA binding
     if nnodes == (1, 1):
         handler = SingleNodeRendezvous()

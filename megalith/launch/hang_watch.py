@@ -49,7 +49,7 @@ WAY_OUT = "start the job again, it resumes from the newest checkpoint"  # if no 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A status as a rank published it."""
+    """The status that a rank has published."""
 
     check_count: int
     step: int

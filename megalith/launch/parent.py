@@ -14,7 +14,8 @@ PR_SET_PDEATHSIG = 1  # Linux: prctl option
 
 
 def exit_with_launcher() -> None:
-    """Make this process exit when its launcher exits, or now if it has already. A rank calls this first.
+    """Make this process exit when its launcher exits, or at once if the launcher has exited already. A rank calls this
+    first.
 
     On Linux the kernel kills the process; elsewhere the hang watch ends it once it runs. A launcher that has exited
     before this call is recognized because it is no longer the parent process. Does nothing in a process without a

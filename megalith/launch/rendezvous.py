@@ -55,7 +55,7 @@ class Membership:
     """Resizes of the job before this round."""
 
     def is_of(self, other: Membership) -> bool:
-        """Return True if `other` belongs to the same job, with the same store and after as many resizes."""
+        """Return True if `other` belongs to the same job, with the same store and after the same number of resizes."""
         return asdict(self) | {"group_rank": other.group_rank} == asdict(other)
 
 
@@ -202,7 +202,7 @@ class MultiNodeRendezvous(RendezvousHandler):
         return info
 
     def announce(self) -> None:
-        """Record that the job's ranks run. Only the launcher of group rank 0 calls this, often."""
+        """Record that the job's ranks run. Only the launcher of group rank 0 calls this method, repeatedly."""
         now = time.monotonic()
         if not self.is_elastic or now < self._announce_at:
             return

@@ -34,8 +34,8 @@ class PassLayout:
 def one_device(
     tokens: int, *, trains: bool, has_position_ids: bool, cp_size: int | None = None
 ) -> PassLayout:
-    """Return how tokens are arranged in a forward pass on one device. On one device, the result does not depend on the
-    arguments. Parallel axes replace this function.
+    """Return how tokens are arranged in a forward pass on one device, whatever the arguments are. Parallel axes replace
+    this function.
 
     Args:
         tokens: number of tokens in the micro-batch.

@@ -199,7 +199,7 @@ class Stack(nn.Module):
 
 
 def stacks_of(model: nn.Module) -> list[Stack]:
-    """Return all stacks of a model, itself included if it is one."""
+    """Return all stacks of a model, including the model itself if it is a stack."""
     return [module for module in model.modules() if isinstance(module, Stack)]
 
 

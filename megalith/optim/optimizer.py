@@ -298,7 +298,7 @@ def build_named(
 def build_parts(
     items: Sequence[TrainedParameter], config: OptimConfig, precision: str
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `items`, which combines several if `param_groups` assigns different ones."""
+    """Build the optimizer of `items`, a combination of several if `param_groups` assigns different optimizers."""
     parts: dict[str, list[TrainedParameter]] = {config.optimizer: []}
     for item in items:
         name = (item.group and item.group.optimizer) or config.optimizer

@@ -47,7 +47,7 @@ def _(codes: Tensor, x: Tensor, sums: Tensor) -> Tensor:
 
 @dataclass
 class Counter:
-    """Statistics of a linear's operands in the current step. Copies of its Gemm share it."""
+    """Statistics of a linear's operands in the current step. Copies of the linear's Gemm share the counter."""
 
     sums: tuple[Tensor, ...]
     """The statistics that `count` accumulates, one tensor per kind of operand."""

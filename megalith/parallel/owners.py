@@ -40,7 +40,7 @@ class _Cut:
 
 @dataclass(frozen=True)
 class SharedMatrix:
-    """A parameter that is sharded over several ranks, one of which can collect the whole."""
+    """A parameter that is sharded over several ranks, one of which can collect the whole matrix."""
 
     mesh: DeviceMesh
     cuts: list[_Cut]

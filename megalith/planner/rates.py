@@ -111,7 +111,7 @@ class Rates:
         return Machine(per_host, compiled=True, nvlink=linked, memory=memory, ranks=gpus)
 
     def matmul(self, m: int, k: int, n: int, dtype: str, factor: float = 1.0) -> float:
-        """Return the seconds of a GEMM. `factor` is its rate relative to the table's."""
+        """Return the seconds of a GEMM. `factor` is the GEMM's rate relative to the table's rate."""
         if min(m, k, n) < 1:
             return 0.0
         return _matmul(self.key, m, k, n, dtype) / factor
@@ -205,7 +205,7 @@ def measured() -> Rates:
 
 
 def read_rates(text: str, name: str) -> Rates:
-    """Read a table that `calibrate` wrote. Raises ConfigError for anything else."""
+    """Read a table that `calibrate` wrote. Raises ConfigError for any other file."""
     try:
         content = json.loads(text)
         requirements = ("device", "source", "matmuls", "attention", "memory", "collectives")

@@ -184,7 +184,9 @@ def _times(
 
 
 def waits_before(copies: Iterable[Span], compute: list[Span]) -> list[Span]:
-    """Return the idle time before copies that begin while nothing is computed. `compute` is a union."""
+    """Return the idle time before copies that begin while nothing is computed. `compute` has no overlapping spans
+    (`union`).
+    """
     ends = [end for _, end in compute]
     before = [(bisect_right(ends, start), start) for start, _ in copies]
     return [

@@ -208,7 +208,7 @@ class HttpProcess:
 
 
 def main(descriptor: int) -> None:
-    """Run the server's process. `descriptor` is its end of the connection to the engine's process."""
+    """Run the server's process. `descriptor` is the server's end of the connection to the engine's process."""
     for number in STOP_SIGNALS:  # the engine's process handles them, and ends this one
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(descriptor)

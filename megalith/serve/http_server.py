@@ -209,7 +209,7 @@ class _Connection:
         self.keeps_alive = True
 
     async def wait_for_end(self) -> None:
-        """Return when the client has closed the connection. Data that it sends before that is kept for the next
+        """Return when the client has closed the connection. Data that the client sends before that is kept for the next
         request.
         """
         while len(self._buffer) < MAX_HEAD:

@@ -351,7 +351,9 @@ class _Choices:
         return len(self.choices)
 
     def submit(self, adapter: int) -> None:
-        """Send the requests to the engine, for the adapter in this slot. Raise ConfigError if one does not fit."""
+        """Send the requests to the engine, for the adapter in this slot. Raise ConfigError if a request does
+        not fit.
+        """
         request, room = self._request, self._live.engine.max_tokens
 
         # Without a stream and stops of its own, a choice is of interest when it has ended.

@@ -83,7 +83,7 @@ class RemoteEngine:
         return list(range(first, self._next))
 
     def cancel(self, number: int) -> None:
-        """End a request without another callback. Has no effect on one that has ended."""
+        """End a request without another callback. Has no effect on a request that has ended."""
         if self._tickets.pop(number, None) is not None:
             self._send("cancel", number)
 

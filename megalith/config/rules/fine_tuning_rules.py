@@ -46,7 +46,9 @@ def check_fine_tuning(config: RunConfig) -> None:
 
 
 def check_score_head(config: RunConfig) -> None:
-    """Raise ConfigError if a reward model has no score head, or a model with one is trained otherwise."""
+    """Raise ConfigError if a reward model has no score head, or if a model with a score head is trained by another
+    method.
+    """
     if config.model.score_head and not config.reward.enabled:
         raise ConfigError(
             "model.score_head is on, so the model predicts scores instead of tokens, but only `megalith reward` "

@@ -69,7 +69,7 @@ class LaneWorker:
         self._send((lane, position))
 
     def next(self, lane: int) -> LaneSample:
-        """Return the next sample of a lane. Raise the lane's error if it has no further one."""
+        """Return the next sample of a lane. Raise the lane's error if it has no further sample."""
         while not self._unread[lane]:
             try:
                 number, result = self._input.recv()

@@ -381,8 +381,8 @@ def _merges(content: bytes) -> list[tuple[str, str]]:
             continue
         if len(words) != 2:
             raise DataError(
-                f"merges file line {number} has {len(words)} words, not the two parts of a merge; the file is "
-                "damaged or of another kind"
+                f"merges file line {number} has {len(words)} words, not the two parts of a merge, so the file "
+                "is damaged or of another kind; fetch it again, or pass another file"
             )
         pairs.append((words[0], words[1]))
     return pairs

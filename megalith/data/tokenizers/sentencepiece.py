@@ -32,8 +32,8 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise DataError(
-                f"the tokenizer model of {len(model)} bytes is not a SentencePiece model ({error}); the file is "
-                "damaged or of another kind"
+                f"the tokenizer model of {len(model)} bytes is not a SentencePiece model ({error}), so the file is "
+                "damaged or of another kind; fetch it again, or pass another file"
             ) from error
         self.vocab_size = self._model.get_piece_size()
         eos = self._model.eos_id()

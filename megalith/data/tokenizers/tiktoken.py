@@ -180,8 +180,8 @@ def _read_rank_lines(content: bytes) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
             raise DataError(
-                f"line {number} of the tiktoken vocabulary is not `base64 rank` ({error}); the file is damaged or of "
-                "another kind"
+                f"line {number} of the tiktoken vocabulary is not `base64 rank` ({error}), so the file is damaged or "
+                "of another kind; fetch it again, or pass another file"
             ) from error
     return _check_ranks(ranks, ranks.values())
 
@@ -198,7 +198,7 @@ def _read_json_ranks(content: bytes) -> dict[bytes, int]:
         except (TypeError, KeyError, ValueError, OverflowError, binascii.Error) as error:
             raise DataError(
                 f"entry {number} of the tiktoken vocabulary is not an object with rank and token_bytes in base64 "
-                f"({error!r}); the file is damaged or of another kind"
+                f"({error!r}), so the file is damaged or of another kind; fetch it again, or pass another file"
             ) from error
     return _check_ranks(ranks, [entry["rank"] for entry in entries])
 
@@ -212,7 +212,7 @@ def _check_ranks(ranks: dict[bytes, int], all_ranks: Iterable[int]) -> dict[byte
     if missing:
         raise DataError(
             f"the tiktoken vocabulary has {len(ranks)} tokens but none for byte {missing[0]:#04x} ({len(missing)} of "
-            "256 bytes missing); the file is truncated or of another kind"
+            "256 bytes missing), so the file is truncated or of another kind; fetch it again, or pass another file"
         )
     return ranks
 

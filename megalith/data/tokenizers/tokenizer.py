@@ -231,5 +231,6 @@ def read_json(content: bytes, description: str) -> object:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"the {description} is not JSON ({error}); the file is damaged or of another kind"
+            f"the {description} is not JSON ({error}), so the file is damaged or of another kind; fetch it again, or "
+            "pass another file"
         ) from error

@@ -227,7 +227,7 @@ def barrier() -> None:
 
 @cache
 def patch_save_pretrained() -> None:
-    """Patch PreTrainedModel so that rank 0 and the last rank save. Without the plugin it saves as before."""
+    """Patch PreTrainedModel so that rank 0 and the last rank save. Without the plugin, transformers saves as before."""
     from transformers import PreTrainedModel
 
     save, decide = PreTrainedModel.save_pretrained, getattr(PreTrainedModel, "should_save_on_this_rank", None)

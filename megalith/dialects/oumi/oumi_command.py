@@ -162,7 +162,8 @@ def distributed_command(words: list[str]) -> int:
     options, rest = parser.parse_known_args(words[1:])
     if options.module is not None and (options.module != "oumi" or rest[:1] != ["train"]):
         raise ConfigError(
-            f"megalith oumi distributed torchrun starts `-m oumi train`, not -m {options.module} {' '.join(rest[:1])}"
+            f"megalith oumi distributed torchrun starts only `-m oumi train`, not -m {options.module} "
+            f"{' '.join(rest[:1])}; write -m oumi train"
         )
     command = rest[1:] if options.module is not None else rest
     overrides = [word for word in command if not word.startswith("--format")]

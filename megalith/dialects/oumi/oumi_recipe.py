@@ -163,7 +163,7 @@ def _finite(value: Any) -> float | None:
 
 
 def set_precision(keys: OumiKeys) -> bool:
-    """Set train.precision. Returns True if it must be taken from the weights."""
+    """Set train.precision. Returns True if the precision must be taken from the weights."""
     dtype, mixed = (
         str(keys[key]).lower() for key in ("model.torch_dtype_str", "training.mixed_precision_dtype")
     )

@@ -35,7 +35,7 @@ class NonfiniteGradients:
 
 @contextmanager
 def watch_nonfinite_gradients(chunks: Iterable[nn.Module]) -> Iterator[NonfiniteGradients]:
-    """Record non-finite gradients of all forward and backward passes in this context. They run uncompiled."""
+    """Record non-finite gradients of all forward and backward passes in this context. The passes run uncompiled."""
     nonfinite, handles = NonfiniteGradients(), []
     hooked: dict[int, nn.Parameter] = {}
 

@@ -137,7 +137,7 @@ class StepEvidence:
 
     def copies(self, i: int, axis: str) -> list[int]:
         """Return the copies of entry i along `axis`: the entries of the same shard on ranks that differ from its rank
-        only in their position on this axis. Entry i is one of them.
+        only in their position on this axis, including entry i.
         """
 
         def others(rank: int) -> dict[str, int]:

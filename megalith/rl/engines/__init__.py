@@ -14,7 +14,7 @@ SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
 def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
-    """Return the engine that `rl.engine` selects. This sends no request."""
+    """Return the engine that `rl.engine` selects. Sends no request."""
     rl = run.config.rl
     if rl.engine == "own":
         return OwnEngine(run, prompts)
@@ -24,7 +24,7 @@ def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
 
 
 def student_servers(run: Run) -> ServerEngine:
-    """Return an engine that uses the servers in `distill.engine_url`. This sends no request."""
+    """Return an engine that uses the servers in `distill.engine_url`. Sends no request."""
     distill = run.config.distill
     servers = [SERVERS[distill.engine](url) for url in distill.engine_urls]
     return ServerEngine(run, servers, distill)

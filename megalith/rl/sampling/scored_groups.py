@@ -246,7 +246,7 @@ def encode_queue(queue: dict[int, QueuedBatch], shape: Mapping[str, Any]) -> byt
 
 
 def decode_queue(content: bytes) -> tuple[dict[int, QueuedBatch], dict[str, Any]]:
-    """Return the batches and the shape from `encode_queue`'s content."""
+    """Return the batches and the settings (`shape`) from the content that `encode_queue` has returned."""
     tree = json.loads(decompress_zstd(content))
     queue = {
         int(number): QueuedBatch([GroupRecord.from_fields(*fields) for fields in records], logged)
