@@ -223,7 +223,8 @@ was fitted to a run of "CP2, ring" that is not in RESULTS (470.6 ms per step).
 version saved: layers with rotary positions saved the whole output of `linear_qkv` for the backward pass, and layers
 with QK norms also a copy of the queries. Of this output, layers now save only V. So `megalith plan show` predicts less
 memory today, for example 5.4 GB less for Llama-3-8B with 16,384 tokens in a micro-batch. Only the rows of LoRA and
-QLoRA, and of Llama-3-8B with 8 layers and nothing recomputed, were measured with this change.
+QLoRA, and of Llama-3-8B with 8 layers and nothing recomputed, were measured with this change. `auto` marks
+recomputation that the run chose [automatically](parallelism.md).
 
 The times of the LoRA and QLoRA rows were predicted 6 to 12 % too short before adapters' memory traffic was counted. The
 count follows from what the operators read and write; nothing was fitted to these rows except NF4's dequantization.
