@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -28,7 +28,13 @@ VALUES_PER_DRAW = (
 )
 
 
-def initialize(model: nn.Module, config: ModelConfig, seed: int, show_progress: bool = False) -> None:
+def initialize(
+    model: nn.Module,
+    config: ModelConfig,
+    seed: int,
+    show_progress: bool = False,
+    left_out: Collection[str] = (),
+) -> None:
     """Fill every parameter and buffer, in place.
 
     Matrices are N(0, init_method_std). For matrices whose output is added to the residual stream, the standard
@@ -48,10 +54,12 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int, show_progress: 
         config: the model's configuration.
         seed: seed of the values.
         show_progress: draw a progress bar.
+        left_out: names of parameters that are not filled, because they will be loaded.
     """
-    total = sum(local(parameter).nbytes for parameter in model.parameters())
+    filled = {name: parameter for name, parameter in model.named_parameters() if name not in left_out}
+    total = sum(local(parameter).nbytes for parameter in filled.values())
     with torch.no_grad(), Progress("initial weights", total, show=show_progress) as progress:
-        for name, parameter in model.named_parameters():
+        for name, parameter in filled.items():
             (shape, first), values = local_shape_and_offset(parameter), local(parameter)
             values.copy_(initial_value(name, parameter.shape, config, seed, shape, first))
             progress.add(values.nbytes)

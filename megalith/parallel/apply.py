@@ -65,8 +65,8 @@ def apply(
         mesh: this rank's axes.
         device: device of the parameters. "meta" allocates nothing (dry run).
         table: amax history of FP8 delayed scaling. None without it.
-        stored: a dtype that represents every value that will be loaded, by name of frozen parameters. Matrices that
-            have the compute dtype are allocated in it.
+        stored: names of the parameters that will be loaded, which are not initialized, each with a dtype that
+            represents all its values. Frozen matrices for which it is the compute dtype are allocated in it.
     """
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
@@ -109,7 +109,8 @@ def apply(
     for chunk in chunks:
         chunk.to_empty(device=device)
         if device.type != "meta":  # a dry run has no storage
-            initialize(chunk, config.model, config.train.seed, show_progress=mesh.world.rank == 0)
+            shows = mesh.world.rank == 0
+            initialize(chunk, config.model, config.train.seed, show_progress=shows, left_out=stored or ())
         to_local_parameters(chunk)
     return chunks
 

@@ -225,13 +225,14 @@ def build_model(
     stored: Mapping[str, torch.dtype] | None = None,
     frozen: bool = False,
 ) -> ParallelModel:
-    """Build this rank's shard of the model on `device`, initialized and ready to train.
+    """Build this rank's shard of the model on `device`, with initial weights.
 
     Args:
         config: the run's configuration.
         mesh: this rank's axes.
         device: device of the parameters.
-        stored: a dtype that represents every value that will be loaded, by name of frozen parameters.
+        stored: names of the parameters that the caller will load, which are not initialized, each with a dtype that
+            represents all its values.
         frozen: nothing is trained.
     """
     model = build_meta_model(config)

@@ -164,7 +164,7 @@ class Run:
         device: torch.device,
         task: Task | None = None,
     ):
-        """Build a run with initial weights. `load_run` (resume.py) restores a checkpoint."""
+        """Build a run with initial weights. `load_run` (resume.py) restores a checkpoint, and fills a frozen base."""
         self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device
         self.output = Path(config.train.output_dir)
         self.saves = open_location(config.run_folder) / CHECKPOINTS
