@@ -6,6 +6,7 @@ The README names both. Code for GPUs has changed in few commits since the later 
 import ast
 import importlib.util
 import json
+import os
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -119,6 +120,17 @@ def test_no_client_of_mps_runs_the_tests_that_kill_ranks(runner, count):
     assert [hangs in job.options for job in jobs].count(True) == 1
     for job in jobs:
         assert not job.mps or f"--ignore={hangs}" in job.options
+
+
+def test_the_mps_daemon_serves_all_gpus_under_their_own_numbers(runner, tmp_path, monkeypatch):
+    daemon, seen = tmp_path / runner.MPS, tmp_path / "seen"
+    daemon.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES|$CUDA_MPS_PIPE_DIRECTORY" >> {seen}\n')
+    daemon.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with runner.mps_daemon() as environment:
+        folder = environment["CUDA_MPS_PIPE_DIRECTORY"]
+    assert seen.read_text().splitlines() == [f"|{folder}"] * 2
 
 
 def test_a_resumed_run_of_the_gpu_tests_runs_what_was_not_reached(runner, tmp_path):

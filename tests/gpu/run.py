@@ -122,11 +122,15 @@ def mps_daemon() -> Iterator[dict[str, str]]:
 
 
 def _mps_control(environment: dict[str, str], *options: str, text: str = "") -> int:
-    """Run the daemon's control program and return its exit status. Its output has no pipe: the daemon would keep it."""
+    """Run the daemon's control program and return its exit status. Its output has no pipe: the daemon would keep it.
+
+    The daemon serves all GPUs. If it served only those in CUDA_VISIBLE_DEVICES, it would number them from 0.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     return subprocess.run(
         [MPS, *options],
         input=text.encode(),
-        env=os.environ | environment,
+        env=inherited | environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         timeout=60,
