@@ -8,8 +8,9 @@ runs of rows. The runs cover each row of both sides once, so one list serves imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from megalith.config import ModelConfig
 
@@ -65,7 +66,7 @@ class Rule:
         rows.
         """
         runs = self.order(model, rows)
-        return runs if len(self.names) > 1 else _from_one_tensor(runs)
+        return runs if len(self.names) > 1 else from_one_tensor(runs)
 
 
 def replace_prefix(tensors: Mapping[str, Rule], old: str, new: str = "") -> dict[str, Rule]:
@@ -169,6 +170,48 @@ def up_gate(name: str) -> Rule:
     )
 
 
+def by_group(
+    groups: Callable[[ModelConfig], int], rows_of: Callable[[ModelConfig], Sequence[int]]
+) -> Callable[[ModelConfig, int], list[RowRun]]:
+    """Return the row order by group (or head): for each group, its rows of every source; `rows_of` gives the numbers of
+    rows of the sources."""
+
+    def order(model: ModelConfig, rows: int) -> list[RowRun]:
+        count, runs, ours = groups(model), [], 0
+        for group in range(count):
+            for source, size in enumerate(rows_of(model)):
+                part = size // count
+                runs.append(RowRun(source, group * part, ours, part))
+                ours += part
+        return runs
+
+    return order
+
+
+def cut_into(
+    order: Callable[[ModelConfig, int], list[RowRun]], rows_of: Callable[[ModelConfig], Sequence[int]]
+) -> Callable[[ModelConfig, int], list[RowRun]]:
+    """Return a row order for the same rows in other tensors: the sources of `order`, joined, and cut into tensors of
+    `rows_of` rows. The last one has all further rows.
+    """
+
+    def cut(model: ModelConfig, rows: int) -> list[RowRun]:
+        starts = [0, *accumulate(rows_of(model)[:-1])]
+        return [part for run in from_one_tensor(order(model, rows)) for part in _parts(run, starts)]
+
+    return cut
+
+
+def _parts(run: RowRun, starts: Sequence[int]) -> Iterator[RowRun]:
+    """Yield the parts of a run of one tensor if this is cut before each of the rows `starts`."""
+    last = run.theirs + run.count
+    for source, (start, stop) in enumerate(pairwise([*starts, max(last, starts[-1])])):
+        first = max(run.theirs, start)
+        if first < min(last, stop):
+            ours = run.ours + (first - run.theirs) * run.step
+            yield RowRun(source, first - start, ours, min(last, stop) - first, run.step)
+
+
 def keys_values(keys: str, values: str) -> Rule:
     """Return the mapping rule of cross-attention's keys and values.
 
@@ -234,7 +277,7 @@ def deinterleave(source: int, theirs: int, ours: int, size: int) -> list[RowRun]
     return [RowRun(source, theirs + 2 * pair, ours + pair, 2, step=size // 2) for pair in range(size // 2)]
 
 
-def _from_one_tensor(runs: list[RowRun]) -> list[RowRun]:
+def from_one_tensor(runs: list[RowRun]) -> list[RowRun]:
     """Return the runs for sources that are consecutive blocks of one tensor."""
     starts, total = {}, 0
     for source in sorted({run.source for run in runs}):

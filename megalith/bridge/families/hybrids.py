@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megalith.bridge.delta_rows import QUERY_KEY_VALUE, QUERY_KEY_VALUE_GATE, STRENGTH_STEP, delta_rows
 from megalith.bridge.families.experts import NORMALIZED, QWEN2_MOE, SparseLayers
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, TENSORS
 from megalith.bridge.family import Family
 from megalith.bridge.mtp_rows import QwenMTPLayer, qwen_mtp_rows
 from megalith.bridge.rope_settings import PartialRope, Rope
-from megalith.bridge.rows import RowRun, Rule, same
+from megalith.bridge.rows import RowRun, Rule, cut_into, same
 from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, check_layer_types
 from megalith.config import ModelConfig
 
@@ -71,18 +72,6 @@ def _queries_and_gates(model: ModelConfig, rows: int) -> list[RowRun]:
     return runs
 
 
-def _by_key_head(model: ModelConfig, rows: int) -> list[RowRun]:
-    """Order rows by key head: query, key, values. Hugging Face has all queries, then all keys, then all values."""
-    heads, key = model.linear_num_key_heads, model.linear_key_head_dim
-    values = model.linear_num_value_heads // heads * model.linear_value_head_dim
-    runs, ours = [], 0
-    for head in range(heads):
-        for first, size in ((0, key), (heads * key, key), (2 * heads * key, values)):
-            runs.append(RowRun(0, first + head * size, ours, size))
-            ours += size
-    return runs
-
-
 # fmt: off
 DELTA_NETS = (
     LinearLayers(),
@@ -109,7 +98,7 @@ QWEN3_NEXT = QwenHybrid(
         "layers.{layer}.self_attention.linear_gates.weight":
             same(OF_LAYER + "linear_attn.in_proj_ba.weight"),
         "layers.{layer}.self_attention.conv.weight":
-            Rule((OF_LAYER + "linear_attn.conv1d.weight",), _by_key_head),
+            Rule((OF_LAYER + "linear_attn.conv1d.weight",), QUERY_KEY_VALUE),
         "layers.{layer}.self_attention.decay.weight":
             same(OF_LAYER + "linear_attn.A_log"),
         "layers.{layer}.self_attention.decay.bias":
@@ -140,40 +129,14 @@ QWEN3_NEXT = QwenHybrid(
 # fmt: on
 
 
-def _by_key_head_with_gates(model: ModelConfig, rows: int) -> list[RowRun]:
-    """Order rows by key head: query, key, values, gates z.
-
-    Hugging Face has a tensor ordered as in `_by_key_head`, and one for z.
-    """
-    heads, runs, ours = model.linear_num_key_heads, [], 0
-    values = model.linear_num_value_heads // heads * model.linear_value_head_dim
-    by_head = _by_key_head(model, rows)
-    for head in range(heads):
-        parts = [(0, run.theirs, run.count) for run in by_head[3 * head : 3 * head + 3]]
-        for source, theirs, count in (*parts, (1, head * values, values)):
-            runs.append(RowRun(source, theirs, ours, count))
-            ours += count
-    return runs
-
-
-def _gates_by_key_head(model: ModelConfig, rows: int) -> list[RowRun]:
-    """Order rows by key head: b, a. Hugging Face has one tensor for b and one for a."""
-    sharing = model.linear_num_value_heads // model.linear_num_key_heads
-    return [
-        RowRun(source, head * sharing, (2 * head + source) * sharing, sharing)
-        for head in range(model.linear_num_key_heads)
-        for source in (0, 1)
-    ]
-
-
 # fmt: off
 SEPARATE = {
     "layers.{layer}.self_attention.linear_in.weight":
         Rule((OF_LAYER + "linear_attn.in_proj_qkv.weight", OF_LAYER + "linear_attn.in_proj_z.weight"),
-             _by_key_head_with_gates),
+             cut_into(QUERY_KEY_VALUE_GATE, lambda model: (sum(delta_rows(model)[:3]), delta_rows(model)[3]))),
     "layers.{layer}.self_attention.linear_gates.weight":
         Rule((OF_LAYER + "linear_attn.in_proj_b.weight", OF_LAYER + "linear_attn.in_proj_a.weight"),
-             _gates_by_key_head),
+             STRENGTH_STEP),
 }
 QWEN3_5 = QwenHybrid(
     architecture="Qwen3_5ForCausalLM",

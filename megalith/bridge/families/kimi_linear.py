@@ -5,9 +5,10 @@ Experts are as in DeepSeek-V3, under Mixtral's names in all layers but the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megalith.bridge.delta_rows import QUERY_KEY_VALUE
 from megalith.bridge.families.experts import (
     LATENT,
     LATENT_SIZES,
@@ -20,7 +21,7 @@ from megalith.bridge.families.experts import (
 )
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.rows import RowRun, Rule, gate_up, same, with_ones
+from megalith.bridge.rows import Rule, gate_up, same, with_ones
 from megalith.bridge.settings import (
     Field,
     FixedSettings,
@@ -101,21 +102,8 @@ def _linear_layers(hf_config: Mapping[str, Any], nested: Mapping[str, Any], laye
     return [int(layer + 1 in linear) for layer in range(layers)]
 
 
-def _by_head(count: int) -> Callable[[ModelConfig, int], list[RowRun]]:
-    """Return a row order by head: for each head, its rows of each of `count` sources."""
-
-    def order(model: ModelConfig, rows: int) -> list[RowRun]:
-        heads, runs = model.linear_num_key_heads, []
-        size = rows // (heads * count)
-        for head in range(heads):
-            runs += [RowRun(n, head * size, (head * count + n) * size, size) for n in range(count)]
-        return runs
-
-    return order
-
-
 def _joined(names: Sequence[str]) -> Rule:
-    return Rule(tuple(OF_ATTENTION + name for name in names), _by_head(len(names)))
+    return Rule(tuple(OF_ATTENTION + name for name in names), QUERY_KEY_VALUE)
 
 
 # fmt: off

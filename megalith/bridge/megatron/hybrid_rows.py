@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.bridge.rows import RowRun, Rule, same
+from megalith.bridge.delta_rows import QUERY_KEY_VALUE, QUERY_KEY_VALUE_GATE, STRENGTH_STEP
+from megalith.bridge.rows import RowRun, Rule, by_group, same
 from megalith.bridge.settings import Tree
 from megalith.config import ModelConfig
 from megalith.config.hybrid import PATTERN_LAYERS
@@ -46,40 +47,8 @@ STACK_SPEC = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"
 NEWER_SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
 
 
-def _by_group(
-    groups: Callable[[ModelConfig], int], rows_of: Callable[[ModelConfig], Sequence[int]]
-) -> Callable[[ModelConfig, int], list[RowRun]]:
-    """Return the row order by group (or key head): for each group, its rows of every source; `rows_of` gives their
-    numbers."""
-
-    def order(model: ModelConfig, rows: int) -> list[RowRun]:
-        count, runs, ours = groups(model), [], 0
-        for group in range(count):
-            for source, size in enumerate(rows_of(model)):
-                part = size // count
-                runs.append(RowRun(source, group * part, ours, part))
-                ours += part
-        return runs
-
-    return order
-
-
-def _delta_rows(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of rows of all keys, and of all values."""
-    return (
-        model.linear_num_key_heads * model.linear_key_head_dim,
-        model.linear_num_value_heads * model.linear_value_head_dim,
-    )
-
-
-def _delta_rule(name: str, parts: Sequence[str], rows_of: Callable[[ModelConfig], Sequence[int]]) -> Rule:
-    names = tuple(f"{DELTA}{name}.{part}" for part in parts)
-    return Rule(names, _by_group(lambda model: model.linear_num_key_heads, rows_of))
-
-
-def _delta_inputs(model: ModelConfig) -> list[int]:
-    keys, values = _delta_rows(model)
-    return [keys, keys, values, values]
+def _delta_rule(name: str, parts: Sequence[str], order: Callable[[ModelConfig, int], list[RowRun]]) -> Rule:
+    return Rule(tuple(f"{DELTA}{name}.{part}" for part in parts), order)
 
 
 def _mamba_rows(model: ModelConfig) -> tuple[int, int]:
@@ -94,18 +63,18 @@ def _mamba_inputs(model: ModelConfig) -> list[int]:
 
 def _mamba_rule(name: str, rows_of: Callable[[ModelConfig], Sequence[int]]) -> Rule:
     names = tuple(f"{MAMBA}{name}.{part}" for part in PARTS[f".mixer.{name}"])
-    return Rule(names, _by_group(lambda model: model.mamba_num_groups, rows_of))
+    return Rule(names, by_group(lambda model: model.mamba_num_groups, rows_of))
 
 
 # fmt: off
 OURS = "layers.{layer}.self_attention."
 DELTA_TENSORS = {
     OURS + "linear_in.weight":
-        _delta_rule("in_proj.weight", ("query", "key", "value", "z"), _delta_inputs),
+        _delta_rule("in_proj.weight", ("query", "key", "value", "z"), QUERY_KEY_VALUE_GATE),
     OURS + "linear_gates.weight":
-        _delta_rule("in_proj.weight", ("beta", "alpha"), lambda model: [model.linear_num_value_heads] * 2),
+        _delta_rule("in_proj.weight", ("beta", "alpha"), STRENGTH_STEP),
     OURS + "conv.weight":
-        _delta_rule("conv1d.weight", ("query", "key", "value"), lambda model: _delta_inputs(model)[:3]),
+        _delta_rule("conv1d.weight", ("query", "key", "value"), QUERY_KEY_VALUE),
     OURS + "decay.weight": same(DELTA + "A_log"),
     OURS + "decay.bias": same(DELTA + "dt_bias"),
     OURS + "out_norm.weight": same(DELTA + "out_norm.weight"),
