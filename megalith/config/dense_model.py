@@ -122,11 +122,6 @@ class DenseModel(DenseSettings):
         return self.add_bias_linear or self.add_mlp_bias
 
     @property
-    def norms_in_layer(self) -> int:
-        """Number of norms over the residual stream per layer."""
-        return 4 if self.norm_placement == "sandwich" else 1 if self.parallel_attn_mlp else 2
-
-    @property
     def rotary_size(self) -> int:
         """Number of dimensions per head with RoPE."""
         if self.multi_latent_attention:

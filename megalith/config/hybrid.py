@@ -35,6 +35,7 @@ LINEAR = RequiresMixer()
 DELTA = RequiresMixer(*DELTA_RULES)
 MAMBA = RequiresMixer("mamba2")
 CONVOLUTION = RequiresMixer("short_conv")
+GATED = RequiresMixer("gated_delta_net")
 VARIANT = RequiresSetting("experimental_attention_variant", strict=True)
 PARALLEL = RequiresSetting("parallel_mixers", True, strict=True)
 
@@ -87,6 +88,24 @@ class HybridModel(MupModel):
 
     linear_num_value_heads: Annotated[PositiveInt, DELTA] = 32
     """Number of value heads, a multiple of linear_num_key_heads; several value heads share one key head."""
+
+    linear_allow_neg_eigval: Annotated[bool, GATED] = False
+    """Gated delta net: write strengths from 0 to 2 instead of 0 to 1, so that transitions can have negative eigenvalues
+    (OLMo Hybrid; Grazzi et al. 2024)."""
+
+    linear_norm_epsilon: Annotated[PositiveFloat | None, DELTA, Resolved("output_norm_epsilon")] = None
+    """Constant added to the variance in the norms of delta nets' outputs. Default: layernorm_epsilon."""
+
+    linear_norm_placement: Annotated[
+        Literal["pre", "post", "sandwich"] | None,
+        VARIANT,
+        RequiresSetting("parallel_attn_mlp", False, strict=True),
+        RequiresSetting("parallel_mixers", False, strict=True),
+        RequiresSetting("apply_residual_connection_post_layernorm", False, strict=True),
+        Resolved("other_norm_placement"),
+    ] = None
+    """Position of norms in the layers with this mixer, if it differs from norm_placement (OLMo Hybrid: `pre`, with
+    norm_placement `post`)."""
 
     mamba_state_dim: Annotated[PositiveInt, MAMBA] = 128
     """Mamba-2: size of the state per element of a head."""
@@ -171,6 +190,25 @@ class HybridModel(MupModel):
         if isinstance(frequency, list):
             return [layer for layer, is_linear in enumerate(frequency) if is_linear]
         return [layer for layer in range(self.num_layers) if (layer + 1) % frequency]
+
+    @property
+    def output_norm_epsilon(self) -> float | None:
+        """linear_norm_epsilon if it differs from layernorm_epsilon, else None."""
+        return self.linear_norm_epsilon if self.linear_norm_epsilon != self.layernorm_epsilon else None
+
+    @property
+    def other_norm_placement(self) -> str | None:
+        """linear_norm_placement if it differs from norm_placement, else None."""
+        return self.linear_norm_placement if self.linear_norm_placement != self.norm_placement else None
+
+    def norm_placement_in(self, layer: int) -> str:
+        """Return the position of norms in layer number `layer` (from 0)."""
+        is_linear = self.other_norm_placement is not None and layer in self.linear_attention_layers
+        return self.other_norm_placement if is_linear else self.norm_placement
+
+    def norms_in_layer(self, layer: int) -> int:
+        """Return the number of norms over the residual stream in layer number `layer` (from 0)."""
+        return 4 if self.norm_placement_in(layer) == "sandwich" else 1 if self.parallel_attn_mlp else 2
 
     def recurrent_mixer(self, layer: int) -> str | None:
         """Return the mixer of layer number `layer` (from 0) that is not attention, None without one."""

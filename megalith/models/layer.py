@@ -1,8 +1,8 @@
 """Transformer layers: one class per residual topology. Its `forward` is the formula.
 
 A layer has mixers (mixers/), in which tokens see each other, and a feed-forward half, an MLP or experts, which takes
-each token by itself. Their outputs are normalized as `norm_placement` requires and multiplied by `branch_factor`. After
-dropout, they are added to the residual stream.
+each token by itself. Their outputs are normalized as `norm_placement` requires, or `linear_norm_placement` if the mixer
+is not attention, and multiplied by `branch_factor`. After dropout, they are added to the residual stream.
 
     class                     formula                                                     models
     SequentialLayer           x + mixer(norm(x)), then x + mlp(norm(x))                   GPT-2, Llama, OLMo 2, Gemma
@@ -77,8 +77,10 @@ class TransformerLayer(Runnable):
         self.dropout = config.hidden_dropout
         self.multiplier = config.branch_factor
 
+        placement = config.norm_placement_in(number)
+
         def norm(*placements: str) -> Norm | None:
-            return Norm(config, config.hidden_size, device) if config.norm_placement in placements else None
+            return Norm(config, config.hidden_size, device) if placement in placements else None
 
         self.input_layernorm = self.self_attention = self.post_attention_layernorm = None
         if self.has_mixer:

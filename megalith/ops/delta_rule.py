@@ -38,7 +38,7 @@ def gated_delta_rule(
     key: Tensor,
     value: Tensor,  # [batch, seq, value heads, value size]; value heads is a multiple of key heads
     decay: Tensor,  # float32 [batch, seq, value heads], or [..., key size] per channel: log α, at most 0
-    share: Tensor,  # [batch, seq, value heads]: β, 0 to 1
+    share: Tensor,  # [batch, seq, value heads]: β, 0 to 2
     documents: Tensor | None = None,  # int [batch, seq], document number of each token; None: a single one
 ) -> Tensor:
     """Return the outputs [batch, seq, value heads, value size] in value's dtype, computed in fp32.

@@ -302,7 +302,7 @@ class LayerTimes:
         """Add the time of the operators between matmuls as bytes: norms, residuals, activations, heads, RoPE, casts."""
         model, width, parallel = self.model, self.width, self.parallel
         modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else []
-        norms = model.norms_in_layer * 4 * model.hidden_size / self.sequence
+        norms = model.norms_in_layer(number) * 4 * model.hidden_size / self.sequence
         heads = model.num_attention_heads / self.tensor * model.head_dim
         groups = 2 * max(model.query_groups / self.tensor, 1) * model.head_dim
         qkv = heads + groups

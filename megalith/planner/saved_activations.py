@@ -98,7 +98,7 @@ def _saved_activations(
     key_value = 2 * groups * model.head_dim
     gathers = compiled and sequence > 1 and parallel.save_gathered_inputs
     parts = int(layer.has_mixer) + int(layer.has_mlp)
-    norm_inputs = model.norms_in_layer * model.hidden_size * parts // (2 * sequence)
+    norm_inputs = model.norms_in_layer(number) * model.hidden_size * parts // (2 * sequence)
     normed = 1 if model.shared_layernorm else parts
     norm_outputs = normed * model.hidden_size // (1 if gathers else sequence)  # inputs of the matrices
     if compiled and not gathers and "layernorm" in recomputed:

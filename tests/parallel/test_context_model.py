@@ -49,7 +49,7 @@ BLOOM = GPT2.model_copy(update=dict(position_embedding_type="alibi", embedding_l
 MIXERS = {
     "delta net": dict(
         experimental_attention_variant="gated_delta_net", linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=6, linear_value_head_dim=5,
+        linear_key_head_dim=6, linear_value_head_dim=5, linear_allow_neg_eigval=True,
     ),
     "mamba2": dict(
         experimental_attention_variant="mamba2", mamba_num_heads=8, mamba_num_groups=2, mamba_head_dim=5,

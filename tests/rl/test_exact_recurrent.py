@@ -45,6 +45,9 @@ MODELS = {
         experimental_attention_variant="kimi_delta_attention", linear_num_key_heads=4, multi_latent_attention=True,
         kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12, position_embedding_type="none",
     ),
+    "delta net, norms by layer": DELTA | dict(
+        linear_allow_neg_eigval=True, linear_norm_placement="pre", linear_norm_epsilon=1e-4, norm_placement="post",
+    ),
     "bamba": MAMBA_LAYERS,
     "falcon-h1": MAMBA_LAYERS | dict(
         linear_attention_freq=[1, 1], parallel_mixers=True, mamba_rms_norm=False, key_multiplier=0.7,

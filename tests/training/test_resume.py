@@ -270,6 +270,8 @@ OTHER_FUNCTIONS = {
     "mup_base_num_layers": (1, WHOLE | {"use_mup": True}), "score_head": (True, LEARNED),
     "mup_depth_alpha": (0.5, WHOLE | {"use_mup": True, "mup_base_num_layers": 1}),
     "linear_value_head_dim": (64, HYBRID), "linear_num_key_heads": (8, HYBRID), "linear_num_value_heads": (16, HYBRID),
+    "linear_allow_neg_eigval": (True, HYBRID), "linear_norm_epsilon": (1e-6, HYBRID),
+    "linear_norm_placement": ("post", HYBRID),
     "hybrid_layer_pattern": ("M-*M", LEARNED), "parallel_mixers": (True, MAMBA), "mamba_state_dim": (16, MAMBA),
     "mamba_head_dim": (32, MAMBA | {"mamba_num_groups": 1, "mamba_num_heads": 2}), "mamba_num_heads": (8, MAMBA),
     "mamba_num_groups": (2, MAMBA), "mamba_conv_bias": (False, MAMBA), "mamba_proj_bias": (True, MAMBA),

@@ -1,8 +1,9 @@
 """Gated delta net (Yang, Kautz and Hatamizadeh 2024), the linear attention of Qwen3-Next.
 
 Queries, keys and values go through a short causal convolution and SiLU, then the delta rule (ops/delta_rule.py). A
-token's decay is log α = −e^A softplus(a + bias) and its write strength β = σ(b): A and bias are per value head, a and
-b per token and value head. The output is normalized per head and multiplied by SiLU of a gate z.
+token's decay is log α = −e^A softplus(a + bias) and its write strength β = σ(b), or 2 σ(b) with linear_allow_neg_eigval
+(Grazzi et al. 2024): A and bias are per value head, a and b per token and value head. The output is normalized per head
+and multiplied by SiLU of a gate z.
 
 Rows of linear_in are ordered by key head: its query, its key, then values and gates z of the value heads that share it.
 Rows of linear_gates are ordered in the same way, b before a; the convolution's units are ordered as in linear_in,
@@ -64,7 +65,8 @@ class GatedDeltaNet(DeltaNet):
         units = 2 * heads * key + width
         self.conv = nn.Conv1d(units, units, taps, groups=units, bias=False, device=device)
         self.decay = Decay(config.linear_num_value_heads, device)
-        self.out_norm = GatedNorm(value, config.layernorm_epsilon, device)
+        self.strongest = 2.0 if config.linear_allow_neg_eigval else 1.0  # upper bound of β
+        self.out_norm = GatedNorm(value, config.linear_norm_epsilon or config.layernorm_epsilon, device)
         self.linear_out = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
 
     @property
@@ -90,6 +92,8 @@ class GatedDeltaNet(DeltaNet):
         value = context.without_padding(value)
         gates = self.linear_gates(x, context).view(context.batch, -1, heads, 2, self.sharing)
         beta, step = sigmoid(gates[..., 0, :].flatten(2)), gates[..., 1, :].flatten(2)
+        if self.strongest != 1:
+            beta = beta * self.strongest
         inputs = query, key, value, self.decay(step), beta
         return self.output(inputs, gate, documents, context)
 

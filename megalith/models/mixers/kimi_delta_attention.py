@@ -44,7 +44,9 @@ class KimiDeltaAttention(DeltaNet):
         self.linear_gate_down, self.linear_gate_up = linear(hidden, value), linear(value, heads * value)
         self.conv = nn.Conv1d(units, units, taps, groups=units, bias=False, device=device)
         self.time_step = ChannelDecay(heads, key, device)
-        self.out_norm = SigmoidGatedNorm(value, config.layernorm_epsilon, device)
+        self.out_norm = SigmoidGatedNorm(
+            value, config.linear_norm_epsilon or config.layernorm_epsilon, device
+        )
         self.linear_out = linear(heads * value, hidden, config.proj_bias)
 
     @property
