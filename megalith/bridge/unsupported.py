@@ -17,7 +17,8 @@ OPERATORS: Mapping[str, str] = {
     "a recurrence (RWKV, xLSTM, RG-LRU)": "recurrent_gemma rwkv xlstm",
     "short convolutions inside attention or with other norms": "lfm3 inkling_text inkling2_text inkling2_loop_text",
     "lightning attention": "minimax",
-    "gated delta nets with other norms or projections": "lara_mini olmo_hybrid qwen4_exp qwen4_exp_text",
+    "hyper-connections between residual streams, and n-gram embeddings": "qwen4_exp qwen4_exp_text",
+    "delta nets whose input projections are one tensor": "lara_mini",
     "delta attention (KDA) with a lower bound of its decays": "bailing_hybrid",
     "sparse attention with an indexer (DSA)": "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa "
     "hy_v4 minimax_m3_vl_text",

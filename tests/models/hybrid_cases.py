@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import transformers
-from models.tiny import LLAMA, OUR_EXPERTS, OURS, VOCAB
+from models.tiny import LINEAR_ROPE, LLAMA, OUR_EXPERTS, OURS, VOCAB
 
 CONVOLVED = ["linear_attention", "full_attention", "linear_attention"]
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=12, mamba_expand=2)
@@ -31,6 +31,15 @@ OUR_KIMI = {key: value for key, value in OURS.items() if key not in ("num_query_
     qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12, moe_ffn_hidden_size=40, moe_layer_freq=[0, 1, 1],
     moe_shared_expert_intermediate_size=40, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
     moe_router_topk_scaling_factor=2.446, experimental_attention_variant="kimi_delta_attention",
+    linear_attention_freq=[1, 0, 1], linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=12,
+    linear_value_head_dim=12,
+)  # fmt: skip
+
+OLMO_HYBRID = dict(LLAMA, layer_types=CONVOLVED, linear_key_head_dim=12, linear_value_head_dim=12, pad_token_id=None,
+                   eos_token_id=None)  # fmt: skip
+OUR_OLMO_HYBRID = dict(
+    OURS, norm_placement="post", qk_layernorm=True, qk_layernorm_full_width=True, linear_norm_placement="pre",
+    linear_norm_epsilon=1e-5, linear_allow_neg_eigval=True, experimental_attention_variant="gated_delta_net",
     linear_attention_freq=[1, 0, 1], linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=12,
     linear_value_head_dim=12,
 )  # fmt: skip
@@ -128,6 +137,20 @@ HYBRID_CASES: dict[str, tuple[Callable, dict]] = {
             routed_scaling_factor=1.3),
         dict(OUR_KIMI, linear_attention_freq=[0, 1, 1], q_lora_rank=20, moe_layer_freq=[1, 1, 0],
              linear_conv_kernel_dim=2, moe_router_topk_scaling_factor=1.3),
+    ),
+    "olmo-hybrid": (
+        lambda: transformers.OlmoHybridConfig(**OLMO_HYBRID, rope_parameters=dict(rope_theta=None)),
+        dict(OUR_OLMO_HYBRID, position_embedding_type="none"),
+    ),
+    "olmo-hybrid, RoPE, shared keys, larger epsilon": (
+        lambda: transformers.OlmoHybridConfig(
+            **{**OLMO_HYBRID, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+               "linear_value_head_dim": 20}, linear_num_key_heads=2, linear_num_value_heads=6,
+            linear_allow_neg_eigval=False, linear_conv_kernel_dim=3, rms_norm_eps=0.3, tie_word_embeddings=True,
+            rope_parameters=LINEAR_ROPE),
+        dict(OUR_OLMO_HYBRID, linear_attention_freq=[0, 1, 1], linear_num_key_heads=2, linear_num_value_heads=6,
+             linear_value_head_dim=20, linear_allow_neg_eigval=False, linear_conv_kernel_dim=3, layernorm_epsilon=0.3,
+             untie_embeddings_and_output_weights=False, rope_scaling=dict(type="linear", factor=2.0)),
     ),
     "qwen3.5": (
         lambda: transformers.Qwen3_5TextConfig(

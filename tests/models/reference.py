@@ -370,6 +370,7 @@ def reference_and_ours(name: str, std: float = 0.1) -> tuple[nn.Module, Transfor
     reference = random_reference(their_config(), std)
     model = Transformer(ModelConfig(**our_config))
     family, theirs = family_of(reference.config.to_dict(), name), saved_tensors(reference)
+    family = family.stored_as({name: value.shape for name, value in theirs.items()})
     ours = model.state_dict()
     for group in family.groups(model.config):
         value = to_ours(group, theirs.__getitem__)
