@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import atexit
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 NAMED_TEMPLATES = "additional_chat_templates"  # folder of further chat templates, NAME.jinja
 FETCHED_ENDINGS = (".safetensors", INDEX_SUFFIX)
+T = TypeVar("T")
 OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 LONGEST_NAME = 255  # bytes of a file name, on all common file systems
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,9 +92,7 @@ class SourceFolder:
         """Rename tensors to their current full names. Affects older files, files of a bare model (as GPT-2 was
         published), and files of a model with a head if the family is the bare model.
         """
-        for old, new in (OLD_NORMS | family.renamed).items():
-            ends = {name: name.removesuffix(old) + new for name in self.tensors if name.endswith(old)}
-            self.tensors = {ends.get(name, name): stored for name, stored in self.tensors.items()}
+        self.tensors = with_current_names(self.tensors, family)
         if not any(name.startswith(family.prefix) for name in self.tensors):
             roots = family.roots_outside_prefix
             self.tensors = {
@@ -118,6 +118,15 @@ class SourceFolder:
         """Return a tensor that can be indexed by expert; experts in MXFP4 are read one at a time."""
         stored = self.tensors[name]
         return stored if isinstance(stored, MXFP4Experts) else stored.read()
+
+
+def with_current_names(tensors: Mapping[str, T], family: Family) -> dict[str, T]:
+    """Return tensors by name, with the current endings of names for those of older files."""
+    tensors = dict(tensors)
+    for old, new in (OLD_NORMS | family.renamed).items():
+        ends = {name: name.removesuffix(old) + new for name in tensors if name.endswith(old)}
+        tensors = {ends.get(name, name): stored for name, stored in tensors.items()}
+    return tensors
 
 
 def is_model_folder(path: str | Path | StorePath) -> bool:

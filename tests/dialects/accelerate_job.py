@@ -26,6 +26,8 @@ from transformers import (
     MBartForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     T5Config,
@@ -122,6 +124,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "opt": lambda: OPTForCausalLM(OPTConfig(**OPT)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
     "apertus": lambda: ApertusForCausalLM(ApertusConfig(**LLAMA)),
+    "olmo hybrid": lambda: OlmoHybridForCausalLM(
+        OlmoHybridConfig(
+            **LLAMA, linear_key_head_dim=6, linear_value_head_dim=8, pad_token_id=None, eos_token_id=None
+        )
+    ),
 }
 RATE = 1e4
 BATCH, STEPS = 8, 3  # samples of an optimizer step's pass, and optimizer steps

@@ -18,6 +18,7 @@ from torch.utils import swap_tensors
 
 from megalith.bridge.families import FAMILIES, family_of
 from megalith.bridge.family import Family, Group
+from megalith.bridge.folder import with_current_names
 from megalith.bridge.load import load_source
 from megalith.bridge.transfer import to_ours, to_theirs
 from megalith.bridge.verify import no_progress_bars
@@ -61,15 +62,15 @@ def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
     return family_of(hf_config, kind.__name__), hf_config
 
 
-def published_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def published_state_dict(module: nn.Module, family: Family, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert a state dict of `module` to the names and shapes of published files. The result may share memory
     with it.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5 the names in memory were those of files
-        return dict(state)
-    return revert_weight_conversion(module, dict(state))
+        return with_current_names(state, family)
+    return with_current_names(revert_weight_conversion(module, dict(state)), family)
 
 
 # Attributes and functions that a ShardedParameter supports: they describe the full parameter, or torch's optimizers
@@ -202,7 +203,8 @@ def load_module(module: nn.Module, family: Family, model: ModelConfig, chunks: M
     A module on the meta device, as from accelerate.init_empty_weights, keeps the chunks' initial weights; load a
     checkpoint afterwards. Raises ConfigError for missing, misshapen or unknown tensors.
     """
-    groups, state = family.groups(model), published_state_dict(module, module.state_dict())
+    state = published_state_dict(module, family, module.state_dict())
+    groups = family.stored_as({name: tuple(tensor.shape) for name, tensor in state.items()}).groups(model)
     expected = {name: shape for group in groups for name, shape in group.sources.items()}
     ignored = {name for name in state if any(re.search(pattern, name) for pattern in family.ignored)}
     ignored |= {*family.stored_constants(model), *family.stored_tables(model), *family.embedding_copies}
@@ -221,10 +223,12 @@ def load_module(module: nn.Module, family: Family, model: ModelConfig, chunks: M
         )
     if not any(tensor.is_meta for tensor in state.values()):
         load_source(ModuleWeights(groups, state), chunks, 0)
-    return groups
+    return family.groups(model)
 
 
-def source_parameters(module: nn.Module, groups: Sequence[Group]) -> dict[str, list[nn.Parameter]]:
+def source_parameters(
+    module: nn.Module, family: Family, groups: Sequence[Group]
+) -> dict[str, list[nn.Parameter]]:
     """Return, by Megalith's tensor name, the parameters of `module` that the tensor is built from.
 
     Each parameter is filled with its index and converted like weights, so that every published tensor shows its source.
@@ -234,7 +238,7 @@ def source_parameters(module: nn.Module, groups: Sequence[Group]) -> dict[str, l
         name: torch.tensor(index).expand(parameter.shape)
         for index, (name, parameter) in enumerate(parameters.items())
     }
-    listed, published = list(parameters.values()), published_state_dict(module, marks)
+    listed, published = list(parameters.values()), published_state_dict(module, family, marks)
     sources = {}
     for group in groups:
         tensors = (published[name] for name in group.sources if name in published)

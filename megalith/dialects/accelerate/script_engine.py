@@ -119,7 +119,7 @@ class MegatronEngine(nn.Module):
         self._constants = family.stored_constants(self.run.model)
         reshard_parameters(self.model.chunks)
         self.optimizer: EngineOptimizer | None = None
-        self._source_parameters = source_parameters(module, self.groups)
+        self._source_parameters = source_parameters(module, family, self.groups)
         if optimizer is not None:
             self.set_optimizer(optimizer)
         sharded = shard_parameters(module, device)
