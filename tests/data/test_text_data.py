@@ -94,7 +94,7 @@ def tokenized(folder="cache", may_write=True, path=("b",), **data):
 
 
 def test_the_cache_is_reused_until_text_or_settings_change(texts):
-    with pytest.raises(DataError, match="is not tokenized"):
+    with pytest.raises(DataError, match="has not been tokenized"):
         tokenized(may_write=False)
     data, notes = tokenized()
     [prefix] = data.data_path
