@@ -108,7 +108,7 @@ def test_the_cache_is_reused_until_text_or_settings_change(texts):
     Path("b/4.txt").write_bytes(b"fine\n\n\xff\n\nfine\n\n")
     with pytest.raises(DataError, match=r"b/4.txt line 3 \(byte 6\) is unusable: not UTF-8"):
         tokenized()
-    assert any("1 unusable documents skipped" in note for note in tokenized(skip_bad_documents=True)[1])
+    assert any("1 unusable document skipped" in note for note in tokenized(skip_bad_documents=True)[1])
 
 
 def test_bad_text_names_the_settings_of_a_run_and_is_skipped_also_at_the_start(texts):
