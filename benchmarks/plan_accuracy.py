@@ -142,7 +142,8 @@ def published_line(row: Published) -> str:
     if row.by_megatron_core:
         with as_megatron_core():
             cells[-1] = f"{told(row):,.0f}, {off(told(row), row.figure)}"
-    room = f"{'fits' if layout.fits else '**no**'}, {layout.bytes / 1e9:.0f} GB"
+    fits = "fits" if planned(row.config(), row.gpus, rates_of(row.device)).fits else "fits, recomputed"
+    room = f"{fits if layout.fits else '**no**'}, {layout.bytes / 1e9:.0f} GB"
     return f"| {' | '.join([*cells, room, f'{gain} ({best.name})'])} |"
 
 
@@ -240,10 +241,10 @@ count follows from what the operators read and write; nothing was fitted to thes
 Predictions use the H200's measured rates, scaled by the ratio of the datasheet values. Megatron-Bridge's runs use
 Megatron-Core, which overlaps or avoids some work that Megalith does in each step. The 20 % bound therefore applies to
 the prediction for Megatron-Core.
-Meta's runs are compared with the prediction for Megalith. "Fits" describes the published layout or, if that takes
-too much memory, the same layout with `layernorm` and `mlp_act` recomputed and the inputs of column-parallel linears
-gathered again in the backward pass. This repeats no GEMM.
-Speeds are per GPU. The last column is the time of this layout compared with that of the planner's best.
+Meta's runs are compared with the prediction for Megalith. "Fits" describes the published layout. If that takes
+too much memory, the column says "recomputed": the same layout with `layernorm` and `mlp_act` recomputed and the inputs
+of column-parallel linears gathered again in the backward pass, which repeats no GEMM.
+Speeds are per GPU. The last column is the time of that layout compared with that of the planner's best.
 
 {outside}
 
