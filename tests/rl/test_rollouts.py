@@ -167,7 +167,7 @@ def test_a_run_without_rollouts_and_pre_training_with_them_are_refused(tmp_path,
     assert megalith.cli.main.main(["train", str(path)]) == 2
     assert "rl.rollouts requires `megalith grpo`" in capsys.readouterr().err
     assert megalith.cli.main.main(["grpo", str(path), "--data.mock"]) == 2
-    assert "rl.rollouts is the training data, but data.mock is True" in capsys.readouterr().err
+    assert "rl.rollouts is the training data, but data.mock is set too" in capsys.readouterr().err
 
 
 def test_a_run_stopped_inside_of_a_rollout_batch_goes_on_as_it_was_or_says_what_is_not(tmp_path, capsys):
