@@ -152,7 +152,7 @@ def test_inputs_that_are_missing_repeated_or_folders_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no file matches"):
         expand_inputs([tmp_path / "b*.jsonl"])
-    with pytest.raises(DataError, match="named twice"):
+    with pytest.raises(DataError, match="listed twice"):
         expand_inputs([tmp_path / "*.jsonl", tmp_path / "a.jsonl"])
     with pytest.raises(DataError, match="has no file that ends in"):
         expand_inputs([tmp_path / "empty"])
