@@ -10,9 +10,11 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from itertools import product
 
 import pytest
 import torch
+from default_cases import in_full
 from packaging.version import Version
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -54,6 +56,16 @@ CASES = [
     ),
 ]  # fmt: skip
 
+GRIDS = [
+    *(
+        ("norms", *case)
+        for case in product((F32, BF16), (True, False), ("none", "only the norm", "added", "dropped"))
+    ),
+    *(("loss", dtype, *sizes) for dtype in (F32, BF16) for sizes in ((100, 97), (101, 99), (3000, 2990))),
+    *(("tiles_of_a_matmul", dtype, parts) for dtype in (F32, F16) for parts in (1, 2, 8)),
+]
+MORE = [case for case in GRIDS if case not in CASES]
+
 
 def interpret() -> None:
     """Have Triton interpret the kernels that this process imports."""
@@ -89,7 +101,9 @@ LINUX = sys.platform == "linux"
     reason="Triton 3.6's interpreter needs an older NumPy",
 )
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: "-".join(str(part).removeprefix("torch.") for part in case)
+    "case",
+    [*CASES, *map(in_full, MORE)],
+    ids=lambda case: "-".join(str(part).removeprefix("torch.") for part in case),
 )
 def test_a_kernel_computes_the_formula(interpreter, case):
     interpreter.submit(check, *case).result(120)
