@@ -171,6 +171,8 @@ class Stack(nn.Module):
             context.mask = padding_attention_mask(inputs.padding)
         set_masks_of_layers(context, self.config, seq * layout.cp_size)
         context.padding = inputs.padding
+        if context.padding is None and padding_mask is not None and self.config.recurrent_mixers:
+            context.padding = ~padding_mask[:, token_index]
         if self.training and self.draws_dropout:
             self._key_dropout(context, inputs.sample_numbers, token_index)
         return context

@@ -59,3 +59,17 @@ def test_packed_documents_equal_documents_by_themselves(name: str) -> None:
         alone = [model(ids[:, first:last]) for first, last in pairwise(bounds)]
     expected = torch.cat(alone, dim=1)
     assert (packed - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@torch.no_grad()
+def test_a_mask_keeps_padding_out_of_states(name: str) -> None:
+    model, count, length = reference_and_ours(name)[1].eval(), 5, 40
+    ids = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(5))
+    padded = torch.cat([ids[:, :count] * 0 + 3, ids], 1)
+    mask = (torch.arange(count + length) >= count).expand(2, -1)
+    positions = (torch.arange(count + length) - count).clamp(min=0).expand(2, -1)
+    inputs = TokenInputs(padding_mask=mask, position_ids=positions)
+    torch.testing.assert_close(
+        model(padded, token_inputs=inputs)[:, count:], model(ids), rtol=1e-5, atol=1e-5
+    )
