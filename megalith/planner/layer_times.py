@@ -23,6 +23,7 @@ from megalith.ops.delta_rule import BLOCK
 from megalith.parallel.fp8_linears import casts_weights_once, saves_weight_codes, uses_fp8
 from megalith.parallel.memory.recompute import can_recompute_in_graph
 from megalith.parallel.pipeline.stages import virtual_size
+from megalith.planner.adapter_traffic import adapter_elements, decoded_bytes
 from megalith.planner.counts import MetaModel
 from megalith.planner.flops import token_fraction
 from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES
@@ -48,9 +49,6 @@ RING_BYTES = 95
 GATHERED = 5  # time of attention with cp_comm_type all_gather, relative to causal attention
 EXPERTS = 0.62  # rate of a grouped GEMM relative to a dense one
 EVEN = 0.85  # the same for experts of equal size, a batched matmul
-# Bytes per weight to decode a quantized base, at the bandwidth of elementwise kernels: nf4 is fitted to QLoRA's row in
-# RESULTS.md, the others are the bytes that are read and written.
-DECODING = {"nf4": 10.3, "mxfp4": 2.5, "fp8": 3.0, "int8": 3.0}
 # bytes per parameter that FSDP2 casts and copies in an all-gather and a reduction
 GATHERING, REDUCING = (12, 13)
 SUMMING = 10  # bytes per parameter to accumulate a micro-batch's gradients
@@ -172,16 +170,9 @@ class LayerTimes:
                 self._casts(tokens, rows, columns, experts, style, forward, backward)
 
     def _adapters(self, number: int, forward: Counter[str], backward: Counter[str]) -> None:
-        """Add the time in which adapters read and write. Their matmuls are too narrow to be limited by FLOPs.
-
-        A forward pass reads x for A, writes B · A · x, and adds it to the linear's output. A backward pass scales the
-        output's gradient, multiplies it by B and by A · x, multiplies x by the result, and adds A's gradient of x.
-        """
-        for is_a, (rows, columns, experts, *_) in self.meta.adapter_matrices(number):
-            tokens = self.tokens * (self.model.moe_router_topk if experts else 1)
-            ahead, back = (columns, 5 * columns) if is_a else (4 * rows, 4 * rows)
-            forward["elementwise"] += self.width * tokens * ahead / self.streams
-            backward["elementwise"] += self.width * tokens * back / self.streams
+        both = adapter_elements(self.meta, number, self.model.moe_router_topk)
+        for work, elements in zip((forward, backward), both):
+            work["elementwise"] += self.width * self.tokens * elements / self.streams
 
     def _wgrad_dtype(self, dtype: str, rate: float, experts: int) -> tuple[str, float]:
         if dtype == "fp8" and (experts or not self.config.train.fp8_wgrad):
@@ -387,11 +378,10 @@ class LayerTimes:
 
         Subtracts these weights from `here`, the number of the layer's weights by module.
         """
-        shapes = self.meta.base_matrices(number)
         for work in passes:
-            form = self.config.lora.quantize_base
-            work["elementwise"] += sum(DECODING[form] * math.prod(shape) for shape in shapes) / self.streams
-        for shape in shapes:
+            moved = decoded_bytes(self.meta, number, self.config.lora.quantize_base)
+            work["elementwise"] += moved / self.streams
+        for shape in self.meta.base_matrices(number):
             here["experts" if len(shape) == 3 else "attention"] -= math.prod(shape)
 
     def _has_unsharded_experts(self) -> bool:
