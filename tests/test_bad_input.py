@@ -87,7 +87,7 @@ CONFIGURATIONS = [
     (["run.yaml", "--model.num_attention_heads", "3"], "hidden_size 32 is not divisible", "3"),
     (["run.yaml", "--train.micro_batch_size", "3"], "(2) is not a multiple of micro_batch_size (3) ×"),
     (["run.yaml", "--data.seq_length", "64", "--model.max_position_embeddings", "32"], "64 is longer than", "32"),
-    (["run.yaml", "--data.mock"], "data.mock is True", "set exactly one"),
+    (["run.yaml", "--data.mock"], "data.mock and data.data_path are set", "leave out all but one"),
     (["run.yaml", "--data.split", "a,b"], "split 'a,b' is not one to three numbers", "99,1,0"),
     (["run.yaml", "--data.split", "0,0,0"], "split '0,0,0'", "sum above 0"),
     (["run.yaml", "--data.split", "1,-1"], "split '1,-1'"),

@@ -158,7 +158,10 @@ class Failure:
         """Return the launcher's message. It lists the other ranks if `world_size` is above 1."""
         if self.not_connected:
             return f"error: the ranks of this machine were stopped before they were connected: {self.not_connected}"
-        others = f"; the other {world_size - 1} were stopped" if world_size > 1 else ""
+        others = ""
+        if world_size > 1:
+            other = f"other {world_size - 1} ranks were" if world_size > 2 else "other rank was"
+            others = f"; the {other} stopped"
         if self.error is None and self.exit_status < 0:
             name = signal.Signals(-self.exit_status).name
             memory = ", which the kernel sends when host memory runs out" if name == "SIGKILL" else ""

@@ -218,7 +218,7 @@ def test_a_matrix_of_its_own_is_the_models_whatever_the_configuration_says(tmp_p
     [
         (
             {"encoder_num_layers": 4},
-            r"num_layers counts encoder and decoder layers and is 4, but model\.encoder_num_layers is 4; set it",
+            r"num_layers counts encoder and decoder layers and is 4, but model\.encoder_num_layers is 4; set model",
         ),
         ({"model_type": "gpt"}, "relative, which only encoder-decoders support"),
         ({"num_experts": 4}, "layers with cross-attention"),

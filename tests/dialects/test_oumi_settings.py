@@ -659,7 +659,7 @@ def test_the_commands_say_what_they_take(capsys):
     for words, message in (
         (["trian"], "did you mean 'train'"),
         (["distributed", "accelerate"], "use megalith oumi distributed torchrun"),
-        (["distributed", "torchrun", "-m", "trl", "-c", "x"], "starts `-m oumi train`"),
+        (["distributed", "torchrun", "-m", "trl", "-c", "x"], "starts only `-m oumi train`"),
         (["train"], "required: -c"),
         (["train", "-c", "absent.yaml"], "absent.yaml cannot be read"),
     ):

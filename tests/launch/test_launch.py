@@ -122,7 +122,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path):
     result = start(tmp_path, "raise")
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if line]
-    assert lines[0] == "error: rank 1 failed; the other 1 were stopped"
+    assert lines[0] == "error: rank 1 failed; the other rank was stopped"
     assert lines[1].startswith("Traceback") and "ZeroDivisionError: the reason that matters" in lines[-1]
     assert "gloo" not in result.stderr and "rank 0" not in result.stderr
     # The other waited in a collective, for 10 minutes at most.
@@ -154,7 +154,7 @@ def test_a_rank_that_crashes_leaves_its_stacks_and_the_others_their_last_collect
     result = start(tmp_path, "crash")
     assert result.returncode == 128 + 6
     assert result.stderr.startswith(
-        "error: rank 1 was ended by SIGABRT; the other 1 were stopped\nFatal Python error"
+        "error: rank 1 was ended by SIGABRT; the other rank was stopped\nFatal Python error"
     )
     assert 'launched.py", line' in result.stderr
     assert re.search(r"last collectives of the others: rank 0: .*all_?reduce number \d+ of ", result.stderr)

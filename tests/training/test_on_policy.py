@@ -223,7 +223,9 @@ def test_a_server_teaches_like_the_model_in_memory(conversations, kind, pool):
                 teacher=url, teacher_engine=kind, top_k=4)),)  # fmt: skip
             for name, ranks in pool.run_cases(job, cases, size=2).items():
                 assert compare(ranks, one).within(), name
-        with pytest.raises(TrainingError, match=r"log-probabilities for a token, but top_k is 9; lower it"):
+        with pytest.raises(
+            TrainingError, match=r"log-probabilities for a token, but top_k is 9; lower top_k"
+        ):
             server.most = 4
             job(served.with_settings({"distill.top_k": 9}))
     finally:
