@@ -56,9 +56,7 @@ def load_source(
             group = groups[name]
             rows = shard.first_rows(group.shape[0]) if group.shape else shard
             if rows.values.numel():
-                exact = matched.dtype(group) == rows.values.dtype  # without a detour through fp32
-                dtype = rows.values.dtype if exact else torch.float32
-                rows.values.copy_(matched.read(group, seed, rows.offset, tuple(rows.values.shape), dtype))
+                rows.values.copy_(matched.read(group, seed, rows.offset, tuple(rows.values.shape)))
             if len(rows.values) < len(shard.values):
                 shard.values[len(rows.values) :].zero_()
             progress.add(shard.values.nbytes)

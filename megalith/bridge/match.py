@@ -64,17 +64,12 @@ class Match:
         )
 
     def read(
-        self,
-        group: Group,
-        seed: int,
-        offset: tuple | None = None,
-        shape: tuple | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, group: Group, seed: int, offset: tuple | None = None, shape: tuple | None = None
     ) -> Tensor:
-        """Return a group's tensor, or a box of it, in `dtype`. A missing source is initialized with `seed`, in fp32."""
+        """Return a group's tensor, or a box of it, in float32. A missing source is initialized with `seed`."""
         if not set(self.missing) & set(group.sources):
             read = self.source.read_per_expert if group.rule.stacked else self.source.read
-            return to_ours(group, read, offset, shape, dtype)
+            return to_ours(group, read, offset, shape)
         return initial_value(group.name, torch.Size(group.shape), group.model, seed, shape, offset)
 
 

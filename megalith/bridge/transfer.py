@@ -28,32 +28,27 @@ class Scratch:
 
 
 def to_ours(
-    group: Group,
-    read: Read,
-    offset: Sequence[int] | None = None,
-    shape: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float32,
+    group: Group, read: Read, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Return a group's Megalith tensor. Do not write to it: it may share memory with the source.
+    """Return a group's Megalith tensor in float32. Do not write to it: it may share memory with the source.
 
     Args:
         group: the tensor and its sources.
         read: returns a source tensor by name.
         offset: start of the box to read; default: the whole tensor.
         shape: shape of the box.
-        dtype: dtype of the result.
     """
     if group.rule.ones is not None:
         stored, read = read, lambda name: stored(name).flatten()
     offset = [0] * len(group.shape) if offset is None else offset
     shape = group.shape if shape is None else tuple(shape)
     if group.experts is not None:
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=torch.float32)
         for number, part in enumerate(out):
             _gather(group, group.names(offset[0] + number), read, offset[1:], part)
         return out
     if group.rule.stacked:
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=torch.float32)
         full = {name: _by_expert(group, read(name)) for name in group.names()}
         for number, part in enumerate(out, offset[0]):
             of_expert = {name: tensor[number] for name, tensor in full.items()}
@@ -61,8 +56,8 @@ def to_ours(
         return out
     if len(group.runs) == 1 and not group.rule.transposed and shape[1:] == group.shape[1:]:
         rows = read(group.names()[0])[offset[0] : offset[0] + shape[0]] if shape else read(group.names()[0])
-        return rows.to(dtype)
-    out = torch.empty(shape, dtype=dtype)
+        return rows.float()
+    out = torch.empty(shape, dtype=torch.float32)
     _gather(group, group.names(), read, offset, out)
     return out
 
