@@ -250,7 +250,7 @@ class LiveEngine:
             inbox, self._inbox = self._inbox, _Inbox()
             self._futures = [future for _, _, future in inbox.adapters]
             cancelled = set(inbox.cancelled)
-            load = Counter(ticket.replica for ticket in self._tickets.values() if inbox.added)
+            load = Counter(ticket.replica for ticket in self._tickets.values()) if inbox.added else Counter()
             added = [
                 self._assigned(load, *entry) for entry in inbox.added if entry[0] not in cancelled
             ]  # fmt: skip

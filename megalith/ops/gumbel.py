@@ -140,7 +140,7 @@ def sampled_blocks_by_row(
     is_greedy = temperature == 0
     z = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
     blocks = sampled_blocks(z, keys, least, first, real, 1.0, 1.0)
-    if is_greedy.any():
+    if z.is_cuda or is_greedy.any():  # a GPU is not waited for
         greedy = sampled_blocks(z, keys, None, first, real, 0.0, 1.0)
         blocks = torch.where(is_greedy[:, None, None], greedy, blocks)
     return blocks
