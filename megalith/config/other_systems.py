@@ -120,7 +120,7 @@ OTHER_NAMES: dict[str, str] = {
     "dynamic_filtering":             "rl.filter_zero_std",
     "packing_samples":               "rl.packing",
     "zero_stage":                    "parallel.data_parallel_sharding_strategy",
-    "adam_offload":                  "optim.optimizer_cpu_offload: 1.0",
+    "adam_offload":                  "optim.optimizer_cpu_offload",
     # PEFT, Axolotl, LLaMA-Factory
     "r":                             "lora.rank",
     "lora_r":                        "lora.rank",
