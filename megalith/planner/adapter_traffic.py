@@ -9,7 +9,7 @@ import math
 
 from megalith.planner.counts import MetaModel
 
-# Bytes per weight to decode a quantized base, at the bandwidth of elementwise kernels: nf4 is fitted to QLoRA's row in
+# Bytes per weight to decode a quantized base, at the bandwidth of elementwise kernels: nf4 is fitted to call E of
 # RESULTS.md, the others are the bytes that are read and written.
 DECODING = {"nf4": 10.3, "mxfp4": 2.5, "fp8": 3.0, "int8": 3.0}
 

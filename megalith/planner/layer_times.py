@@ -365,8 +365,7 @@ class LayerTimes:
                 for work in (backward, recomputed):
                     work["elementwise"] += cast * here["experts"]
         if not self.fsdp:
-            trained = here["adapters"] if self.frozen else local_weights - here["experts"]
-            dense = cast * trained
+            dense = cast * (here["adapters"] if self.frozen else local_weights - here["experts"])
             forward["elementwise"] += dense
             recomputed["elementwise"] += dense
             backward["elementwise"] += (0 if self.frozen else SUMMING) * local_weights / self.streams
@@ -378,9 +377,9 @@ class LayerTimes:
 
         Subtracts these weights from `here`, the number of the layer's weights by module.
         """
+        seconds = decoded_bytes(self.meta, number, self.config.lora.quantize_base) / self.streams
         for work in passes:
-            moved = decoded_bytes(self.meta, number, self.config.lora.quantize_base)
-            work["elementwise"] += moved / self.streams
+            work["elementwise"] += seconds
         for shape in self.meta.base_matrices(number):
             here["experts" if len(shape) == 3 else "attention"] -= math.prod(shape)
 
