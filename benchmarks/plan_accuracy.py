@@ -227,8 +227,9 @@ memory today, for example 5.4 GB less for Llama-3-8B with 16,384 tokens in a mic
 QLoRA, and of Llama-3-8B with 8 layers and nothing recomputed, were measured with this change. `auto` marks
 recomputation that the run chose [automatically](parallelism.md).
 
-The times of the LoRA and QLoRA rows were predicted 6 to 12 % too short before adapters' memory traffic was counted. The
-count follows from what the operators read and write; nothing was fitted to these rows except NF4's dequantization.
+The predicted times of the LoRA and QLoRA rows were 6 to 12 % too short until the planner counted what adapters read and
+write. It counts this from the operators, and nothing was fitted to these rows. The time to dequantize NF4 was fitted to
+an earlier run of QLoRA.
 
 {eight}
 

@@ -1,4 +1,4 @@
-"""A second model of a run, in the run's layout and precision: a teacher, a reward model or a critic."""
+"""A second model of a run, in the run's layout and precision: a reference, teacher, reward model or critic."""
 
 from __future__ import annotations
 

@@ -56,6 +56,6 @@ class TrainerCalls:
         if not holds_steps and not (STEP.fullmatch(location.name) and location.exists()):
             raise ConfigError(
                 f"resume_from_checkpoint is {resume_from_checkpoint!r}, but {folder} has no checkpoint of a Megalith "
-                "run; give a run's folder or one of its checkpoints/step_NNNNNNNN, or omit it to start from model"
+                "run; pass a run's folder or one of its checkpoints/step_NNNNNNNN, or omit it to start from the model"
             )
         return self.config.with_settings({"checkpoint.load": folder})

@@ -69,7 +69,7 @@ def optimizer_settings(values: dict[str, Any], steps: int) -> Settings:
         reject(
             "optim",
             name,
-            (f"choose among {', '.join(OPTIMIZERS)}, or pass settings={{'optim.optimizer': …}}"),
+            f"choose among {', '.join(OPTIMIZERS)}, or pass settings={{'optim.optimizer': …}}",
         )
     if schedule not in SCHEDULES:
         raise ConfigError(f"lr_scheduler_type is {schedule}; choose among {', '.join(SCHEDULES)}")
